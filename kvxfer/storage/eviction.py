@@ -1,0 +1,233 @@
+"""Which block makes room for the next: LRU and ARC."""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Literal
+
+from kvxfer.storage.keys import BlockKey
+
+
+class EvictionPolicy(ABC):
+    """Orders the resident keys by how soon they should make room.
+
+    A resident key is either *held* (being stored, or pinned) or a *candidate*. Held keys are in
+    no order at all, so that skipping them costs nothing. The policy is told what happens and
+    never acts by itself; every operation takes constant time.
+
+    Implementors must accept exactly this order of calls: `admit` or `replace` makes a key
+    resident and held, `release` makes it a candidate, `hold` takes that back, `remove` ends it.
+
+    Args:
+        num_slots: Keys that can be resident at once.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+
+    @abstractmethod
+    def admit(self, key: BlockKey) -> None:
+        """Make an absent key resident and held, in a slot that is free."""
+
+    @abstractmethod
+    def replace(self, key: BlockKey) -> BlockKey:
+        """Make an absent key resident and held, in the slot of the candidate that is returned.
+
+        Must only be called while there is a candidate.
+        """
+
+    @abstractmethod
+    def release(self, key: BlockKey) -> None:
+        """Make a held key a candidate, the most recently used one."""
+
+    @abstractmethod
+    def hold(self, key: BlockKey) -> None:
+        """Take a key out of the candidates; counts as a use."""
+
+    @abstractmethod
+    def touch(self, key: BlockKey) -> None:
+        """Count a use of a resident key."""
+
+    @abstractmethod
+    def remove(self, key: BlockKey) -> None:
+        """Forget a resident key that goes for another reason than eviction."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget everything, history included."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Count the candidates."""
+
+
+class LRU(EvictionPolicy):
+    """Evicts the candidate that was used the longest time ago."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        # Not a dict: taking the oldest item of a dict gets slower with every item taken.
+        self._candidates: OrderedDict[BlockKey, None] = OrderedDict()
+
+    def admit(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+
+    def replace(self, key: BlockKey) -> BlockKey:  # noqa: ARG002 - LRU does not look at it
+        """See `EvictionPolicy`."""
+        victim, _ = self._candidates.popitem(last=False)
+        return victim
+
+    def release(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        self._candidates[key] = None
+
+    def hold(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        del self._candidates[key]
+
+    def touch(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        if key in self._candidates:
+            self._candidates.move_to_end(key)
+
+    def remove(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        self._candidates.pop(key, None)
+
+    def clear(self) -> None:
+        """See `EvictionPolicy`."""
+        self._candidates.clear()
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+
+class ARC(EvictionPolicy):
+    """Balances keys used once against keys used again, by what it regrets having evicted.
+
+    A scan of keys that never return passes through without driving out those that do. Evicted
+    keys are remembered as ghosts: a ghost that is stored again says which of the two kinds was
+    given too little room. Residents and ghosts together are at most twice `num_slots`.
+
+    A key that is stored or pinned still counts as resident and only cannot be evicted; without
+    held keys the decisions are those of the paper.
+
+    Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
+        FAST 2003, figure 4; T1, T2, B1, B2 and p there are `_recent`, `_frequent`,
+        `_recent_ghosts`, `_frequent_ghosts` and `_recent_target` here.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self._recent: OrderedDict[BlockKey, None] = OrderedDict()
+        self._frequent: OrderedDict[BlockKey, None] = OrderedDict()
+        self._held_recent: set[BlockKey] = set()
+        self._held_frequent: set[BlockKey] = set()
+        self._recent_ghosts: OrderedDict[BlockKey, None] = OrderedDict()
+        self._frequent_ghosts: OrderedDict[BlockKey, None] = OrderedDict()
+        self._recent_target = 0.0
+
+    def admit(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        self._adapt(key)
+        self._arrive(key)
+
+    def replace(self, key: BlockKey) -> BlockKey:
+        """See `EvictionPolicy`."""
+        self._adapt(key)
+        num_recent = len(self._recent) + len(self._held_recent)
+        too_many_recent = num_recent > self._recent_target or (
+            num_recent == self._recent_target and key in self._frequent_ghosts
+        )
+        if self._recent and (too_many_recent or not self._frequent):
+            victim, _ = self._recent.popitem(last=False)
+            self._recent_ghosts[victim] = None
+        else:
+            victim, _ = self._frequent.popitem(last=False)
+            self._frequent_ghosts[victim] = None
+        self._arrive(key)
+        return victim
+
+    def release(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        if key in self._held_recent:
+            self._held_recent.remove(key)
+            self._recent[key] = None
+        else:
+            self._held_frequent.remove(key)
+            self._frequent[key] = None
+
+    def hold(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        if key in self._recent:
+            del self._recent[key]
+        else:
+            del self._frequent[key]
+        self._held_frequent.add(key)
+
+    def touch(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        if key in self._frequent:
+            self._frequent.move_to_end(key)
+        elif key in self._recent:
+            del self._recent[key]
+            self._frequent[key] = None
+        elif key in self._held_recent:
+            self._held_recent.remove(key)
+            self._held_frequent.add(key)
+
+    def remove(self, key: BlockKey) -> None:
+        """See `EvictionPolicy`."""
+        self._recent.pop(key, None)
+        self._frequent.pop(key, None)
+        self._held_recent.discard(key)
+        self._held_frequent.discard(key)
+
+    def clear(self) -> None:
+        """See `EvictionPolicy`."""
+        self._recent.clear()
+        self._frequent.clear()
+        self._held_recent.clear()
+        self._held_frequent.clear()
+        self._recent_ghosts.clear()
+        self._frequent_ghosts.clear()
+        self._recent_target = 0.0
+
+    def __len__(self) -> int:
+        return len(self._recent) + len(self._frequent)
+
+    def _adapt(self, key: BlockKey) -> None:
+        """Move the target towards the kind of key whose eviction `key` shows to be a mistake."""
+        recent, frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
+        if key in self._recent_ghosts:
+            step = max(frequent / recent, 1.0)
+            self._recent_target = min(self._recent_target + step, float(self._num_slots))
+        elif key in self._frequent_ghosts:
+            step = max(recent / frequent, 1.0)
+            self._recent_target = max(self._recent_target - step, 0.0)
+
+    def _arrive(self, key: BlockKey) -> None:
+        if key in self._recent_ghosts:
+            del self._recent_ghosts[key]
+            self._held_frequent.add(key)
+        elif key in self._frequent_ghosts:
+            del self._frequent_ghosts[key]
+            self._held_frequent.add(key)
+        else:
+            self._held_recent.add(key)
+        self._forget_old_ghosts()
+
+    def _forget_old_ghosts(self) -> None:
+        num_recent = len(self._recent) + len(self._held_recent)
+        num_frequent = len(self._frequent) + len(self._held_frequent)
+        while len(self._recent_ghosts) > self._num_slots - num_recent:
+            self._recent_ghosts.popitem(last=False)
+        num_rest = 2 * self._num_slots - num_recent - num_frequent - len(self._recent_ghosts)
+        while len(self._frequent_ghosts) > num_rest:
+            self._frequent_ghosts.popitem(last=False)
+
+
+PolicyName = Literal["lru", "arc"]
+
+POLICIES: Mapping[PolicyName, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
+"""Policies by the name that configurations give them."""

@@ -1,0 +1,314 @@
+"""Where a block is: its slot, its state, its pins."""
+
+import enum
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
+from kvxfer.storage.eviction import EvictionPolicy
+from kvxfer.storage.keys import BlockKey
+
+
+class BlockState(enum.Enum):
+    """What may be done with a block.
+
+    `STORING`: its slot is being written, nobody may read it. `READY`: may be read and may be
+    evicted. `LOADING`: ready, and pinned by at least one reader.
+    """
+
+    STORING = "storing"
+    READY = "ready"
+    LOADING = "loading"
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What a batch of keys got; every key of the batch is in exactly one of three lists.
+
+    Attributes:
+        keys: Accepted and now being stored; the caller must end each with `finish_store`.
+        slots: Where each of `keys` goes.
+        evicted: Keys that made room, no longer in the index.
+        refused: Keys for which there is no room, even after eviction.
+        present: Keys that are there already, ready or being stored.
+    """
+
+    keys: list[BlockKey]
+    slots: list[int]
+    evicted: list[BlockKey]
+    refused: list[BlockKey]
+    present: list[BlockKey]
+
+
+@dataclass(slots=True)
+class _Entry:
+    slot: int
+    storing: bool = True
+    num_pins: int = 0
+
+    @property
+    def state(self) -> BlockState:
+        if self.storing:
+            return BlockState.STORING
+        return BlockState.LOADING if self.num_pins else BlockState.READY
+
+
+@dataclass(slots=True)
+class _Quarantined:
+    """Slots of corrupt blocks of one key that were pinned when they were found out.
+
+    `num_pins` counts every pin on the key, those on a new block of the same name included: the
+    key alone does not say which of the two a reader lets go, so both stay until all are let go.
+    """
+
+    slots: list[int]
+    num_pins: int
+
+
+class BlockIndex:
+    """Keeps the books of a store with a fixed number of slots.
+
+    Owned by one event loop or thread; does no I/O and never blocks. Batches are in prefix order:
+    the last keys of a batch are the first to be evicted, because a prefix is of use without what
+    follows it and not the other way round.
+
+    Args:
+        num_slots: Blocks that fit.
+        policy: What to evict, new and of the same `num_slots`.
+
+    Attributes:
+        generation: How often the index was cleared. A plan or a pin of an earlier generation is
+            void and must not be finished or let go.
+
+    Raises:
+        InvalidArgumentError: There is not a single slot.
+    """
+
+    def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
+        if num_slots < 1:
+            raise InvalidArgumentError("num_slots", num_slots, "at least 1")
+        self.generation = 0
+        self._num_slots = num_slots
+        self._policy = policy
+        self._entries: dict[BlockKey, _Entry] = {}
+        self._quarantined: dict[BlockKey, _Quarantined] = {}
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that fit."""
+        return self._num_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that hold nothing."""
+        return len(self._free_slots)
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that may be evicted now."""
+        return len(self._policy)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def keys(self) -> list[BlockKey]:
+        """Every key of the index, in any state."""
+        return list(self._entries)
+
+    def state(self, key: BlockKey) -> BlockState | None:
+        """State of a block, None when there is none under this key."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.state
+
+    def slot_of(self, key: BlockKey) -> int:
+        """Slot of a block in any state.
+
+        Raises:
+            BlockStateError: The key is absent.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            raise BlockStateError(key, None, "present")
+        return entry.slot
+
+    def begin_store(self, keys: Sequence[BlockKey]) -> StorePlan:
+        """Find slots for keys, evicting if need be; a leading part when not all fit.
+
+        Neither a pinned block nor one that is being stored nor one of this batch is evicted.
+        Counts as a use of the keys that are there already.
+
+        Raises:
+            DuplicateError: A key appears twice; nothing was changed.
+        """
+        _require_distinct(keys)
+        plan = StorePlan(keys=[], slots=[], evicted=[], refused=[], present=[])
+        absent: list[BlockKey] = []
+        idle: list[BlockKey] = []
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None:
+                absent.append(key)
+                continue
+            plan.present.append(key)
+            if entry.state is BlockState.READY:
+                idle.append(key)
+                self._policy.hold(key)
+        for key in absent:
+            if not self._free_slots and not len(self._policy):
+                plan.refused.append(key)
+                continue
+            slot = self._take_slot(key, plan)
+            self._entries[key] = _Entry(slot)
+            plan.keys.append(key)
+            plan.slots.append(slot)
+        for key in reversed(idle):
+            self._policy.release(key)
+        return plan
+
+    def finish_store(self, keys: Sequence[BlockKey], *, stored: bool) -> None:
+        """Make blocks readable that were being stored, or drop them and free their slots.
+
+        Raises:
+            BlockStateError: A key is not being stored; nothing was changed.
+            DuplicateError: A key appears twice; nothing was changed.
+        """
+        _require_distinct(keys)
+        for key in keys:
+            if self.state(key) is not BlockState.STORING:
+                raise self._state_error(key, "storing")
+        for key in reversed(keys):
+            if stored:
+                self._entries[key].storing = False
+                self._policy.release(key)
+            else:
+                self._drop(key)
+
+    def pin(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Keep blocks from being evicted until they are unpinned as often; return their slots.
+
+        Raises:
+            BlockStateError: A key is absent or still being stored; nothing was pinned.
+        """
+        entries = [self._entries.get(key) for key in keys]
+        slots: list[int] = []
+        for key, entry in zip(keys, entries, strict=True):
+            if entry is None or entry.storing:
+                raise self._state_error(key, "ready or loading")
+            slots.append(entry.slot)
+        for key in keys:
+            entry = self._entries[key]
+            if not entry.num_pins:
+                self._policy.hold(key)
+            entry.num_pins += 1
+            if key in self._quarantined:
+                self._quarantined[key].num_pins += 1
+        return slots
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """Let blocks go that were pinned, quarantined ones included.
+
+        Raises:
+            BlockStateError: A key is not pinned, or less often than it appears; nothing was
+                changed.
+        """
+        counts = Counter(keys)
+        for key, count in counts.items():
+            if self._num_pins(key) < count:
+                raise self._state_error(key, "pinned")
+        for key in reversed(counts):
+            if key in self._quarantined:
+                self._unpin_quarantined(key, counts[key])
+                continue
+            entry = self._entries[key]
+            entry.num_pins -= counts[key]
+            if not entry.num_pins:
+                self._policy.release(key)
+
+    def touch(self, keys: Sequence[BlockKey]) -> None:
+        """Count a use of each key; absent ones are ignored."""
+        for key in reversed(keys):
+            if key in self._entries:
+                self._policy.touch(key)
+
+    def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Drop the blocks that are ready and not pinned; return their keys."""
+        removed = []
+        for key in keys:
+            if self.state(key) is BlockState.READY:
+                self._drop(key)
+                removed.append(key)
+        return removed
+
+    def quarantine(self, key: BlockKey) -> None:
+        """Make a corrupt block invisible at once; its slot is free when its last pin is gone.
+
+        Without effect on a key that is absent or being stored: what the caller read was an
+        earlier block of that name, which somebody else put away.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.storing:
+            return
+        if not entry.num_pins:
+            self._drop(key)
+            return
+        del self._entries[key]
+        self._policy.remove(key)
+        if key in self._quarantined:
+            self._quarantined[key].slots.append(entry.slot)
+        else:
+            self._quarantined[key] = _Quarantined([entry.slot], entry.num_pins)
+
+    def clear(self) -> None:
+        """Forget every block, plan and pin; all slots are free and a new generation begins.
+
+        The caller must see to it that no slot is still being read or written.
+        """
+        self.generation += 1
+        self._entries.clear()
+        self._quarantined.clear()
+        self._policy.clear()
+        self._free_slots = list(range(self._num_slots - 1, -1, -1))
+
+    def _take_slot(self, key: BlockKey, plan: StorePlan) -> int:
+        if self._free_slots:
+            self._policy.admit(key)
+            return self._free_slots.pop()
+        victim = self._policy.replace(key)
+        plan.evicted.append(victim)
+        return self._entries.pop(victim).slot
+
+    def _drop(self, key: BlockKey) -> None:
+        self._policy.remove(key)
+        self._free_slots.append(self._entries.pop(key).slot)
+
+    def _num_pins(self, key: BlockKey) -> int:
+        if key in self._quarantined:
+            return self._quarantined[key].num_pins
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.num_pins
+
+    def _unpin_quarantined(self, key: BlockKey, count: int) -> None:
+        quarantined = self._quarantined[key]
+        quarantined.num_pins -= count
+        if quarantined.num_pins:
+            return
+        self._free_slots.extend(quarantined.slots)
+        del self._quarantined[key]
+        entry = self._entries.get(key)
+        if entry is not None and entry.num_pins:
+            entry.num_pins = 0
+            self._policy.release(key)
+
+    def _state_error(self, key: BlockKey, expected: str) -> BlockStateError:
+        state = self.state(key)
+        return BlockStateError(key, None if state is None else state.value, expected)
+
+
+def _require_distinct(keys: Sequence[BlockKey]) -> None:
+    if len(set(keys)) != len(keys):
+        raise DuplicateError("keys", next(key for key, n in Counter(keys).items() if n > 1))
