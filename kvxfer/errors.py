@@ -1,0 +1,222 @@
+"""Every error kvxfer raises. Data is in fields; the message only repeats it."""
+
+from collections.abc import Sequence
+
+
+class KVXferError(Exception):
+    """Base of every error that kvxfer raises."""
+
+
+class InvalidArgumentError(KVXferError, ValueError):
+    """Report an argument that cannot be used; nothing was read or written.
+
+    Attributes:
+        argument: Name of the argument, with an index where it is one of many.
+        value: The value that was passed.
+        expected: What would have been accepted, in words.
+    """
+
+    def __init__(self, argument: str, value: object, expected: str) -> None:
+        self.argument = argument
+        self.value = value
+        self.expected = expected
+        super().__init__(f"{argument} is {value!r}; expected {expected}")
+
+
+class BlockIdError(InvalidArgumentError, LookupError):
+    """Report a block id that the cache does not have."""
+
+    def __init__(self, group: int, block_id: int, num_blocks: int) -> None:
+        self.group = group
+        self.block_id = block_id
+        self.num_blocks = num_blocks
+        super().__init__(f"block_ids[{group}]", block_id, f"0 <= block id < {num_blocks}")
+
+
+class DuplicateError(InvalidArgumentError):
+    """Report a key or block id that appears twice in one batch."""
+
+    def __init__(self, argument: str, value: object) -> None:
+        super().__init__(argument, value, "each value once in a batch")
+
+
+class UnknownGroupError(InvalidArgumentError, LookupError):
+    """Report a KV-cache group index that the caches do not have."""
+
+    def __init__(self, group: int, num_groups: int) -> None:
+        self.group = group
+        self.num_groups = num_groups
+        super().__init__("group", group, f"0 <= group < {num_groups}")
+
+
+class LengthMismatchError(InvalidArgumentError):
+    """Report keys and blocks that do not match one to one."""
+
+    def __init__(self, num_keys: int, num_blocks: int, rule: str) -> None:
+        self.num_keys = num_keys
+        self.num_blocks = num_blocks
+        super().__init__("keys", num_keys, f"{num_blocks} keys ({rule})")
+
+
+class LayoutError(KVXferError, ValueError):
+    """Base of errors about the layout of a KV-cache tensor."""
+
+
+class AmbiguousLayoutError(LayoutError):
+    """Report a tensor that fits two layouts; guessing would corrupt tokens.
+
+    Attributes:
+        layer_name: Layer whose tensor is ambiguous.
+        readings: Every layout that fits, as axis strings.
+    """
+
+    def __init__(self, layer_name: str, actual: str, readings: Sequence[str]) -> None:
+        self.layer_name = layer_name
+        self.actual = actual
+        self.readings = tuple(readings)
+        both = " and ".join(repr(reading) for reading in self.readings)
+        super().__init__(
+            f"layer {layer_name!r}: {actual} fits {both}; "
+            f"pass layouts={{{layer_name!r}: ...}} to say which one it is"
+        )
+
+
+class UnknownLayoutError(LayoutError):
+    """Report a tensor that fits no layout of its spec.
+
+    Attributes:
+        layer_name: Layer whose tensor was not understood.
+        expected: What was looked for, one line per layout.
+        actual: Shape, stride and dtype of the tensor.
+    """
+
+    def __init__(self, layer_name: str, actual: str, expected: Sequence[str]) -> None:
+        self.layer_name = layer_name
+        self.actual = actual
+        self.expected = tuple(expected)
+        wanted = "; ".join(self.expected)
+        super().__init__(f"layer {layer_name!r}: got {actual}; expected one of: {wanted}")
+
+
+class SpecMergeError(KVXferError, ValueError):
+    """Report KV-cache specs that cannot be merged into one.
+
+    Attributes:
+        field: The field in which they differ.
+        values: The clashing values, in the order of the specs.
+    """
+
+    def __init__(self, field: str, values: Sequence[object]) -> None:
+        self.field = field
+        self.values = tuple(values)
+        super().__init__(f"cannot merge specs: {field} differs: {list(values)!r}")
+
+
+class AttestationError(KVXferError):
+    """Report that the canonical view does not show what the engine's view wrote."""
+
+    def __init__(self, layer_name: str, block_id: int, detail: str) -> None:
+        self.layer_name = layer_name
+        self.block_id = block_id
+        super().__init__(f"layer {layer_name!r}, block {block_id}: {detail}")
+
+
+class NamespaceMismatchError(KVXferError, ValueError):
+    """Report two namespaces that must agree and do not.
+
+    Attributes:
+        field: First field that differs, dotted where it is nested.
+        ours: Value on this side.
+        theirs: Value on the other side.
+    """
+
+    def __init__(self, field: str, ours: object, theirs: object) -> None:
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+        super().__init__(f"namespaces differ in {field}: ours is {ours!r}, theirs is {theirs!r}")
+
+
+class CapacityError(KVXferError, MemoryError):
+    """Report that the memory or disk a backend was configured with is not there."""
+
+    def __init__(self, resource: str, needed_bytes: int, available_bytes: int) -> None:
+        self.resource = resource
+        self.needed_bytes = needed_bytes
+        self.available_bytes = available_bytes
+        super().__init__(f"{resource}: needs {needed_bytes} bytes, {available_bytes} are available")
+
+
+class ClosedError(KVXferError, RuntimeError):
+    """Report a call on something that was closed."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        super().__init__(f"{what} is closed")
+
+
+class BackendUnavailableError(KVXferError, ConnectionError):
+    """Report a backend that is gone: no block of any batch can be served."""
+
+
+class UnsupportedEngineError(KVXferError, RuntimeError):
+    """Report a serving-engine release whose interface kvxfer does not speak.
+
+    Attributes:
+        engine: Name of the engine.
+        version: Release that was found.
+        supported: Releases that are supported.
+    """
+
+    def __init__(self, engine: str, version: str, supported: str, detail: str) -> None:
+        self.engine = engine
+        self.version = version
+        self.supported = supported
+        super().__init__(f"{engine} {version} is not supported ({detail}); supported: {supported}")
+
+
+class BlockStateError(KVXferError, LookupError):
+    """Report a block that is not there, or not in the state that a call needs.
+
+    Attributes:
+        key: Key of the block.
+        state: State the block is in, None when it is absent.
+        expected: States that would have been accepted, in words.
+    """
+
+    def __init__(self, key: bytes, state: str | None, expected: str) -> None:
+        self.key = key
+        self.state = state
+        self.expected = expected
+        super().__init__(f"block {key.hex()} is {state or 'absent'}; expected {expected}")
+
+
+class OverlapError(LayoutError):
+    """Report layers whose pages share some bytes, but not all.
+
+    Attributes:
+        layer_names: The layers.
+    """
+
+    def __init__(self, layer_names: Sequence[str], detail: str) -> None:
+        self.layer_names = tuple(layer_names)
+        super().__init__(f"pages of layers {list(self.layer_names)!r} overlap: {detail}")
+
+
+class PageBoundsError(LayoutError):
+    """Report pages that reach beyond the memory they are said to lie in.
+
+    Attributes:
+        layer_name: Layer whose pages these are.
+        needed_bytes: Bytes from the start of the storage to the end of the last page.
+        storage_bytes: Bytes of the storage.
+    """
+
+    def __init__(self, layer_name: str, needed_bytes: int, storage_bytes: int) -> None:
+        self.layer_name = layer_name
+        self.needed_bytes = needed_bytes
+        self.storage_bytes = storage_bytes
+        super().__init__(
+            f"layer {layer_name!r}: pages end at byte {needed_bytes} of a storage of "
+            f"{storage_bytes} bytes"
+        )

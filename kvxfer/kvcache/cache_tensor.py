@@ -1,0 +1,39 @@
+"""Cache tensors: what a tensor that an engine registers for a layer may look like."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Self
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTensorForm:
+    """What one tensor that an engine registers for a layer may look like.
+
+    Attributes:
+        dtype: Type of the elements.
+        axis_sizes: Elements along each named axis of one page; the block axis is not in it.
+            K and V of unequal width share one axis, named `kv*dim`.
+        layouts: Axis strings that engines are known to use, see `KVLayout`.
+    """
+
+    dtype: torch.dtype
+    axis_sizes: Mapping[str, int]
+    layouts: tuple[str, ...]
+
+    @classmethod
+    def of_state(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """A state of a recurrent layer: `(num_blocks, *shape)`, its axes without a meaning."""
+        axes = [f"s{index}" for index in range(len(shape))]
+        return cls(
+            dtype=dtype,
+            axis_sizes=dict(zip(axes, shape, strict=True)),
+            layouts=(" ".join(("block", *axes)),),
+        )
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes that one block has in this tensor, without padding."""
+        return prod(self.axis_sizes.values()) * self.dtype.itemsize

@@ -1,0 +1,353 @@
+"""Layouts: the named, strided axes of one registered KV-cache tensor."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from kvxfer.errors import AmbiguousLayoutError, InvalidArgumentError, UnknownLayoutError
+from kvxfer.kvcache.cache_tensor import CacheTensorForm
+from kvxfer.kvcache.spec import KVCacheSpec
+
+SPLIT_AXES = frozenset({"kv", "layer"})
+"""Axes that may lie outside the block axis: each of their indices is a tensor of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The axes of a tensor, outermost first as they lie in memory, as in einops.
+
+    Axes are `block`, `kv`, `token`, `head`, `dim`, `layer`, and `s0`, `s1`, ... for states.
+    `kv*dim` is one dimension of the tensor that runs over two axes, the first one outermost.
+    The order is that of the strides and says nothing about the order of the tensor's shape.
+
+    Attributes:
+        axes: One entry per dimension of the tensor.
+    """
+
+    axes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        factors = self.factors
+        if "block" not in self.axes:
+            raise InvalidArgumentError("layout", str(self), "an axis 'block' of its own")
+        if len(set(factors)) != len(factors) or not all(f.isidentifier() for f in factors):
+            raise InvalidArgumentError("layout", str(self), "names of axes, each of them once")
+
+    @classmethod
+    def parse(cls, text: "str | KVLayout") -> "KVLayout":
+        """Read a layout such as `"block head token kv*dim"`.
+
+        Raises:
+            InvalidArgumentError: It is not a list of distinct axes with `block` among them.
+        """
+        if isinstance(text, KVLayout):
+            return text
+        if not isinstance(text, str):
+            raise InvalidArgumentError("layout", text, "an axis string")
+        return cls(tuple(text.split()))
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Every axis by itself."""
+        return tuple(factor for axis in self.axes for factor in axis.split("*"))
+
+    @property
+    def outer_axes(self) -> tuple[str, ...]:
+        """Axes outside the block axis."""
+        return self.axes[: self.axes.index("block")]
+
+    def __str__(self) -> str:
+        return " ".join(self.axes)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReading:
+    """A tensor understood as a layout: what each axis is in the tensor.
+
+    Axes of size 1 have no place in memory: their `dims` entry is None and their stride is what
+    it would be in a dense tensor.
+
+    Attributes:
+        layout: The layout.
+        sizes: Size of each axis of the layout.
+        dims: Dimension of the tensor that is this axis.
+        strides: Stride of each axis, elements of the tensor.
+        kernel_blocks_per_block: Steps along the block axis that make up one block.
+    """
+
+    layout: KVLayout
+    sizes: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    strides: tuple[int, ...]
+    kernel_blocks_per_block: int
+
+    @property
+    def block_axis(self) -> int:
+        """Position of the block axis."""
+        return self.layout.axes.index("block")
+
+    @property
+    def kernel_page_elements(self) -> int:
+        """Elements from the first to the last of one step along the block axis."""
+        inner = range(self.block_axis + 1, len(self.sizes))
+        return 1 + sum((self.sizes[axis] - 1) * self.strides[axis] for axis in inner)
+
+    def __str__(self) -> str:
+        if self.kernel_blocks_per_block == 1:
+            return str(self.layout)
+        return f"{self.layout}, {self.kernel_blocks_per_block} kernel blocks per block"
+
+
+def recognise(
+    tensor: torch.Tensor,
+    spec: KVCacheSpec,
+    num_blocks: int,
+    *,
+    layout: str | KVLayout | None = None,
+    num_layers: int | None = None,
+    tensor_index: int = 0,
+    layer_name: str = "",
+) -> KVLayout:
+    """Name the one layout that the shape and the strides of a registered tensor fit.
+
+    Dimensions are sorted by stride; the order of the shape is not looked at, and neither is
+    anything else a reader could guess from. Readings that differ only in the place of axes of
+    size 1 are the same reading.
+
+    Args:
+        tensor: What the engine registered, on any device.
+        spec: The layer's spec.
+        num_blocks: Blocks in the block pool; the tensor may have a multiple of it when the
+            kernel's blocks are smaller.
+        layout: The caller's word for the layout; it is checked like any other.
+        num_layers: Layers in a cross-layer tensor; None for a tensor of one layer.
+        tensor_index: Which of `spec.cache_tensors` this is.
+        layer_name: For the error text.
+
+    Raises:
+        AmbiguousLayoutError: Two layouts fit, and each would give the bytes another meaning.
+        UnknownLayoutError: No layout fits.
+        InvalidArgumentError: `layout` is not a layout that a page can be read from.
+    """
+    form = spec.cache_tensors[tensor_index]
+    readings = fitting_readings(
+        tensor,
+        form,
+        num_blocks,
+        layout=layout,
+        num_layers=num_layers,
+        page_size_bytes=spec.page_size_bytes,
+    )
+    if not readings:
+        raise unknown_layout(
+            tensor, form, num_blocks, layer_name, layout=layout, num_layers=num_layers
+        )
+    if len(readings) > 1:
+        raise ambiguous_layout(tensor, readings, layer_name)
+    return readings[0].layout
+
+
+def fitting_readings(
+    tensor: torch.Tensor,
+    form: CacheTensorForm,
+    num_blocks: int,
+    *,
+    layout: str | KVLayout | None = None,
+    num_layers: int | None = None,
+    page_size_bytes: int | None = None,
+) -> list[LayoutReading]:
+    """List every layout of `form` that fits, each meaning once.
+
+    Args:
+        tensor: What the engine registered.
+        form: What it may look like.
+        num_blocks: Blocks in the block pool.
+        layout: Try this layout only.
+        num_layers: Layers in a cross-layer tensor; None for a tensor of one layer.
+        page_size_bytes: The padded page of one layer, where it is larger than the page.
+
+    Raises:
+        InvalidArgumentError: `layout` is not a layout that a page can be read from.
+    """
+    candidates = _candidates(form, layout, num_layers)
+    if not _same_bytes(tensor.dtype, form.dtype):
+        return []
+    padded_elements = (page_size_bytes or form.page_size_bytes) // form.dtype.itemsize
+    readings: dict[tuple[str, ...], LayoutReading] = {}
+    for candidate in candidates:
+        for ratio in _divisors(form.axis_sizes.get("token", 1)):
+            known = _known_sizes(form.axis_sizes, num_blocks, num_layers, ratio)
+            reading = _fit(tensor, candidate, known, ratio, padded_elements)
+            if reading is not None:
+                readings.setdefault(_meaning(candidate, known), reading)
+    return list(readings.values())
+
+
+def unknown_layout(
+    tensor: torch.Tensor,
+    form: CacheTensorForm,
+    num_blocks: int,
+    layer_name: str,
+    *,
+    layout: str | KVLayout | None = None,
+    num_layers: int | None = None,
+) -> UnknownLayoutError:
+    """Say what was looked for and what was found."""
+    expected = []
+    for candidate in _candidates(form, layout, num_layers):
+        known = _known_sizes(form.axis_sizes, num_blocks, num_layers, 1)
+        sizes = tuple(_axis_size(axis, known) for axis in candidate.axes)
+        expected.append(f"{str(candidate)!r} {sizes} of {form.dtype}, contiguous within a block")
+    return UnknownLayoutError(layer_name, describe_tensor(tensor), expected)
+
+
+def ambiguous_layout(
+    tensor: torch.Tensor, readings: Sequence[LayoutReading], layer_name: str
+) -> AmbiguousLayoutError:
+    """Say which layouts fit."""
+    return AmbiguousLayoutError(layer_name, describe_tensor(tensor), list(map(str, readings)))
+
+
+def describe_tensor(tensor: torch.Tensor) -> str:
+    """Shape, stride and dtype in words."""
+    return f"shape {tuple(tensor.shape)}, stride {tensor.stride()}, dtype {tensor.dtype}"
+
+
+def _candidates(
+    form: CacheTensorForm, layout: str | KVLayout | None, num_layers: int | None
+) -> list[KVLayout]:
+    if layout is not None:
+        return [_readable(KVLayout.parse(layout), form, num_layers)]
+    parsed = [KVLayout.parse(text) for text in form.layouts]
+    fitting = [candidate for candidate in parsed if _names_every_axis(candidate, form, None)]
+    if num_layers is None:
+        return fitting
+    return [layered for each in fitting for layered in _with_layer_axis(each)]
+
+
+def _with_layer_axis(layout: KVLayout) -> list[KVLayout]:
+    """Where engines put the layers: around everything, inside the block, inside the head.
+
+    Source: `get_kv_cache_stride_order(include_num_layers_dimension=True)` of vLLM's backends.
+    """
+    layered = [KVLayout(("layer", *layout.axes))]
+    if layout.axes[0] == "block":
+        layered.append(KVLayout(("block", "layer", *layout.axes[1:])))
+        if layout.axes[1:3] == ("head", "kv"):
+            layered.append(KVLayout(("block", "head", "layer", *layout.axes[2:])))
+    return layered
+
+
+def _readable(layout: KVLayout, form: CacheTensorForm, num_layers: int | None) -> KVLayout:
+    if not _names_every_axis(layout, form, num_layers):
+        axes = [*form.axis_sizes, "block", *(["layer"] if num_layers is not None else [])]
+        raise InvalidArgumentError("layout", str(layout), f"exactly the axes {sorted(axes)}")
+    if not SPLIT_AXES.issuperset(layout.outer_axes):
+        raise InvalidArgumentError(
+            "layout", str(layout), "only 'kv' or 'layer' outside 'block': a page is contiguous"
+        )
+    return layout
+
+
+def _names_every_axis(layout: KVLayout, form: CacheTensorForm, num_layers: int | None) -> bool:
+    named = set(layout.factors) - {"block"}
+    known = {factor for axis in form.axis_sizes for factor in axis.split("*")}
+    needed = {f for axis, size in form.axis_sizes.items() if size > 1 for f in axis.split("*")}
+    if num_layers is not None:
+        known.add("layer")
+        needed.add("layer")
+    inseparable = {axis for axis in form.axis_sizes if "*" in axis}
+    return needed <= named <= known and inseparable.issubset(layout.axes)
+
+
+def _known_sizes(
+    page_axes: Mapping[str, int], num_blocks: int, num_layers: int | None, ratio: int
+) -> dict[str, int]:
+    """Size of every axis when `ratio` kernel blocks make up a block."""
+    sizes = {**page_axes, "block": num_blocks * ratio, "layer": num_layers or 1}
+    if "token" in sizes:
+        sizes["token"] //= ratio
+    return sizes
+
+
+def _axis_size(axis: str, known: Mapping[str, int]) -> int:
+    return known[axis] if axis in known else prod(known[factor] for factor in axis.split("*"))
+
+
+def _meaning(layout: KVLayout, known: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes without those of size 1, which have no place in memory."""
+    kept = (
+        "*".join(factor for factor in axis.split("*") if known.get(factor, 2) > 1)
+        for axis in layout.axes
+    )
+    return tuple(axis for axis in kept if axis)
+
+
+def _fit(
+    tensor: torch.Tensor,
+    layout: KVLayout,
+    known: Mapping[str, int],
+    ratio: int,
+    padded_elements: int,
+) -> LayoutReading | None:
+    """Match the tensor's dimensions, sorted by stride, with the axes; None when they differ."""
+    if tensor.ndim != len(layout.axes):
+        return None
+    sizes = tuple(_axis_size(axis, known) for axis in layout.axes)
+    physical = sorted(
+        (dim for dim in range(tensor.ndim) if tensor.shape[dim] != 1),
+        key=tensor.stride,
+        reverse=True,
+    )
+    if [tensor.shape[dim] for dim in physical] != [size for size in sizes if size != 1]:
+        return None
+    remaining = iter(physical)
+    dims = tuple(next(remaining) if size != 1 else None for size in sizes)
+    actual = tuple(None if dim is None else tensor.stride(dim) for dim in dims)
+    strides = _page_strides(layout, sizes, actual, padded_elements // ratio)
+    return None if strides is None else LayoutReading(layout, sizes, dims, strides, ratio)
+
+
+def _page_strides(
+    layout: KVLayout,
+    sizes: tuple[int, ...],
+    actual: tuple[int | None, ...],
+    padded_elements: int,
+) -> tuple[int, ...] | None:
+    """Strides of all axes, or None when a page would not be one contiguous piece.
+
+    Within a page everything is dense, except that one layer's page may be padded. From block to
+    block, and from K to V outside of it, anything may lie between.
+    """
+    block = layout.axes.index("block")
+    splits = prod(sizes[:block])
+    strides = [0] * len(sizes)
+    dense = 1
+    for axis in reversed(range(len(sizes))):
+        padded = dense
+        if axis == block:
+            padded = max(dense, padded_elements // splits)
+        elif axis == block + 1 and layout.axes[axis] == "layer":
+            padded = max(dense, padded_elements)
+        stride = actual[axis]
+        if stride is None:
+            stride = padded
+        if stride < dense or (axis > block and stride not in (dense, padded)):
+            return None
+        strides[axis] = stride
+        dense = stride * sizes[axis] if axis != block or sizes[axis] == 1 else stride + 1
+    return tuple(strides)
+
+
+def _same_bytes(actual: torch.dtype, expected: torch.dtype) -> bool:
+    """Whether elements are the same; engines register 8-bit floats as plain bytes."""
+    plain = (torch.uint8, torch.int8)
+    if expected.itemsize == 1 and (actual in plain or expected in plain):
+        return actual.itemsize == 1
+    return actual == expected
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,204 @@
+"""Pages: where in memory each layer keeps its part of a block, in bytes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import torch
+
+from kvxfer.errors import LayoutError, PageBoundsError
+from kvxfer.kvcache.layout import LayoutReading, describe_tensor
+from kvxfer.kvcache.registered import LayerPlace, RegisteredCache
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The bytes that one block after the other has in one place.
+
+    Block b's page is `num_fragments` fragments, the first of them at
+    `address + b * block_stride_bytes`. There is one fragment unless kernel blocks are smaller
+    than blocks and the pages of several layers interleave.
+
+    Attributes:
+        group: Group of the layers.
+        layer_names: Layers whose data this is.
+        layout: How a page reads.
+        storage: The storage that owns the bytes.
+        address: Where block 0 begins.
+        num_blocks: Blocks.
+        block_stride_bytes: From one block to the next.
+        num_fragments: Fragments of one page.
+        fragment_size_bytes: One fragment, padding included.
+        fragment_stride_bytes: From one fragment to the next.
+        data_size_bytes: From the first to the last byte of a page that carries data.
+    """
+
+    group: int
+    layer_names: tuple[str, ...]
+    layout: str
+    storage: torch.UntypedStorage
+    address: int
+    num_blocks: int
+    block_stride_bytes: int
+    num_fragments: int
+    fragment_size_bytes: int
+    fragment_stride_bytes: int
+    data_size_bytes: int
+
+    @property
+    def extent_bytes(self) -> int:
+        """From the first to the last byte of a page, padding included."""
+        return (self.num_fragments - 1) * self.fragment_stride_bytes + self.fragment_size_bytes
+
+    @property
+    def geometry(self) -> tuple[int, int, int, int]:
+        """What is equal for two layers that alias the same bytes."""
+        return (
+            self.address,
+            self.num_fragments,
+            self.fragment_size_bytes,
+            self.fragment_stride_bytes,
+        )
+
+    def fragments(self) -> Iterator[tuple[int, int]]:
+        """First and end address of each fragment of block 0's page."""
+        for index in range(self.num_fragments):
+            start = self.address + index * self.fragment_stride_bytes
+            yield start, start + self.fragment_size_bytes
+
+
+def find_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
+    """Say where the pages of a registered cache are, in layer order, K before V.
+
+    Raises:
+        LayoutError: The tensors of one layer do not make up one page.
+        PageBoundsError: Pages reach beyond the storage.
+    """
+    pages = _state_pages(cache, num_blocks) if len(cache.tensors) > 1 else _tensor_pages(cache)
+    for each in pages:
+        last = each.address + (each.num_blocks - 1) * each.block_stride_bytes + each.extent_bytes
+        needed_bytes = last - each.storage.data_ptr()
+        if needed_bytes > each.storage.nbytes():
+            raise PageBoundsError(each.layer_names[0], needed_bytes, each.storage.nbytes())
+    return pages
+
+
+def _tensor_pages(cache: RegisteredCache) -> list[Pages]:
+    (tensor,), (reading,) = cache.tensors, cache.readings
+    item = tensor.element_size()
+    outer = reading.layout.outer_axes
+    pages = []
+    for index in product(*(range(size) for size in reading.sizes[: len(outer)])):
+        at = dict(zip(outer, index, strict=True))
+        steps = zip(index, reading.strides[: len(outer)], strict=True)
+        offset_bytes = sum(i * stride for i, stride in steps) * item
+        if "layer" in reading.layout.axes and "layer" not in outer:
+            places = _places_of_groups(cache, reading)
+        else:
+            places = [((p,), 0) for p in cache.positions[at.get("layer", 0)]]
+        for layers, last_position in places:
+            pages.append(
+                _pages(cache, layers, last_position, tensor.data_ptr() + offset_bytes, reading)
+            )
+    return pages
+
+
+def _places_of_groups(
+    cache: RegisteredCache, reading: LayoutReading
+) -> list[tuple[tuple[LayerPlace, ...], int]]:
+    """Each group's layers inside a row of all layers, and the last position it uses."""
+    layer_axis = reading.layout.axes.index("layer")
+    layers: dict[int, list[LayerPlace]] = {}
+    last: dict[int, int] = {}
+    for position, places in enumerate(cache.positions):
+        for place in places:
+            layers.setdefault(place.group, []).append(place)
+            last[place.group] = position
+    if layer_axis != reading.block_axis + 1:
+        last = dict.fromkeys(last, len(cache.positions) - 1)
+    return [(tuple(layers[group]), last[group]) for group in sorted(layers)]
+
+
+def _pages(
+    cache: RegisteredCache,
+    places: Sequence[LayerPlace],
+    last_position: int,
+    address: int,
+    reading: LayoutReading,
+) -> Pages:
+    (tensor,) = cache.tensors
+    item = tensor.element_size()
+    ratio = reading.kernel_blocks_per_block
+    step_bytes = reading.strides[reading.block_axis] * item
+    data_bytes = reading.kernel_page_elements * item
+    padded_bytes = _padded_kernel_page_bytes(cache, reading)
+    if padded_bytes > step_bytes:
+        raise LayoutError(
+            f"layer {cache.name!r}: blocks are {step_bytes * ratio} bytes apart and need "
+            f"{padded_bytes * ratio} with padding ({describe_tensor(tensor)})"
+        )
+    if reading.layout.axes[reading.block_axis + 1 : reading.block_axis + 2] == ("layer",):
+        unused = len(cache.positions) - 1 - last_position
+        data_bytes -= unused * reading.strides[reading.block_axis + 1] * item
+    whole = padded_bytes == step_bytes
+    return Pages(
+        group=places[0].group,
+        layer_names=tuple(place.layer_name for place in places),
+        layout=str(reading),
+        storage=tensor.untyped_storage(),
+        address=address,
+        num_blocks=reading.sizes[reading.block_axis] // ratio,
+        block_stride_bytes=step_bytes * ratio,
+        num_fragments=1 if whole else ratio,
+        fragment_size_bytes=step_bytes * ratio if whole else padded_bytes,
+        fragment_stride_bytes=step_bytes * ratio if whole else step_bytes,
+        data_size_bytes=(ratio - 1) * step_bytes + data_bytes,
+    )
+
+
+def _padded_kernel_page_bytes(cache: RegisteredCache, reading: LayoutReading) -> int:
+    """Bytes of one step along the block axis, padding included, for all layers in it."""
+    page_bytes = cache.spec.page_size_bytes * len(cache.positions)
+    for axis in range(reading.block_axis):
+        page_bytes //= reading.sizes[axis]
+    return page_bytes // reading.kernel_blocks_per_block
+
+
+def _state_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
+    """One page of several states that follow each other over one raw allocation."""
+    spec, (place,) = cache.spec, cache.positions[0]
+    steps = {
+        reading.strides[0] * tensor.element_size()
+        for tensor, reading in zip(cache.tensors, cache.readings, strict=True)
+    }
+    step_bytes = spec.page_size_bytes if num_blocks == 1 else max(steps)
+    spans = sorted(
+        (tensor.data_ptr(), form.page_size_bytes)
+        for tensor, form in zip(cache.tensors, spec.cache_tensors, strict=True)
+    )
+    address = spans[0][0]
+    follows = all(start + size == following for (start, size), (following, _) in pairwise(spans))
+    same_blocks = num_blocks == 1 or len(steps) == 1
+    one_storage = len({tensor.untyped_storage().data_ptr() for tensor in cache.tensors}) == 1
+    if not follows or not same_blocks or not one_storage or step_bytes < spec.page_size_bytes:
+        states = "; ".join(describe_tensor(tensor) for tensor in cache.tensors)
+        raise LayoutError(
+            f"layer {cache.name!r}: states ({states}) at byte offsets "
+            f"{[start - address for start, _ in spans]} do not make up pages of "
+            f"{spec.page_size_bytes} bytes over one allocation"
+        )
+    return [
+        Pages(
+            group=place.group,
+            layer_names=(place.layer_name,),
+            layout=" + ".join(map(str, cache.readings)),
+            storage=cache.tensors[0].untyped_storage(),
+            address=address,
+            num_blocks=num_blocks,
+            block_stride_bytes=step_bytes,
+            num_fragments=1,
+            fragment_size_bytes=spec.page_size_bytes,
+            fragment_stride_bytes=spec.page_size_bytes,
+            data_size_bytes=spec.unpadded_page_size_bytes,
+        )
+    ]

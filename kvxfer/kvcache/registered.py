@@ -1,0 +1,221 @@
+"""Registered caches: what an engine handed over, checked and understood, before any byte view."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.checks import require_instance
+from kvxfer.kvcache.layout import (
+    KVLayout,
+    LayoutReading,
+    ambiguous_layout,
+    fitting_readings,
+    unknown_layout,
+)
+from kvxfer.kvcache.spec import KVCacheConfig, KVCacheSpec
+
+KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+Layouts = Mapping[str, str | KVLayout]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """A layer and the group it belongs to."""
+
+    group: int
+    layer_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredCache:
+    """One registered entry: its tensors, how they read, and whose pages they hold.
+
+    Attributes:
+        name: The name it was registered under.
+        spec: Spec of the layer, or of each layer of a cross-layer tensor.
+        tensors: The registered tensors, one per entry of `spec.cache_tensors`.
+        readings: How each of them reads.
+        positions: For each step along the layer axis the layers whose pages lie there; one
+            position for a tensor without a layer axis. Layers of different groups may share one.
+    """
+
+    name: str
+    spec: KVCacheSpec
+    tensors: tuple[torch.Tensor, ...]
+    readings: tuple[LayoutReading, ...]
+    positions: tuple[tuple[LayerPlace, ...], ...]
+
+
+def read_registered(
+    kv_caches: KVCaches, config: KVCacheConfig, layouts: Layouts | None
+) -> list[RegisteredCache]:
+    """Check what an engine registered and understand every tensor, in group and layer order.
+
+    Raises:
+        InvalidArgumentError: An entry is missing, unknown, or not what its spec asks for; or
+            tensors are on several devices or on none.
+        AmbiguousLayoutError: A tensor reads in two ways.
+        UnknownLayoutError: A tensor reads as nothing that its spec allows.
+    """
+    require_instance("kv_caches", kv_caches, Mapping)
+    require_instance("config", config, KVCacheConfig)
+    if not kv_caches:
+        raise InvalidArgumentError("kv_caches", kv_caches, "layer names and their tensors")
+    layouts = layouts or {}
+    for name in layouts:
+        if name not in kv_caches:
+            raise InvalidArgumentError("layouts", name, f"one of {list(kv_caches)}")
+    _require_usable_tensors(kv_caches)
+    cross_layer = _read_cross_layer(kv_caches, config, layouts)
+    if cross_layer is not None:
+        return [cross_layer]
+    _require_every_layer(kv_caches, config)
+    return [
+        _read_layer(kv_caches[name], LayerPlace(index, name), config, layouts)
+        for index, group in enumerate(config.groups)
+        for name in group.layer_names
+    ]
+
+
+def as_tensors(entry: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors of one registered entry."""
+    return (entry,) if isinstance(entry, torch.Tensor) else tuple(entry)
+
+
+def _require_usable_tensors(kv_caches: KVCaches) -> None:
+    devices = set()
+    for name, entry in kv_caches.items():
+        argument = f"kv_caches[{name!r}]"
+        if not isinstance(entry, torch.Tensor):
+            require_instance(argument, entry, Sequence)
+        for tensor in as_tensors(entry):
+            require_instance(argument, tensor, torch.Tensor)
+            if tensor.layout != torch.strided or tensor.device.type == "meta":
+                raise InvalidArgumentError(
+                    argument, f"{tensor.layout} on {tensor.device}", "a strided tensor with memory"
+                )
+            devices.add(tensor.device)
+    if len(devices) > 1:
+        raise InvalidArgumentError("kv_caches", sorted(map(str, devices)), "tensors on one device")
+
+
+def _require_every_layer(kv_caches: KVCaches, config: KVCacheConfig) -> None:
+    missing = sorted(set(config.layer_names) - kv_caches.keys())
+    if missing:
+        raise InvalidArgumentError("kv_caches", list(kv_caches), f"also the layers {missing}")
+    unknown = sorted(kv_caches.keys() - set(config.layer_names))
+    if unknown:
+        raise InvalidArgumentError("kv_caches", unknown, "only layers of the groups")
+
+
+def _read_layer(
+    entry: torch.Tensor | Sequence[torch.Tensor],
+    place: LayerPlace,
+    config: KVCacheConfig,
+    layouts: Layouts,
+) -> RegisteredCache:
+    name, tensors = place.layer_name, as_tensors(entry)
+    spec = config.groups[place.group].spec.for_layer(name)
+    forms = spec.cache_tensors
+    if len(tensors) != len(forms):
+        raise InvalidArgumentError(
+            f"kv_caches[{name!r}]",
+            f"{len(tensors)} tensors",
+            f"{len(forms)} for a {type(spec).__name__}",
+        )
+    layout = layouts.get(name)
+    if layout is not None and len(forms) > 1:
+        raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: there are several tensors")
+    readings = []
+    for tensor, form in zip(tensors, forms, strict=True):
+        padded = spec.page_size_bytes if len(forms) == 1 else None
+        found = fitting_readings(
+            tensor, form, config.num_blocks, layout=layout, page_size_bytes=padded
+        )
+        if not found:
+            raise unknown_layout(tensor, form, config.num_blocks, name, layout=layout)
+        readings.append(_one_reading(tensor, found, name))
+    return RegisteredCache(name, spec, tensors, tuple(readings), ((place,),))
+
+
+def _read_cross_layer(
+    kv_caches: KVCaches, config: KVCacheConfig, layouts: Layouts
+) -> RegisteredCache | None:
+    """Read the entries as one tensor of all layers, or return None when they are not one.
+
+    It is registered once, under any name, or once per layer.
+    """
+    name, entry = next(iter(kv_caches.items()))
+    positions = _layer_positions(config)
+    if positions is None or not _is_one_tensor(kv_caches, config):
+        return None
+    spec = config.groups[0].spec.for_layer(config.groups[0].layer_names[0])
+    if len(spec.cache_tensors) != 1 or not _same_pages(spec, config):
+        return None
+    (tensor,), (form,) = as_tensors(entry), spec.cache_tensors
+    layout = layouts.get(name)
+    if layout is not None and "layer" not in KVLayout.parse(layout).axes:
+        return None
+    found = fitting_readings(
+        tensor,
+        form,
+        config.num_blocks,
+        layout=layout,
+        num_layers=len(positions),
+        page_size_bytes=spec.page_size_bytes,
+    )
+    if layout is not None and not found:
+        raise unknown_layout(
+            tensor, form, config.num_blocks, name, layout=layout, num_layers=len(positions)
+        )
+    if layout is None and name in config.layer_names:
+        plain = fitting_readings(
+            tensor, form, config.num_blocks, page_size_bytes=spec.page_size_bytes
+        )
+        found = found + plain if len(positions) > 1 or not plain else []
+    if not found:
+        return None
+    return RegisteredCache(name, spec, (tensor,), (_one_reading(tensor, found, name),), positions)
+
+
+def _layer_positions(config: KVCacheConfig) -> tuple[tuple[LayerPlace, ...], ...] | None:
+    """Which layers lie at each step of a layer axis; None when the engine did not say."""
+    groups = {name: i for i, group in enumerate(config.groups) for name in group.layer_names}
+    if config.shared_tensors:
+        if sum(map(len, config.shared_tensors)) != len(groups):
+            return None
+        return tuple(
+            tuple(LayerPlace(groups[name], name) for name in names)
+            for names in config.shared_tensors
+        )
+    if len(config.groups) > 1:
+        return None
+    return tuple((LayerPlace(0, name),) for name in config.groups[0].layer_names)
+
+
+def _is_one_tensor(kv_caches: KVCaches, config: KVCacheConfig) -> bool:
+    """Whether every entry is the same memory, and not one layer of several."""
+    entries = [as_tensors(entry) for entry in kv_caches.values()]
+    if any(len(tensors) != 1 for tensors in entries):
+        return False
+    places = {(t.data_ptr(), t.shape, t.stride(), t.dtype) for (t,) in entries}
+    covers_all = len(entries) == 1 or kv_caches.keys() == set(config.layer_names)
+    return len(places) == 1 and covers_all
+
+
+def _same_pages(spec: KVCacheSpec, config: KVCacheConfig) -> bool:
+    specs = [g.spec.for_layer(name) for g in config.groups for name in g.layer_names]
+    return all(
+        each.cache_tensors == spec.cache_tensors and each.page_size_bytes == spec.page_size_bytes
+        for each in specs
+    )
+
+
+def _one_reading(
+    tensor: torch.Tensor, found: Sequence[LayoutReading], layer_name: str
+) -> LayoutReading:
+    if len(found) > 1:
+        raise ambiguous_layout(tensor, found, layer_name)
+    return found[0]

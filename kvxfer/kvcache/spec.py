@@ -1,0 +1,420 @@
+"""KV-cache specs: what a layer keeps per block, how layers form groups, and how specs merge."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import ClassVar
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError, SpecMergeError
+from kvxfer.kvcache.cache_tensor import CacheTensorForm
+from kvxfer.kvcache.checks import require_instance, require_positive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec(ABC):
+    """What one layer keeps per block.
+
+    Implementors must say which tensors an engine registers for a layer; nothing outside the
+    class knows the family. A family whose specs may merge although they differ overrides
+    `merge_alike`.
+
+    Attributes:
+        tokens_per_block: Tokens that one block of the block table counts.
+        page_size_padded: Bytes of one block of this layer when pages are padded.
+    """
+
+    tokens_per_block: int
+    page_size_padded: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("tokens_per_block", self.tokens_per_block)
+        require_positive("page_size_padded", self.page_size_padded, optional=True)
+        if self.page_size_bytes < self.unpadded_page_size_bytes:
+            raise InvalidArgumentError(
+                "page_size_padded", self.page_size_padded, f">= {self.unpadded_page_size_bytes}"
+            )
+
+    @property
+    @abstractmethod
+    def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
+        """The tensors that an engine registers for a layer, in the order of their bytes."""
+
+    @property
+    def unpadded_page_size_bytes(self) -> int:
+        """Bytes of one block of this layer that carry data."""
+        return sum(form.page_size_bytes for form in self.cache_tensors)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of this layer, padding included."""
+        return self.page_size_padded or self.unpadded_page_size_bytes
+
+    def for_layer(self, layer_name: str) -> "KVCacheSpec":  # noqa: ARG002 - only collections look
+        """The spec of one layer: itself, unless every layer has its own."""
+        return self
+
+    @staticmethod
+    def merge(specs: "Sequence[KVCacheSpec]") -> "KVCacheSpec":
+        """Merge the specs of layers that are to share one group; the inputs stay as they are.
+
+        Equal specs merge. So do full-attention specs that differ only in having a window: no
+        window stays none, one value is taken over, two values are refused.
+
+        Raises:
+            InvalidArgumentError: There is no spec.
+            SpecMergeError: The specs differ; names the field and the values.
+        """
+        if not specs:
+            raise InvalidArgumentError("specs", specs, "at least one spec")
+        if len({type(spec) for spec in specs}) > 1:
+            raise SpecMergeError("type", [type(spec).__name__ for spec in specs])
+        return specs[0].merge_alike(specs)
+
+    def merge_alike(self, specs: "Sequence[KVCacheSpec]") -> "KVCacheSpec":
+        """Merge specs of this type, itself among them; `merge` checked the types.
+
+        Raises:
+            SpecMergeError: The specs differ; names the field and the values.
+        """
+        for name in (f.name for f in fields(self)):
+            values = [getattr(spec, name) for spec in specs]
+            if any(value != values[0] for value in values):
+                raise SpecMergeError(name, values)
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """Keys and values of every token of a block.
+
+    Attributes:
+        num_kv_heads: KV heads on this worker.
+        head_dim: Width of a key, elements.
+        dtype: Type of the cached elements.
+        head_dim_v: Width of a value, elements; `head_dim` unless given.
+    """
+
+    LAYOUTS: ClassVar[tuple[str, ...]] = (
+        "block kv token head dim",
+        "block kv head token dim",
+        "block token kv head dim",
+        "block head kv token dim",
+        "block token head kv dim",
+        "block head token kv dim",
+        "block token head kv*dim",
+        "block head token kv*dim",
+        "block kv token head*dim",
+        "block token kv head*dim",
+        "block kv token*head*dim",
+        "block kv head*token*dim",
+        "kv block token head dim",
+        "kv block head token dim",
+        "kv block token head*dim",
+        "kv block token*head*dim",
+        "kv block head*token*dim",
+    )
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    head_dim_v: int | None = None
+
+    def __post_init__(self) -> None:
+        require_positive("num_kv_heads", self.num_kv_heads)
+        require_positive("head_dim", self.head_dim)
+        require_positive("head_dim_v", self.head_dim_v, optional=True)
+        require_instance("dtype", self.dtype, torch.dtype)
+        KVCacheSpec.__post_init__(self)
+
+    @property
+    def _axis_sizes(self) -> dict[str, int]:
+        sizes = {"token": self.tokens_per_block, "head": self.num_kv_heads}
+        if self.head_dim_v is None or self.head_dim_v == self.head_dim:
+            return sizes | {"kv": 2, "dim": self.head_dim}
+        return sizes | {"kv*dim": self.head_dim + self.head_dim_v}
+
+    @property
+    def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
+        """One tensor that holds keys and values."""
+        form = CacheTensorForm(dtype=self.dtype, axis_sizes=self._axis_sizes, layouts=self.LAYOUTS)
+        return (form,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttentionSpec(AttentionSpec):
+    """Attention whose blocks are kept for all tokens.
+
+    Attributes:
+        sliding_window: Tokens a layer attends to when the engine keeps the others anyway.
+        attention_chunk_tokens: Tokens of a local-attention chunk, likewise.
+    """
+
+    sliding_window: int | None = None
+    attention_chunk_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)
+        require_positive("sliding_window", self.sliding_window, optional=True)
+        require_positive("attention_chunk_tokens", self.attention_chunk_tokens, optional=True)
+        if self.sliding_window is not None and self.attention_chunk_tokens is not None:
+            raise InvalidArgumentError(
+                "attention_chunk_tokens",
+                self.attention_chunk_tokens,
+                "no chunk in a layer that has a sliding window",
+            )
+
+    def merge_alike(self, specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
+        """Merge full-attention specs; one window or chunk in use is taken over for all.
+
+        Raises:
+            SpecMergeError: The specs differ; names the field and the values.
+        """
+        window = _one_window("sliding_window", specs)
+        chunk = _one_window("attention_chunk_tokens", specs)
+        if window is not None and chunk is not None:
+            raise SpecMergeError("sliding_window and attention_chunk_tokens", [window, chunk])
+        alike = []
+        for spec in specs:
+            assert isinstance(spec, FullAttentionSpec), "merge() lets only one type through"
+            alike.append(replace(spec, sliding_window=window, attention_chunk_tokens=chunk))
+        return AttentionSpec.merge_alike(alike[0], alike)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """Attention whose blocks are freed when they leave the window.
+
+    Attributes:
+        sliding_window: Tokens a layer attends to. Another window is another type of layer.
+    """
+
+    sliding_window: int
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)
+        require_positive("sliding_window", self.sliding_window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """Attention within chunks, whose blocks are freed with their chunk.
+
+    Attributes:
+        attention_chunk_tokens: Tokens of one chunk.
+    """
+
+    attention_chunk_tokens: int
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)
+        require_positive("attention_chunk_tokens", self.attention_chunk_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossAttentionSpec(AttentionSpec):
+    """Attention to the encoder's tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LatentSpec(AttentionSpec):
+    """One latent vector per token instead of keys and values; `head_dim` is its width."""
+
+    LAYOUTS: ClassVar[tuple[str, ...]] = (
+        "block token dim",
+        "block token head dim",
+        "block head token dim",
+        "block token*dim",
+    )
+
+    num_kv_heads: int = 1
+
+    def __post_init__(self) -> None:
+        AttentionSpec.__post_init__(self)
+        if self.head_dim_v is not None:
+            raise InvalidArgumentError("head_dim_v", self.head_dim_v, "None: there are no values")
+
+    @property
+    def _axis_sizes(self) -> dict[str, int]:
+        return {
+            "token": self.tokens_per_block,
+            "head": self.num_kv_heads,
+            "dim": self.head_dim,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLASpec(_LatentSpec):
+    """Multi-head latent attention: one latent vector of `head_dim` elements per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindowMLASpec(_LatentSpec):
+    """Latent attention whose blocks are freed when they leave the window.
+
+    Attributes:
+        sliding_window: Tokens a layer attends to. Another window is another type of layer.
+    """
+
+    sliding_window: int
+
+    def __post_init__(self) -> None:
+        _LatentSpec.__post_init__(self)
+        require_positive("sliding_window", self.sliding_window)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """States of a Mamba or linear-attention layer; a block holds one of each.
+
+    Attributes:
+        shapes: Shape of each state.
+        dtypes: Type of each state.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
+        object.__setattr__(self, "dtypes", tuple(self.dtypes))
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            raise InvalidArgumentError("dtypes", self.dtypes, f"one for each of {self.shapes!r}")
+        for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
+            for size in shape:
+                require_positive(f"shapes[{index}]", size)
+            require_instance(f"dtypes[{index}]", dtype, torch.dtype)
+        KVCacheSpec.__post_init__(self)
+
+    @property
+    def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
+        """One tensor per state, all of them inside one page."""
+        return tuple(
+            CacheTensorForm.of_state(shape, dtype)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformTypeKVCacheSpecs(KVCacheSpec):
+    """Specs of one type that differ from layer to layer inside one group.
+
+    Attributes:
+        layer_specs: Layer name to spec; all of one type and one `tokens_per_block`.
+    """
+
+    layer_specs: Mapping[str, KVCacheSpec]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_specs", dict(self.layer_specs))
+        specs = list(self.layer_specs.values())
+        if not specs:
+            raise InvalidArgumentError("layer_specs", self.layer_specs, "at least one layer")
+        for name, spec in self.layer_specs.items():
+            require_instance(f"layer_specs[{name!r}]", spec, KVCacheSpec)
+            if type(spec) is not type(specs[0]):
+                raise InvalidArgumentError(
+                    f"layer_specs[{name!r}]", spec, f"a {type(specs[0]).__name__} like the first"
+                )
+            if spec.tokens_per_block != self.tokens_per_block:
+                raise InvalidArgumentError(
+                    f"layer_specs[{name!r}].tokens_per_block",
+                    spec.tokens_per_block,
+                    f"{self.tokens_per_block} like the whole group",
+                )
+        if self.page_size_padded is not None:
+            raise InvalidArgumentError(
+                "page_size_padded", self.page_size_padded, "None: each layer has its own"
+            )
+        KVCacheSpec.__post_init__(self)
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of all layers together, padding included."""
+        return sum(spec.page_size_bytes for spec in self.layer_specs.values())
+
+    @property
+    def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
+        """The tensors of all layers, layer by layer."""
+        return tuple(form for spec in self.layer_specs.values() for form in spec.cache_tensors)
+
+    def for_layer(self, layer_name: str) -> KVCacheSpec:
+        """The spec of one layer.
+
+        Raises:
+            InvalidArgumentError: The layer has no spec here.
+        """
+        if layer_name not in self.layer_specs:
+            raise InvalidArgumentError("layer_name", layer_name, f"one of {list(self.layer_specs)}")
+        return self.layer_specs[layer_name]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that share a block table.
+
+    Attributes:
+        spec: What each layer keeps; a `UniformTypeKVCacheSpecs` has a spec for each of them.
+        layer_names: The layers, in the order in which their pages make up a block.
+    """
+
+    spec: KVCacheSpec
+    layer_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_names", tuple(self.layer_names))
+        require_instance("spec", self.spec, KVCacheSpec)
+        if not self.layer_names or len(set(self.layer_names)) != len(self.layer_names):
+            raise InvalidArgumentError(
+                "layer_names", self.layer_names, "at least one layer, each of them once"
+            )
+        for layer_name in self.layer_names:
+            self.spec.for_layer(layer_name)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """The KV cache of one worker, as the engine planned it.
+
+    Attributes:
+        num_blocks: Blocks in the block pool, the null block included.
+        groups: KV-cache groups; the index is the group index everywhere.
+        shared_tensors: For each shared tensor (position) the layers whose bytes it holds;
+            empty when the engine did not say.
+    """
+
+    num_blocks: int
+    groups: tuple[KVCacheGroup, ...]
+    shared_tensors: tuple[tuple[str, ...], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        object.__setattr__(self, "shared_tensors", tuple(map(tuple, self.shared_tensors)))
+        require_positive("num_blocks", self.num_blocks)
+        if not self.groups:
+            raise InvalidArgumentError("groups", self.groups, "at least one KVCacheGroup")
+        for index, group in enumerate(self.groups):
+            require_instance(f"groups[{index}]", group, KVCacheGroup)
+        names = self.layer_names
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidArgumentError("groups", name, "each layer in one group only")
+        shared = [name for names in self.shared_tensors for name in names]
+        for name in shared:
+            if name not in names:
+                raise InvalidArgumentError("shared_tensors", name, "a layer of one of the groups")
+            if shared.count(name) > 1:
+                raise InvalidArgumentError("shared_tensors", name, "each layer at most once")
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """Every layer, group by group."""
+        return tuple(name for group in self.groups for name in group.layer_names)
+
+
+def _one_window(name: str, specs: Sequence[KVCacheSpec]) -> int | None:
+    windows = {getattr(spec, name) for spec in specs} - {None}
+    if len(windows) > 1:
+        raise SpecMergeError(name, [getattr(spec, name) for spec in specs])
+    return next(iter(windows), None)
