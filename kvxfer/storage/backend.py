@@ -1,0 +1,134 @@
+"""The seam between kvxfer and a medium: everything a backend must do."""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import ClassVar, Self
+
+from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.keys import BlockKey, group_of
+
+
+class Status(enum.Enum):
+    """What became of one block."""
+
+    DONE = "done"
+    MISSING = "missing"
+    CORRUPT = "corrupt"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    TIMED_OUT = "timed_out"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one block, and whether its memory may be reused.
+
+    Attributes:
+        status: `DONE` only when every byte landed and was verified.
+        memory_safe: False while hardware or a thread may still touch the described memory;
+            such blocks must be neither freed nor reused.
+        reason: Why the block is not done, for logs; empty when it is.
+    """
+
+    status: Status
+    memory_safe: bool = True
+    reason: str = ""
+
+    @property
+    def done(self) -> bool:
+        """Whether the block arrived, whole and verified."""
+        return self.status is Status.DONE
+
+
+DONE = Outcome(Status.DONE)
+MISSING = Outcome(Status.MISSING)
+
+
+class Backend(ABC):
+    """Moves described blocks to and from one medium.
+
+    One constructor form for all: `Backend(config, namespace)`. Blocks of one namespace are
+    never visible through another.
+
+    Implementors must:
+
+    - return exactly one outcome per key, in order; a miss is an outcome, not an exception;
+    - report `DONE` for a load only after the bytes were verified where the medium allows it,
+      and never write to the described memory of a block that is not there;
+    - not touch the described memory after the call returned or raised. When cancelled, wait
+      until the memory is quiet, then raise `CancelledError`;
+    - keep no reference to the descriptors past the call;
+    - raise only for misuse and when the backend as a whole is gone;
+    - run `kvxfer.testing.BackendTests` in their own test suite.
+
+    Attributes:
+        memory_kinds: Device types whose memory the backend reads and writes directly.
+    """
+
+    memory_kinds: ClassVar[frozenset[str]] = frozenset({"cpu"})
+
+    @abstractmethod
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Say for each key whether a load would find it now."""
+
+    @abstractmethod
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Copy block i of `blocks` to the medium under `keys[i]`.
+
+        Storing a key that is there already is `DONE` and leaves the stored bytes as they are.
+
+        Raises:
+            LengthMismatchError: `keys` and `blocks` differ in length.
+            DuplicateError: A key appears twice.
+            ClosedError: The backend was closed.
+        """
+
+    @abstractmethod
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Copy the block under `keys[i]` to block i of `blocks`.
+
+        Raises: as `store`.
+        """
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[BlockKey]) -> int:
+        """Forget the keys that are there and not in use; return how many that were."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release every resource; may be called again. Later calls raise `ClosedError`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+
+def require_batch(keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
+    """Check a batch before anything is read or written.
+
+    Raises:
+        InvalidArgumentError: The batch is empty, or a key is not one.
+        LengthMismatchError: There is not exactly one block per key.
+        DuplicateError: A key appears twice.
+    """
+    if not keys:
+        raise InvalidArgumentError("keys", keys, "at least one key")
+    if blocks is not None and len(keys) != blocks.num_blocks:
+        raise LengthMismatchError(len(keys), blocks.num_blocks, "one per block")
+    seen: set[BlockKey] = set()
+    for key in keys:
+        group_of(key)
+        if key in seen:
+            raise DuplicateError("keys", key)
+        seen.add(key)
