@@ -1,0 +1,321 @@
+"""Descriptors: where the bytes of blocks are, as arrays of addresses and lengths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+
+Addresses = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descriptors:
+    """Where the bytes of a batch of blocks are in memory, in the order they are stored in.
+
+    The payload of block b is the concatenation of its descriptors
+    `block_offsets[b]:block_offsets[b + 1]`, and belongs at byte `payload_starts[b]` of what is
+    stored under the block's key.
+
+    Attributes:
+        addresses: uint64, `(num_descriptors,)`.
+        lengths: uint64, `(num_descriptors,)`, bytes, each positive. May be a read-only view.
+        block_offsets: int64, `(num_blocks + 1,)`, rising, from 0 to `num_descriptors`.
+        payload_starts: int64, `(num_blocks,)`, bytes.
+        device: Where the addresses are valid.
+        owners: What keeps the memory alive for as long as these descriptors exist.
+    """
+
+    addresses: Addresses
+    lengths: Addresses
+    block_offsets: NDArray[np.int64]
+    payload_starts: NDArray[np.int64]
+    device: torch.device
+    owners: tuple[object, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the batch."""
+        return len(self.block_offsets) - 1
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def block_sizes(self) -> NDArray[np.int64]:
+        """Bytes of each block, int64, `(num_blocks,)`."""
+        ends = np.concatenate(([0], np.cumsum(self.lengths.astype(np.int64))))
+        return np.diff(ends[self.block_offsets])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole batch."""
+        return int(self.lengths.sum())
+
+    def select(self, start: int, stop: int) -> "Descriptors":
+        """Blocks `start` to `stop` (exclusive) as descriptors of their own; no copy."""
+        first, last = int(self.block_offsets[start]), int(self.block_offsets[stop])
+        return Descriptors(
+            addresses=self.addresses[first:last],
+            lengths=self.lengths[first:last],
+            block_offsets=self.block_offsets[start : stop + 1] - first,
+            payload_starts=self.payload_starts[start:stop],
+            device=self.device,
+            owners=self.owners,
+        )
+
+    def take(self, blocks: Sequence[int] | NDArray[np.int64]) -> "Descriptors":
+        """The blocks at these indices, in this order, as descriptors of their own."""
+        blocks = np.asarray(blocks, np.int64)
+        counts = np.diff(self.block_offsets)[blocks]
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        rows = np.repeat(self.block_offsets[:-1][blocks], counts) + within
+        return Descriptors(
+            addresses=self.addresses[rows],
+            lengths=self.lengths[rows],
+            block_offsets=offsets,
+            payload_starts=self.payload_starts[blocks],
+            device=self.device,
+            owners=self.owners,
+        )
+
+    @classmethod
+    def concatenate(cls, batches: Sequence["Descriptors"]) -> "Descriptors":
+        """The blocks of all batches, in order, as one batch.
+
+        Raises:
+            InvalidArgumentError: The batches are on different devices, or there is none.
+        """
+        if len(batches) == 1:
+            return batches[0]
+        devices = {batch.device for batch in batches}
+        if len(devices) != 1:
+            raise InvalidArgumentError("batches", devices, "blocks on one device")
+        counts = [np.diff(batch.block_offsets) for batch in batches]
+        return cls(
+            addresses=np.concatenate([batch.addresses for batch in batches]),
+            lengths=np.concatenate([batch.lengths for batch in batches]),
+            block_offsets=np.concatenate(([0], np.cumsum(np.concatenate(counts)))),
+            payload_starts=np.concatenate([batch.payload_starts for batch in batches]),
+            device=batches[0].device,
+            owners=tuple(owner for batch in batches for owner in batch.owners),
+        )
+
+
+class BlockDescriber:
+    """Turns block ids into descriptors; what is the same for every block is worked out once.
+
+    Which pages of a block touch follows from the static layout, and which blocks touch from
+    runs of block ids: neighbours are merged there, never by comparing descriptors.
+
+    Args:
+        caches: The canonical caches; kept alive by every descriptor.
+        blocks_per_chunk: Consecutive blocks of a request that are stored under one key.
+
+    Raises:
+        InvalidArgumentError: `blocks_per_chunk` is not positive.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches, *, blocks_per_chunk: int = 1) -> None:
+        if blocks_per_chunk < 1:
+            raise InvalidArgumentError("blocks_per_chunk", blocks_per_chunk, "at least 1")
+        self.caches = caches
+        self.blocks_per_chunk = blocks_per_chunk
+        self._groups = tuple(_BlockTemplate(caches, refs) for refs in caches.group_data_refs)
+
+    @property
+    def num_groups(self) -> int:
+        """KV-cache groups of the caches."""
+        return len(self._groups)
+
+    def block_size_bytes(self, group: int) -> int:
+        """Un-padded bytes of one block of `group`.
+
+        Raises:
+            UnknownGroupError: There is no such group.
+        """
+        return self._group(group).block_size_bytes
+
+    def describe(
+        self, group: int, block_ids: ArrayLike, *, first_block_index: int = 0
+    ) -> Descriptors:
+        """Describe consecutive blocks of a request, one batch entry per chunk.
+
+        Args:
+            group: KV-cache group of the blocks.
+            block_ids: Integers, `(n,)`, in request order, each at most once.
+            first_block_index: Index of the first block within its request, in blocks. Where it
+                is not a multiple of `blocks_per_chunk`, the first chunk begins with the blocks
+                that are skipped.
+
+        Returns:
+            `ceil((n + skip) / blocks_per_chunk)` chunks.
+
+        Raises:
+            UnknownGroupError: There is no such group.
+            InvalidArgumentError: `block_ids` is empty, not one-dimensional or not integers,
+                or `first_block_index` is negative.
+            BlockIdError: A block id is negative or past the end of the cache.
+            DuplicateError: A block id appears twice.
+        """
+        template = self._group(group)
+        ids = _checked_block_ids(group, block_ids, template.num_blocks)
+        if first_block_index < 0:
+            raise InvalidArgumentError("first_block_index", first_block_index, "0 or more")
+        chunk = self.blocks_per_chunk
+        skip = first_block_index % chunk
+        num_chunks = -(-(len(ids) + skip) // chunk)
+        chunk_starts = np.maximum(np.arange(num_chunks + 1) * chunk - skip, 0)
+        chunk_starts[-1] = len(ids)
+        payload_starts = np.zeros(num_chunks, np.int64)
+        payload_starts[0] = skip * template.block_size_bytes
+        addresses, lengths, firsts = template.expand(ids, chunk_starts)
+        return Descriptors(
+            addresses=addresses,
+            lengths=lengths,
+            block_offsets=firsts,
+            payload_starts=payload_starts,
+            device=template.device,
+            owners=(self.caches,),
+        )
+
+    def _group(self, group: int) -> "_BlockTemplate":
+        if not 0 <= group < len(self._groups):
+            raise UnknownGroupError(group, len(self._groups))
+        return self._groups[group]
+
+
+def describe(
+    caches: CanonicalKVCaches,
+    group: int,
+    block_ids: ArrayLike,
+    *,
+    blocks_per_chunk: int = 1,
+    first_block_index: int = 0,
+) -> Descriptors:
+    """Describe blocks once; see `BlockDescriber.describe`, which to keep for repeated use."""
+    describer = BlockDescriber(caches, blocks_per_chunk=blocks_per_chunk)
+    return describer.describe(group, block_ids, first_block_index=first_block_index)
+
+
+class _BlockTemplate:
+    """Where block 0 of one group is, and how far apart blocks are, per merged segment."""
+
+    def __init__(self, caches: CanonicalKVCaches, refs: Sequence[CanonicalKVCacheRef]) -> None:
+        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
+        if not tensors:
+            raise InvalidArgumentError("group_data_refs", (), "at least one ref per group")
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1:
+            raise InvalidArgumentError("tensors", devices, "tensors of one device in a group")
+        (self.device,) = devices
+        self.num_blocks = min(int(tensor.shape[0]) for tensor in tensors)
+        segments: list[tuple[int, int, int]] = []
+        for tensor, ref in zip(tensors, refs, strict=True):
+            address, stride = tensor.data_ptr(), tensor.stride(0)
+            if segments and segments[-1][:2] == (address - segments[-1][2], stride):
+                base, _, length = segments[-1]
+                segments[-1] = (base, stride, length + ref.page_size_bytes)
+            else:
+                segments.append((address, stride, ref.page_size_bytes))
+        self._bases = np.array([base for base, _, _ in segments], np.uint64)
+        self._strides = np.array([stride for _, stride, _ in segments], np.uint64)
+        self._lengths = np.array([length for _, _, length in segments], np.uint64)
+        self._tiled_lengths = self._lengths
+        self.block_size_bytes = int(self._lengths.sum())
+        self._blocks_touch = len(segments) == 1 and segments[0][1] == segments[0][2]
+
+    def expand(
+        self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]
+    ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
+        """Addresses, lengths, and the first descriptor of each chunk of blocks."""
+        if self._blocks_touch and len(chunk_starts) - 1 < len(ids):
+            return self._expand_runs(ids, chunk_starts)
+        num_segments = len(self._bases)
+        blocks = ids.astype(np.uint64)
+        addresses = np.empty((len(ids), num_segments), np.uint64)
+        if (self._strides == self._strides[0]).all():
+            np.add((blocks * self._strides[0])[:, None], self._bases, out=addresses)
+        else:
+            np.multiply(blocks[:, None], self._strides, out=addresses)
+            addresses += self._bases
+        return addresses.reshape(-1), self._repeat_lengths(len(ids)), chunk_starts * num_segments
+
+    def _expand_runs(
+        self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]
+    ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
+        """As `expand`, for one segment whose blocks touch: a run of ids is one descriptor."""
+        begins = np.ones(len(ids), bool)
+        np.not_equal(ids[1:], ids[:-1] + 1, out=begins[1:])
+        begins[chunk_starts[:-1]] = True
+        run_starts = np.flatnonzero(begins)
+        run_blocks = np.diff(run_starts, append=len(ids))
+        addresses = self._bases[0] + ids[run_starts].astype(np.uint64) * self._strides[0]
+        lengths = run_blocks.astype(np.uint64) * self._lengths[0]
+        return addresses, lengths, np.searchsorted(run_starts, chunk_starts)
+
+    def _repeat_lengths(self, num_blocks: int) -> Addresses:
+        needed = num_blocks * len(self._lengths)
+        if len(self._tiled_lengths) < needed:
+            tiled = np.tile(self._lengths, num_blocks)
+            tiled.flags.writeable = False
+            self._tiled_lengths = tiled
+        return self._tiled_lengths[:needed]
+
+
+def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
+    ids = np.asarray(block_ids)
+    argument = f"block_ids[{group}]"
+    if ids.ndim != 1 or ids.size == 0:
+        raise InvalidArgumentError(argument, block_ids, "a non-empty list of block ids")
+    if ids.dtype.kind not in "iu":
+        raise InvalidArgumentError(argument, ids.dtype, "integers")
+    for extreme in (int(ids.min()), int(ids.max())):
+        if not 0 <= extreme < num_blocks:
+            raise BlockIdError(group, extreme, num_blocks)
+    ids = ids.astype(np.int64, copy=False)
+    used = np.bincount(ids)
+    if used.max() > 1:
+        raise DuplicateError(argument, int(used.argmax()))
+    return ids
+
+
+def pair_fragments(
+    source: Descriptors, destination: Descriptors
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Cut two batches of equal blocks at the boundaries of both, and merge what still touches.
+
+    Returns:
+        Source addresses, destination addresses and lengths, uint64, `(num_fragments,)` each.
+
+    Raises:
+        InvalidArgumentError: The batches differ in blocks or in the bytes of a block.
+    """
+    ours, theirs = source.block_sizes, destination.block_sizes
+    if ours.shape != theirs.shape or (ours != theirs).any():
+        raise InvalidArgumentError("destination", theirs.tolist(), f"blocks of {ours.tolist()} B")
+    if np.array_equal(source.lengths, destination.lengths):
+        from_, to, lengths = source.addresses, destination.addresses, source.lengths
+    else:
+        source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
+        ends = np.union1d(source_ends, destination_ends)
+        lengths = np.diff(ends, prepend=np.uint64(0))
+        from_ = _addresses_at(source, source_ends, ends - lengths)
+        to = _addresses_at(destination, destination_ends, ends - lengths)
+    begins = np.ones(len(from_), bool)
+    begins[1:] = (from_[1:] != from_[:-1] + lengths[:-1]) | (to[1:] != to[:-1] + lengths[:-1])
+    if begins.all():
+        return from_, to, lengths
+    firsts = np.flatnonzero(begins)
+    return from_[firsts], to[firsts], np.add.reduceat(lengths, firsts)
+
+
+def _addresses_at(batch: Descriptors, ends: Addresses, positions: Addresses) -> Addresses:
+    index = np.searchsorted(ends, positions, side="right")
+    addresses: Addresses = batch.addresses[index] + positions - (ends[index] - batch.lengths[index])
+    return addresses
