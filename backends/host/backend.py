@@ -1,0 +1,183 @@
+"""Blocks in host memory: a pool of slots and the index over it."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from kvxfer.backends.host.pool import HostPool, Integrity, PoolShape
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import (
+    DONE,
+    MISSING,
+    Backend,
+    Outcome,
+    Status,
+    require_batch,
+)
+from kvxfer.storage.eviction import POLICIES, PolicyName
+from kvxfer.storage.index import BlockIndex, BlockState
+from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.threads import Threads
+from kvxfer.units import ByteSize
+
+NUM_THREADS = 2
+
+logger = logging.getLogger(__name__)
+
+
+class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `host://`.
+
+    Attributes:
+        capacity: Bytes of host memory, tags included; reserved when the backend opens.
+        eviction: What goes when the memory is full.
+        integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
+            block is read; `off` does neither.
+    """
+
+    capacity: ByteSize
+    eviction: PolicyName = "lru"
+    integrity: Integrity = Integrity.FAST
+
+
+class HostBackend(Backend):
+    """Keeps blocks in slots of host memory and evicts when they are full.
+
+    Args:
+        config: See `HostConfig`.
+        namespace: Says how large a slot must be: the largest chunk of any group.
+
+    Raises:
+        InvalidArgumentError: The namespace has no groups, or not one block fits.
+        CapacityError: There is not that much memory.
+    """
+
+    config_type = HostConfig
+
+    def __init__(self, config: HostConfig, namespace: Namespace) -> None:
+        num_groups = len(namespace.groups)
+        if not num_groups:
+            raise InvalidArgumentError("namespace.groups", (), "at least one group")
+        self._chunk_sizes = [namespace.chunk_size_bytes(group) for group in range(num_groups)]
+        shape = PoolShape.fit(
+            capacity_bytes=config.capacity, num_parts=1, part_size_bytes=max(self._chunk_sizes)
+        )
+        self._pool = HostPool(shape, namespace, CPUCopyEngine(), integrity=config.integrity)
+        self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
+        self._threads = Threads("kvxfer-host", NUM_THREADS)
+        self._stores: dict[BlockKey, asyncio.Event] = {}
+        self._closed = False
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that fit."""
+        return self._index.num_slots
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        self._check(keys)
+        return [self._is_ready(key) for key in keys]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
+        self._check(keys, blocks)
+        self._require_fit(keys, blocks)
+        plan = self._index.begin_store(keys)
+        outcomes = dict.fromkeys(plan.refused, _no_room(self.num_slots))
+        if plan.keys:
+            await self._write(plan.keys, plan.slots, keys, blocks)
+            outcomes |= dict.fromkeys(plan.keys, DONE)
+        for key in plan.present:
+            if store := self._stores.get(key):  # another call is storing it: share its fate
+                await store.wait()
+            failed = Outcome(Status.FAILED, reason="the call that was storing the block failed")
+            outcomes[key] = DONE if self._is_ready(key) else failed
+        return [outcomes[key] for key in keys]
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
+        self._check(keys, blocks)
+        outcomes = dict.fromkeys(keys, MISSING)
+        there = [index for index, key in enumerate(keys) if self._is_ready(key)]
+        if there:
+            found = [keys[index] for index in there]
+            slots = self._index.pin(found)
+            try:
+                chosen = blocks.take(there) if len(there) < len(keys) else blocks
+                read = await self._threads.run(self._pool.read, slots, found, chosen)
+            finally:
+                self._index.unpin(found)
+            self._index.touch(found)
+            outcomes |= dict(zip(found, read, strict=True))
+            self._drop_corrupt(found, slots, read)
+        return [outcomes[key] for key in keys]
+
+    async def delete(self, keys: Sequence[BlockKey]) -> int:
+        """See `Backend.delete`."""
+        self._check(keys)
+        return len(self._index.remove(keys))
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        if not self._closed:
+            self._closed = True
+            await self._threads.aclose()
+            self._pool.close()
+
+    async def _write(
+        self,
+        accepted: list[BlockKey],
+        slots: list[int],
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+    ) -> None:
+        if len(accepted) < len(keys):
+            wanted = set(accepted)
+            blocks = blocks.take([index for index, key in enumerate(keys) if key in wanted])
+        finished = asyncio.Event()
+        self._stores |= dict.fromkeys(accepted, finished)
+        stored = False
+        try:
+            await self._threads.run(self._pool.write, slots, accepted, blocks)
+            stored = True
+        finally:
+            self._index.finish_store(accepted, stored=stored)
+            for key in accepted:
+                del self._stores[key]
+            finished.set()
+
+    def _drop_corrupt(
+        self, keys: Sequence[BlockKey], slots: Sequence[int], outcomes: Sequence[Outcome]
+    ) -> None:
+        for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
+            if outcome.status is not Status.CORRUPT:
+                continue
+            logger.warning("dropped a corrupt block: %s", outcome.reason)
+            if key in self._index and self._index.slot_of(key) == slot:  # not stored anew since
+                self._index.quarantine(key)
+
+    def _is_ready(self, key: BlockKey) -> bool:
+        return self._index.state(key) in (BlockState.READY, BlockState.LOADING)
+
+    def _require_fit(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
+        stops = blocks.payload_starts + blocks.block_sizes
+        for key, stop in zip(keys, stops.tolist(), strict=True):
+            group = group_of(key)
+            if group >= len(self._chunk_sizes):
+                raise InvalidArgumentError("key", key, f"a group below {len(self._chunk_sizes)}")
+            if stop > self._chunk_sizes[group]:
+                limit = f"at most {self._chunk_sizes[group]}, as its namespace says"
+                raise InvalidArgumentError(f"bytes of a block of group {group}", stop, limit)
+
+    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
+        if self._closed:
+            raise ClosedError("host backend")
+        require_batch(keys, blocks)
+
+
+def _no_room(num_slots: int) -> Outcome:
+    return Outcome(Status.FAILED, reason=f"no room: {num_slots} slots, none can be evicted")

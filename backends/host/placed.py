@@ -1,0 +1,82 @@
+"""Slots of a host pool whose index another process keeps."""
+
+from collections.abc import Sequence
+
+from kvxfer.backends.host.pool import HostPool
+from kvxfer.errors import ClosedError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, Backend, Outcome, require_batch
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
+from kvxfer.storage.threads import Threads
+
+SLOT_BYTES = 8
+NUM_THREADS = 2
+
+
+def place(key: BlockKey, slot: int, group: int) -> BlockKey:
+    """Name the block `key` at a slot that was chosen elsewhere, for a `PlacedBackend`.
+
+    Args:
+        key: The block's own key.
+        slot: Where it is, or will be.
+        group: Index of its group in this worker's caches.
+    """
+    return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
+
+
+class PlacedBackend(Backend):
+    """One worker's part of a host pool, addressed by keys that carry their slot.
+
+    In an engine of several processes the scheduler keeps the index and decides what goes where;
+    the workers only move bytes. Whoever decides must keep a slot from being reused while a
+    worker reads or writes it.
+
+    Args:
+        pool: The pool, mapped by this process; closed with the backend.
+        part: Which part of every slot is this worker's.
+    """
+
+    def __init__(self, pool: HostPool, *, part: int) -> None:
+        self._pool = pool
+        self._part = part
+        self._threads = Threads("kvxfer-placed", NUM_THREADS)
+        self._closed = False
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each slot was finished for its key, by every worker."""
+        self._check(keys)
+        return [self._pool.holds(*_split(key)) for key in keys]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Write each block into the slot in its key, whatever is there."""
+        self._check(keys, blocks)
+        slots, names = zip(*map(_split, keys), strict=True)
+        await self._threads.run(self._pool.write, slots, names, blocks, part=self._part)
+        return [DONE] * len(keys)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Read each block from the slot in its key, if that is what the slot holds."""
+        self._check(keys, blocks)
+        slots, names = zip(*map(_split, keys), strict=True)
+        return await self._threads.run(self._pool.read, slots, names, blocks, part=self._part)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> int:
+        """Delete nothing: slots belong to whoever keeps the index."""
+        self._check(keys)
+        return 0
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        if not self._closed:
+            self._closed = True
+            await self._threads.aclose()
+            self._pool.close()
+
+    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
+        if self._closed:
+            raise ClosedError("placed host backend")
+        require_batch(keys, blocks)
+
+
+def _split(key: BlockKey) -> tuple[int, BlockKey]:
+    return int.from_bytes(key[:SLOT_BYTES], "big"), BlockKey(key[SLOT_BYTES:-GROUP_INDEX_BYTES])

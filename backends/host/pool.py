@@ -1,0 +1,255 @@
+"""Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from kvxfer.backends.host.segment import SharedSegment
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace
+
+ALIGNMENT = 4096
+FORMAT_VERSION = 1
+
+TAG = np.dtype([("key", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("checksum", "<u8")])
+"""What a part of a slot holds: digest of the key (0: nothing), the payload bytes that are
+there, and their XXH3-64. Source: https://github.com/Cyan4973/xxHash, XXH3."""
+
+
+class Integrity(enum.Enum):
+    """How stored bytes are checked."""
+
+    OFF = "off"
+    FAST = "fast"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """How a pool of host memory is divided.
+
+    Attributes:
+        num_slots: Blocks (chunks) that fit.
+        num_parts: Workers that each keep their own part of every block.
+        part_size_bytes: Bytes of one part, a multiple of 4096.
+    """
+
+    num_slots: int
+    num_parts: int
+    part_size_bytes: int
+
+    @classmethod
+    def fit(cls, *, capacity_bytes: int, num_parts: int, part_size_bytes: int) -> "PoolShape":
+        """As many slots as fit into a capacity, which covers their tags and the header too.
+
+        Raises:
+            InvalidArgumentError: Not even one slot fits.
+        """
+        part = _aligned(part_size_bytes)
+        per_slot = num_parts * (part + TAG.itemsize)
+        num_slots = (capacity_bytes - 2 * ALIGNMENT) // per_slot
+        if num_slots < 1:
+            needed = per_slot + 2 * ALIGNMENT
+            raise InvalidArgumentError("capacity", capacity_bytes, f"{needed} bytes or more")
+        return cls(int(num_slots), num_parts, part)
+
+    @property
+    def slot_size_bytes(self) -> int:
+        """Bytes of one slot: all of its parts."""
+        return self.num_parts * self.part_size_bytes
+
+    @property
+    def data_offset_bytes(self) -> int:
+        """Where the slots begin: after the header and the tags."""
+        return ALIGNMENT + _aligned(self.num_slots * self.num_parts * TAG.itemsize)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.data_offset_bytes + self.num_slots * self.slot_size_bytes
+
+
+class HostPool:
+    """Slots in shared memory, mapped by every process of one engine that opens the same name.
+
+    The pool knows bytes, not which block lives where: a `BlockIndex` decides that, in one
+    process. Tags catch what may never happen: a slot that is read for another block than was
+    written, one that was never finished, and bytes that changed.
+
+    Args:
+        shape: The same in every process.
+        namespace: The same in every process.
+        copy_engine: What moves the bytes; closed with the pool.
+        name: Name of the shared memory, None for memory of this process alone.
+        integrity: Whether bytes are checksummed when written and verified before they are read.
+        claim: Whether this is the process that keeps the index; there can be only one.
+
+    Raises:
+        InvalidArgumentError: The memory exists with another shape, or for another namespace, or
+            another process keeps its index.
+        CapacityError: There is not that much memory.
+    """
+
+    def __init__(
+        self,
+        shape: PoolShape,
+        namespace: Namespace,
+        copy_engine: CopyEngine,
+        *,
+        name: str | None = None,
+        integrity: Integrity = Integrity.FAST,
+        claim: bool = False,
+    ) -> None:
+        self.shape = shape
+        self.integrity = integrity
+        self._copy_engine = copy_engine
+        described = [FORMAT_VERSION, namespace.fingerprint, integrity.value, astuple(shape)]
+        self._segment = SharedSegment(name, msgspec.json.encode(described), shape.num_bytes)
+        if claim:
+            try:
+                self._segment.claim()
+            except BaseException:
+                self._segment.close()
+                raise
+        memory = self._segment.memory
+        num_tags = shape.num_slots * shape.num_parts
+        tags = memory[ALIGNMENT : ALIGNMENT + num_tags * TAG.itemsize].view(TAG)
+        self._tags: NDArray[Any] = tags.reshape(shape.num_slots, shape.num_parts)
+        self._data = memory[shape.data_offset_bytes :].reshape(
+            shape.num_slots, shape.num_parts, shape.part_size_bytes
+        )
+
+    def write(
+        self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
+    ) -> None:
+        """Copy block i into `slots[i]` for `keys[i]`; blocks the thread, the lock is free.
+
+        A slot is tagged only when its bytes are whole, so that a process killed in the middle
+        leaves an empty one.
+
+        Raises:
+            InvalidArgumentError: A block does not fit into a part.
+        """
+        starts = blocks.payload_starts
+        stops = starts + blocks.block_sizes
+        self._require_fit(stops)
+        tags = self._tags[list(slots), part]
+        self._tags["key"][list(slots), part] = 0
+        self._copy_engine.copy(blocks, self._describe(slots, part, starts, stops))
+        for index, (slot, key) in enumerate(zip(slots, keys, strict=True)):
+            start, stop = int(starts[index]), int(stops[index])
+            tags[index] = (_key_digest(key), start, stop, self._checksum(slot, part, start, stop))
+        self._tags[list(slots), part] = tags
+
+    def read(
+        self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
+    ) -> list[Outcome]:
+        """Copy `slots[i]` to block i where it holds `keys[i]`, whole and unchanged.
+
+        Returns:
+            Per block `DONE`, `MISSING` (another block, or not these bytes of it) or `CORRUPT`.
+            Memory of blocks that are not done is not written.
+        """
+        starts = blocks.payload_starts
+        stops = starts + blocks.block_sizes
+        outcomes = []
+        for index, (slot, key) in enumerate(zip(slots, keys, strict=True)):
+            tag = self._tags[slot, part]
+            if int(starts[index]) < tag["start"] or int(stops[index]) > tag["stop"]:
+                outcomes.append(MISSING)
+            else:
+                outcomes.append(self._verify_part(slot, key, part))
+        done = np.array([i for i, outcome in enumerate(outcomes) if outcome.done], np.int64)
+        if len(done) < len(outcomes):
+            blocks = blocks.take(done)
+        if len(done):
+            chosen = np.asarray(slots)[done].tolist()
+            self._copy_engine.copy(self._describe(chosen, part, starts[done], stops[done]), blocks)
+        return outcomes
+
+    def verify(self, slot: int, key: BlockKey) -> Outcome:
+        """Check that every part of a slot holds all of `key`'s bytes up to its end, unchanged.
+
+        A slot whose leading bytes were never stored is `MISSING`: who asks for the block whole
+        must not get it.
+        """
+        for part in range(self.shape.num_parts):
+            if self._tags["start"][slot, part]:
+                return MISSING
+            outcome = self._verify_part(slot, key, part)
+            if not outcome.done:
+                return outcome
+        return DONE
+
+    def holds(self, slot: int, key: BlockKey) -> bool:
+        """Whether every part of a slot was finished for `key`, from its first byte on."""
+        tags = self._tags[slot]
+        return bool((tags["key"] == _key_digest(key)).all() and not tags["start"].any())
+
+    def slot_bytes(self, slot: int) -> NDArray[np.uint8]:
+        """The bytes of a slot, uint8, `(num_parts, part_size_bytes)`, in place."""
+        view: NDArray[np.uint8] = self._data[slot]
+        return view
+
+    def close(self) -> None:
+        """Let go of the memory; the last process frees it. May be called again."""
+        self._tags = np.empty((0, 0), TAG)
+        self._data = np.empty((0, 0, 0), np.uint8)
+        self._segment.close()
+        self._copy_engine.close()
+
+    def _describe(
+        self,
+        slots: Sequence[int],
+        part: int,
+        starts: NDArray[np.int64],
+        stops: NDArray[np.int64],
+    ) -> Descriptors:
+        base = self._data.ctypes.data + part * self.shape.part_size_bytes
+        offsets = np.asarray(slots, np.int64) * self.shape.slot_size_bytes + starts
+        return Descriptors(
+            addresses=np.uint64(base) + offsets.astype(np.uint64),
+            lengths=(stops - starts).astype(np.uint64),
+            block_offsets=np.arange(len(slots) + 1),
+            payload_starts=starts,
+            device=torch.device("cpu"),
+            owners=(self,),
+        )
+
+    def _require_fit(self, stops: NDArray[np.int64]) -> None:
+        longest = int(stops.max())
+        if longest > self.shape.part_size_bytes:
+            limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
+            raise InvalidArgumentError("bytes of a block", longest, limit)
+
+    def _verify_part(self, slot: int, key: BlockKey, part: int) -> Outcome:
+        held, start, stop, checksum = self._tags[slot, part].tolist()
+        if held != _key_digest(key):
+            return MISSING
+        if stop > self.shape.part_size_bytes or start > stop:
+            return Outcome(Status.CORRUPT, reason=f"slot {slot}: tag says {start} to {stop} bytes")
+        if self._checksum(slot, part, start, stop) != checksum:
+            return Outcome(Status.CORRUPT, reason=f"slot {slot}: checksum of {key.hex()} differs")
+        return DONE
+
+    def _checksum(self, slot: int, part: int, start: int, stop: int) -> int:
+        if self.integrity is Integrity.OFF:
+            return 0
+        return xxhash.xxh3_64_intdigest(self._data[slot, part, start:stop].data)
+
+
+def _key_digest(key: BlockKey) -> int:
+    return xxhash.xxh3_64_intdigest(key) or 1
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

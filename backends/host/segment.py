@@ -1,0 +1,184 @@
+"""Shared memory that outlives no process that maps it."""
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import struct
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared-memory file system
+PREFIX = "kvxfer-"
+
+
+class SharedSegment:
+    """A zeroed piece of shared memory, mapped by every process that opens the same name.
+
+    Its pages are reserved when it is created: running out is an error then, not a crash of
+    whoever touches a page later. Every process holds a shared lock on it, which the kernel drops
+    when the process dies; who gets the exclusive lock knows that nobody else maps it. So the
+    last process to close removes it, and what killed processes left behind is removed by the
+    next one that creates a segment.
+
+    Args:
+        name: Name that all processes of one engine agree on; a fresh one by default.
+        header: First bytes of the segment: what every process must agree on.
+        num_bytes: Size, header included.
+
+    Raises:
+        InvalidArgumentError: The name has characters beyond letters, digits, `-`, `_` and `.`,
+            or another process opened it with another header or size.
+        CapacityError: There is not that much memory.
+    """
+
+    def __init__(self, name: str | None, header: bytes, num_bytes: int) -> None:
+        self.name = name or secrets.token_hex(16)
+        if not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+            raise InvalidArgumentError("name", self.name, "letters, digits, '-', '_' and '.'")
+        self._path = SHARED_MEMORY / f"{PREFIX}{self.name}"
+        self._closed = False
+        self._fd = self._open(header, num_bytes)
+        try:
+            self._map = mmap.mmap(self._fd, num_bytes)
+        except BaseException:
+            self._release()
+            raise
+        self._bytes = np.frombuffer(self._map, np.uint8)
+
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """The whole segment, uint8, `(num_bytes,)`; valid until `close`.
+
+        Raises:
+            ClosedError: The segment was closed.
+        """
+        if self._closed:
+            raise ClosedError(f"shared segment {self.name}")
+        return self._bytes
+
+    def claim(self) -> None:
+        """Become the one owner of the segment: the process that decides what goes where.
+
+        Raises:
+            InvalidArgumentError: Another process is, e.g. an engine with the same name.
+        """
+        whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, whole_file)
+        except BlockingIOError as exc:
+            raise InvalidArgumentError("name", self.name, "a name no other engine uses") from exc
+
+    def close(self) -> None:
+        """Unmap; the last process to do so frees the memory. May be called again.
+
+        The mapping itself goes when the last array over it goes.
+        """
+        if not self._closed:
+            self._closed = True
+            del self._bytes
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            self._release()
+
+    def _open(self, header: bytes, num_bytes: int) -> int:
+        """Open and lock the file; waits while another process creates it."""
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                if _locked_exclusively(fd) and _is_at(fd, self._path):
+                    _create(fd, self._path, header, num_bytes)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                # Between the two locks (flock(2): converting is not atomic) the file may have
+                # been taken for abandoned; from here on it cannot be.
+                if _is_at(fd, self._path):
+                    self._require_same(fd, header, num_bytes)
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _require_same(self, fd: int, header: bytes, num_bytes: int) -> None:
+        wanted = num_bytes, header
+        found = os.fstat(fd).st_size, os.pread(fd, len(header), 0)
+        if found != wanted:
+            raise InvalidArgumentError(f"shared memory {self.name}", wanted, f"{found}, as it is")
+
+    def _release(self) -> None:
+        if _locked_exclusively(self._fd) and _is_at(self._fd, self._path):
+            self._path.unlink()
+        os.close(self._fd)
+
+
+def _locked_exclusively(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        found = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(fd))
+
+
+def _create(fd: int, path: Path, header: bytes, num_bytes: int) -> None:
+    try:
+        _remove_abandoned()
+        os.ftruncate(fd, 0)  # whatever a killed process left here
+        _reserve(fd, num_bytes)
+        os.pwrite(fd, header, 0)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+
+
+def _reserve(fd: int, num_bytes: int) -> None:
+    available = _available_bytes()
+    if num_bytes > available:
+        raise CapacityError(str(SHARED_MEMORY), num_bytes, available)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as exc:
+        raise CapacityError(str(SHARED_MEMORY), num_bytes, available) from exc
+
+
+def _available_bytes() -> int:
+    """What shared memory may still grow by: its own limit, and the memory there is.
+
+    Source: proc_meminfo(5), MemAvailable.
+    """
+    limits = os.statvfs(SHARED_MEMORY)
+    available = limits.f_bavail * limits.f_frsize
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = min(available, int(line.split()[1]) * 1024)
+    return available
+
+
+def _remove_abandoned() -> None:
+    """Remove the segments that no process maps any more: those whose lock is free."""
+    for path in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone, or another user's
+        try:
+            if _locked_exclusively(fd) and _is_at(fd, path):
+                path.unlink()
+                logger.info("removed abandoned shared memory %s", path)
+        finally:
+            os.close(fd)

@@ -1,0 +1,150 @@
+"""The front door: configuration to backend to engine."""
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any, Protocol
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
+from kvxfer.units import ByteSize
+
+ENTRY_POINT_GROUP = "kvxfer.backends"
+
+
+class BackendType(Protocol):
+    """What an entry point of the group `kvxfer.backends` names: a backend and its configuration.
+
+    Attributes:
+        config_type: Struct whose fields are the parameters of the backend's URL.
+    """
+
+    config_type: type[msgspec.Struct]
+
+    def __call__(self, config: Any, namespace: Namespace) -> Backend:
+        """Open the backend."""
+
+
+def connect(
+    backend: str | Mapping[str, Any],
+    caches: CanonicalKVCaches,
+    *,
+    namespace: Namespace,
+    blocks_per_chunk: int = 1,
+    max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+) -> TransferEngine:
+    """Open a backend and an engine that moves blocks of `caches` to and from it.
+
+    Args:
+        backend: A URL such as `host://?capacity=4GiB`, or the same as a mapping:
+            `{"type": "host", "capacity": "4GiB"}`.
+        caches: The caches to move blocks of.
+        namespace: What the blocks are. Groups are taken from the caches when it has none.
+        blocks_per_chunk: Blocks stored under one key.
+        max_bytes_in_flight: See `TransferEngine`.
+        timeout_s: See `TransferEngine`.
+
+    Returns:
+        The engine, to be used as an asynchronous context manager or closed.
+
+    Raises:
+        InvalidArgumentError: An unknown backend, an unknown or wrong parameter.
+        NamespaceMismatchError: The namespace's groups are not those of the caches.
+        CapacityError: The memory or disk that was asked for is not there.
+    """
+    backend_type, config = parse_backend(backend)
+    complete = complete_namespace(namespace, caches, blocks_per_chunk)
+    return TransferEngine(
+        caches,
+        backend_type(config, complete),
+        blocks_per_chunk=blocks_per_chunk,
+        max_bytes_in_flight=max_bytes_in_flight,
+        timeout_s=timeout_s,
+    )
+
+
+def parse_backend(backend: str | Mapping[str, Any]) -> tuple[BackendType, msgspec.Struct]:
+    """Find the backend that a URL or mapping names, and check its parameters.
+
+    Raises:
+        InvalidArgumentError: An unknown backend, an unknown or wrong parameter.
+    """
+    name, parameters = _split_url(backend) if isinstance(backend, str) else _split(backend)
+    backend_type = _find_backend(name)
+    try:
+        config = msgspec.convert(
+            parameters, backend_type.config_type, strict=False, dec_hook=_decode
+        )
+    except msgspec.ValidationError as exc:
+        raise InvalidArgumentError("backend", backend, f"a {name} backend: {exc}") from exc
+    return backend_type, config
+
+
+def complete_namespace(
+    namespace: Namespace, caches: CanonicalKVCaches, blocks_per_chunk: int
+) -> Namespace:
+    """Add to a namespace what the caches say about the bytes of a block.
+
+    Raises:
+        NamespaceMismatchError: It says something else about its groups already.
+    """
+    groups = tuple(
+        GroupIdentity(
+            spec=repr(caches.group_specs[index]) if caches.group_specs else "",
+            layouts=tuple(ref.layout for ref in refs),
+            layer_names=tuple(name for ref in refs for name in ref.layer_names),
+            page_sizes_bytes=tuple(ref.page_size_bytes for ref in refs),
+        )
+        for index, refs in enumerate(caches.group_data_refs)
+    )
+    complete = msgspec.structs.replace(namespace, groups=groups, blocks_per_chunk=blocks_per_chunk)
+    if namespace.groups:
+        namespace.require_same(complete)
+    return complete
+
+
+def _split_url(url: str) -> tuple[str, dict[str, Any]]:
+    parts = urlsplit(url)
+    if not parts.scheme:
+        raise InvalidArgumentError("backend", url, "a URL such as 'host://?capacity=4GiB'")
+    try:
+        query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError as exc:
+        raise InvalidArgumentError("backend", url, "parameters as name=value") from exc
+    parameters: dict[str, Any] = dict(query)
+    if len(parameters) < len(query):
+        raise InvalidArgumentError("backend", url, "each parameter once")
+    if parts.netloc:
+        parameters["address"] = parts.netloc
+    if parts.path:
+        parameters["path"] = parts.path
+    return parts.scheme, parameters
+
+
+def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    parameters = dict(backend)
+    name = parameters.pop("type", None)
+    if not isinstance(name, str):
+        raise InvalidArgumentError("backend", backend, "a 'type' such as 'host'")
+    return name, parameters
+
+
+def _find_backend(name: str) -> BackendType:
+    found = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    if name not in found.names:
+        known = ", ".join(sorted(found.names)) or "none is installed"
+        raise InvalidArgumentError("backend", name, f"one of: {known}")
+    backend_type: BackendType = found[name].load()
+    return backend_type
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(kind)

@@ -1,0 +1,67 @@
+"""Who may move bytes now: bounded memory in flight, loads before stores."""
+
+import asyncio
+import heapq
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+
+from kvxfer.errors import InvalidArgumentError
+
+
+class Admission:
+    """Lets transfers in, by priority and then in order, while the bytes in flight have a bound.
+
+    A transfer at the head of the queue is never overtaken by one behind it, so that a large one
+    does not starve. Belongs to one event loop.
+
+    Args:
+        max_bytes: Bound on the bytes in flight. A single transfer that is larger is let in
+            alone.
+
+    Raises:
+        InvalidArgumentError: The bound is not positive.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 1:
+            raise InvalidArgumentError("max_bytes", max_bytes, "at least 1")
+        self._max_bytes = max_bytes
+        self._bytes_in_flight = 0
+        self._order = count()
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of the transfers that were let in and have not left."""
+        return self._bytes_in_flight
+
+    @asynccontextmanager
+    async def admit(self, priority: int, num_bytes: int) -> AsyncIterator[None]:
+        """Wait for room, hold it inside the context; the lowest priority goes first."""
+        num_bytes = min(num_bytes, self._max_bytes)
+        turn = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._order), num_bytes, turn))
+        self._let_in()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # let in at the same moment: give the room back
+                self._bytes_in_flight -= num_bytes
+            self._let_in()
+            raise
+        try:
+            yield
+        finally:
+            self._bytes_in_flight -= num_bytes
+            self._let_in()
+
+    def _let_in(self) -> None:
+        while self._waiting:
+            _, _, num_bytes, turn = self._waiting[0]
+            if not turn.cancelled():
+                if self._bytes_in_flight + num_bytes > self._max_bytes:
+                    return
+                self._bytes_in_flight += num_bytes
+                turn.set_result(None)
+            heapq.heappop(self._waiting)
