@@ -1,0 +1,221 @@
+"""The scheduler's side: which chunks are in host memory, and where."""
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.backends.host import HostPool, Integrity
+from kvxfer.integrations.vllm import metrics
+from kvxfer.integrations.vllm.interface import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingConnectorStats,
+    OffloadingEvent,
+    OffloadingManager,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from kvxfer.integrations.vllm.verifier import Check, Verifier
+from kvxfer.storage.backend import Status
+from kvxfer.storage.index import BlockIndex, BlockState
+from kvxfer.storage.keys import BlockKey
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement(LoadStoreSpec):
+    """Where chunks are in the pool; travels from the scheduler to the workers.
+
+    Attributes:
+        keys: vLLM's keys, group after group.
+        slots: One per key.
+    """
+
+    keys: Sequence[BlockKey]
+    slots: Sequence[int]
+
+
+class KVXferOffloadingManager(OffloadingManager):
+    """Keeps the index of a host pool for vLLM's scheduler; no call blocks.
+
+    A hit is promised only for a chunk that was verified and is pinned: from the first lookup on,
+    the chunk is held for the request until the request is scheduled, loads, or ends.
+
+    Args:
+        pool: The pool, mapped by this process; closed on `shutdown`.
+        index: The index over its slots.
+        emit_events: Whether to keep events for `take_events`.
+    """
+
+    def __init__(self, pool: HostPool, index: BlockIndex, *, emit_events: bool) -> None:
+        self._pool = pool
+        self._index = index
+        self._verifier = Verifier(pool)
+        self._checks: dict[BlockKey, Check] = {}
+        self._held: dict[str, set[BlockKey]] = {}
+        self._counters = metrics.Counters()
+        self._events: list[OffloadingEvent] | None = [] if emit_events else None
+
+    def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
+        """Say whether a chunk is there; `HIT_PENDING` while it is being stored or verified."""
+        state = self._index.state(key)
+        if state is None:
+            return LookupResult.MISS
+        if state is BlockState.STORING:
+            return LookupResult.HIT_PENDING
+        check = self._hold(key, req_context.req_id)
+        if check.outcome is None:
+            return LookupResult.HIT_PENDING
+        if check.outcome.done:
+            return LookupResult.HIT
+        self._drop(check)
+        return LookupResult.MISS
+
+    def prepare_load(
+        self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
+    ) -> Placement:
+        """Pin chunks until `complete_load`; they were hits in this step, so they are there."""
+        slots = self._index.pin(list(keys))
+        self._release(req_context.req_id)
+        self._counters.add(metrics.LOADED, len(slots))
+        return Placement(list(keys), slots)
+
+    def touch(self, keys: Collection[BlockKey], *_: Any, **__: Any) -> None:
+        """Mark chunks as recently used."""
+        self._index.touch(list(keys))
+
+    def complete_load(self, keys: Collection[BlockKey], *_: Any, **__: Any) -> None:
+        """Let go of what `prepare_load` pinned."""
+        self._index.unpin(list(keys))
+
+    def prepare_store(
+        self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
+    ) -> PrepareStoreOutput | None:
+        """Find slots for chunks; as many leading ones as there is room for, None if for none."""
+        self._release(req_context.req_id)
+        plan = self._index.begin_store(list(keys))
+        self._counters.add(metrics.EVICTED, len(plan.evicted))
+        self._counters.add(metrics.REFUSED, len(plan.refused))
+        self._emit(plan.evicted, removed=True)
+        if plan.refused and not plan.keys:
+            return None
+        return PrepareStoreOutput(
+            keys_to_store=plan.keys,
+            store_spec=Placement(plan.keys, plan.slots),
+            evicted_keys=plan.evicted,
+        )
+
+    def complete_store(
+        self,
+        keys: Collection[BlockKey],
+        req_context: ReqContext,  # noqa: ARG002 - vLLM's signature
+        success: bool = True,  # noqa: FBT001, FBT002 - vLLM's signature
+        **_: Any,
+    ) -> None:
+        """Make chunks loadable, those that every worker finished; drop the others."""
+        storing = [key for key in keys if self._index.state(key) is BlockState.STORING]
+        stored: list[BlockKey] = []
+        lost: list[BlockKey] = []
+        for key in storing:
+            whole = success and self._pool.holds(self._index.slot_of(key), key)
+            (stored if whole else lost).append(key)
+        self._index.finish_store(stored, stored=True)
+        self._index.finish_store(lost, stored=False)
+        self._counters.add(metrics.STORED, len(stored))
+        self._counters.add(metrics.LOST, len(lost))
+        self._emit(stored, removed=False)
+
+    def on_new_request(
+        self,
+        req_context: ReqContext,  # noqa: ARG002 - vLLM's signature
+    ) -> RequestOffloadingContext:
+        """Offload every new chunk of a request."""
+        return RequestOffloadingContext()
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Let go of chunks held for requests that run now: they loaded what they will load."""
+        for req_id in context.new_req_ids:
+            self._release(req_id)
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Let go of what a request still holds."""
+        self._release(req_context.req_id)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Take the events since the last call."""
+        events, self._events = self._events or [], None if self._events is None else []
+        return events
+
+    def has_pending_work(self) -> bool:
+        """Nothing happens here between steps."""
+        return False
+
+    def reset_cache(self) -> None:
+        """Forget every chunk; vLLM reports no transfer of before any more."""
+        self._emit(self._index.keys(), removed=True)
+        self._index.clear()
+        self._checks.clear()
+        self._held.clear()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Take the metrics since the last call."""
+        idle = self._index.num_free_slots + self._index.num_evictable
+        return self._counters.report(
+            {
+                metrics.BLOCKS: len(self._index),
+                metrics.PINNED: self._index.num_slots - idle,
+                metrics.CAPACITY: self._index.num_slots,
+            }
+        )
+
+    def shutdown(self) -> None:
+        """Stop verifying and let go of the pool."""
+        self._verifier.stop()
+        self._pool.close()
+
+    def _hold(self, key: BlockKey, req_id: str) -> Check:
+        """Keep a chunk as it is for a request, and have it verified if nobody did yet."""
+        check = self._checks.get(key)
+        if check is None:
+            (slot,) = self._index.pin([key])
+            check = self._checks[key] = Check(key, slot)
+            if self._pool.integrity is Integrity.OFF:
+                check.outcome = self._pool.verify(slot, key)  # reads a tag, no data
+            else:
+                self._verifier.submit(check)
+        held = self._held.setdefault(req_id, set())
+        if key not in held:
+            held.add(key)
+            check.num_holders += 1
+        return check
+
+    def _release(self, req_id: str) -> None:
+        for key in self._held.pop(req_id, ()):
+            check = self._checks[key]
+            check.num_holders -= 1
+            if not check.num_holders:
+                del self._checks[key]
+                self._index.unpin([key])
+
+    def _drop(self, check: Check) -> None:
+        """Forget a chunk that failed its check, for every request that holds it."""
+        assert check.outcome is not None
+        if check.outcome.status is Status.CORRUPT:
+            self._counters.add(metrics.CORRUPT)
+        logger.warning("dropped chunk %s: %s", check.key.hex(), check.outcome)
+        for held in self._held.values():
+            held.discard(check.key)
+        del self._checks[check.key]
+        self._index.quarantine(check.key)
+        self._index.unpin([check.key])
+        self._emit([check.key], removed=True)
+
+    def _emit(self, keys: Sequence[BlockKey], *, removed: bool) -> None:
+        if keys and self._events is not None:
+            self._events.append(
+                OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=removed)
+            )

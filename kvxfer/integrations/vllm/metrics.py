@@ -1,0 +1,65 @@
+"""Metrics of the vLLM adapter, reported through vLLM's own mechanism.
+
+Their names begin with `vllm:` because vLLM shows no others.
+"""
+
+from collections.abc import Mapping
+
+from kvxfer.integrations.vllm.interface import (
+    OffloadingConnectorStats,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+)
+
+BLOCKS = "vllm:kvxfer_host_blocks"
+PINNED = "vllm:kvxfer_host_blocks_in_use"
+CAPACITY = "vllm:kvxfer_host_capacity_blocks"
+LOADED = "vllm:kvxfer_blocks_loaded"
+STORED = "vllm:kvxfer_blocks_stored"
+EVICTED = "vllm:kvxfer_blocks_evicted"
+REFUSED = "vllm:kvxfer_stores_refused"
+LOST = "vllm:kvxfer_stores_lost"
+CORRUPT = "vllm:kvxfer_blocks_corrupt"
+
+DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
+    BLOCKS: OffloadingGaugeMetadata(documentation="Chunks kept in host memory."),
+    PINNED: OffloadingGaugeMetadata(
+        documentation="Chunks being stored, verified or loaded, which cannot be evicted."
+    ),
+    CAPACITY: OffloadingGaugeMetadata(documentation="Chunks that fit into host memory."),
+    LOADED: OffloadingCounterMetadata(documentation="Chunks loaded from host memory."),
+    STORED: OffloadingCounterMetadata(documentation="Chunks stored in host memory."),
+    EVICTED: OffloadingCounterMetadata(documentation="Chunks evicted to make room."),
+    REFUSED: OffloadingCounterMetadata(
+        documentation="Chunks not stored because every chunk in host memory was in use."
+    ),
+    LOST: OffloadingCounterMetadata(
+        documentation="Chunks whose store did not complete on every worker; dropped."
+    ),
+    CORRUPT: OffloadingCounterMetadata(
+        documentation="Chunks whose bytes changed in host memory; dropped and recomputed."
+    ),
+}
+
+
+class Counters:
+    """Counts since the last report."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def add(self, name: str, number: int = 1) -> None:
+        """Count `number` more of a metric of `DEFINITIONS`."""
+        if number:
+            self._counts[name] = self._counts.get(name, 0) + number
+
+    def report(self, gauges: Mapping[str, int]) -> OffloadingConnectorStats:
+        """Take the counts, and these gauges, as vLLM wants them."""
+        stats = OffloadingConnectorStats()
+        for name, value in gauges.items():
+            stats.set_gauge(name, value)
+        for name, number in self._counts.items():
+            stats.increase_counter(name, number)
+        self._counts = {}
+        return stats

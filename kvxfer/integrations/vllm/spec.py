@@ -1,0 +1,138 @@
+"""The entry point that vLLM's OffloadingConnector builds in its scheduler and every worker."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PlacedBackend, PoolShape
+from kvxfer.connect import parse_backend
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm import metrics
+from kvxfer.integrations.vllm.interface import (
+    CanonicalKVCaches,
+    OffloadingConfig,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+    current_platform,
+)
+from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker, convert_caches
+from kvxfer.storage.eviction import POLICIES
+from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, TransferEngine
+
+
+class KVXferOffloadingSpec(OffloadingSpec):
+    """Offloads vLLM's KV cache through kvxfer.
+
+    Configured by `kv_connector_extra_config`: `backend` is the URL (or mapping) of the host
+    pool, e.g. `host://?capacity=4GiB`, shared by all workers of the engine on this machine.
+
+    Raises:
+        InvalidArgumentError: `backend` is missing or wrong.
+    """
+
+    @classmethod
+    def build_metric_definitions(
+        cls,
+        extra_config: Mapping[str, Any],  # noqa: ARG003 - vLLM's signature
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Metrics that the manager reports."""
+        return dict(metrics.DEFINITIONS)
+
+    def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self._pool_config = _host_config(config.extra_config.get("backend"))
+        self._manager: OffloadingManager | None = None
+        self._worker: OffloadingWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's side; the same one at every call."""
+        if self._manager is None:
+            pool = self._open_pool(claim=True)
+            policy = POLICIES[self._pool_config.eviction](pool.shape.num_slots)
+            self._manager = KVXferOffloadingManager(
+                pool,
+                BlockIndex(pool.shape.num_slots, policy),
+                emit_events=self.kv_events_config.enable_kv_cache_events,
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """The side of the worker with these caches; the same one at every call."""
+        if self._worker is None:
+            backend = PlacedBackend(self._open_pool(), part=self.config.parallel.rank)
+            engine = TransferEngine(
+                convert_caches(kv_caches),
+                backend,
+                blocks_per_chunk=self.blocks_per_chunk,
+                max_bytes_in_flight=DEFAULT_MAX_BYTES_IN_FLIGHT,
+                timeout_s=None,  # host copies end; a load given up would end the engine
+            )
+            self._worker = KVXferOffloadingWorker(
+                engine,
+                group_ids=[group.group_id for group in self.config.groups],
+                blocks_per_chunk=self.blocks_per_chunk,
+            )
+        return self._worker
+
+    def _open_pool(self, *, claim: bool = False) -> HostPool:
+        config = self.config
+        shape = PoolShape.fit(
+            capacity_bytes=self._pool_config.capacity,
+            num_parts=config.parallel.world_size,
+            part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
+        )
+        engine_id = xxhash.xxh3_64_hexdigest(config.engine_id.encode())
+        return HostPool(
+            shape,
+            self._namespace(),
+            CPUCopyEngine(),
+            name=f"vllm-{engine_id}-{config.parallel.data_parallel_index}",
+            integrity=self._pool_config.integrity,
+            claim=claim,
+        )
+
+    def _namespace(self) -> Namespace:
+        """What this engine's blocks are, as far as scheduler and workers both know.
+
+        The pool is private to the engine, so what cannot differ within one is not needed.
+        """
+        config = self.config
+        return Namespace(
+            model=config.model.name,
+            dtype=config.model.dtype,
+            layout=config.kv_cache_layout or "",
+            groups=tuple(
+                GroupIdentity(
+                    page_sizes_bytes=(), spec=f"tokens_per_block={group.tokens_per_block}"
+                )
+                for group in config.groups
+            ),
+            blocks_per_chunk=self.blocks_per_chunk,
+            parallel={
+                "world_size": config.parallel.world_size,
+                "tp_size": config.parallel.tp_size,
+                "pp_size": config.parallel.pp_size,
+                "pcp_size": config.parallel.pcp_size,
+                "dcp_size": config.parallel.dcp_size,
+            },
+            instruction_set=(
+                torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else ""
+            ),
+        )
+
+
+def _host_config(backend: str | Mapping[str, Any] | None) -> HostConfig:
+    if not isinstance(backend, (str, Mapping)):
+        raise InvalidArgumentError("backend", backend, "a URL such as 'host://?capacity=4GiB'")
+    backend_type, config = parse_backend(backend)
+    if backend_type is not HostBackend or not isinstance(config, HostConfig):
+        raise InvalidArgumentError("backend", backend, "a host:// pool in front")
+    return config
