@@ -189,9 +189,9 @@ def _rows(
     first, last = addresses.min(), (addresses + lengths).max()
     view = _memory(first, row_bytes, int(last - first) // row_bytes)
     starts = ((addresses - first) // np.uint64(row_bytes)).astype(np.int64)
-    counts = (lengths // np.uint64(row_bytes)).astype(np.int64)
-    if counts.max() == 1:
+    if int(lengths.max()) == row_bytes:
         return view, starts
+    counts = (lengths // np.uint64(row_bytes)).astype(np.int64)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     return view, np.repeat(starts, counts) + within
 

@@ -296,10 +296,13 @@ def pair_fragments(
     Raises:
         InvalidArgumentError: The batches differ in blocks or in the bytes of a block.
     """
-    ours, theirs = source.block_sizes, destination.block_sizes
-    if ours.shape != theirs.shape or (ours != theirs).any():
-        raise InvalidArgumentError("destination", theirs.tolist(), f"blocks of {ours.tolist()} B")
-    if np.array_equal(source.lengths, destination.lengths):
+    same_cuts = np.array_equal(source.lengths, destination.lengths)
+    if not (same_cuts and np.array_equal(source.block_offsets, destination.block_offsets)):
+        ours, theirs = source.block_sizes, destination.block_sizes
+        if not np.array_equal(ours, theirs):
+            wanted = f"blocks of {ours.tolist()} bytes"
+            raise InvalidArgumentError("destination", theirs.tolist(), wanted)
+    if same_cuts:
         from_, to, lengths = source.addresses, destination.addresses, source.lengths
     else:
         source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)

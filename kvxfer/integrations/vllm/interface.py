@@ -4,7 +4,7 @@ import importlib.metadata
 
 from kvxfer.errors import UnsupportedEngineError
 
-SUPPORTED = "0.26 to 0.33"
+SUPPORTED = "0.32"
 
 
 def installed_version() -> str:
@@ -43,6 +43,11 @@ try:
     from vllm.v1.kv_offload.config import OffloadingConfig
 except ImportError as exc:
     raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED, str(exc)) from exc
+
+if not hasattr(OffloadingManager, "on_schedule_end"):
+    raise UnsupportedEngineError(
+        "vllm", installed_version(), SUPPORTED, "OffloadingManager has no on_schedule_end"
+    )
 
 __all__ = [
     "CanonicalKVCaches",

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.backends.host import HostPool, Integrity
+from kvxfer.backends.host import HostPool
 from kvxfer.integrations.vllm import metrics
 from kvxfer.integrations.vllm.interface import (
     LoadStoreSpec,
@@ -18,10 +18,12 @@ from kvxfer.integrations.vllm.interface import (
     ReqContext,
     RequestOffloadingContext,
 )
-from kvxfer.integrations.vllm.verifier import Check, Verifier
-from kvxfer.storage.backend import Status
+from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey
+
+VERIFY_BYTES_PER_STEP = 64 << 20
+"""What `lookup` may read in one scheduling step, at some 25 GB/s (XXH3 on one core) 3 ms."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +41,29 @@ class Placement(LoadStoreSpec):
     slots: Sequence[int]
 
 
+@dataclass(slots=True, eq=False)
+class _Check:
+    """A chunk that is kept as it is because it was, or will be, verified for a request.
+
+    Attributes:
+        outcome: None until it was verified.
+        num_holders: Requests that it is kept for.
+    """
+
+    key: BlockKey
+    slot: int
+    outcome: Outcome | None = None
+    num_holders: int = 0
+
+
 class KVXferOffloadingManager(OffloadingManager):
     """Keeps the index of a host pool for vLLM's scheduler; no call blocks.
 
-    A hit is promised only for a chunk that was verified and is pinned: from the first lookup on,
-    the chunk is held for the request until the request is scheduled, loads, or ends.
+    vLLM cannot recover from a load that fails. So a hit is promised only for a chunk that was
+    verified and is pinned: from the first lookup on, the chunk is held for the request until the
+    request is scheduled, loads, or ends. Verifying reads memory on the scheduler's thread, a
+    bounded amount in each step; what is left over is a pending hit until the next step. (A
+    thread would gain nothing: hashing holds the interpreter lock.)
 
     Args:
         pool: The pool, mapped by this process; closed on `shutdown`.
@@ -54,8 +74,8 @@ class KVXferOffloadingManager(OffloadingManager):
     def __init__(self, pool: HostPool, index: BlockIndex, *, emit_events: bool) -> None:
         self._pool = pool
         self._index = index
-        self._verifier = Verifier(pool)
-        self._checks: dict[BlockKey, Check] = {}
+        self._checks: dict[BlockKey, _Check] = {}
+        self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._held: dict[str, set[BlockKey]] = {}
         self._counters = metrics.Counters()
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
@@ -69,10 +89,13 @@ class KVXferOffloadingManager(OffloadingManager):
             return LookupResult.HIT_PENDING
         check = self._hold(key, req_context.req_id)
         if check.outcome is None:
-            return LookupResult.HIT_PENDING
+            if self._bytes_to_verify <= 0:
+                return LookupResult.HIT_PENDING
+            self._bytes_to_verify -= self._pool.shape.slot_size_bytes
+            check.outcome = self._pool.verify(check.slot, key)
         if check.outcome.done:
             return LookupResult.HIT
-        self._drop(check)
+        self._drop(check, check.outcome)
         return LookupResult.MISS
 
     def prepare_load(
@@ -138,6 +161,7 @@ class KVXferOffloadingManager(OffloadingManager):
 
     def on_schedule_end(self, context: Any) -> None:
         """Let go of chunks held for requests that run now: they loaded what they will load."""
+        self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         for req_id in context.new_req_ids:
             self._release(req_id)
 
@@ -173,20 +197,15 @@ class KVXferOffloadingManager(OffloadingManager):
         )
 
     def shutdown(self) -> None:
-        """Stop verifying and let go of the pool."""
-        self._verifier.stop()
+        """Let go of the pool; may be called again."""
         self._pool.close()
 
-    def _hold(self, key: BlockKey, req_id: str) -> Check:
-        """Keep a chunk as it is for a request, and have it verified if nobody did yet."""
+    def _hold(self, key: BlockKey, req_id: str) -> _Check:
+        """Keep a chunk as it is for a request."""
         check = self._checks.get(key)
         if check is None:
             (slot,) = self._index.pin([key])
-            check = self._checks[key] = Check(key, slot)
-            if self._pool.integrity is Integrity.OFF:
-                check.outcome = self._pool.verify(slot, key)  # reads a tag, no data
-            else:
-                self._verifier.submit(check)
+            check = self._checks[key] = _Check(key, slot)
         held = self._held.setdefault(req_id, set())
         if key not in held:
             held.add(key)
@@ -201,12 +220,11 @@ class KVXferOffloadingManager(OffloadingManager):
                 del self._checks[key]
                 self._index.unpin([key])
 
-    def _drop(self, check: Check) -> None:
+    def _drop(self, check: _Check, outcome: Outcome) -> None:
         """Forget a chunk that failed its check, for every request that holds it."""
-        assert check.outcome is not None
-        if check.outcome.status is Status.CORRUPT:
+        if outcome.status is Status.CORRUPT:
             self._counters.add(metrics.CORRUPT)
-        logger.warning("dropped chunk %s: %s", check.key.hex(), check.outcome)
+        logger.warning("dropped chunk %s: %s", check.key.hex(), outcome)
         for held in self._held.values():
             held.discard(check.key)
         del self._checks[check.key]

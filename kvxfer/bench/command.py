@@ -1,0 +1,44 @@
+"""The `kvxfer bench` command."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from kvxfer.bench.report import Row
+
+BENCHES = ("describe", "copy", "vllm")
+COLUMNS = Row.__struct_fields__
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one benchmark and print its rows.
+
+    Returns:
+        1 with `--check` when a ratio misses its goal, 0 otherwise.
+    """
+    parser = argparse.ArgumentParser(prog="kvxfer bench", description=__doc__)
+    parser.add_argument("name", choices=BENCHES)
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument("--check", action="store_true", help="fail when a ratio misses its goal")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, less memory")
+    arguments = parser.parse_args(argv)
+    bench = importlib.import_module(f"kvxfer.bench.{arguments.name}")
+    rows: list[Row] = bench.run(quick=arguments.quick)
+    sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
+    sys.stdout.write("\n")
+    missed = [row for row in rows if not row.meets_goal]
+    for row in missed:
+        sys.stderr.write(f"missed: {row.case}: ratio {row.ratio:.3f}, goal {row.goal}\n")
+    return 1 if arguments.check and missed else 0
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Lay rows out as a Markdown table."""
+    lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
+    for row in rows:
+        cells = (getattr(row, column) for column in COLUMNS)
+        lines.append([f"{cell:.4g}" if isinstance(cell, float) else cell for cell in cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

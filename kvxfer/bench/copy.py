@@ -1,0 +1,83 @@
+"""Copies of scattered memory against one plain copy of the same bytes."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.kvcache.descriptors import Descriptors
+
+NUM_THREADS = 2
+KIB = 1 << 10
+FRAGMENTS = tuple(size * KIB for size in (4, 8, 16, 32, 64, 128, 256, 2048))
+SCATTERED_GOALS = {8: 0.3, 32: 0.75, 64: 0.75, 256: 0.9, 2048: 0.9}
+"""KiB to goal. Gathering and scattering have one goal for every size."""
+GATHER_GOAL = ">= 0.7"
+SCATTER_GOAL = ">= 0.6"
+
+
+def run(*, quick: bool) -> list[Row]:
+    """Measure the CPU copy engine on host memory, source and destination shuffled.
+
+    Baseline: `torch.Tensor.copy_` of the same bytes in one piece, on as many threads.
+    """
+    num_bytes = (64 if quick else 256) << 20
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    engine = CPUCopyEngine(num_threads=NUM_THREADS)
+    source = torch.randint(-128, 128, (num_bytes,), dtype=torch.int8)
+    destination = torch.zeros(num_bytes, dtype=torch.int8)
+    try:
+        return [
+            row
+            for fragment in FRAGMENTS
+            for row in _measure(engine, source, destination, fragment, rounds=5 if quick else 15)
+        ]
+    finally:
+        engine.close()
+        torch.set_num_threads(threads_before)
+
+
+def _measure(
+    engine: CPUCopyEngine,
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    fragment: int,
+    *,
+    rounds: int,
+) -> list[Row]:
+    count = source.numel() // fragment
+    generator = np.random.default_rng(fragment)
+    in_order = np.arange(count)
+    from_, to = generator.permutation(count), generator.permutation(count)
+    scattered = SCATTERED_GOALS.get(fragment // KIB)
+    cases = {
+        "scattered to scattered": (from_, to, f">= {scattered}" if scattered else ""),
+        "gather into one piece": (from_, in_order, GATHER_GOAL),
+        "scatter from one piece": (in_order, to, SCATTER_GOAL),
+    }
+    rows = []
+    for case, (sources, destinations, goal) in cases.items():
+        pair = _describe(source, sources, fragment), _describe(destination, destinations, fragment)
+        ours, plain = time_in_turn(
+            [lambda p=pair: engine.copy(*p), lambda: destination.copy_(source)],  # type: ignore[misc]
+            rounds=rounds,
+        )
+        to_rate = [seconds / source.numel() * 1e9 for seconds in ours]
+        plain_rate = [seconds / source.numel() * 1e9 for seconds in plain]
+        rows.append(
+            compare(f"{case}, {fragment // KIB} KiB", to_rate, plain_rate, unit="ns/B", goal=goal)
+        )
+    return rows
+
+
+def _describe(memory: torch.Tensor, order: NDArray[np.int64], fragment: int) -> Descriptors:
+    return Descriptors(
+        addresses=np.uint64(memory.data_ptr()) + order.astype(np.uint64) * np.uint64(fragment),
+        lengths=np.full(len(order), fragment, np.uint64),
+        block_offsets=np.arange(len(order) + 1),
+        payload_starts=np.zeros(len(order), np.int64),
+        device=memory.device,
+        owners=(memory,),
+    )

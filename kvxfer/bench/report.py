@@ -1,0 +1,82 @@
+"""The form every benchmark reports in."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One measured case beside its baseline.
+
+    Attributes:
+        case: What was measured.
+        value: Median of our rounds.
+        unit: Unit of `value` and `baseline`.
+        baseline: Median of the baseline's rounds, measured in the same run.
+        ratio: Median over the rounds of ours against the baseline in the same round.
+        spread: Half the distance between the quartiles of that ratio.
+        goal: What the ratio should be, `>= 0.9` or `<= 1.1`; empty when there is no goal.
+    """
+
+    case: str
+    value: float
+    unit: str
+    baseline: float
+    ratio: float
+    spread: float
+    goal: str = ""
+
+    @property
+    def meets_goal(self) -> bool:
+        """Whether the ratio is what it should be."""
+        if not self.goal:
+            return True
+        sign, limit = self.goal.split()
+        return self.ratio >= float(limit) if sign == ">=" else self.ratio <= float(limit)
+
+
+def compare(
+    case: str,
+    ours: Sequence[float],
+    baseline: Sequence[float],
+    *,
+    unit: str,
+    goal: str = "",
+    scale: float = 1.0,
+) -> Row:
+    """Make a row of paired rounds; times `scale` for display.
+
+    A goal `>=` asks for speed: the ratio is the baseline's time over ours. A goal `<=` asks for
+    little time: the ratio is ours over the baseline's.
+    """
+    pairs = list(zip(ours, baseline, strict=True))
+    faster = not goal.startswith("<=")
+    ratios = sorted(theirs / mine if faster else mine / theirs for mine, theirs in pairs)
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return Row(
+        case=case,
+        value=statistics.median(ours) * scale,
+        unit=unit,
+        baseline=statistics.median(baseline) * scale,
+        ratio=statistics.median(ratios),
+        spread=(quartiles[2] - quartiles[0]) / 2,
+        goal=goal,
+    )
+
+
+def time_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:
+    """Seconds of each call in each round; one round is not counted.
+
+    The calls take turns, so that what disturbs the machine disturbs them alike.
+    """
+    seconds: list[list[float]] = [[] for _ in calls]
+    for nth in range(rounds + 1):
+        for call, times in zip(calls, seconds, strict=True):
+            began = time.perf_counter()
+            call()
+            ended = time.perf_counter()
+            if nth:
+                times.append(ended - began)
+    return seconds
