@@ -181,7 +181,7 @@ def fitting_readings(
             known = _known_sizes(form.axis_sizes, num_blocks, num_layers, ratio)
             reading = _fit(tensor, candidate, known, ratio, padded_elements)
             if reading is not None:
-                readings.setdefault(_meaning(candidate, known), reading)
+                readings.setdefault(_meaning(candidate, known, num_blocks), reading)
     return list(readings.values())
 
 
@@ -276,13 +276,19 @@ def _axis_size(axis: str, known: Mapping[str, int]) -> int:
     return known[axis] if axis in known else prod(known[factor] for factor in axis.split("*"))
 
 
-def _meaning(layout: KVLayout, known: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes without those of size 1, which have no place in memory."""
+def _meaning(layout: KVLayout, known: Mapping[str, int], num_blocks: int) -> tuple[str, ...]:
+    """The axes without those of size 1, which have no place in memory.
+
+    Kernel blocks of one token each, all of them in one block, are the tokens of that block.
+    """
     kept = (
         "*".join(factor for factor in axis.split("*") if known.get(factor, 2) > 1)
         for axis in layout.axes
     )
-    return tuple(axis for axis in kept if axis)
+    blocks_are_tokens = num_blocks == 1 and known.get("token") == 1
+    return tuple(
+        "token" if axis == "block" and blocks_are_tokens else axis for axis in kept if axis
+    )
 
 
 def _fit(

@@ -166,17 +166,19 @@ def _read_cross_layer(
         num_layers=len(positions),
         page_size_bytes=spec.page_size_bytes,
     )
-    if layout is not None and not found:
+    if not found and layout is not None:
         raise unknown_layout(
             tensor, form, config.num_blocks, name, layout=layout, num_layers=len(positions)
         )
+    if not found:
+        return None
     if layout is None and name in config.layer_names:
         plain = fitting_readings(
             tensor, form, config.num_blocks, page_size_bytes=spec.page_size_bytes
         )
-        found = found + plain if len(positions) > 1 or not plain else []
-    if not found:
-        return None
+        if plain and len(positions) == 1:
+            return None
+        found += plain
     return RegisteredCache(name, spec, (tensor,), (_one_reading(tensor, found, name),), positions)
 
 
