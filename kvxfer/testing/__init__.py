@@ -1,0 +1,26 @@
+"""What third parties need to test a backend of their own; needs pytest and hypothesis."""
+
+from kvxfer.testing.backend_tests import BackendTests
+from kvxfer.testing.block_memory import BlockMemory
+from kvxfer.testing.dict_backend import DictBackend, DictConfig
+from kvxfer.testing.faulty_backend import (
+    Fault,
+    FaultRates,
+    FaultyBackend,
+    InjectedFault,
+    Operation,
+)
+from kvxfer.testing.state_machine import BackendStateMachine
+
+__all__ = [
+    "BackendStateMachine",
+    "BackendTests",
+    "BlockMemory",
+    "DictBackend",
+    "DictConfig",
+    "Fault",
+    "FaultRates",
+    "FaultyBackend",
+    "InjectedFault",
+    "Operation",
+]

@@ -1,0 +1,105 @@
+"""Conformance: many tasks at once, and cancelled ones."""
+
+# ruff: noqa: D102 - the name of a test says what must hold
+
+import asyncio
+import random
+
+from kvxfer.storage.backend import Status
+from kvxfer.testing.conformance.suite import (
+    SENTINEL,
+    BackendSuite,
+    assert_done_are,
+    cancel,
+    give_way,
+    make_keys,
+    make_large_memory,
+    make_memory,
+    statuses,
+    store_made_up,
+)
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+
+
+class ContentionTests(BackendSuite):
+    """Concurrency and cancellation."""
+
+    async def test_many_tasks_at_once_never_get_wrong_bytes(self) -> None:
+        memory = make_memory()
+        keys = make_keys(12)
+        size = memory.chunk_size_bytes(0)
+        async with await self.make_backend(memory.namespace()) as backend:
+
+            async def work(worker: int) -> None:
+                rng = random.Random(worker)
+                own = range(4 * worker, 4 * worker + 4)
+                for _ in range(25):
+                    chosen = rng.sample(keys, rng.randint(1, 4))
+                    blocks = memory.describe(0, list(own)[: len(chosen)])
+                    payloads = [make_payload(key, size) for key in chosen]
+                    action = rng.random()
+                    if action < 0.4:
+                        write_payloads(blocks, payloads)
+                        outcomes = await backend.store(chosen, blocks)
+                        assert set(statuses(outcomes)) <= {Status.DONE, Status.FAILED}
+                        assert read_payloads(blocks) == payloads
+                    elif action < 0.9:
+                        outcomes = await backend.load(chosen, blocks)
+                        assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
+                        assert_done_are(outcomes, blocks, payloads)
+                    else:
+                        await backend.delete(chosen)
+
+            async with asyncio.TaskGroup() as tasks:
+                for worker in range(16):
+                    tasks.create_task(work(worker))
+
+    async def test_two_tasks_that_store_one_key_both_learn_that_it_is_there(self) -> None:
+        memory, keys = make_memory(), make_keys(2)
+        async with await self.make_backend(memory.namespace()) as backend:
+            blocks = memory.describe(0, [0, 1])
+            payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in keys]
+            write_payloads(blocks, payloads)
+            results = await asyncio.gather(*(backend.store(keys, blocks) for _ in range(8)))
+            assert [statuses(outcomes) for outcomes in results] == [[Status.DONE, Status.DONE]] * 8
+            target = memory.describe(0, [2, 3])
+            assert statuses(await backend.load(keys, target)) == [Status.DONE, Status.DONE]
+            assert read_payloads(target) == payloads
+
+    async def test_memory_is_quiet_after_a_cancelled_load(self) -> None:
+        memory, keys = make_large_memory(), make_keys(8)
+        async with await self.make_backend(memory.namespace()) as backend:
+            payloads = await store_made_up(backend, keys, memory.describe(0, range(8)))
+            target = memory.describe(0, range(8, 16))
+            for turns in range(12):
+                load = asyncio.ensure_future(backend.load(keys, target))
+                await give_way(turns)
+                await cancel(load)
+                memory.fill(SENTINEL)
+                before = memory.snapshot()
+                await backend.lookup(keys)
+                await give_way(20)
+                assert memory.snapshot() == before, f"cancelled after {turns} turns"
+            outcomes = await backend.load(keys, target)
+            assert statuses(outcomes) == [Status.DONE] * 8, "a cancelled load harmed what is stored"
+            assert read_payloads(target) == payloads
+
+    async def test_a_cancelled_store_keeps_whole_blocks_or_none(self) -> None:
+        memory = make_large_memory()
+        async with await self.make_backend(memory.namespace()) as backend:
+            for turns in range(6):
+                keys = make_keys(8, first=8 * turns)
+                blocks = memory.describe(0, range(8))
+                payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in keys]
+                write_payloads(blocks, payloads)
+                store = asyncio.ensure_future(backend.store(keys, blocks))
+                await give_way(turns)
+                await cancel(store)
+                memory.fill(SENTINEL)  # the memory is ours again
+                target = memory.describe(0, range(8, 16))
+                outcomes = await backend.load(keys, target)
+                assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
+                assert_done_are(outcomes, target, payloads)
+                again = await store_made_up(backend, keys, blocks)
+                assert statuses(await backend.load(keys, target)) == [Status.DONE] * 8
+                assert read_payloads(target) == again

@@ -1,0 +1,149 @@
+"""Conformance: who sees which block, and for how long."""
+
+# ruff: noqa: D102 - the name of a test says what must hold
+
+import asyncio
+import dataclasses
+import gc
+import random
+import weakref
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import (
+    ClosedError,
+    DuplicateError,
+    InvalidArgumentError,
+    LengthMismatchError,
+)
+from kvxfer.storage.backend import Status
+from kvxfer.testing.conformance.suite import (
+    BackendSuite,
+    assert_done_are,
+    give_way,
+    make_keys,
+    make_large_memory,
+    make_memory,
+    statuses,
+    store_made_up,
+)
+from kvxfer.testing.payloads import read_payloads
+
+
+class Owner:
+    """Something whose lifetime can be watched."""
+
+
+class SeeingTests(BackendSuite):
+    """Lookup, delete, misuse, namespaces, and the end of a backend."""
+
+    async def test_lookup_answers_in_the_order_of_the_keys(self) -> None:
+        memory, keys = make_memory(), make_keys(20)
+        async with await self.make_backend(memory.namespace()) as backend:
+            stored = random.Random(2).sample(keys, 9)
+            await store_made_up(backend, stored, memory.describe(0, range(9)))
+            asked = random.Random(3).sample(keys, 20)
+            assert await backend.lookup(asked) == [key in stored for key in asked]
+
+    async def test_a_deleted_block_is_gone_and_can_be_stored_anew(self) -> None:
+        memory, keys = make_memory(), make_keys(3)
+        async with await self.make_backend(memory.namespace()) as backend:
+            await store_made_up(backend, keys, memory.describe(0, [0, 1, 2]))
+            assert await backend.delete(keys[:2]) == 2
+            assert await backend.delete(keys[:2]) == 0
+            assert await backend.lookup(keys) == [False, False, True]
+            target = memory.describe(0, [3, 4])
+            assert statuses(await backend.load(keys[:2], target)) == [Status.MISSING] * 2
+            new = await store_made_up(backend, keys[:1], memory.describe(0, [0]), version=1)
+            target = memory.describe(0, [3])
+            assert statuses(await backend.load(keys[:1], target)) == [Status.DONE]
+            assert read_payloads(target) == new
+
+    async def test_deleting_a_block_in_use_does_not_harm_who_uses_it(self) -> None:
+        memory, keys = make_large_memory(), make_keys(8)
+        async with await self.make_backend(memory.namespace()) as backend:
+            payloads = await store_made_up(backend, keys, memory.describe(0, range(8)))
+            target = memory.describe(0, range(8, 16))
+            for turns in range(4):
+                load = asyncio.ensure_future(backend.load(keys, target))
+                await give_way(turns)
+                num_deleted = await backend.delete(keys)
+                outcomes = await load
+                assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
+                assert_done_are(outcomes, target, payloads)
+                assert num_deleted + sum(await backend.lookup(keys)) == len(keys)
+                await store_made_up(backend, keys, memory.describe(0, range(8)))
+
+    async def test_a_batch_that_cannot_be_is_refused_and_nothing_moves(self) -> None:
+        memory, keys = make_memory(), make_keys(3)
+        async with await self.make_backend(memory.namespace()) as backend:
+            blocks = memory.describe(0, [0, 1, 2])
+            none = blocks.take(np.zeros(0, np.int64))
+            before = memory.snapshot()
+            for move in (backend.store, backend.load):
+                with pytest.raises(InvalidArgumentError):
+                    await move([], none)
+                with pytest.raises(LengthMismatchError):
+                    await move(keys[:2], blocks)
+                with pytest.raises(DuplicateError):
+                    await move([keys[0], keys[1], keys[0]], blocks)
+            assert memory.snapshot() == before
+            assert await backend.lookup(keys) == [False] * 3
+
+    async def test_a_closed_backend_says_so_and_may_be_closed_again(self) -> None:
+        memory, keys = make_memory(), make_keys(1)
+        blocks = memory.describe(0, [0])
+        backend = await self.make_backend(memory.namespace())
+        async with backend:
+            await store_made_up(backend, keys, blocks)
+        await backend.aclose()
+        with pytest.raises(ClosedError):
+            await backend.lookup(keys)
+        with pytest.raises(ClosedError):
+            await backend.store(keys, blocks)
+        with pytest.raises(ClosedError):
+            await backend.load(keys, blocks)
+        with pytest.raises(ClosedError):
+            await backend.delete(keys)
+
+    async def test_namespaces_never_see_each_other(self) -> None:
+        memory, keys = make_memory(), make_keys(2)
+        theirs_too = memory.namespace(revision="another")
+        async with (
+            await self.make_backend(memory.namespace()) as ours,
+            await self.make_backend(theirs_too) as theirs,
+        ):
+            await store_made_up(ours, keys, memory.describe(0, [0, 1]))
+            assert await theirs.lookup(keys) == [False, False]
+            outcomes = await theirs.load(keys, memory.describe(0, [2, 3]))
+            assert statuses(outcomes) == [Status.MISSING] * 2
+            assert await theirs.delete(keys) == 0
+            assert await ours.lookup(keys) == [True, True]
+
+    async def test_what_was_stored_outlives_the_backend(self) -> None:
+        if not self.persistent:
+            pytest.skip("this backend keeps nothing when it is closed")
+        memory, keys = make_memory(), make_keys(4)
+        async with await self.make_backend(memory.namespace()) as backend:
+            payloads = await store_made_up(backend, keys, memory.describe(0, range(4)))
+        async with await self.make_backend(memory.namespace()) as backend:
+            assert await backend.lookup(keys) == [True] * 4
+            target = memory.describe(0, range(8, 12))
+            assert statuses(await backend.load(keys, target)) == [Status.DONE] * 4
+            assert read_payloads(target) == payloads
+
+    async def test_descriptors_are_forgotten_when_the_call_is_over(self) -> None:
+        memory, keys = make_memory(), make_keys(2)
+        async with await self.make_backend(memory.namespace()) as backend:
+            for move in (backend.store, backend.load):
+                owner = Owner()
+                owner_ref = weakref.ref(owner)
+                blocks = dataclasses.replace(memory.describe(0, [0, 1]), owners=(owner,))
+                assert statuses(await move(keys, blocks)) == [Status.DONE] * 2
+                del blocks, owner
+                for _ in range(10):  # a thread may be between its result and its next task
+                    await asyncio.to_thread(gc.collect)
+                    if owner_ref() is None:
+                        break
+                assert owner_ref() is None, f"{move.__name__} kept the descriptors"

@@ -1,0 +1,119 @@
+"""A backend that is correct because there is nothing to it."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from kvxfer.errors import ClosedError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status, require_batch
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing.payloads import read_payloads, write_payloads
+
+
+class DictConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of a `DictBackend`.
+
+    Attributes:
+        max_blocks: Blocks that fit; the one stored first makes room. None for no bound.
+    """
+
+    max_blocks: int | None = None
+
+
+@dataclass(slots=True)
+class _Stored:
+    start: int
+    payload: bytes
+    checksum: int
+
+
+class DictBackend(Backend):
+    """Keeps blocks in a dictionary: the reference model of a backend, for tests.
+
+    Copies on the event loop, byte by byte, after giving way to other tasks once.
+
+    Args:
+        config: See `DictConfig`; None for the default.
+        namespace: Names nothing here: every instance keeps its own blocks.
+    """
+
+    config_type = DictConfig
+
+    def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self._max_blocks = (config or DictConfig()).max_blocks
+        self._blocks: dict[BlockKey, _Stored] = {}
+        self._closed = False
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        self._check(keys)
+        return [key in self._blocks for key in keys]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
+        self._check(keys, blocks)
+        await asyncio.sleep(0)
+        payloads = read_payloads(blocks)
+        outcomes = []
+        for key, payload, start in zip(keys, payloads, blocks.payload_starts.tolist(), strict=True):
+            if key not in self._blocks:
+                if not self._make_room(keys):
+                    outcomes.append(Outcome(Status.FAILED, reason="no room"))
+                    continue
+                self._blocks[key] = _Stored(start, payload, xxhash.xxh3_64_intdigest(payload))
+            outcomes.append(DONE)
+        return outcomes
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        self._check(keys, blocks)
+        await asyncio.sleep(0)
+        return [self._load(key, blocks.select(i, i + 1)) for i, key in enumerate(keys)]
+
+    async def delete(self, keys: Sequence[BlockKey]) -> int:
+        """See `Backend.delete`."""
+        self._check(keys)
+        return sum(self._blocks.pop(key, None) is not None for key in keys)
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        self._closed = True
+        self._blocks.clear()
+
+    def corrupt(self, key: BlockKey) -> None:
+        """Change a bit of the stored bytes of `key`, as a bad medium would."""
+        stored = self._blocks[key]
+        stored.payload = bytes([stored.payload[0] ^ 1]) + stored.payload[1:]
+
+    def _load(self, key: BlockKey, block: Descriptors) -> Outcome:
+        stored = self._blocks.get(key)
+        if stored is None:
+            return MISSING
+        first = int(block.payload_starts[0]) - stored.start
+        last = first + block.num_bytes
+        if first < 0 or last > len(stored.payload):
+            return MISSING
+        if xxhash.xxh3_64_intdigest(stored.payload) != stored.checksum:
+            del self._blocks[key]
+            return Outcome(Status.CORRUPT, reason=f"checksum of {key.hex()} differs")
+        write_payloads(block, [stored.payload[first:last]])
+        return DONE
+
+    def _make_room(self, batch: Sequence[BlockKey]) -> bool:
+        if self._max_blocks is None or len(self._blocks) < self._max_blocks:
+            return True
+        victim = next((key for key in self._blocks if key not in batch), None)
+        if victim is None:
+            return False
+        del self._blocks[victim]
+        return True
+
+    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
+        if self._closed:
+            raise ClosedError("dict backend")
+        require_batch(keys, blocks)

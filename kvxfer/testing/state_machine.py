@@ -1,0 +1,174 @@
+"""Random sequences of calls on a backend, compared with a dictionary."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.testing.block_memory import BlockMemory
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+
+T = TypeVar("T")
+
+NUM_HASHES = 6
+MAX_KEYS = 4
+BLOCKS_PER_CHUNK = 2
+SENTINEL = 0xA5
+
+KEYS = [make_block_key(f"block-{n}".encode(), group) for n in range(NUM_HASHES) for group in (0, 1)]
+
+
+class BackendStateMachine(RuleBasedStateMachine):
+    """Drives a backend through a private event loop; subclass it and say how to open one.
+
+    `TestMyMachine = MyMachine.TestCase` makes a test of it. The model is a dictionary of the
+    versions that a key may hold. A miss is allowed only in a bounded backend, wrong bytes never.
+
+    Attributes:
+        bounded: Whether blocks may disappear and stores may fail for lack of room.
+        persistent: Whether a backend opened again finds what the closed one had stored.
+    """
+
+    bounded: ClassVar[bool] = False
+    persistent: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = BlockMemory(
+            [[96, 33], [64]],
+            num_blocks=2 * MAX_KEYS * BLOCKS_PER_CHUNK,
+            blocks_per_chunk=BLOCKS_PER_CHUNK,
+        )
+        self.model: dict[BlockKey, set[int]] = {}
+        self._runner = asyncio.Runner()
+        self.backend = self.run(self.make_backend(self.memory.namespace()))
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        """Open a backend; unless bounded, with room for 12 chunks of the largest group."""
+        raise NotImplementedError
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run to its end on the private event loop."""
+        return self._runner.run(coroutine)
+
+    def teardown(self) -> None:
+        """Compare everything once more and close the backend."""
+        try:
+            for first in range(0, len(KEYS), MAX_KEYS):
+                self._load(KEYS[first : first + MAX_KEYS], first_block_index=0)
+        finally:
+            self.run(self.backend.aclose())
+            self._runner.close()
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True))
+    def lookup(self, keys: list[BlockKey]) -> None:
+        """What is found was stored; what was stored is found."""
+        for key, there in zip(keys, self.run(self.backend.lookup(keys)), strict=True):
+            if there:
+                assert key in self.model, f"{key!r} was never stored"
+            else:
+                self._expect_missing(key)
+
+    @rule(
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True),
+        version=st.integers(0, 2),
+    )
+    def store(self, keys: list[BlockKey], version: int) -> None:
+        """A new key takes the new bytes, a present one keeps its own."""
+        blocks = self._describe(keys, first_block_index=0)
+        payloads = [self._payload(key, version) for key in keys]
+        write_payloads(blocks, payloads)
+        outcomes = self.run(self.backend.store(keys, blocks))
+        assert read_payloads(blocks) == payloads, "store changed its source"
+        assert len(outcomes) == len(keys)
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self._expect_stored(key, version, outcome)
+
+    @rule(
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True),
+        first_block_index=st.integers(0, BLOCKS_PER_CHUNK - 1),
+    )
+    def load(self, keys: list[BlockKey], first_block_index: int) -> None:
+        """Done blocks have the stored bytes, and no other memory is touched."""
+        self._load(keys, first_block_index=first_block_index)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True))
+    def delete(self, keys: list[BlockKey]) -> None:
+        """What was there is counted, and is gone."""
+        num_deleted = self.run(self.backend.delete(keys))
+        num_known = sum(key in self.model for key in keys)
+        assert num_deleted <= num_known if self.bounded else num_deleted == num_known
+        for key in keys:
+            self.model.pop(key, None)
+        assert self.run(self.backend.lookup(keys)) == [False] * len(keys)
+
+    @precondition(lambda self: self.persistent)
+    @rule()
+    def reopen(self) -> None:
+        """Nothing is lost when the backend is closed and opened again."""
+        self.run(self.backend.aclose())
+        self.backend = self.run(self.make_backend(self.memory.namespace()))
+
+    def _load(self, keys: list[BlockKey], *, first_block_index: int) -> None:
+        self.memory.fill(SENTINEL)
+        before = self.memory.snapshot()
+        blocks = self._describe(keys, first_block_index=first_block_index)
+        untouched = read_payloads(blocks)
+        outcomes = self.run(self.backend.load(keys, blocks))
+        loaded = read_payloads(blocks)
+        assert len(outcomes) == len(keys)
+        for index, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
+            assert outcome.memory_safe
+            if outcome.done:
+                self._expect_loaded(key, loaded[index])
+            else:
+                assert outcome.status is Status.MISSING, outcome
+                assert loaded[index] == untouched[index], "a missing block was written"
+                self._expect_missing(key)
+        write_payloads(blocks, untouched)
+        assert self.memory.snapshot() == before, "bytes around the blocks were written"
+
+    def _describe(self, keys: list[BlockKey], *, first_block_index: int) -> Descriptors:
+        """One chunk per key, each in blocks of its own, as a batch in the order of the keys."""
+        per_chunk = BLOCKS_PER_CHUNK - first_block_index
+        chunks = []
+        for index, key in enumerate(keys):
+            first = index * BLOCKS_PER_CHUNK
+            ids = [first + 1, first] if per_chunk == BLOCKS_PER_CHUNK else [first]
+            group = self._group(key)
+            chunks.append(self.memory.describe(group, ids, first_block_index=first_block_index))
+        return Descriptors.concatenate(chunks)
+
+    def _expect_stored(self, key: BlockKey, version: int, outcome: Outcome) -> None:
+        assert outcome.memory_safe
+        if not outcome.done:
+            assert self.bounded, f"an unbounded backend refused a block: {outcome}"
+            assert outcome.status is Status.FAILED, outcome
+            return
+        if self.bounded:  # the block may have been evicted since, and then it is the new one
+            self.model.setdefault(key, set()).add(version)
+        else:
+            self.model.setdefault(key, {version})
+
+    def _expect_loaded(self, key: BlockKey, loaded: bytes) -> None:
+        versions = self.model.get(key, set())
+        fitting = {v for v in versions if self._payload(key, v).endswith(loaded)}
+        assert fitting, f"{key!r} has bytes of none of the versions {sorted(versions)}"
+        self.model[key] = fitting
+
+    def _expect_missing(self, key: BlockKey) -> None:
+        assert self.bounded or key not in self.model, f"{key!r} was stored and is gone"
+        self.model.pop(key, None)
+
+    def _payload(self, key: BlockKey, version: int) -> bytes:
+        size = self.memory.chunk_size_bytes(self._group(key))
+        return make_payload(key, size, version=version)
+
+    @staticmethod
+    def _group(key: BlockKey) -> int:
+        return KEYS.index(key) % 2

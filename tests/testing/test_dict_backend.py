@@ -1,0 +1,88 @@
+"""The reference model passes the suite that it is the reference of."""
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
+
+Blocks = dict[BlockKey, Any]
+
+
+class TestDictBackend(BackendTests):
+    max_blocks = 5
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return DictBackend(None, namespace)
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        return DictBackend(DictConfig(max_blocks=self.max_blocks), namespace)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        assert isinstance(backend, DictBackend)
+        backend.corrupt(key)
+
+
+class KeptBackend(DictBackend):
+    """Keeps the blocks of a namespace on a shelf when it is closed."""
+
+    def __init__(self, shelf: dict[str, Blocks], namespace: Namespace) -> None:
+        super().__init__(None, namespace)
+        self._blocks = shelf.setdefault(namespace.fingerprint, {})
+
+    async def aclose(self) -> None:
+        self._blocks = {}
+        await super().aclose()
+
+
+class TestKeptBackend(TestDictBackend):
+    persistent = True
+
+    @pytest.fixture(autouse=True)
+    def _empty_shelf(self) -> None:
+        self.shelf: dict[str, Blocks] = {}
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return KeptBackend(self.shelf, namespace)
+
+
+async def test_the_suite_catches_a_backend_that_says_it_persists_and_does_not() -> None:
+    class Liar(TestDictBackend):
+        persistent = True
+
+    with pytest.raises(AssertionError):
+        await Liar().test_what_was_stored_outlives_the_backend()
+
+
+class KeptMachine(BackendStateMachine):
+    persistent = True
+
+    def __init__(self) -> None:
+        self.shelf: dict[str, Blocks] = {}
+        super().__init__()
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return KeptBackend(self.shelf, namespace)
+
+
+class DictMachine(BackendStateMachine):
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return DictBackend(None, namespace)
+
+
+class BoundedDictMachine(BackendStateMachine):
+    bounded = True
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return DictBackend(DictConfig(max_blocks=3), namespace)
+
+
+TestDictMachine = DictMachine.TestCase
+TestDictMachine.settings = settings(max_examples=25, stateful_step_count=25)
+TestBoundedDictMachine = BoundedDictMachine.TestCase
+TestBoundedDictMachine.settings = settings(max_examples=25, stateful_step_count=25)
+TestKeptMachine = KeptMachine.TestCase
+TestKeptMachine.settings = settings(max_examples=25, stateful_step_count=25)
