@@ -1,0 +1,55 @@
+# Every target does the set-up that it needs; nothing but python3.11 or later, make and gcc is
+# expected of the machine. Set-up is redone when the files that it depends on change.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+MODELS := build/models/.made
+SMOLLM2 := build/models/smollm2/.made
+
+# vLLM must neither look for a model on the network nor report home, and block hashes must be the
+# same in every process.
+export HF_HUB_OFFLINE := 1
+export TRANSFORMERS_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export DO_NOT_TRACK := 1
+export PYTHONHASHSEED := 0
+
+.PHONY: setup demo test e2e lint type docs bench check-dist check
+.DELETE_ON_ERROR:
+
+setup: $(INSTALLED)
+
+demo: $(SMOLLM2) ; $(BIN)/python -m tests.e2e.demo
+
+test: $(INSTALLED) ; $(BIN)/pytest -m "not e2e" --ignore=tests/typing --ignore=tests/test_dist.py
+
+e2e: $(MODELS) ; $(BIN)/pytest tests/e2e -m e2e
+
+lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
+
+docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict
+
+bench: $(SMOLLM2) ; for name in describe copy; do $(BIN)/kvxfer bench $$name --check || exit 1; done
+
+check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
+
+check: lint type test check-dist docs e2e
+
+# `-e .` comes second: its build needs hatchling from the constraints.
+$(INSTALLED): constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --progress-bar off --no-deps -r constraints.txt
+	$(BIN)/pip install --no-deps --no-build-isolation -e .
+	touch $@
+
+$(SMOLLM2): tests/e2e/models.py $(INSTALLED)
+	$(BIN)/python -m tests.e2e.models build/models smollm2
+	touch $@
+
+$(MODELS): tests/e2e/models.py $(INSTALLED)
+	$(BIN)/python -m tests.e2e.models
+	touch $@

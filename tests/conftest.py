@@ -1,0 +1,76 @@
+"""What holds for every test: seeds, no blocked event loop, no GPU test without a GPU."""
+
+import logging
+import os
+import random
+from collections.abc import Iterator
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+MAX_CALLBACK_S = 0.25
+E2E_TIMEOUT_S = 600
+SEED = 20
+
+# Deadlines measure the machine, not the code; a CI run must be repeatable.
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests without a GPU, and give engines the time they need to start."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
+        if item.get_closest_marker("e2e"):
+            # An engine's own dependencies warn, and not about our code.
+            item.add_marker(pytest.mark.filterwarnings("default"), append=False)
+            if not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let every event loop made for this test watch its callbacks; engines run undisturbed."""
+    if item.get_closest_marker("e2e"):
+        os.environ.pop("PYTHONASYNCIODEBUG", None)
+    else:
+        os.environ["PYTHONASYNCIODEBUG"] = "1"
+
+
+class _LoopComplaints(logging.Handler):
+    """Collects what asyncio says about blocked loops, lost exceptions and destroyed tasks."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        slow = str(record.msg).startswith("Executing")
+        if slow and isinstance(record.args, tuple):
+            # Source: asyncio/base_events.py, `_run_once`: the last argument is the duration.
+            duration_s = record.args[-1]
+            slow = isinstance(duration_s, float) and duration_s >= MAX_CALLBACK_S
+        if slow or record.levelno >= logging.ERROR:
+            self.messages.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def _event_loop_is_never_blocked() -> Iterator[None]:
+    complaints = _LoopComplaints()
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(complaints)
+    yield
+    logger.removeHandler(complaints)
+    if complaints.messages:
+        pytest.fail("event loop blocked or misused: " + "; ".join(complaints.messages))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED)  # noqa: NPY002 - seeds code under test that uses the global generator
+    torch.manual_seed(SEED)
