@@ -11,7 +11,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from kvxfer.backends.host.segment import SharedSegment
+from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -56,9 +56,10 @@ class PoolShape:
         """
         part = _aligned(part_size_bytes)
         per_slot = num_parts * (part + TAG.itemsize)
-        num_slots = (capacity_bytes - 2 * ALIGNMENT) // per_slot
+        overhead = HEADER_BYTES + ALIGNMENT
+        num_slots = (capacity_bytes - overhead) // per_slot
         if num_slots < 1:
-            needed = per_slot + 2 * ALIGNMENT
+            needed = per_slot + overhead
             raise InvalidArgumentError("capacity", capacity_bytes, f"{needed} bytes or more")
         return cls(int(num_slots), num_parts, part)
 
@@ -70,7 +71,7 @@ class PoolShape:
     @property
     def data_offset_bytes(self) -> int:
         """Where the slots begin: after the header and the tags."""
-        return ALIGNMENT + _aligned(self.num_slots * self.num_parts * TAG.itemsize)
+        return HEADER_BYTES + _aligned(self.num_slots * self.num_parts * TAG.itemsize)
 
     @property
     def num_bytes(self) -> int:
@@ -122,7 +123,7 @@ class HostPool:
                 raise
         memory = self._segment.memory
         num_tags = shape.num_slots * shape.num_parts
-        tags = memory[ALIGNMENT : ALIGNMENT + num_tags * TAG.itemsize].view(TAG)
+        tags = memory[HEADER_BYTES : HEADER_BYTES + num_tags * TAG.itemsize].view(TAG)
         self._tags: NDArray[Any] = tags.reshape(shape.num_slots, shape.num_parts)
         self._data = memory[shape.data_offset_bytes :].reshape(
             shape.num_slots, shape.num_parts, shape.part_size_bytes

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared-memory file system
 PREFIX = "kvxfer-"
+HEADER_BYTES = 4096
 
 
 class SharedSegment:
@@ -31,7 +32,8 @@ class SharedSegment:
 
     Args:
         name: Name that all processes of one engine agree on; a fresh one by default.
-        header: First bytes of the segment: what every process must agree on.
+        header: What every process must agree on, at most 4096 bytes; the segment begins with
+            it, padded with zeros to 4096 bytes.
         num_bytes: Size, header included.
 
     Raises:
@@ -46,7 +48,8 @@ class SharedSegment:
             raise InvalidArgumentError("name", self.name, "letters, digits, '-', '_' and '.'")
         self._path = SHARED_MEMORY / f"{PREFIX}{self.name}"
         self._closed = False
-        self._fd = self._open(header, num_bytes)
+        assert len(header) <= HEADER_BYTES <= num_bytes
+        self._fd = self._open(header.ljust(HEADER_BYTES, b"\0"), num_bytes)
         try:
             self._map = mmap.mmap(self._fd, num_bytes)
         except BaseException:
@@ -108,15 +111,22 @@ class SharedSegment:
             os.close(fd)
 
     def _require_same(self, fd: int, header: bytes, num_bytes: int) -> None:
-        wanted = num_bytes, header
-        found = os.fstat(fd).st_size, os.pread(fd, len(header), 0)
-        if found != wanted:
-            raise InvalidArgumentError(f"shared memory {self.name}", wanted, f"{found}, as it is")
+        found_header, found_bytes = os.pread(fd, HEADER_BYTES, 0), os.fstat(fd).st_size
+        if (found_header, found_bytes) != (header, num_bytes):
+            raise InvalidArgumentError(
+                f"shared memory {self.name}",
+                f"{num_bytes} bytes, {_text(header)}",
+                f"{found_bytes} bytes, {_text(found_header)}, as it was created",
+            )
 
     def _release(self) -> None:
         if _locked_exclusively(self._fd) and _is_at(self._fd, self._path):
             self._path.unlink()
         os.close(self._fd)
+
+
+def _text(header: bytes) -> str:
+    return header.rstrip(b"\0").decode(errors="replace")
 
 
 def _locked_exclusively(fd: int) -> bool:

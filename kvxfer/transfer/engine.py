@@ -358,7 +358,7 @@ class TransferEngine:
 
     def _start_polling(self) -> asyncio.AbstractEventLoop:
         with self._start_lock:
-            if self._home is None:
+            if self._home is None or self._home.is_closed():
                 self._thread = LoopThread("kvxfer-transfer")
                 self._home = self._thread.loop
             return self._home

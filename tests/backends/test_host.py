@@ -1,0 +1,153 @@
+"""The host backend keeps every promise of `Backend`, bounded or not, with either policy."""
+
+import logging
+
+import numpy as np
+import pytest
+
+from kvxfer.backends.host import HostBackend, HostConfig, Integrity, PoolShape
+from kvxfer.errors import CapacityError, InvalidArgumentError
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.units import ByteSize
+
+
+def capacity_for(namespace: Namespace, num_blocks: int) -> ByteSize:
+    """The capacity in which exactly so many chunks of the largest group fit."""
+    chunk = max(namespace.chunk_size_bytes(group) for group in range(len(namespace.groups)))
+    size = 4096
+    while True:
+        try:
+            shape = PoolShape.fit(capacity_bytes=size, num_parts=1, part_size_bytes=chunk)
+        except InvalidArgumentError:
+            shape = None
+        if shape is not None and shape.num_slots == num_blocks:
+            return ByteSize(size)
+        size += 4096
+
+
+class TestHostBackend(BackendTests):
+    max_blocks = 5
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return HostBackend(HostConfig(capacity=capacity_for(namespace, 64)), namespace)
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        return HostBackend(HostConfig(capacity=capacity_for(namespace, 5)), namespace)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        assert isinstance(backend, HostBackend)
+        slot = backend._index.slot_of(key)
+        backend._pool.slot_bytes(slot)[0, 0] ^= 1
+
+
+class TestHostBackendARC(TestHostBackend):
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        capacity = capacity_for(namespace, 5)
+        return HostBackend(HostConfig(capacity=capacity, eviction="arc"), namespace)
+
+
+class HostStateMachine(BackendStateMachine):
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return HostBackend(HostConfig(capacity=capacity_for(namespace, 12)), namespace)
+
+
+class BoundedHostStateMachine(BackendStateMachine):
+    bounded = True
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        capacity = capacity_for(namespace, 3)
+        return HostBackend(HostConfig(capacity=capacity, eviction="arc"), namespace)
+
+
+TestHostStateMachine = HostStateMachine.TestCase
+TestBoundedHostStateMachine = BoundedHostStateMachine.TestCase
+
+
+async def store_one(memory: BlockMemory, backend: HostBackend) -> tuple[BlockKey, bytes]:
+    key = make_block_key(b"block", 0)
+    blocks = memory.describe(0, [3])
+    payload = make_payload(key, memory.chunk_size_bytes(0))
+    write_payloads(blocks, [payload])
+    assert [outcome.done for outcome in await backend.store([key], blocks)] == [True]
+    return key, payload
+
+
+async def test_without_integrity_a_changed_byte_is_not_noticed() -> None:
+    memory = BlockMemory([[4096]], num_blocks=8)
+    config = HostConfig(capacity=ByteSize.parse("1MiB"), integrity=Integrity.OFF)
+    async with HostBackend(config, memory.namespace()) as backend:
+        key, payload = await store_one(memory, backend)
+        backend._pool.slot_bytes(backend._index.slot_of(key))[0, 0] ^= 1
+        blocks = memory.describe(0, [5])
+        assert [outcome.done for outcome in await backend.load([key], blocks)] == [True]
+        assert read_payloads(blocks) != [payload]
+
+
+async def test_a_corrupt_block_is_logged_and_its_key_can_be_stored_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = BlockMemory([[4096]], num_blocks=8)
+    config = HostConfig(capacity=ByteSize.parse("1MiB"))
+    async with HostBackend(config, memory.namespace()) as backend:
+        key, payload = await store_one(memory, backend)
+        backend._pool.slot_bytes(backend._index.slot_of(key))[0, 17] ^= 4
+        with caplog.at_level(logging.WARNING):
+            (outcome,) = await backend.load([key], memory.describe(0, [5]))
+        assert outcome.status is Status.CORRUPT
+        assert key.hex() in caplog.text
+        write_payloads(memory.describe(0, [3]), [payload])
+        assert (await store_one(memory, backend))[0] == key
+        blocks = memory.describe(0, [5])
+        assert [outcome.done for outcome in await backend.load([key], blocks)] == [True]
+        assert read_payloads(blocks) == [payload]
+
+
+async def test_a_block_larger_than_its_namespace_says_is_refused_and_nothing_is_stored() -> None:
+    memory = BlockMemory([[512]], num_blocks=8)
+    larger = BlockMemory([[1024]], num_blocks=8)
+    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as backend:
+        key = make_block_key(b"block", 0)
+        with pytest.raises(InvalidArgumentError, match="1024"):
+            await backend.store([key], larger.describe(0, [1]))
+        assert await backend.lookup([key]) == [False]
+
+
+async def test_a_key_of_an_unknown_group_is_refused() -> None:
+    memory = BlockMemory([[512]], num_blocks=8)
+    async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace()) as backend:
+        with pytest.raises(InvalidArgumentError, match="group"):
+            await backend.store([make_block_key(b"block", 1)], memory.describe(0, [1]))
+
+
+def test_a_namespace_without_groups_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"namespace\.groups"):
+        HostBackend(HostConfig(capacity=ByteSize(1 << 20)), Namespace(model="model"))
+
+
+def test_a_capacity_below_one_block_is_refused_with_what_is_needed() -> None:
+    memory = BlockMemory([[8192]], num_blocks=8)
+    with pytest.raises(InvalidArgumentError, match="16416 bytes or more"):
+        HostBackend(HostConfig(capacity=ByteSize(8192)), memory.namespace())
+
+
+def test_a_capacity_beyond_the_machines_memory_is_refused_with_both_sizes() -> None:
+    memory = BlockMemory([[8192]], num_blocks=8)
+    with pytest.raises(CapacityError) as info:
+        HostBackend(HostConfig(capacity=ByteSize.parse("100TiB")), memory.namespace())
+    assert info.value.needed_bytes > info.value.available_bytes
+
+
+@pytest.mark.parametrize("capacity_kib", [64, 257, 1000, 4096])
+@pytest.mark.parametrize("part_size_bytes", [1, 4096, 4097, 100_000])
+def test_a_pool_never_takes_more_than_its_capacity(capacity_kib: int, part_size_bytes: int) -> None:
+    capacity = capacity_kib << 10
+    if capacity < 2 * (part_size_bytes + 8192) + 8192:
+        pytest.skip("does not fit two parts of this size")
+    shape = PoolShape.fit(capacity_bytes=capacity, num_parts=2, part_size_bytes=part_size_bytes)
+    assert shape.num_bytes <= capacity
+    one_more = shape.num_bytes + 2 * (shape.part_size_bytes + 32) + 4096
+    assert one_more > capacity - 4096
+    assert np.gcd(shape.part_size_bytes, 4096) == 4096

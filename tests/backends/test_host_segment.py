@@ -1,0 +1,140 @@
+"""Shared memory is seen by every process, owned by one, and left behind by none."""
+
+import contextlib
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.host.segment import SHARED_MEMORY, SharedSegment
+from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
+
+SIZE = 1 << 16
+
+pytestmark = pytest.mark.timeout(60)  # other processes import torch
+
+CHILD = """
+import sys
+from kvxfer.backends.host.segment import SharedSegment
+segment = SharedSegment(sys.argv[1], b"header", int(sys.argv[2]))
+segment.memory[5000] += 1
+print("mapped", segment.memory[5000], flush=True)
+sys.stdin.readline()
+segment.close()
+"""
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    name = f"test-{secrets.token_hex(8)}"
+    yield name
+    assert not path_of(name).exists()
+
+
+def path_of(name: str) -> Path:
+    return SHARED_MEMORY / f"kvxfer-{name}"
+
+
+@contextlib.contextmanager
+def child_with(name: str) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that has the segment mapped, until it is told to end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, name, str(SIZE)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline().startswith("mapped")
+            yield child
+        finally:
+            child.kill()
+
+
+def test_two_processes_see_the_same_bytes_and_the_last_one_removes_them(name: str) -> None:
+    segment = SharedSegment(name, b"header", SIZE)
+    segment.memory[5000] = 41
+    with child_with(name) as child:
+        assert segment.memory[5000] == 42
+        segment.close()
+        assert path_of(name).exists()
+        child.communicate("\n")
+        assert child.returncode == 0
+
+
+def test_what_a_killed_process_left_is_replaced_by_zeroed_memory(name: str) -> None:
+    with child_with(name):
+        pass
+    assert path_of(name).exists()
+    segment = SharedSegment(name, b"another header", 2 * SIZE)
+    assert len(segment.memory) == 2 * SIZE
+    assert segment.memory[5000] == 0
+    segment.close()
+
+
+def test_what_a_killed_process_left_is_removed_when_another_segment_is_created(name: str) -> None:
+    with child_with(name):
+        pass
+    used = SharedSegment(None, b"header", SIZE)
+    SharedSegment(None, b"header", SIZE).close()
+    assert not path_of(name).exists()
+    assert path_of(used.name).exists()
+    used.close()
+
+
+@pytest.mark.parametrize(
+    ("header", "size", "shown"),
+    [(b"other", SIZE, "other"), (b"head", SIZE, "head.;"), (b"header", 2 * SIZE, str(2 * SIZE))],
+)
+def test_a_process_that_expects_something_else_is_refused_with_both_values(
+    name: str, header: bytes, size: int, shown: str
+) -> None:
+    segment = SharedSegment(name, b"header", SIZE)
+    with pytest.raises(InvalidArgumentError, match=shown) as info:
+        SharedSegment(name, header, size)
+    assert "header" in str(info.value)
+    segment.close()
+
+
+def test_only_one_process_can_claim_a_segment(name: str) -> None:
+    owner = SharedSegment(name, b"header", SIZE)
+    other = SharedSegment(name, b"header", SIZE)
+    owner.claim()
+    with pytest.raises(InvalidArgumentError, match=name):
+        other.claim()
+    owner.close()
+    other.claim()
+    other.close()
+
+
+def test_a_closed_segment_says_so_and_can_be_closed_again(name: str) -> None:
+    segment = SharedSegment(name, b"header", SIZE)
+    segment.close()
+    segment.close()
+    with pytest.raises(ClosedError, match=name):
+        segment.memory  # noqa: B018 - the access is what is tested
+
+
+@pytest.mark.parametrize("bad", ["../escape", "a/b", "a b", "x\n"])
+def test_a_name_cannot_leave_the_folder(bad: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        SharedSegment(bad, b"header", SIZE)
+
+
+def test_memory_that_is_not_there_is_refused_and_nothing_is_left(name: str) -> None:
+    with pytest.raises(CapacityError) as info:
+        SharedSegment(name, b"header", 1 << 50)
+    assert info.value.needed_bytes == 1 << 50
+    assert 0 < info.value.available_bytes < 1 << 50
+
+
+def test_the_memory_belongs_to_its_user_alone(name: str) -> None:
+    segment = SharedSegment(name, b"header", SIZE)
+    assert path_of(name).stat().st_mode & 0o777 == 0o600
+    assert path_of(name).stat().st_uid == os.getuid()
+    segment.close()

@@ -1,0 +1,460 @@
+"""The transfer engine: one outcome per block, whatever the backend does."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import pytest
+import torch
+
+from kvxfer.errors import (
+    BackendUnavailableError,
+    BlockIdError,
+    ClosedError,
+    DuplicateError,
+    InvalidArgumentError,
+    LengthMismatchError,
+)
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import FinishedJob, JobId
+
+PAGE_BYTES = 1024
+
+
+class GatedBackend(DictBackend):
+    """Holds every call at a gate, in the order in which they came, and counts bytes in flight.
+
+    A call that is cancelled leaves only when its gate opens, as a thread in a copy would.
+    """
+
+    def __init__(self, memory: BlockMemory) -> None:
+        super().__init__(DictConfig(), memory.namespace())
+        self.calls: list[tuple[str, list[BlockKey]]] = []
+        self.gate = asyncio.Event()
+        self.bytes_in_flight = 0
+        self.most_bytes_in_flight = 0
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        await self._pass("store", keys, blocks)
+        return await super().store(keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        await self._pass("load", keys, blocks)
+        return await super().load(keys, blocks)
+
+    async def _pass(self, name: str, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
+        self.calls.append((name, list(keys)))
+        self.bytes_in_flight += blocks.num_bytes
+        self.most_bytes_in_flight = max(self.most_bytes_in_flight, self.bytes_in_flight)
+        cancelled = False
+        while not self.gate.is_set():
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                cancelled = True
+        self.bytes_in_flight -= blocks.num_bytes
+        if cancelled:
+            raise asyncio.CancelledError
+
+
+class ShortBackend(DictBackend):
+    """Forgets the outcome of the last block."""
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return (await super().store(keys, blocks))[:-1]
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[PAGE_BYTES - 24, 24]], num_blocks=64)
+
+
+@pytest.fixture
+async def gated(memory: BlockMemory) -> GatedBackend:
+    return GatedBackend(memory)
+
+
+@pytest.fixture
+async def engine(memory: BlockMemory) -> AsyncIterator[TransferEngine]:
+    async with TransferEngine(memory.caches, make_backend(memory)) as engine:
+        yield engine
+
+
+def make_backend(memory: BlockMemory) -> Backend:
+    return DictBackend(DictConfig(), memory.namespace())
+
+
+def keys_of(count: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
+    return [make_block_key(f"block-{first + n}".encode(), group) for n in range(count)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something holds; the test's own time limit ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110 - other threads change it, too
+        await asyncio.sleep(0)
+
+
+async def collect(engine: TransferEngine, count: int) -> dict[JobId, FinishedJob]:
+    finished: list[FinishedJob] = []
+
+    def enough() -> bool:
+        finished.extend(engine.get_finished())
+        return len(finished) >= count
+
+    await until(enough)
+    assert len(finished) == count
+    return {job.job_id: job for job in finished}
+
+
+def statuses(outcomes: Sequence[Outcome]) -> set[Status]:
+    return {outcome.status for outcome in outcomes}
+
+
+def fill(memory: BlockMemory, keys: Sequence[BlockKey], ids: Sequence[int]) -> list[bytes]:
+    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in keys]
+    write_payloads(memory.describe(0, ids), payloads)
+    return payloads
+
+
+async def test_blocks_come_back_where_they_were_asked_for(
+    memory: BlockMemory, engine: TransferEngine
+) -> None:
+    keys = keys_of(8)
+    payloads = fill(memory, keys, range(8))
+    assert statuses(await engine.store(keys, [range(8)])) == {Status.DONE}
+    assert await engine.lookup([*keys, *keys_of(1, first=99)]) == [True] * 8 + [False]
+    memory.fill(0)
+    ids = [40, 3, 17, 5, 21, 22, 23, 60]
+    assert statuses(await engine.load(keys, [ids])) == {Status.DONE}
+    assert read_payloads(memory.describe(0, ids)) == payloads
+
+
+async def test_a_batch_of_two_groups_may_leave_one_empty() -> None:
+    memory = BlockMemory([[64], [32, 8]], num_blocks=8)
+    async with TransferEngine(memory.caches, make_backend(memory)) as engine:
+        both = [*keys_of(2, group=0), *keys_of(1, group=1)]
+        assert len(await engine.store(both, [[1, 2], [3]])) == 3
+        assert statuses(await engine.load(keys_of(1, group=1), [[], [4]])) == {Status.DONE}
+
+
+async def test_a_chunk_is_loaded_from_its_middle_on() -> None:
+    memory = BlockMemory([[64, 8]], num_blocks=16, blocks_per_chunk=4)
+    backend = make_backend(memory)
+    async with TransferEngine(memory.caches, backend, blocks_per_chunk=4) as engine:
+        keys = keys_of(2)
+        payloads = fill(memory, keys, range(8))
+        await engine.store(keys, [range(8)])
+        ids = [9, 10, 11, 12, 13, 14]
+        outcomes = await engine.load(keys, [ids], first_block_indices=[6])
+        assert statuses(outcomes) == {Status.DONE}
+        loaded = b"".join(read_payloads(memory.describe(0, ids, first_block_index=6)))
+        assert loaded == b"".join(payloads)[2 * 72 :]
+
+
+@pytest.mark.parametrize(
+    ("keys", "block_ids", "error", "named"),
+    [
+        (keys_of(1), [[64]], BlockIdError, "64"),
+        (keys_of(1), [[-1]], BlockIdError, "-1"),
+        (keys_of(2), [[3, 3]], DuplicateError, "3"),
+        (keys_of(1) * 2, [[3, 4]], DuplicateError, "block-0"),
+        (keys_of(3), [[3, 4]], LengthMismatchError, "3"),
+        (keys_of(1), [[3], [4]], InvalidArgumentError, "one entry for each of 1 groups"),
+        (keys_of(1, group=1), [[3]], InvalidArgumentError, "a key of group 0"),
+        ([b"abc"], [[3]], InvalidArgumentError, "abc"),
+        ([], [[3]], InvalidArgumentError, "at least one key"),
+        (keys_of(1), [[]], LengthMismatchError, "1"),
+        (keys_of(1), [[1.5]], InvalidArgumentError, "float"),
+        (keys_of(2), [[[1, 2]]], InvalidArgumentError, r"\[\[1, 2\]\]"),
+    ],
+)
+async def test_a_wrong_batch_is_named_and_nothing_is_written(
+    memory: BlockMemory,
+    gated: GatedBackend,
+    keys: list[BlockKey],
+    block_ids: list[list[int]],
+    error: type[Exception],
+    named: str,
+) -> None:
+    engine = TransferEngine(memory.caches, gated)
+    for call in (engine.store, engine.load):
+        with pytest.raises(error, match=named):
+            await call(keys, block_ids)
+    for submit in (engine.submit_store, engine.submit_load):
+        with pytest.raises(error, match=named):
+            submit(keys, block_ids)
+    assert gated.calls == []
+    await engine.aclose()
+
+
+def test_a_cache_that_the_backend_cannot_reach_is_refused(memory: BlockMemory) -> None:
+    class DeviceOnly(DictBackend):
+        memory_kinds = frozenset({"cuda"})
+
+    backend = DeviceOnly(DictConfig(), memory.namespace())
+    with pytest.raises(InvalidArgumentError, match="cpu"):
+        TransferEngine(memory.caches, backend)
+
+
+async def test_a_closed_engine_says_so_and_can_be_closed_again(memory: BlockMemory) -> None:
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    await engine.aclose()
+    await engine.aclose()
+    for call in (engine.store, engine.load):
+        with pytest.raises(ClosedError):
+            await call(keys_of(1), [[1]])
+    with pytest.raises(ClosedError):
+        await engine.lookup(keys_of(1))
+    with pytest.raises(ClosedError):
+        engine.submit_load(keys_of(1), [[1]])
+
+
+async def test_loads_that_wait_go_before_stores_that_waited_longer(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES)
+    first = asyncio.create_task(engine.store(keys_of(1), [[0]]))
+    await until(lambda: gated.calls)
+    second = asyncio.create_task(engine.store(keys_of(1, first=1), [[1]]))
+    await until(lambda: len(engine._admission._waiting) == 1)
+    load = asyncio.create_task(engine.load(keys_of(1, first=2), [[2]]))
+    await until(lambda: len(engine._admission._waiting) == 2)
+    gated.gate.set()
+    await asyncio.gather(first, second, load)
+    assert [name for name, _ in gated.calls] == ["store", "load", "store"]
+    await engine.aclose()
+
+
+async def test_the_bytes_in_flight_are_bounded(memory: BlockMemory, gated: GatedBackend) -> None:
+    bound = 6 * PAGE_BYTES
+    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=bound)
+    transfers = [
+        asyncio.create_task(engine.store(keys_of(8, first=8 * n), [range(8 * n, 8 * n + 8)]))
+        for n in range(8)
+    ]
+    await until(lambda: gated.bytes_in_flight == bound)
+    gated.gate.set()
+    for outcomes in await asyncio.gather(*transfers):
+        assert statuses(outcomes) == {Status.DONE}
+    assert gated.most_bytes_in_flight == bound
+    assert engine._admission.bytes_in_flight == 0
+    await engine.aclose()
+
+
+async def test_a_block_larger_than_the_bound_is_moved_alone(memory: BlockMemory) -> None:
+    async with TransferEngine(
+        memory.caches, make_backend(memory), max_bytes_in_flight=100
+    ) as engine:
+        assert statuses(await engine.store(keys_of(3), [[1, 2, 3]])) == {Status.DONE}
+
+
+async def test_a_deadline_counts_the_time_in_the_queue(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES, timeout_s=None)
+    blocking = asyncio.create_task(engine.store(keys_of(1), [[0]]))
+    await until(lambda: gated.calls)
+    (outcome,) = await engine.store(keys_of(1, first=1), [[1]], timeout_s=0.01)
+    assert outcome.status is Status.TIMED_OUT
+    assert outcome.memory_safe, "it never reached the backend"
+    gated.gate.set()
+    assert statuses(await blocking) == {Status.DONE}
+    assert len(gated.calls) == 1
+    await engine.aclose()
+
+
+async def test_memory_is_not_safe_while_the_backend_still_has_it(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    engine = TransferEngine(memory.caches, gated)
+    (outcome,) = await engine.load(keys_of(1), [[1]], timeout_s=0.01)
+    assert outcome.status is Status.TIMED_OUT
+    assert not outcome.memory_safe
+    drained = asyncio.create_task(engine.drain())
+    await asyncio.sleep(0.01)
+    assert not drained.done()
+    assert gated.bytes_in_flight == engine._admission.bytes_in_flight == PAGE_BYTES
+    gated.gate.set()
+    await drained
+    assert gated.bytes_in_flight == engine._admission.bytes_in_flight == 0
+    await engine.aclose()
+
+
+async def test_blocks_that_arrived_before_the_deadline_stay_done(memory: BlockMemory) -> None:
+    class SlowSecond(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            if keys[0] == keys_of(1, first=1)[0]:
+                await asyncio.sleep(60)
+            return await super().store(keys, blocks)
+
+    backend = SlowSecond(DictConfig(), memory.namespace())
+    engine = TransferEngine(memory.caches, backend, max_bytes_in_flight=4 * PAGE_BYTES)
+    outcomes = await engine.store(keys_of(2), [[0, 1]], timeout_s=0.1)
+    assert [outcome.status for outcome in outcomes] == [Status.DONE, Status.TIMED_OUT]
+    await engine.aclose()
+
+
+async def test_a_cancelled_caller_is_cancelled_and_drain_waits_for_the_memory(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    engine = TransferEngine(memory.caches, gated)
+    load = asyncio.create_task(engine.load(keys_of(1), [[1]]))
+    await until(lambda: gated.calls)
+    load.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert gated.bytes_in_flight == PAGE_BYTES
+    gated.gate.set()
+    await engine.drain()
+    assert gated.bytes_in_flight == 0
+    await engine.aclose()
+
+
+async def test_a_backend_that_raises_fails_the_blocks_and_not_the_caller(
+    memory: BlockMemory,
+) -> None:
+    faulty = FaultyBackend(make_backend(memory), seed=1, rates=FaultRates(error=1.0))
+    async with TransferEngine(memory.caches, faulty) as engine:
+        outcomes = await engine.store(keys_of(2), [[1, 2]])
+        assert statuses(outcomes) == {Status.FAILED}
+        assert BackendUnavailableError.__name__ in outcomes[0].reason
+        assert all(outcome.memory_safe for outcome in outcomes)
+
+
+async def test_a_backend_that_forgets_outcomes_fails_the_whole_call(memory: BlockMemory) -> None:
+    backend = ShortBackend(DictConfig(), memory.namespace())
+    async with TransferEngine(memory.caches, backend) as engine:
+        outcomes = await engine.store(keys_of(3), [[1, 2, 3]])
+        assert statuses(outcomes) == {Status.FAILED}
+        assert "2 outcomes for 3 keys" in outcomes[0].reason
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_under_random_faults_every_done_block_has_its_bytes(
+    memory: BlockMemory, seed: int
+) -> None:
+    rates = FaultRates(delay=0.3, error=0.1, failure=0.2)
+    faulty = FaultyBackend(make_backend(memory), seed=seed, rates=rates)
+    async with TransferEngine(memory.caches, faulty, max_bytes_in_flight=8 * PAGE_BYTES) as engine:
+        keys = keys_of(32)
+        payloads = fill(memory, keys, range(32))
+        stored = await engine.store(keys, [range(32)])
+        memory.fill(0)
+        loaded = await engine.load(keys, [range(32)])
+        found = read_payloads(memory.describe(0, range(32)))
+        for index, (store, load) in enumerate(zip(stored, loaded, strict=True)):
+            assert store.status in {Status.DONE, Status.FAILED}
+            assert load.status in {Status.DONE, Status.FAILED, Status.MISSING}
+            if load.done:
+                assert found[index] == payloads[index]
+        assert Status.DONE in statuses(loaded)
+
+
+async def test_a_flipped_bit_after_landing_is_what_only_an_audit_sees(memory: BlockMemory) -> None:
+    rates = FaultRates(flip=1.0)
+    faulty = FaultyBackend(make_backend(memory), seed=3, rates=rates)
+    async with TransferEngine(memory.caches, faulty) as engine:
+        payloads = fill(memory, keys_of(1), [1])
+        await engine.store(keys_of(1), [[1]])
+        await engine.load(keys_of(1), [[2]])
+        assert read_payloads(memory.describe(0, [2])) != payloads
+
+
+def test_the_polled_interface_needs_no_event_loop(memory: BlockMemory) -> None:
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    keys = keys_of(4)
+    payloads = fill(memory, keys, range(4))
+    store = engine.submit_store(keys, [range(4)])
+    assert engine.wait([store], timeout_s=10)
+    (stored,) = engine.get_finished()
+    assert (stored.job_id, stored.done, stored.num_bytes) == (store, True, 4 * PAGE_BYTES)
+    load = engine.submit_load(keys, [range(8, 12)])
+    missing = engine.submit_load(keys_of(1, first=50), [[20]])
+    assert engine.wait([load, missing, JobId(99)], timeout_s=10)
+    finished = {job.job_id: job for job in engine.get_finished()}
+    assert finished[load].done
+    assert statuses(finished[missing].outcomes) == {Status.MISSING}
+    assert finished[missing].num_bytes == 0
+    assert engine.get_finished() == []
+    assert read_payloads(memory.describe(0, range(8, 12))) == payloads
+    engine.close()
+    engine.close()
+    assert not any(thread.name == "kvxfer-transfer" for thread in threading.enumerate())
+
+
+async def test_both_interfaces_share_one_engine(memory: BlockMemory) -> None:
+    async with TransferEngine(memory.caches, make_backend(memory)) as engine:
+        job = engine.submit_store(keys_of(1), [[1]])  # a private loop is the engine's home now
+        (finished,) = (await collect(engine, 1)).values()
+        assert finished.job_id == job
+        assert finished.done
+        assert await engine.lookup(keys_of(1)) == [True]
+        assert statuses(await engine.load(keys_of(1), [[5]])) == {Status.DONE}
+
+
+async def test_a_cancelled_job_ends_once_with_cancelled_blocks(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=4 * PAGE_BYTES)
+    assert await engine.lookup(keys_of(1)) == [False]  # this loop is the engine's home
+    running = engine.submit_store(keys_of(6), [range(6)])
+    await until(lambda: len(gated.calls) == 4)
+    at_once = engine.submit_load(keys_of(1, first=9), [[9]])
+    engine.cancel(at_once)
+    engine.cancel(running)
+    engine.cancel(JobId(1234))
+    finished = await collect(engine, 2)
+    assert statuses(finished[running].outcomes) == {Status.CANCELLED}
+    assert [outcome.memory_safe for outcome in finished[running].outcomes] == [False] * 4 + [
+        True
+    ] * 2
+    assert finished[at_once].outcomes[0].status is Status.CANCELLED
+    assert finished[at_once].outcomes[0].memory_safe
+    assert engine.wait([running, at_once], timeout_s=0)
+    gated.gate.set()
+    await engine.aclose()
+    assert engine.get_finished() == []
+
+
+async def test_closing_ends_what_waits_and_waits_for_what_moves(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES)
+    await engine.lookup(keys_of(1))
+    job = engine.submit_store(keys_of(2), [[1, 2]])
+    await until(lambda: gated.calls)
+    closing = asyncio.create_task(engine.aclose())
+    await asyncio.sleep(0.01)
+    assert not closing.done()
+    gated.gate.set()
+    await closing
+    (finished,) = engine.get_finished()
+    assert finished.job_id == job
+    assert statuses(finished.outcomes) == {Status.CANCELLED}
+    assert len(gated.calls) == 1
+
+
+def test_an_engine_outlives_the_event_loop_it_was_first_used_on(memory: BlockMemory) -> None:
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    assert asyncio.run(engine.store(keys_of(1), [[1]])) == [DONE]
+    assert asyncio.run(engine.load(keys_of(1), [[2]])) == [DONE]
+    engine.close()
+
+
+def test_the_engine_keeps_the_caches_alive(memory: BlockMemory) -> None:
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    tensor = memory.caches.tensors[0].tensor
+    fill(memory, keys_of(1), [1])
+    expected = tensor[1].clone()
+    caches_id = id(memory.caches)
+    del memory
+    assert id(engine._describer.caches) == caches_id
+    engine.wait([engine.submit_store(keys_of(1), [[1]])])
+    engine.wait([engine.submit_load(keys_of(1), [[7]])])
+    assert torch.equal(tensor[7, : PAGE_BYTES - 24], expected[: PAGE_BYTES - 24])
+    engine.close()
