@@ -143,7 +143,7 @@ class SeeingTests(BackendSuite):
                 assert statuses(await move(keys, blocks)) == [Status.DONE] * 2
                 del blocks, owner
                 for _ in range(10):  # a thread may be between its result and its next task
-                    await asyncio.to_thread(gc.collect)
+                    await asyncio.to_thread(gc.collect, 1)
                     if owner_ref() is None:
                         break
                 assert owner_ref() is None, f"{move.__name__} kept the descriptors"

@@ -1,10 +1,12 @@
 """What a subclass of `BackendTests` has to say, and what its tests share."""
 
 import asyncio
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from kvxfer.kvcache.descriptors import Descriptors
@@ -14,6 +16,7 @@ from kvxfer.testing.block_memory import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 SENTINEL = 0xA5
+TAIL_BYTES = 8
 
 
 class BackendSuite(ABC):
@@ -54,7 +57,7 @@ def make_memory(*, blocks_per_chunk: int = 1) -> BlockMemory:
 
 def make_large_memory() -> BlockMemory:
     """Make caches whose blocks take long enough to copy that a call is hit in the middle."""
-    return BlockMemory([[256 << 10, 64 << 10]], num_blocks=16)
+    return BlockMemory([[512 << 10, 128 << 10]], num_blocks=24)
 
 
 def make_keys(num_keys: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
@@ -89,6 +92,15 @@ def assert_done_are(
     assert len(outcomes) == len(payloads)
     for index, outcome in enumerate(outcomes):
         assert not outcome.done or loaded[index] == payloads[index], f"block {index} is wrong"
+
+
+def tails(blocks: Descriptors) -> Descriptors:
+    """Describe the last 8 bytes of every fragment: quick to read while something else writes."""
+    return dataclasses.replace(
+        blocks,
+        addresses=blocks.addresses + blocks.lengths - np.uint64(TAIL_BYTES),
+        lengths=np.full(len(blocks), TAIL_BYTES, np.uint64),
+    )
 
 
 async def give_way(turns: int) -> None:
