@@ -1,0 +1,380 @@
+"""A real vLLM engine in a process of its own, driven over a socket.
+
+An engine that crashes, hangs or leaks takes its own process down and nobody else's.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO, Any, Self, TypeVar
+
+import msgspec
+
+from kvxfer.errors import KVXferError
+
+T = TypeVar("T")
+
+LOG_TAIL_LINES = 40
+SETTLE_ROUNDS = 50
+
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONHASHSEED": "0",  # equal block hashes in every engine
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to start an engine.
+
+    Attributes:
+        model: Folder of the model.
+        connector: `kv_connector_extra_config` of the offloading connector; None for no connector.
+        multiprocessing: Engine core and workers in processes of their own.
+        tensor_parallel_size: Workers; more than one needs `multiprocessing`.
+        kv_cache_memory_bytes: Size of the device cache.
+        max_num_seqs: Requests that run at once.
+        max_model_len: Longest prompt with its output; also the tokens of one step.
+        dtype: Data type of the model, `auto` for that of its weights.
+        environment: Environment variables on top of `ENVIRONMENT`.
+        start_timeout_s: Longest wait for the start.
+        timeout_s: Longest wait for an answer.
+    """
+
+    model: str
+    connector: dict[str, Any] | None = None
+    multiprocessing: bool = False
+    tensor_parallel_size: int = 1
+    kv_cache_memory_bytes: int = 512 << 20
+    max_num_seqs: int = 16
+    max_model_len: int = 4096
+    dtype: str = "auto"
+    environment: dict[str, str] = {}
+    start_timeout_s: float = 180
+    timeout_s: float = 300
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What one request gave.
+
+    Attributes:
+        token_ids: Output tokens.
+        logprobs: Log-probability of each output token.
+        cached_tokens: Prompt tokens that were not computed, from the device cache or elsewhere.
+        first_token_s: Seconds from adding the request to its first token; 0 without a token.
+        aborted: The request was aborted by the caller.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    cached_tokens: int
+    first_token_s: float
+    aborted: bool
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Run prompts of token ids to `max_tokens` greedy tokens each, all at once.
+
+    Attributes:
+        prompts: Token ids.
+        max_tokens: Output tokens of each prompt; the end token does not stop it.
+        read_cache: False computes every token, whatever is cached.
+        abort_after_steps: Engine steps after which the prompt with this index is aborted.
+        reset_after_steps: Engine steps after which the connector's cache is reset.
+    """
+
+    prompts: list[list[int]]
+    max_tokens: int
+    read_cache: bool = True
+    abort_after_steps: dict[int, int] = {}
+    reset_after_steps: list[int] = []
+
+
+class Reset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Forget the device's prefix cache, and what the connector holds too if asked."""
+
+    connector: bool = False
+
+
+class Metrics(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Ask for the engine's counters and gauges."""
+
+
+class Settle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Step the engine until the connector stores nothing more."""
+
+
+class EngineDiedError(KVXferError, RuntimeError):
+    """The engine's process failed, ended or does not answer.
+
+    Attributes:
+        log_tail: Last lines of what it printed.
+    """
+
+    def __init__(self, message: str, log_tail: str) -> None:
+        super().__init__(f"{message}; last lines of its log:\n{log_tail}")
+        self.log_tail = log_tail
+
+
+class EngineProcess:
+    """A running engine; use as a context manager.
+
+    Not thread-safe; every call blocks until the engine has answered.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start the engine and wait until it is ready.
+
+        Raises:
+            EngineDiedError: It did not start.
+        """
+        self._config = config
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - until close
+        ours, theirs = socket.socketpair()
+        environment = {
+            name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"
+        }
+        environment |= ENVIRONMENT | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(config.multiprocessing)),
+        }
+        if config.tensor_parallel_size > 1:
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        with theirs:
+            self._process = subprocess.Popen(  # noqa: S603 - ourselves
+                [sys.executable, "-m", "kvxfer.bench.engine", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                env=environment | config.environment,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._socket = ours
+        self._reader = ours.makefile("rb")
+        try:
+            self._ask(config, type(None), config.start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def process_id(self) -> int:
+        """Process id; every process of the engine is in the process group of this number."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        read_cache: bool = True,
+        abort_after_steps: dict[int, int] | None = None,
+        reset_after_steps: Sequence[int] = (),
+    ) -> list[Generation]:
+        """Run the prompts, see `Generate`; one result per prompt, in order."""
+        command = Generate(
+            prompts=[list(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+            read_cache=read_cache,
+            abort_after_steps=abort_after_steps or {},
+            reset_after_steps=list(reset_after_steps),
+        )
+        return self._ask(command, list[Generation])
+
+    def reset(self, *, connector: bool = False) -> bool:
+        """Forget the device's prefix cache, see `Reset`; False when blocks are in use."""
+        return self._ask(Reset(connector=connector), bool)
+
+    def settle(self) -> None:
+        """Step the engine until the connector stores nothing more."""
+        self._ask(Settle(), type(None))
+
+    def metrics(self) -> dict[str, float]:
+        """Ask vLLM for its metrics, summed over labels; of a histogram, its count."""
+        return self._ask(Metrics(), dict[str, float])
+
+    def log(self) -> str:
+        """Return everything that the engine printed; also after `close`."""
+        if not self._log.closed:
+            self._log.seek(0)
+            self._printed = self._log.read().decode(errors="replace")
+        return self._printed
+
+    def close(self) -> None:
+        """End every process of the engine; may be called again."""
+        self._reader.close()
+        self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(20)
+        with contextlib.suppress(ProcessLookupError):  # also what a dead engine left behind
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.log()
+        self._log.close()
+
+    def _ask(self, command: Any, answer: type[T], timeout_s: float | None = None) -> T:
+        self._socket.settimeout(timeout_s or self._config.timeout_s)
+        try:
+            self._socket.sendall(msgspec.json.encode(command) + b"\n")
+            line = self._reader.readline()
+        except TimeoutError as exc:
+            raise EngineDiedError("the engine does not answer", self._tail()) from exc
+        except OSError as exc:
+            raise EngineDiedError("the engine is gone", self._tail()) from exc
+        if not line:
+            raise EngineDiedError("the engine died", self._tail())
+        return msgspec.json.decode(line, type=answer)
+
+    def _tail(self) -> str:
+        return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
+
+
+class _Engine:
+    """The side that runs in the engine's process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        from vllm import LLM
+
+        transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        self._llm = LLM(
+            config.model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            disable_log_stats=False,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+            tensor_parallel_size=config.tensor_parallel_size,
+            kv_transfer_config=config.connector
+            and transfer | {"kv_connector_extra_config": config.connector},
+        )
+        self._num_requests = 0
+
+    def answer(self, command: Generate | Reset | Metrics | Settle) -> Any:
+        match command:
+            case Generate():
+                return self._generate(command)
+            case Reset():
+                return self._llm.reset_prefix_cache(reset_connector=command.connector)
+            case Metrics():
+                return self._metrics()
+            case Settle():
+                return self._settle()
+
+    def _generate(self, command: Generate) -> list[Generation]:
+        from vllm import SamplingParams
+
+        engine = self._llm.llm_engine
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=command.max_tokens,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=False,
+            skip_reading_prefix_cache=not command.read_cache,
+        )
+        names = [str(self._num_requests + index) for index in range(len(command.prompts))]
+        self._num_requests += len(names)
+        outputs: dict[str, Any] = {}
+        start_s: dict[str, float] = {}
+        first_s: dict[str, float] = {}
+        aborted: set[str] = set()
+        for name, prompt in zip(names, command.prompts, strict=True):
+            start_s[name] = time.perf_counter()
+            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        num_steps = 0
+        while True:
+            for index, after in command.abort_after_steps.items():
+                if num_steps == after:
+                    engine.abort_request([names[index]])
+                    aborted.add(names[index])
+            if num_steps in command.reset_after_steps:
+                self._llm.reset_prefix_cache(reset_connector=True)
+            if not engine.has_unfinished_requests():
+                break
+            for output in engine.step():
+                outputs[output.request_id] = output
+                if output.outputs[0].token_ids:
+                    first_s.setdefault(output.request_id, time.perf_counter())
+            num_steps += 1
+        return [
+            _generation(
+                outputs.get(name),
+                first_token_s=first_s.get(name, start_s[name]) - start_s[name],
+                aborted=name in aborted,
+            )
+            for name in names
+        ]
+
+    def _metrics(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            value = metric.value if hasattr(metric, "value") else getattr(metric, "count", 0)
+            values[metric.name] = values.get(metric.name, 0) + value
+        return values
+
+    def _settle(self) -> None:
+        before = None
+        for _ in range(SETTLE_ROUNDS):
+            self._generate(Generate(prompts=[[5, 6, 7]], max_tokens=3, read_cache=False))
+            stored = self._metrics().get("vllm:kv_offload_store_bytes", 0)
+            if stored == before:
+                return
+            before = stored
+
+
+def _generation(output: Any, *, first_token_s: float, aborted: bool) -> Generation:
+    completion = output.outputs[0] if output else None
+    token_ids = list(completion.token_ids) if completion else []
+    logprobs = (completion.logprobs if completion else None) or []
+    return Generation(
+        token_ids=token_ids,
+        logprobs=[steps[token].logprob for token, steps in zip(token_ids, logprobs, strict=False)],
+        cached_tokens=(output.num_cached_tokens or 0) if output else 0,
+        first_token_s=first_token_s,
+        aborted=aborted,
+    )
+
+
+def _serve(connection: socket.socket) -> None:
+    with connection, connection.makefile("rwb") as stream:
+        engine = _Engine(msgspec.json.decode(stream.readline(), type=EngineConfig))
+        stream.write(b"null\n")
+        stream.flush()
+        for line in stream:
+            command = msgspec.json.decode(line, type=Generate | Reset | Metrics | Settle)
+            stream.write(msgspec.json.encode(engine.answer(command)) + b"\n")
+            stream.flush()
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
