@@ -1,0 +1,74 @@
+"""What the audit of an engine saw, see `tests.e2e.audited_spec`; read without importing vLLM."""
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DIRECTORY = "KVXFER_E2E_AUDIT_DIRECTORY"
+"""Environment variable: where the audit writes."""
+HOOKS = "KVXFER_E2E_AUDIT_HOOKS"
+"""Environment variable: values of `Hook`, separated by commas."""
+
+
+class Hook(enum.Enum):
+    """A fault to inject."""
+
+    FLIP_LOADED_BIT = "flip-loaded-bit"
+    """Flip one bit of a device page after each load, before anyone looks at it."""
+    EVICT_BEFORE_LOAD = "evict-before-load"
+    """Store into the pool until it refuses, between the lookup of a prefix and its load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What the audit saw.
+
+    Attributes:
+        num_stored: Pages whose store was submitted, over all ranks.
+        num_loaded: Pages that were loaded and compared, over all ranks.
+        different: Pages that were loaded and are not what was stored.
+        unknown: Pages that were loaded and never stored.
+        ranks: Ranks that loaded pages.
+        groups: Groups of which pages were loaded.
+        num_evicted: Keys that made room for stores, those of `EVICT_BEFORE_LOAD` included.
+        num_refused: Stores for which there was no room at all.
+        num_resets: Times that the cache was reset.
+    """
+
+    num_stored: int = 0
+    num_loaded: int = 0
+    different: Sequence[str] = ()
+    unknown: Sequence[str] = ()
+    ranks: frozenset[int] = frozenset()
+    groups: frozenset[int] = frozenset()
+    num_evicted: int = 0
+    num_refused: int = 0
+    num_resets: int = 0
+
+    @property
+    def clean(self) -> bool:
+        """Whether pages were loaded, and each of them is what was stored."""
+        return self.num_loaded > 0 and not self.different and not self.unknown
+
+
+def read(directory: Path) -> Audit:
+    """Read what the audits of one engine's processes wrote."""
+    lines = [
+        json.loads(line)
+        for path in sorted(directory.glob("*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    loads = [line for line in lines if line["event"] == "load"]
+    return Audit(
+        num_stored=sum(line["pages"] for line in lines if line["event"] == "store"),
+        num_loaded=sum(line["pages"] for line in loads),
+        different=[page for line in loads for page in line["different"]],
+        unknown=[page for line in loads for page in line["unknown"]],
+        ranks=frozenset(line["rank"] for line in loads if line["pages"]),
+        groups=frozenset(group for line in loads for group in line["groups"]),
+        num_evicted=sum(line.get("evicted", 0) for line in lines),
+        num_refused=sum(line.get("refused", 0) for line in lines),
+        num_resets=sum(line["event"] == "reset" for line in lines),
+    )

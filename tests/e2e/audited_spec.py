@@ -1,0 +1,261 @@
+"""An independent witness of every page that is stored and loaded.
+
+`AuditedSpec` is used in place of `KVXferOffloadingSpec`. It keeps a digest of each device page
+as it was when its store was submitted, and compares it with the page as it is when its load has
+finished, both read through vLLM's own canonical tensors. Tokens alone hide a flipped bit.
+
+What it saw is appended, a JSON line per job, to files in a directory, so that a test can read it
+whichever processes the engine has.
+"""
+
+import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    ReqContext,
+    make_offload_key,
+)
+
+from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from tests.e2e.audit import DIRECTORY, HOOKS, Hook
+
+MAX_EVICTION_ATTEMPTS = 1000
+
+Key = bytes
+
+
+class _Log:
+    def __init__(self, name: str) -> None:
+        self._path = Path(os.environ[DIRECTORY], f"{name}-{os.getpid()}.jsonl")
+
+    def write(self, event: str, **values: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _NamedSpec(LoadStoreSpec):
+    """The spec of the audited manager, and the keys that it stands for."""
+
+    inner: LoadStoreSpec
+    keys: Sequence[Key]
+
+
+class _Forwarding:
+    """Has every attribute of what it wraps."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class _AuditedManager(_Forwarding):
+    def __init__(self, inner: Any, group_id: int, hooks: Collection[Hook]) -> None:
+        super().__init__(inner)
+        self._group_id = group_id
+        self._hooks = hooks
+        self._log = _Log("scheduler")
+        self._num_attempts = 0
+
+    def prepare_load(self, keys: Collection[Key], req_context: ReqContext) -> LoadStoreSpec:
+        if Hook.EVICT_BEFORE_LOAD in self._hooks:
+            self._evict_what_can_be()
+        return _NamedSpec(self._inner.prepare_load(keys, req_context), list(keys))
+
+    def prepare_store(self, keys: Collection[Key], req_context: ReqContext) -> Any:
+        output = self._inner.prepare_store(keys, req_context)
+        if output is None:
+            self._log.write("prepare_store", refused=1)
+            return None
+        self._log.write("prepare_store", evicted=len(output.evicted_keys))
+        stored = list(output.keys_to_store)
+        return replace(output, store_spec=_NamedSpec(output.store_spec, stored))
+
+    def reset_cache(self) -> None:
+        self._log.write("reset")
+        self._inner.reset_cache()
+
+    def _evict_what_can_be(self) -> None:
+        context = ReqContext(req_id="evicts-before-load")
+        self._inner.on_new_request(context)
+        stored: list[Key] = []
+        num_evicted = 0
+        while len(stored) < MAX_EVICTION_ATTEMPTS:
+            self._num_attempts += 1
+            key = make_offload_key(b"evict" + self._num_attempts.to_bytes(8, "big"), self._group_id)
+            output = self._inner.prepare_store([key], context)
+            if output is None or not output.keys_to_store:
+                break
+            stored.append(key)
+            num_evicted += len(output.evicted_keys)
+        self._inner.complete_store(stored, context, success=False)
+        self._inner.on_request_finished(context)
+        self._log.write("evict_before_load", evicted=num_evicted, attempts=len(stored))
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """One block of one group: the same block of every layer in it."""
+
+    key: Key
+    index_in_chunk: int
+    group: int
+    block_id: int
+
+    @property
+    def name(self) -> tuple[Key, int]:
+        return self.key, self.index_in_chunk
+
+    def __str__(self) -> str:
+        return f"{self.key.hex()}[{self.index_in_chunk}] in block {self.block_id}"
+
+
+@dataclass(slots=True)
+class _Load:
+    pages: list[_Page]
+    expected: list[str | None] = field(default_factory=list)
+
+
+class _AuditedWorker(_Forwarding):
+    def __init__(self, inner: Any, caches: Any, spec: "AuditedSpec") -> None:
+        super().__init__(inner)
+        self._caches = caches
+        self._blocks_per_chunk = spec.blocks_per_chunk
+        self._group_ids = [group.group_id for group in spec.config.groups]
+        self._rank = spec.config.parallel.rank
+        self._log = _Log(f"rank{self._rank}")
+        self._stored: dict[tuple[Key, int], str] = {}
+        self._loads: dict[int, _Load] = {}
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: _NamedSpec, **kwargs: Any
+    ) -> bool:
+        pages = list(self._pages(src_spec, dst_spec.keys))
+        for page in pages:
+            self._stored[page.name] = self._digest(page)
+        self._log.write("store", rank=self._rank, job=job_id, pages=len(pages))
+        submitted: bool = self._inner.submit_store(job_id, src_spec, dst_spec.inner, **kwargs)
+        return submitted
+
+    def submit_load(
+        self, job_id: int, src_spec: _NamedSpec, dst_spec: GPULoadStoreSpec, **kwargs: Any
+    ) -> bool:
+        pages = list(self._pages(dst_spec, src_spec.keys))
+        expected = [self._stored.get(page.name) for page in pages]
+        self._loads[job_id] = _Load(pages, expected)
+        submitted: bool = self._inner.submit_load(job_id, src_spec.inner, dst_spec, **kwargs)
+        return submitted
+
+    def get_finished(self) -> list[Any]:
+        results = list(self._inner.get_finished())
+        for result in results:
+            self._compare(result.job_id)
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._inner.wait(job_ids)
+        for job_id in job_ids:
+            self._compare(job_id)
+
+    def _compare(self, job_id: int) -> None:
+        load = self._loads.pop(job_id, None)
+        if load is None:
+            return
+        pairs = list(zip(load.pages, load.expected, strict=True))
+        self._log.write(
+            "load",
+            rank=self._rank,
+            job=job_id,
+            pages=len(pairs),
+            groups=sorted({page.group for page in load.pages}),
+            unknown=[str(page) for page, stored in pairs if stored is None],
+            different=[
+                str(page)
+                for page, stored in pairs
+                if stored is not None and stored != self._digest(page)
+            ],
+        )
+
+    def _pages(self, blocks: GPULoadStoreSpec, keys: Sequence[Key]) -> Iterator[_Page]:
+        """Pair the blocks of a job with the chunks of its keys, as vLLM's contract says."""
+        start = 0
+        for group, (num_blocks, first) in enumerate(
+            zip(blocks.group_sizes, blocks.block_indices, strict=True)
+        ):
+            group_id = self._group_ids[group].to_bytes(4, "big")
+            chunks = [key for key in keys if key[-4:] == group_id]
+            skip = first % self._blocks_per_chunk
+            for index in range(num_blocks):
+                chunk, within = divmod(skip + index, self._blocks_per_chunk)
+                yield _Page(chunks[chunk], within, group, int(blocks.block_ids[start + index]))
+            start += num_blocks
+
+    def _digest(self, page: _Page) -> str:
+        digest = xxhash.xxh3_128()
+        for ref in self._caches.group_data_refs[page.group]:
+            row = self._caches.tensors[ref.tensor_idx].tensor[page.block_id]
+            digest.update(row[: ref.page_size_bytes].cpu().numpy())
+        return digest.hexdigest()
+
+
+class _BitFlippingWorker(_Forwarding):
+    """Flips a bit of the first page of every load, as a broken copy would."""
+
+    def __init__(self, inner: Any, caches: Any) -> None:
+        super().__init__(inner)
+        self._caches = caches
+        self._victims: dict[int, tuple[int, int]] = {}
+
+    def submit_load(
+        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, **kwargs: Any
+    ) -> bool:
+        group = next(index for index, size in enumerate(dst_spec.group_sizes) if size)
+        self._victims[job_id] = group, int(dst_spec.block_ids[0])
+        submitted: bool = self._inner.submit_load(job_id, src_spec, dst_spec, **kwargs)
+        return submitted
+
+    def get_finished(self) -> list[Any]:
+        results = list(self._inner.get_finished())
+        for result in results:
+            if victim := self._victims.pop(result.job_id, None):
+                group, block_id = victim
+                ref = self._caches.group_data_refs[group][-1]
+                row = self._caches.tensors[ref.tensor_idx].tensor[block_id]
+                row[ref.page_size_bytes - 1] ^= 1
+        return results
+
+
+class AuditedSpec(KVXferOffloadingSpec):
+    """`KVXferOffloadingSpec` under audit."""
+
+    _audited_manager: _AuditedManager | None = None
+    _audited_worker: _AuditedWorker | None = None
+
+    def get_manager(self) -> Any:
+        """Wrap the manager, so that the audit learns the keys of each job."""
+        if self._audited_manager is None:
+            group_id = self.config.groups[0].group_id
+            self._audited_manager = _AuditedManager(super().get_manager(), group_id, _hooks())
+        return self._audited_manager
+
+    def get_worker(self, kv_caches: Any) -> Any:
+        """Wrap the worker, so that the audit sees the device pages of each job."""
+        if self._audited_worker is None:
+            worker: Any = super().get_worker(kv_caches)
+            if Hook.FLIP_LOADED_BIT in _hooks():
+                worker = _BitFlippingWorker(worker, kv_caches)
+            self._audited_worker = _AuditedWorker(worker, kv_caches, self)
+        return self._audited_worker
+
+
+def _hooks() -> frozenset[Hook]:
+    return frozenset(Hook(name) for name in os.environ.get(HOOKS, "").split(",") if name)

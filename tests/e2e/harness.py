@@ -1,0 +1,120 @@
+"""Engines under audit, and the questions that every scenario asks them."""
+
+import mmap
+import os
+import random
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.bench.engine import EngineConfig, EngineProcess, Generation
+from tests.e2e import audit, models
+
+REPOSITORY = Path(__file__).parents[2]
+MIB = 1 << 20
+DTYPES = {"qwen3-next": "bfloat16"}  # every other one computes exactly enough in float32
+LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
+
+
+class AuditedEngine(EngineProcess):
+    """A vLLM engine with kvxfer under audit.
+
+    Args:
+        model: Name of one of `models.MODELS`.
+        directory: Where the audit writes; empty.
+        capacity: Of the host pool.
+        hooks: Faults to inject.
+        blocks_per_chunk: Blocks stored under one key.
+        settings: Fields of `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        directory: Path,
+        *,
+        capacity: str = "256MiB",
+        hooks: Collection[audit.Hook] = (),
+        blocks_per_chunk: int = 1,
+        **settings: Any,
+    ) -> None:
+        self.dtype = DTYPES.get(model, "float32")
+        self._directory = directory
+        config = EngineConfig(
+            model=str(models.make(model, REPOSITORY / models.DEFAULT_DIRECTORY)),
+            dtype=self.dtype,
+            connector={
+                "spec_name": "AuditedSpec",
+                "spec_module_path": "tests.e2e.audited_spec",
+                "backend": f"host://?capacity={capacity}",
+                "blocks_per_chunk": blocks_per_chunk,
+            },
+            environment={
+                "PYTHONPATH": str(REPOSITORY),
+                audit.DIRECTORY: str(directory),
+                audit.HOOKS: ",".join(hook.value for hook in hooks),
+            },
+            **settings,
+        )
+        super().__init__(config)
+
+    def audit(self) -> audit.Audit:
+        """Read what the audit saw so far."""
+        return audit.read(self._directory)
+
+    def computed(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Generation]:
+        """Run prompts one by one, every token computed; the truth to compare with."""
+        return [
+            generation
+            for prompt in prompts
+            for generation in self.generate([prompt], max_tokens=max_tokens, read_cache=False)
+        ]
+
+    def offload(self) -> None:
+        """Wait until all is stored, and make the device forget it."""
+        self.settle()
+        assert self.reset(), "blocks are still in use"
+
+    def shared_memory(self) -> list[Path]:
+        """Files of kvxfer that the engine's processes have mapped."""
+        found: set[Path] = set()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getpgid(int(process.name)) == self.process_id:
+                    for line in (process / "maps").read_text().splitlines():
+                        if "/dev/shm/kvxfer-" in line and "(deleted)" not in line:  # noqa: S108
+                            found.add(Path(line.split(maxsplit=5)[5]))
+            except (ProcessLookupError, FileNotFoundError):
+                continue
+        return sorted(found)
+
+
+def require_same(
+    actual: Sequence[Generation], expected: Sequence[Generation], *, dtype: str
+) -> None:
+    """Fail unless tokens are identical and their log-probabilities nearly so."""
+    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
+    for one, other in zip(actual, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=LOGPROB_TOLERANCE[dtype])
+
+
+def random_prompts(
+    number: int, *, shared_tokens: int, own_tokens: int, seed: int = 0
+) -> list[list[int]]:
+    """Token ids of prompts that share a prefix, for the models with random weights."""
+    source = random.Random(seed)
+
+    def tokens(count: int) -> list[int]:
+        return [source.randrange(3, models.VOCAB_SIZE) for _ in range(count)]
+
+    shared = tokens(shared_tokens)
+    return [shared + tokens(own_tokens) for _ in range(number)]
+
+
+def corrupt(path: Path, *, start_bytes: int) -> None:
+    """Flip a bit in each 4 KiB of a file from `start_bytes` on."""
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        for offset in range(start_bytes, len(memory), mmap.PAGESIZE):
+            memory[offset] ^= 1

@@ -1,0 +1,50 @@
+"""The main job: a real model, real text, a shared prefix that the device has forgotten."""
+
+import pytest
+
+from tests.e2e import models, text
+from tests.e2e.conftest import Start
+from tests.e2e.harness import REPOSITORY, random_prompts, require_same
+
+pytestmark = pytest.mark.e2e
+
+SHARED_TOKENS = 900
+TOKENS_PER_BLOCK = 128
+MAX_TOKENS = 12
+
+
+def test_prompts_that_share_a_prefix_get_it_from_kvxfer(start: Start) -> None:
+    engine = start("smollm2")
+    folder = models.make("smollm2", REPOSITORY / models.DEFAULT_DIRECTORY)
+    prompts = text.prompts(folder / "tokenizer.json", 4, shared_tokens=SHARED_TOKENS)
+
+    computed = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    from_device = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    engine.offload()
+    before = engine.metrics()
+    from_kvxfer = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    after = engine.metrics()
+
+    require_same(from_device, computed, dtype=engine.dtype)
+    require_same(from_kvxfer, computed, dtype=engine.dtype)
+    whole_blocks = SHARED_TOKENS // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
+    assert all(generation.cached_tokens >= whole_blocks for generation in from_kvxfer)
+    hits = "vllm:external_prefix_cache_hits"
+    assert after[hits] - before[hits] >= whole_blocks
+    assert engine.audit().clean, engine.audit()
+
+
+def test_the_metrics_of_kvxfer_are_in_vllms_registry(start: Start) -> None:
+    engine = start("llama")
+    prompts = random_prompts(1, shared_tokens=700, own_tokens=5)
+
+    engine.generate(prompts, max_tokens=2)
+    engine.offload()
+    engine.generate(prompts, max_tokens=2)
+
+    metrics = engine.metrics()
+    assert metrics["vllm:kvxfer_blocks_stored"] == 5
+    assert metrics["vllm:kvxfer_blocks_loaded"] == 5
+    assert metrics["vllm:kvxfer_host_blocks"] == 5
+    assert metrics["vllm:kvxfer_host_capacity_blocks"] > 5
+    assert metrics["vllm:kv_offload_load_bytes"] > 0
