@@ -93,7 +93,7 @@ def _tensor_pages(cache: RegisteredCache) -> list[Pages]:
         steps = zip(index, reading.strides[: len(outer)], strict=True)
         offset_bytes = sum(i * stride for i, stride in steps) * item
         if "layer" in reading.layout.axes and "layer" not in outer:
-            places = _places_of_groups(cache, reading)
+            places = _places_of_groups(cache)
         else:
             places = [((p,), 0) for p in cache.positions[at.get("layer", 0)]]
         for layers, last_position in places:
@@ -103,19 +103,14 @@ def _tensor_pages(cache: RegisteredCache) -> list[Pages]:
     return pages
 
 
-def _places_of_groups(
-    cache: RegisteredCache, reading: LayoutReading
-) -> list[tuple[tuple[LayerPlace, ...], int]]:
+def _places_of_groups(cache: RegisteredCache) -> list[tuple[tuple[LayerPlace, ...], int]]:
     """Each group's layers inside a row of all layers, and the last position it uses."""
-    layer_axis = reading.layout.axes.index("layer")
     layers: dict[int, list[LayerPlace]] = {}
     last: dict[int, int] = {}
     for position, places in enumerate(cache.positions):
         for place in places:
             layers.setdefault(place.group, []).append(place)
             last[place.group] = position
-    if layer_axis != reading.block_axis + 1:
-        last = dict.fromkeys(last, len(cache.positions) - 1)
     return [(tuple(layers[group]), last[group]) for group in sorted(layers)]
 
 

@@ -5,6 +5,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -371,6 +372,35 @@ def test_padded_layers_in_one_tensor_keep_their_padding() -> None:
     assert refs(caches) == [(0, 3 * (PAGE + 64) - 64, "abc")]
 
 
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_padded_layers_in_one_tensor_may_have_kernel_blocks(ratio: int) -> None:
+    spec = replace(SPEC, page_size_padded=PAGE + 64)
+    step, tokens = (PAGE + 64) // 2 // ratio, 16 // ratio
+    storage = torch.zeros(NUM_BLOCKS * 3 * (PAGE + 64) // 2, dtype=torch.float16)
+    tensor = storage.as_strided(
+        (NUM_BLOCKS * ratio, 3, 2, tokens, 3, 8), (3 * step, step, tokens * 24, 24, 8, 1)
+    )
+    caches = canonicalize({"x": tensor}, config_of((spec, "abc")))
+    assert shapes(caches) == [(NUM_BLOCKS, 3 * (PAGE + 64))]
+    assert refs(caches) == [(0, 3 * (PAGE + 64) - 64 // ratio, "abc")]
+
+
+def test_a_tensor_is_not_of_all_layers_when_their_pages_differ() -> None:
+    layout = "block layer kv token head dim"
+    tensor = engine_view(layout, layout, SIZES | {"layer": 2})
+    wide = replace(SPEC, page_size_padded=2 * PAGE)
+    for other in (wide, replace(SPEC, num_kv_heads=5)):
+        specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs={"a": SPEC, "b": other})
+        with pytest.raises(InvalidArgumentError, match="also the layers"):
+            canonicalize({"x": tensor}, config_of((specs, "ab")))
+
+
+def test_a_tensor_is_not_of_all_layers_when_they_have_several_states() -> None:
+    tensor = torch.zeros(NUM_BLOCKS, 2, 4, 3, dtype=torch.float16)
+    with pytest.raises(InvalidArgumentError, match="also the layers"):
+        canonicalize({"x": tensor}, config_of((MAMBA, "ab")))
+
+
 @pytest.mark.parametrize(
     "physical", ["layer block kv token head dim", "layer kv block token head dim"]
 )
@@ -449,6 +479,35 @@ def test_a_single_block_is_one_page() -> None:
         assert sum(page for _, page, _ in refs(caches)) == PAGE
 
 
+def test_single_blocks_next_to_each_other_are_a_tensor_each() -> None:
+    both = torch.zeros(2, 1, 2, 16, 3, 8, dtype=torch.float16)
+    caches = canonicalize({"a": both[0], "b": both[1]}, config_of((SPEC, "ab"), num_blocks=1))
+    assert shapes(caches) == [(1, PAGE)] * 2
+
+
+def test_a_single_padded_block_has_its_padding() -> None:
+    spec = replace(SPEC, page_size_padded=PAGE + 64)
+    storage = torch.zeros((PAGE + 64) // 2, dtype=torch.float16)
+    tensor = storage.as_strided((1, 2, 16, 3, 8), (1, 384, 24, 8, 1))
+    caches = canonicalize({"a": tensor}, config_of((spec, "a"), num_blocks=1))
+    assert shapes(caches) == [(1, PAGE + 64)]
+    assert refs(caches) == [(0, PAGE, "a")]
+
+
+def test_memory_that_several_storages_share_is_one_tensor() -> None:
+    raw = np.zeros(NUM_BLOCKS * PAGE // 2, dtype=np.float16)
+    narrow = replace(SPEC, num_kv_heads=1)
+    shape, stride = (NUM_BLOCKS, 2, 16, 1, 8), (PAGE // 2, 128, 8, 8, 1)
+    beginning = torch.from_numpy(raw[: -PAGE // 4]).as_strided(shape, stride)
+    whole = torch.from_numpy(raw).view(NUM_BLOCKS, 2, 16, 3, 8)
+    for kv_caches in ({"a": whole, "b": beginning}, {"b": beginning, "a": whole}):
+        specs = {"a": SPEC, "b": narrow}
+        caches = canonicalize(kv_caches, config_of(*((specs[name], name) for name in kv_caches)))
+        assert shapes(caches) == [(NUM_BLOCKS, PAGE)]
+        pages = [caches.group_data_refs[group][0].page_size_bytes for group in (0, 1)]
+        assert pages == [specs[name].page_size_bytes for name in kv_caches]
+
+
 def bad_inputs() -> dict[str, tuple[dict[str, Any], type[KVXferError], str]]:
     meta = nhd().to("meta")
     return {
@@ -468,6 +527,11 @@ def bad_inputs() -> dict[str, tuple[dict[str, Any], type[KVXferError], str]]:
             {"a": nhd(), "b": torch.zeros(7, 2, 16, 3, 16, dtype=torch.float16)[..., :8]},
             UnknownLayoutError,
             r"'b'.*\(1536, 768, 48, 16, 1\)",
+        ),
+        "k is v": (
+            {"a": nhd(), "b": nhd().as_strided((2, 7, 16, 3, 8), (384, 384, 24, 8, 1))},
+            UnknownLayoutError,
+            "'b'",
         ),
         "expanded": ({"a": nhd(), "b": nhd()[:1].expand(7, -1, -1, -1, -1)}, LayoutError, "'b'"),
     }
@@ -608,6 +672,18 @@ def test_pages_between_the_pages_of_others_are_apart() -> None:
     near = storage.as_strided(shape, (768, *inner), 2 * NUM_BLOCKS * 768)
     caches = canonicalize({"a": far, "b": near}, config_of((SPEC, "ab")))
     assert refs(caches) == [(0, PAGE, "a"), (1, PAGE, "b")]
+
+
+def test_pages_that_touch_the_pages_of_others_are_apart() -> None:
+    storage = torch.zeros(8 * NUM_BLOCKS * 768, dtype=torch.float16)
+    shape, inner = (NUM_BLOCKS, 2, 16, 3, 8), (384, 24, 8, 1)
+    near = storage.as_strided(shape, (4 * 768, *inner), 0)
+    far = storage.as_strided(shape, (8 * 768, *inner), 768)
+    caches = canonicalize({"a": near, "b": far}, config_of((SPEC, "ab")))
+    assert [page for _, page, _ in refs(caches)] == [PAGE, PAGE]
+    closer = storage.as_strided(shape, (8 * 768, *inner), 768 - 1)
+    with pytest.raises(OverlapError):
+        canonicalize({"a": near, "b": closer}, config_of((SPEC, "ab")))
 
 
 def test_caches_show_what_the_engine_writes_and_the_engine_sees_what_is_loaded() -> None:

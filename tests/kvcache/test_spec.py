@@ -152,6 +152,7 @@ def test_a_spec_that_cannot_be_names_the_field(
 @pytest.mark.parametrize("spec", ALL, ids=lambda spec: type(spec).__name__)
 def test_equal_specs_merge_into_the_same(spec: KVCacheSpec) -> None:
     assert KVCacheSpec.merge([spec, copy.deepcopy(spec), spec]) == spec
+    assert KVCacheSpec.merge([spec]) == spec
 
 
 @pytest.mark.parametrize("spec", ALL, ids=lambda spec: type(spec).__name__)
