@@ -7,6 +7,35 @@ from typing import Self
 
 import torch
 
+ATTENTION_LAYOUTS = (
+    "block kv token head dim",
+    "block kv head token dim",
+    "block token kv head dim",
+    "block head kv token dim",
+    "block token head kv dim",
+    "block head token kv dim",
+    "block token head kv*dim",
+    "block head token kv*dim",
+    "block kv token head*dim",
+    "block token kv head*dim",
+    "block kv token*head*dim",
+    "block kv head*token*dim",
+    "kv block token head dim",
+    "kv block head token dim",
+    "kv block token head*dim",
+    "kv block token*head*dim",
+    "kv block head*token*dim",
+)
+"""How engines lay out keys and values, as axis strings of `KVLayout`."""
+
+LATENT_LAYOUTS = (
+    "block token dim",
+    "block token head dim",
+    "block head token dim",
+    "block token*dim",
+)
+"""How engines lay out one latent vector per token."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheTensorForm:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
-from kvxfer.kvcache.cache_tensor import CacheTensorForm
+from kvxfer.kvcache.cache_tensor import ATTENTION_LAYOUTS, LATENT_LAYOUTS, CacheTensorForm
 from kvxfer.kvcache.checks import require_instance, require_positive
 
 
@@ -96,25 +96,7 @@ class AttentionSpec(KVCacheSpec):
         head_dim_v: Width of a value, elements; `head_dim` unless given.
     """
 
-    LAYOUTS: ClassVar[tuple[str, ...]] = (
-        "block kv token head dim",
-        "block kv head token dim",
-        "block token kv head dim",
-        "block head kv token dim",
-        "block token head kv dim",
-        "block head token kv dim",
-        "block token head kv*dim",
-        "block head token kv*dim",
-        "block kv token head*dim",
-        "block token kv head*dim",
-        "block kv token*head*dim",
-        "block kv head*token*dim",
-        "kv block token head dim",
-        "kv block head token dim",
-        "kv block token head*dim",
-        "kv block token*head*dim",
-        "kv block head*token*dim",
-    )
+    LAYOUTS: ClassVar[tuple[str, ...]] = ATTENTION_LAYOUTS
 
     num_kv_heads: int
     head_dim: int
@@ -221,12 +203,7 @@ class CrossAttentionSpec(AttentionSpec):
 class _LatentSpec(AttentionSpec):
     """One latent vector per token instead of keys and values; `head_dim` is its width."""
 
-    LAYOUTS: ClassVar[tuple[str, ...]] = (
-        "block token dim",
-        "block token head dim",
-        "block head token dim",
-        "block token*dim",
-    )
+    LAYOUTS: ClassVar[tuple[str, ...]] = LATENT_LAYOUTS
 
     num_kv_heads: int = 1
 

@@ -1,8 +1,20 @@
-"""KV-cache tensors as engines register them, built from the order of their axes in memory."""
+"""KV-cache tensors as engines register them, and what the tests of the canonical form share."""
 
 from math import prod
+from typing import Any
 
 import torch
+
+from kvxfer.kvcache.canonical import (
+    CanonicalKVCaches,
+)
+from kvxfer.kvcache.spec import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    MambaSpec,
+)
 
 
 def engine_view(
@@ -36,3 +48,71 @@ def engine_view(
     storage = torch.zeros(offset + dense, dtype=dtype)
     view = storage.as_strided(lengths, strides, offset)
     return view.permute([axes.index(axis) for axis in logical.split()])
+
+
+NUM_BLOCKS = 7
+SIZES = {"block": NUM_BLOCKS, "kv": 2, "token": 16, "head": 3, "dim": 8}
+SPEC = FullAttentionSpec(tokens_per_block=16, num_kv_heads=3, head_dim=8, dtype=torch.float16)
+PAGE = SPEC.page_size_bytes
+NHD = "block kv token head dim"
+
+
+def config_of(*groups: tuple[KVCacheSpec, str], **options: Any) -> KVCacheConfig:
+    """A config of groups whose layers are the letters of a word."""
+    return KVCacheConfig(
+        options.pop("num_blocks", NUM_BLOCKS),
+        tuple(KVCacheGroup(spec, tuple(names)) for spec, names in groups),
+        **options,
+    )
+
+
+def shapes(caches: CanonicalKVCaches) -> list[tuple[int, ...]]:
+    return [tuple(each.tensor.shape) for each in caches.tensors]
+
+
+def refs(caches: CanonicalKVCaches, group: int = 0) -> list[tuple[int, int, str]]:
+    return [
+        (ref.tensor_idx, ref.page_size_bytes, "".join(ref.layer_names))
+        for ref in caches.group_data_refs[group]
+    ]
+
+
+def nhd(**options: Any) -> torch.Tensor:
+    return engine_view(NHD, NHD, SIZES, **options)
+
+
+def packed_row(layers: int, *, page: int = PAGE, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+    """One allocation in which every block has the pages of all layers."""
+    return torch.zeros(num_blocks, layers, page, dtype=torch.int8)
+
+
+def page_view(row: torch.Tensor, layer: int, *, offset: int = 0) -> torch.Tensor:
+    """The NHD view of one layer in a packed row."""
+    num_blocks, layers, page = row.shape
+    return (
+        row.view(torch.float16)
+        .view(-1)
+        .as_strided(
+            (num_blocks, 2, 16, 3, 8),
+            (layers * page // 2, 384, 24, 8, 1),
+            (layer * page + offset) // 2,
+        )
+    )
+
+
+MAMBA = MambaSpec(
+    tokens_per_block=16, shapes=((4, 3), (2, 5, 5)), dtypes=(torch.float16, torch.float32)
+)
+
+
+def states(
+    spec: MambaSpec, raw: torch.Tensor, *, offset: int = 0, num_blocks: int = NUM_BLOCKS
+) -> list[torch.Tensor]:
+    """States over one raw allocation, one page after the other."""
+    tensors, start = [], offset
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        strides = (spec.page_size_bytes // dtype.itemsize, *torch.empty(shape).stride())
+        view = raw.view(dtype).as_strided((num_blocks, *shape), strides, start // dtype.itemsize)
+        tensors.append(view)
+        start += prod(shape) * dtype.itemsize
+    return tensors
