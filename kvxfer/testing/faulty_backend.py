@@ -2,7 +2,7 @@
 
 import asyncio
 import enum
-import random
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,6 +15,8 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import copy_blocks, flip_bit
+
+UNTIL_WAITING_TIMEOUT_S = 10.0
 
 
 class Operation(enum.Enum):
@@ -99,25 +101,44 @@ class FaultyBackend(Backend):
         inner: As given.
         rates: As given; may be replaced at any time.
         injected: What went wrong so far, in order.
-        waiting: Calls that hang or are stuck now.
     """
 
     def __init__(self, inner: Backend, *, seed: int, rates: FaultRates) -> None:
         self.inner = inner
         self.rates = rates
         self.injected: list[InjectedFault] = []
-        self.waiting = 0
         self._seed = seed
         self._attempts: Counter[tuple[Operation, BlockKey]] = Counter()
-        self._released = asyncio.Event()
+        # Engines run backends on a loop of their own, and tests release them from another thread.
+        self._lock = threading.Lock()
+        self._released = False
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._someone_waits = threading.Event()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that hang or are stuck now."""
+        return len(self._waiters)
 
     def release(self) -> None:
-        """Let go of every call that hangs or is stuck, for good."""
-        self._released.set()
+        """Let go of every call that hangs or is stuck, for good; from any thread."""
+        with self._lock:
+            self._released = True
+            for waiter in self._waiters:
+                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
+
+    async def until_waiting(self) -> None:
+        """Wait until a call hangs or is stuck, on whatever event loop.
+
+        Raises:
+            TimeoutError: None did so for ten seconds.
+        """
+        if not await asyncio.to_thread(self._someone_waits.wait, UNTIL_WAITING_TIMEOUT_S):
+            raise TimeoutError("no call hangs")
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        if await self._begin(Operation.LOOKUP, keys, self._draw(Operation.LOOKUP, keys)):
+        if await self._begin(Operation.LOOKUP, keys, self._tickets(Operation.LOOKUP, keys)):
             raise asyncio.CancelledError
         return await self.inner.lookup(keys)
 
@@ -131,7 +152,7 @@ class FaultyBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> int:
         """See `Backend.delete`."""
-        if await self._begin(Operation.DELETE, keys, self._draw(Operation.DELETE, keys)):
+        if await self._begin(Operation.DELETE, keys, self._tickets(Operation.DELETE, keys)):
             raise asyncio.CancelledError
         return await self.inner.delete(keys)
 
@@ -143,100 +164,106 @@ class FaultyBackend(Backend):
     async def _move(
         self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        dice = self._draw(operation, keys)
-        cancelled = await self._begin(operation, keys, dice)
-        if len(keys) != blocks.num_blocks:  # misuse is for the inner backend to refuse
-            return await self._call(operation, keys, blocks)
+        tickets = self._tickets(operation, keys)
+        cancelled = await self._begin(operation, keys, tickets)
+        move = self._store if operation is Operation.STORE else self._load
+        if not keys or len(keys) != blocks.num_blocks:
+            return await move(keys, blocks, [])  # misuse, for the inner backend to refuse
+        outcomes = [Outcome(Status.FAILED, reason="injected failure") for _ in keys]
         moved = [
             index
-            for index, (key, die) in enumerate(zip(keys, dice, strict=True))
-            if not self._hit(Fault.FAILURE, self.rates.failure, operation, key, die)
+            for index, (key, ticket) in enumerate(zip(keys, tickets, strict=True))
+            if not self._hit(Fault.FAILURE, self.rates.failure, operation, key, ticket)
         ]
-        outcomes = [Outcome(Status.FAILED, reason="injected failure") for _ in keys]
-        if moved or not keys:
+        if moved:
             chosen = blocks.take(np.array(moved)) if len(moved) < len(keys) else blocks
-            done = await self._move_flipped(
-                operation, [keys[i] for i in moved], chosen, [dice[i] for i in moved]
-            )
+            done = await move([keys[i] for i in moved], chosen, [tickets[i] for i in moved])
             for index, outcome in zip(moved, done, strict=True):
                 outcomes[index] = outcome
         if cancelled:
             raise asyncio.CancelledError
         return outcomes
 
-    async def _move_flipped(
-        self,
-        operation: Operation,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        dice: Sequence[random.Random],
+    async def _store(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, tickets: Sequence[bytes]
     ) -> list[Outcome]:
-        if operation is Operation.LOAD:
-            outcomes = await self.inner.load(keys, blocks)
-            moved = [index for index, outcome in enumerate(outcomes) if outcome.done]
-        else:
-            outcomes, moved = [], list(range(len(keys)))
         flipped = [
             index
-            for index in moved
-            if self._hit(Fault.FLIP, self.rates.flip, operation, keys[index], dice[index])
+            for index, ticket in enumerate(tickets)
+            if self._hit(Fault.FLIP, self.rates.flip, Operation.STORE, keys[index], ticket)
         ]
-        if operation is Operation.STORE and flipped:
+        if flipped:
             blocks = copy_blocks(blocks)  # the caller's memory stays as it is
-        for index in flipped:
-            flip_bit(blocks, index, dice[index].getrandbits(32))
-        if operation is Operation.STORE:
-            outcomes = await self.inner.store(keys, blocks)
+            for index in flipped:
+                flip_bit(blocks, index, xxhash.xxh3_64_intdigest(tickets[index]))
+        return await self.inner.store(keys, blocks)
+
+    async def _load(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, tickets: Sequence[bytes]
+    ) -> list[Outcome]:
+        outcomes = await self.inner.load(keys, blocks)
+        for index, (key, ticket) in enumerate(zip(keys, tickets, strict=True)):
+            done = outcomes[index].done
+            if done and self._hit(Fault.FLIP, self.rates.flip, Operation.LOAD, key, ticket):
+                flip_bit(blocks, index, xxhash.xxh3_64_intdigest(ticket))
         return outcomes
 
-    async def _call(
-        self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        move = self.inner.store if operation is Operation.STORE else self.inner.load
-        return await move(keys, blocks)
-
     async def _begin(
-        self, operation: Operation, keys: Sequence[BlockKey], dice: Sequence[random.Random]
+        self, operation: Operation, keys: Sequence[BlockKey], tickets: Sequence[bytes]
     ) -> bool:
         """Let what befalls the whole call happen; return whether it was cancelled when stuck."""
         if not keys:
             return False
-        key, die, rates = keys[0], dice[0], self.rates
+        key, ticket, rates = keys[0], tickets[0], self.rates
         cancelled = False
-        if self._hit(Fault.DELAY, rates.delay, operation, key, die):
+        if self._hit(Fault.DELAY, rates.delay, operation, key, ticket):
             await asyncio.sleep(rates.delay_s)
-        if self._hit(Fault.HANG, rates.hang, operation, key, die):
+        if self._hit(Fault.HANG, rates.hang, operation, key, ticket):
             await self._wait_for_release()
-        if self._hit(Fault.STUCK, rates.stuck, operation, key, die):
-            while not self._released.is_set():
+        if self._hit(Fault.STUCK, rates.stuck, operation, key, ticket):
+            while not self._released:
                 try:
                     await self._wait_for_release()
                 except asyncio.CancelledError:
                     cancelled = True
-        if self._hit(Fault.ERROR, rates.error, operation, key, die):
+        if self._hit(Fault.ERROR, rates.error, operation, key, ticket):
             raise BackendUnavailableError("injected error")
         return cancelled
 
     async def _wait_for_release(self) -> None:
-        self.waiting += 1
+        with self._lock:
+            if self._released:
+                return
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.add(waiter)
+            self._someone_waits.set()
         try:
-            await self._released.wait()
+            await waiter
         finally:
-            self.waiting -= 1
+            with self._lock:
+                self._waiters.remove(waiter)
+                if not self._waiters:
+                    self._someone_waits.clear()
 
-    def _draw(self, operation: Operation, keys: Sequence[BlockKey]) -> list[random.Random]:
-        dice = []
+    def _tickets(self, operation: Operation, keys: Sequence[BlockKey]) -> list[bytes]:
+        """One per key: what decides its faults, whatever else is in the batch."""
+        tickets = []
         for key in keys:
             self._attempts[operation, key] += 1
-            seen = f"{self._seed}/{operation.value}/{self._attempts[operation, key]}/".encode()
-            dice.append(random.Random(xxhash.xxh3_64_intdigest(seen + key)))
-        return dice
+            attempt = self._attempts[operation, key]
+            tickets.append(f"{self._seed}/{operation.value}/{attempt}/".encode() + key)
+        return tickets
 
     def _hit(
-        self, fault: Fault, rate: float, operation: Operation, key: BlockKey, die: random.Random
+        self, fault: Fault, rate: float, operation: Operation, key: BlockKey, ticket: bytes
     ) -> bool:
-        drawn = die.random()  # drawn in any case: one rate must not shift what another one does
-        if drawn >= rate or operation not in self.rates.operations:
+        drawn = xxhash.xxh3_64_intdigest(fault.value.encode() + ticket) / 2**64
+        if operation not in self.rates.operations or drawn >= rate:
             return False
         self.injected.append(InjectedFault(fault, operation, key))
         return True
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -24,7 +24,8 @@ def key_batches(
     keys: st.SearchStrategy[BlockKey] | None = None, *, max_keys: int = 8
 ) -> st.SearchStrategy[list[BlockKey]]:
     """Draw batches as backends accept them: not empty, each key once."""
-    return st.lists(keys or block_keys(), min_size=1, max_size=max_keys, unique=True)
+    chosen = block_keys() if keys is None else keys
+    return st.lists(chosen, min_size=1, max_size=max_keys, unique=True)
 
 
 def block_memories(
