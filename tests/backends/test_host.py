@@ -4,6 +4,7 @@ import logging
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from kvxfer.backends.host import HostBackend, HostConfig, Integrity, PoolShape
 from kvxfer.errors import CapacityError, InvalidArgumentError
@@ -64,6 +65,9 @@ class BoundedHostStateMachine(BackendStateMachine):
 
 TestHostStateMachine = HostStateMachine.TestCase
 TestBoundedHostStateMachine = BoundedHostStateMachine.TestCase
+for test_case in (TestHostStateMachine, TestBoundedHostStateMachine):
+    # Every example opens a backend, with its threads and its shared memory.
+    test_case.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 async def store_one(memory: BlockMemory, backend: HostBackend) -> tuple[BlockKey, bytes]:

@@ -77,6 +77,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._checks: dict[BlockKey, _Check] = {}
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._held: dict[str, set[BlockKey]] = {}
+        self._storing: dict[BlockKey, None] = {}  # in the order of the prompts
         self._counters = metrics.Counters()
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
 
@@ -123,6 +124,7 @@ class KVXferOffloadingManager(OffloadingManager):
         plan = self._index.begin_store(list(keys))
         self._counters.add(metrics.EVICTED, len(plan.evicted))
         self._counters.add(metrics.REFUSED, len(plan.refused))
+        self._storing |= dict.fromkeys(plan.keys)
         self._emit(plan.evicted, removed=True)
         if plan.refused and not plan.keys:
             return None
@@ -140,10 +142,12 @@ class KVXferOffloadingManager(OffloadingManager):
         **_: Any,
     ) -> None:
         """Make chunks loadable, those that every worker finished; drop the others."""
-        storing = [key for key in keys if self._index.state(key) is BlockState.STORING]
+        wanted = set(keys)  # vLLM's is unordered, and eviction spares the heads of prompts
+        storing = [key for key in self._storing if key in wanted]
         stored: list[BlockKey] = []
         lost: list[BlockKey] = []
         for key in storing:
+            del self._storing[key]
             whole = success and self._pool.holds(self._index.slot_of(key), key)
             (stored if whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
@@ -184,6 +188,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._index.clear()
         self._checks.clear()
         self._held.clear()
+        self._storing.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Take the metrics since the last call."""

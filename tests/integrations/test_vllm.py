@@ -1,0 +1,409 @@
+"""The vLLM adapter, driven through vLLM's own types as its connector drives it."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvxfer.backends.host import HostPool, PoolShape
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.eviction import LRU
+from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+
+pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
+
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, manager, metrics
+from kvxfer.integrations.vllm.manager import KVXferOffloadingManager, Placement
+from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker
+
+NUM_SLOTS = 4
+PAGE_BYTES = 64
+MEMORY = BlockMemory([[PAGE_BYTES]], num_blocks=16)
+
+
+@dataclass
+class Scheduler:
+    """A manager, the pool behind it, and workers that do what they are told."""
+
+    manager: KVXferOffloadingManager
+    pool: HostPool
+
+    def store(self, keys: Sequence[BlockKey], *, parts: Sequence[int] = (0, 1)) -> list[BlockKey]:
+        """Store blocks, on these workers only; return the keys that were accepted."""
+        context = ReqContext("storing")
+        output = self.manager.prepare_store(keys, context)
+        if output is None:
+            return []
+        for part in parts:
+            self.write(output.store_spec, part)
+        self.manager.complete_store(set(output.keys_to_store), context)
+        accepted: list[BlockKey] = output.keys_to_store
+        return accepted
+
+    def write(self, placement: Placement, part: int) -> None:
+        for key, slot in zip(placement.keys, placement.slots, strict=True):
+            blocks = MEMORY.describe(0, [1])
+            write_payloads(blocks, [make_payload(key, PAGE_BYTES, version=part)])
+            self.pool.write([slot], [key], blocks, part=part)
+
+    def lookup(self, key: BlockKey, req_id: str = "request") -> LookupResult:
+        return self.manager.lookup(key, ReqContext(req_id))
+
+    def counts(self) -> dict[str, float]:
+        stats = self.manager.get_stats()
+        assert stats is not None
+        counts: dict[str, float] = stats.reduce()
+        return counts
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Scheduler]:
+    shape = PoolShape(num_slots=NUM_SLOTS, num_parts=2, part_size_bytes=4096)
+    pool = HostPool(shape, MEMORY.namespace(), CPUCopyEngine(num_threads=1))
+    index = BlockIndex(NUM_SLOTS, LRU(NUM_SLOTS))
+    scheduler = Scheduler(KVXferOffloadingManager(pool, index, emit_events=True), pool)
+    yield scheduler
+    scheduler.manager.shutdown()
+
+
+def keys_of(count: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
+    return [make_block_key(f"hash-{first + n:04}".encode(), group) for n in range(count)]
+
+
+def test_a_chunk_is_a_hit_once_every_worker_stored_it(scheduler: Scheduler) -> None:
+    (key,) = keys_of(1)
+    assert scheduler.lookup(key) is LookupResult.MISS
+    output = scheduler.manager.prepare_store([key], ReqContext("storing"))
+    assert output is not None
+    assert scheduler.lookup(key) is LookupResult.HIT_PENDING
+    for part in (0, 1):
+        scheduler.write(output.store_spec, part)
+    scheduler.manager.complete_store({key}, ReqContext("storing"))
+    assert scheduler.lookup(key) is LookupResult.HIT
+
+
+def test_a_chunk_that_one_worker_did_not_store_is_dropped(scheduler: Scheduler) -> None:
+    (key,) = keys_of(1)
+    scheduler.store([key], parts=[0])
+    assert scheduler.lookup(key) is LookupResult.MISS
+    assert scheduler.counts()[metrics.LOST] == 1
+
+
+def test_a_store_that_vllm_calls_failed_is_dropped(scheduler: Scheduler) -> None:
+    (key,) = keys_of(1)
+    context = ReqContext("storing")
+    assert scheduler.manager.prepare_store([key], context) is not None
+    scheduler.manager.complete_store({key}, context, success=False)
+    assert scheduler.lookup(key) is LookupResult.MISS
+
+
+def test_a_hit_stays_until_it_is_loaded_whatever_is_stored_in_between(
+    scheduler: Scheduler,
+) -> None:
+    wanted, context = keys_of(2), ReqContext("request")
+    scheduler.store(wanted)
+    assert [scheduler.lookup(key) for key in wanted] == [LookupResult.HIT] * 2
+    scheduler.store(keys_of(4, first=10))
+    placement = scheduler.manager.prepare_load(wanted, context)
+    scheduler.store(keys_of(4, first=20))
+    for key, slot in zip(placement.keys, placement.slots, strict=True):
+        assert scheduler.pool.verify(slot, key).done
+    scheduler.manager.complete_load(wanted, context)
+    assert len(scheduler.store(keys_of(4, first=30))) == NUM_SLOTS
+    assert [scheduler.lookup(key) for key in wanted] == [LookupResult.MISS] * 2
+
+
+@pytest.mark.parametrize("end", ["finished", "scheduled", "stores"])
+def test_a_hit_that_is_not_loaded_is_let_go_when_the_request_is_past_loading(
+    scheduler: Scheduler, end: str
+) -> None:
+    wanted = keys_of(NUM_SLOTS)
+    scheduler.store(wanted)
+    for key in wanted:
+        assert scheduler.lookup(key) is LookupResult.HIT
+    assert scheduler.store(keys_of(1, first=10)) == []
+    if end == "finished":
+        scheduler.manager.on_request_finished(ReqContext("request"))
+    elif end == "scheduled":
+        scheduler.manager.on_schedule_end(ScheduleEndContext(["request"], ()))
+    else:
+        scheduler.manager.prepare_store(wanted, ReqContext("request"))
+    assert scheduler.store(keys_of(1, first=10)) == keys_of(1, first=10)
+
+
+def test_a_chunk_that_two_requests_hold_stays_for_the_second(scheduler: Scheduler) -> None:
+    (key,) = keys_of(1)
+    scheduler.store([key])
+    assert scheduler.lookup(key, "first") is LookupResult.HIT
+    assert scheduler.lookup(key, "second") is LookupResult.HIT
+    scheduler.manager.on_request_finished(ReqContext("first"))
+    scheduler.store(keys_of(NUM_SLOTS, first=10))
+    assert scheduler.manager.prepare_load([key], ReqContext("second")).keys == [key]
+
+
+def test_a_changed_byte_makes_a_chunk_a_miss_that_is_counted_and_can_be_stored_again(
+    scheduler: Scheduler,
+) -> None:
+    key, other = keys_of(2)
+    scheduler.store([key, other])
+    for slot in range(NUM_SLOTS):
+        scheduler.pool.slot_bytes(slot)[1, PAGE_BYTES - 1] ^= 0x80
+    assert scheduler.lookup(key) is LookupResult.MISS
+    assert scheduler.lookup(other) is LookupResult.MISS
+    assert scheduler.counts()[metrics.CORRUPT] == 2
+    assert scheduler.store([key]) == [key]
+    assert scheduler.lookup(key) is LookupResult.HIT
+
+
+def test_a_step_verifies_only_so_much_and_the_next_one_goes_on(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "VERIFY_BYTES_PER_STEP", 2 * 8192)
+    wanted = keys_of(3)
+    scheduler.store(wanted)
+    results = []
+    for _ in range(2):
+        scheduler.manager.on_schedule_end(ScheduleEndContext([], ()))
+        results.append([scheduler.lookup(key) for key in wanted])
+    hit, pending = LookupResult.HIT, LookupResult.HIT_PENDING
+    assert results == [[hit, hit, pending], [hit, hit, hit]]
+
+
+def test_a_prompt_larger_than_the_pool_is_stored_up_to_where_it_fits(scheduler: Scheduler) -> None:
+    prompt = keys_of(NUM_SLOTS + 3)
+    assert scheduler.store(prompt) == prompt[:NUM_SLOTS]
+    assert [scheduler.lookup(key) for key in prompt[:NUM_SLOTS]] == [LookupResult.HIT] * NUM_SLOTS
+    assert scheduler.store(prompt[NUM_SLOTS:]) == []
+    assert scheduler.counts()[metrics.REFUSED] == 3 + 3
+
+
+def test_after_a_reset_nothing_is_there_and_everything_fits(scheduler: Scheduler) -> None:
+    wanted = keys_of(NUM_SLOTS)
+    scheduler.store(wanted)
+    assert scheduler.lookup(wanted[0]) is LookupResult.HIT
+    scheduler.manager.prepare_load(wanted[1:2], ReqContext("request"))
+    scheduler.manager.reset_cache()
+    assert scheduler.lookup(wanted[0]) is LookupResult.MISS
+    scheduler.manager.on_request_finished(ReqContext("request"))
+    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS, first=10)
+
+
+def test_events_tell_what_was_stored_and_evicted(scheduler: Scheduler) -> None:
+    scheduler.store(keys_of(NUM_SLOTS))
+    scheduler.store(keys_of(1, first=10))
+    told = [(event.removed, event.keys) for event in scheduler.manager.take_events()]
+    assert told[0] == (False, keys_of(NUM_SLOTS))
+    assert [removed for removed, _ in told] == [False, True, False]
+    assert list(scheduler.manager.take_events()) == []
+
+
+def test_every_metric_that_is_reported_was_declared(scheduler: Scheduler) -> None:
+    scheduler.store(keys_of(NUM_SLOTS + 1))
+    scheduler.lookup(keys_of(1)[0])
+    scheduler.manager.prepare_load(keys_of(1), ReqContext("request"))
+    declared = KVXferOffloadingSpec.build_metric_definitions({})
+    counts = scheduler.counts()
+    assert counts.keys() <= declared.keys()
+    assert counts[metrics.STORED] == counts[metrics.BLOCKS] == NUM_SLOTS
+    assert counts[metrics.LOADED] == counts[metrics.PINNED] == 1
+
+
+def make_config(*, rank: int = 0, world_size: int = 1, **extra: object) -> OffloadingConfig:
+    return OffloadingConfig(
+        groups=(
+            OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), group_id=0),
+            OffloadingGroupConfig(tokens_per_block=16, layer_names=("b",), group_id=2),
+        ),
+        worker_kv_bytes_per_block=128,
+        enable_kv_cache_events=False,
+        extra_config=extra,
+        engine_id=f"test-{world_size}",
+        model=OffloadingModelConfig(name="model", dtype="bfloat16"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=2),
+        parallel=OffloadingParallelConfig(
+            rank=rank,
+            world_size=world_size,
+            tp_size=world_size,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
+    )
+
+
+class Engine:
+    """One scheduler and its workers with two groups, as vLLM builds them."""
+
+    def __init__(self, world_size: int) -> None:
+        backend = {"type": "host", "capacity": "1MiB"}
+        configs = [
+            make_config(rank=rank, world_size=world_size, backend=backend)
+            for rank in range(world_size)
+        ]
+        self.memories = [
+            BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2) for _ in configs
+        ]
+        self.workers = []
+        for config, memory in zip(configs, self.memories, strict=True):
+            worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+            assert isinstance(worker, KVXferOffloadingWorker)
+            self.workers.append(worker)
+        self.spec = KVXferOffloadingSpec(configs[0])
+        self.manager = self.spec.get_manager()
+        assert isinstance(self.manager, KVXferOffloadingManager)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        self.manager.shutdown()
+
+
+@pytest.fixture(params=[1, 2])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(request.param)
+    yield engine
+    engine.close()
+
+
+def as_vllm_caches(memory: BlockMemory) -> CanonicalKVCaches:
+    caches = memory.caches
+    return CanonicalKVCaches(
+        [CanonicalKVCacheTensor(each.tensor, each.page_size_bytes) for each in caches.tensors],
+        [
+            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in caches.group_data_refs
+        ],
+    )
+
+
+def test_blocks_of_two_groups_go_out_and_come_back_from_the_middle_of_a_chunk(
+    engine: Engine,
+) -> None:
+    keys = [*keys_of(2, group=0), *keys_of(1, group=2)]
+    context, blocks = ReqContext("request"), [1, 2, 3, 4, 5, 6]
+    stored = []
+    for version, memory in enumerate(engine.memories):
+        payloads = [make_payload(key, 256, version=version) for key in keys]
+        write_payloads(memory.describe(0, blocks[:4]), payloads[:2])
+        write_payloads(memory.describe(1, blocks[4:]), payloads[2:])
+        stored.append(b"".join(payloads))
+    output = engine.manager.prepare_store(keys, context)
+    assert output is not None
+    for worker in engine.workers:
+        assert worker.submit_store(7, GPULoadStoreSpec(blocks, [4, 2], [0, 0]), output.store_spec)
+        worker.wait({7, 99})
+        (result,) = worker.get_finished()
+        assert (result.job_id, result.success, result.transfer_size) == (7, True, 3 * 256)
+        assert worker.get_finished() == []
+    engine.manager.complete_store(set(keys), context)
+    assert [engine.manager.lookup(key, context) for key in keys] == [LookupResult.HIT] * 3
+    placement = engine.manager.prepare_load(keys, context)
+    for worker, memory, payload in zip(engine.workers, engine.memories, stored, strict=True):
+        target = GPULoadStoreSpec([11, 12, 13, 14, 15], [3, 2], [1, 0])
+        assert worker.submit_load(8, placement, target)
+        worker.wait({8})
+        assert [result.success for result in worker.get_finished()] == [True]
+        first = memory.describe(0, [11, 12, 13], first_block_index=1)
+        loaded = b"".join(read_payloads(first) + read_payloads(memory.describe(1, [14, 15])))
+        assert loaded == payload[128:]
+    engine.manager.complete_load(set(keys), context)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "sizes", "firsts"),
+    [([1, 2, 3], [3, 0], [0, 0]), ([1, 2], [2, 0], [1, 0]), ([1, 2, 99, 4], [4, 0], [0, 0])],
+)
+def test_a_store_that_cannot_be_is_reported_done_and_dropped(
+    engine: Engine, block_ids: list[int], sizes: list[int], firsts: list[int]
+) -> None:
+    keys, context = keys_of(2), ReqContext("request")
+    output = engine.manager.prepare_store(keys, context)
+    assert output is not None
+    for worker in engine.workers:
+        spec = GPULoadStoreSpec(block_ids, sizes, firsts)
+        assert worker.submit_store(1, spec, output.store_spec)
+        assert [result.success for result in worker.get_finished()] == [True]
+    engine.manager.complete_store(set(keys), context)
+    assert engine.manager.lookup(keys[0], context) is LookupResult.MISS
+
+
+def test_a_load_of_what_is_not_there_fails_and_writes_nothing(engine: Engine) -> None:
+    keys = keys_of(1)
+    for worker, memory in zip(engine.workers, engine.memories, strict=True):
+        before = memory.snapshot()
+        worker.submit_load(3, Placement(keys, [0]), GPULoadStoreSpec([1, 2], [2, 0], [0, 0]))
+        worker.wait({3})
+        assert [result.success for result in worker.get_finished()] == [False]
+        assert memory.snapshot() == before
+
+
+def test_a_load_of_no_blocks_is_done_at_once(engine: Engine) -> None:
+    worker = engine.workers[0]
+    worker.submit_load(3, Placement([], []), GPULoadStoreSpec([], [0, 0], [0, 0]))
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(3, True)]
+
+
+def test_two_schedulers_cannot_share_a_pool(engine: Engine) -> None:
+    with pytest.raises(InvalidArgumentError, match="a name no other engine uses"):
+        KVXferOffloadingSpec(engine.spec.config).get_manager()
+
+
+@pytest.mark.parametrize(
+    "backend", [None, 7, "nowhere://?x=1", "host://", "host://?capacity=4GiB&speed=fast"]
+)
+def test_a_wrong_backend_is_named(backend: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="backend"):
+        KVXferOffloadingSpec(make_config(backend=backend))
+
+
+def test_the_namespace_differs_when_anything_that_changes_the_bytes_does() -> None:
+    backend = "host://?capacity=1MiB"
+    one = KVXferOffloadingSpec(make_config(backend=backend))._namespace()
+    two = KVXferOffloadingSpec(make_config(backend=backend, world_size=2))._namespace()
+    assert isinstance(one, Namespace)
+    assert one.fingerprint != two.fingerprint
+    assert one.instruction_set == torch.backends.cpu.get_cpu_capability()
+
+
+def test_an_unsupported_vllm_is_named_with_the_supported_releases(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    (tmp_path / "vllm-0.9.1.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n"
+    (tmp_path / "vllm-0.9.1.dist-info" / "METADATA").write_text(metadata)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvxfer.integrations.vllm"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert "UnsupportedEngineError: vllm 0.9.1 is not supported" in ended.stderr
+    assert "supported: 0.32" in ended.stderr
