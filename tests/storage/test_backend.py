@@ -1,0 +1,68 @@
+"""The parts of the backend seam that every backend shares."""
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
+from kvxfer.storage.backend import DONE, MISSING, Outcome, Status, require_batch
+from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.testing import BlockMemory, DictBackend
+
+A, B, C = (make_block_key(name, 0) for name in (b"a", b"b", b"c"))
+MEMORY = BlockMemory([[8]], num_blocks=4)
+
+
+def test_only_a_done_block_is_done() -> None:
+    assert {status for status in Status if Outcome(status).done} == {Status.DONE}
+    assert DONE.done
+    assert not MISSING.done
+
+
+def test_memory_is_safe_unless_somebody_says_otherwise() -> None:
+    assert all(Outcome(status).memory_safe for status in Status)
+
+
+def test_a_batch_with_one_key_per_block_is_accepted() -> None:
+    require_batch([A, B, C], MEMORY.describe(0, [3, 0, 1]))
+    require_batch([A, B, C])
+
+
+def test_an_empty_batch_is_refused() -> None:
+    none = MEMORY.describe(0, [0]).take(np.zeros(0, np.int64))
+    with pytest.raises(InvalidArgumentError, match="at least one key"):
+        require_batch([], none)
+
+
+@pytest.mark.parametrize("block_ids", [[0], [0, 1, 2]])
+def test_keys_and_blocks_that_differ_in_number_are_refused(block_ids: list[int]) -> None:
+    with pytest.raises(LengthMismatchError) as caught:
+        require_batch([A, B], MEMORY.describe(0, block_ids))
+    assert (caught.value.num_keys, caught.value.num_blocks) == (2, len(block_ids))
+
+
+def test_a_key_that_appears_twice_is_refused_by_name() -> None:
+    with pytest.raises(DuplicateError) as caught:
+        require_batch([A, B, A])
+    assert caught.value.value == A
+
+
+def test_what_is_no_key_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="key is b'ab'"):
+        require_batch([A, BlockKey(b"ab")])
+
+
+async def test_leaving_the_context_closes_the_backend_also_after_an_error() -> None:
+    closed = []
+
+    class Closing(DictBackend):
+        async def aclose(self) -> None:
+            closed.append(True)
+
+    async def fail() -> None:
+        async with Closing(None, MEMORY.namespace()) as backend:
+            assert isinstance(backend, Closing)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert closed == [True]

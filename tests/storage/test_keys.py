@@ -1,0 +1,148 @@
+"""Block keys, and namespaces that differ in anything that changes the bytes."""
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
+from kvxfer.storage.keys import (
+    BlockKey,
+    GroupIdentity,
+    Namespace,
+    group_of,
+    make_block_key,
+)
+
+NAMESPACE = Namespace(
+    model="llama",
+    revision="main",
+    dtype="bfloat16",
+    groups=(
+        GroupIdentity(
+            page_sizes_bytes=(64, 64), layer_names=("a", "b"), layouts=("kv", "kv"), spec="full"
+        ),
+    ),
+    parallel={"tp_size": 2, "cp_size": 1},
+)
+[GROUP] = NAMESPACE.groups
+
+OTHER_VALUES: dict[str, Any] = {
+    "model": "mistral",
+    "revision": "v2",
+    "dtype": "float16",
+    "quantization": "fp8",
+    "config_hash": "rope-10000",
+    "layout": "HND",
+    "groups": (GROUP, GROUP),
+    "blocks_per_chunk": 2,
+    "parallel": {"tp_size": 4, "cp_size": 1},
+    "instruction_set": "amx",
+}
+OTHER_GROUP_VALUES: dict[str, Any] = {
+    "page_sizes_bytes": (64, 32),
+    "layer_names": ("a", "c"),
+    "layouts": ("kv", "vk"),
+    "spec": "sliding",
+}
+
+
+@given(st.binary(min_size=1, max_size=40), st.integers(0, 2**32 - 1))
+def test_a_key_is_the_hash_and_the_group_in_4_bytes_big_endian(
+    content_hash: bytes, group: int
+) -> None:
+    key = make_block_key(content_hash, group)
+    assert key == content_hash + group.to_bytes(4, "big")
+    assert group_of(key) == group
+
+
+@pytest.mark.parametrize("group", [-1, 2**32])
+def test_a_group_that_does_not_fit_is_refused(group: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"group is {group}"):
+        make_block_key(b"hash", group)
+
+
+def test_an_empty_hash_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="content_hash"):
+        make_block_key(b"", 0)
+
+
+@pytest.mark.parametrize("key", [b"", b"\0\0\0\1", "text of some length", 7, None])
+def test_what_is_no_key_is_refused_with_its_value(key: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        group_of(BlockKey(key))
+    assert caught.value.value == key
+
+
+def test_the_tables_of_other_values_cover_every_field() -> None:
+    assert set(OTHER_VALUES) == set(Namespace.__struct_fields__)
+    assert set(OTHER_GROUP_VALUES) == set(GroupIdentity.__struct_fields__)
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+def test_one_different_field_gives_another_fingerprint_and_is_named(field: str) -> None:
+    theirs = msgspec.structs.replace(NAMESPACE, **{field: OTHER_VALUES[field]})
+    assert theirs.fingerprint != NAMESPACE.fingerprint
+    with pytest.raises(NamespaceMismatchError) as caught:
+        NAMESPACE.require_same(theirs)
+    assert caught.value.field.split(".")[0] == field
+    assert repr(caught.value.ours) in str(caught.value)
+    assert repr(caught.value.theirs) in str(caught.value)
+
+
+@pytest.mark.parametrize("field", OTHER_GROUP_VALUES)
+def test_one_different_field_of_a_group_gives_another_fingerprint_and_is_named(field: str) -> None:
+    group = msgspec.structs.replace(GROUP, **{field: OTHER_GROUP_VALUES[field]})
+    theirs = msgspec.structs.replace(NAMESPACE, groups=(group,))
+    assert theirs.fingerprint != NAMESPACE.fingerprint
+    with pytest.raises(NamespaceMismatchError) as caught:
+        NAMESPACE.require_same(theirs)
+    assert caught.value.field.startswith(f"groups[0].{field}")
+
+
+def test_the_innermost_difference_is_shown_with_both_values() -> None:
+    theirs = msgspec.structs.replace(NAMESPACE, parallel={"tp_size": 4, "cp_size": 1})
+    with pytest.raises(NamespaceMismatchError) as caught:
+        NAMESPACE.require_same(theirs)
+    error = caught.value
+    assert (error.field, error.ours, error.theirs) == ("parallel.tp_size", 2, 4)
+
+
+def test_a_field_that_only_one_side_has_is_a_difference() -> None:
+    theirs = msgspec.structs.replace(NAMESPACE, parallel={"tp_size": 2})
+    with pytest.raises(
+        NamespaceMismatchError, match=r"parallel\.cp_size: ours is 1, theirs is None"
+    ):
+        NAMESPACE.require_same(theirs)
+
+
+def test_equal_namespaces_have_equal_fingerprints_whatever_the_order_of_their_fields() -> None:
+    theirs = msgspec.structs.replace(NAMESPACE, parallel={"cp_size": 1, "tp_size": 2})
+    NAMESPACE.require_same(theirs)
+    assert theirs.fingerprint == NAMESPACE.fingerprint
+    assert len(theirs.fingerprint) == 32
+    assert set(theirs.fingerprint) <= set("0123456789abcdef")
+
+
+def test_values_that_move_from_one_field_to_the_next_do_not_collide() -> None:
+    ours, theirs = Namespace(model="a", revision="bc"), Namespace(model="ab", revision="c")
+    assert ours.fingerprint != theirs.fingerprint
+
+
+def test_a_namespace_survives_json() -> None:
+    copy = msgspec.json.decode(msgspec.json.encode(NAMESPACE), type=Namespace)
+    assert copy == NAMESPACE
+    assert copy.fingerprint == NAMESPACE.fingerprint
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="tp_rank"):
+        msgspec.json.decode(b'{"model": "llama", "tp_rank": 0}', type=Namespace)
+
+
+def test_a_chunk_is_as_large_as_its_blocks() -> None:
+    namespace = msgspec.structs.replace(NAMESPACE, blocks_per_chunk=3)
+    assert GROUP.block_size_bytes == 128
+    assert namespace.chunk_size_bytes(0) == 3 * 128
