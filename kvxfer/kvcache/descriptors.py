@@ -228,14 +228,13 @@ class _BlockTemplate:
         self._lengths = np.array([length for _, _, length in segments], np.uint64)
         self._tiled_lengths = self._lengths
         self.block_size_bytes = int(self._lengths.sum())
-        self._blocks_touch = len(segments) == 1 and segments[0][1] == segments[0][2]
+        (first, stride, _), (last, last_stride, last_length) = segments[0], segments[-1]
+        self._blocks_touch = (last + last_length, last_stride) == (first + stride, stride)
 
     def expand(
         self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]
     ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
         """Addresses, lengths, and the first descriptor of each chunk of blocks."""
-        if self._blocks_touch and len(chunk_starts) - 1 < len(ids):
-            return self._expand_runs(ids, chunk_starts)
         num_segments = len(self._bases)
         blocks = ids.astype(np.uint64)
         addresses = np.empty((len(ids), num_segments), np.uint64)
@@ -244,20 +243,16 @@ class _BlockTemplate:
         else:
             np.multiply(blocks[:, None], self._strides, out=addresses)
             addresses += self._bases
-        return addresses.reshape(-1), self._repeat_lengths(len(ids)), chunk_starts * num_segments
-
-    def _expand_runs(
-        self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]
-    ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
-        """As `expand`, for one segment whose blocks touch: a run of ids is one descriptor."""
-        begins = np.ones(len(ids), bool)
-        np.not_equal(ids[1:], ids[:-1] + 1, out=begins[1:])
-        begins[chunk_starts[:-1]] = True
-        run_starts = np.flatnonzero(begins)
-        run_blocks = np.diff(run_starts, append=len(ids))
-        addresses = self._bases[0] + ids[run_starts].astype(np.uint64) * self._strides[0]
-        lengths = run_blocks.astype(np.uint64) * self._lengths[0]
-        return addresses, lengths, np.searchsorted(run_starts, chunk_starts)
+        firsts = chunk_starts * num_segments
+        lengths = self._repeat_lengths(len(ids))
+        if not self._blocks_touch or len(chunk_starts) - 1 == len(ids):
+            return addresses.reshape(-1), lengths, firsts
+        begins = np.ones(addresses.shape, bool)
+        np.not_equal(ids[1:], ids[:-1] + 1, out=begins[1:, 0])
+        begins[chunk_starts[:-1], 0] = True
+        kept = np.flatnonzero(begins)
+        merged = np.add.reduceat(lengths, kept)
+        return addresses.reshape(-1)[kept], merged, np.searchsorted(kept, firsts)
 
     def _repeat_lengths(self, num_blocks: int) -> Addresses:
         needed = num_blocks * len(self._lengths)
@@ -269,10 +264,13 @@ class _BlockTemplate:
 
 
 def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
-    ids = np.asarray(block_ids)
-    argument = f"block_ids[{group}]"
+    argument, wanted = f"block_ids[{group}]", "a non-empty list of block ids"
+    try:
+        ids = np.asarray(block_ids)
+    except ValueError as exc:  # lists of different lengths
+        raise InvalidArgumentError(argument, block_ids, wanted) from exc
     if ids.ndim != 1 or ids.size == 0:
-        raise InvalidArgumentError(argument, block_ids, "a non-empty list of block ids")
+        raise InvalidArgumentError(argument, block_ids, wanted)
     if ids.dtype.kind not in "iu":
         raise InvalidArgumentError(argument, ids.dtype, "integers")
     for extreme in (int(ids.min()), int(ids.max())):
