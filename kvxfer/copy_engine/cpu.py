@@ -4,7 +4,7 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,8 +17,8 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Addresses, Descriptors, pair_fragments
 
 # Measured by `kvxfer bench copy`: a memcpy call costs about as much as moving 16 KiB (the
-# interpreter lock changes hands), and stops to matter at 128 KiB; numpy's `take` and `put` move
-# many rows per call, but one side has to be a contiguous array.
+# interpreter lock changes hands), and stops to matter at 128 KiB; numpy moves many rows per
+# call, but one side has to be a contiguous array.
 MEMCPY_BYTES = 128 << 10
 MEMCPY_SCATTERED_BYTES = 16 << 10
 SMALLEST_ROW_BYTES = 64
@@ -50,9 +50,9 @@ class _Fragments:
         total = int(self.lengths.sum())
         num_shares = max(1, min(num_shares, total // SMALLEST_SHARE_BYTES))
         whole = self._cut_to(max(SMALLEST_SHARE_BYTES, total // (4 * num_shares) // 4096 * 4096))
-        ends = np.cumsum(whole.lengths)
+        starts = np.cumsum(whole.lengths) - whole.lengths
         shares = np.arange(1, num_shares, dtype=np.uint64) * np.uint64(total // num_shares)
-        bounds = [0, *np.searchsorted(ends, shares).tolist(), len(ends)]
+        bounds = [0, *np.searchsorted(starts, shares).tolist(), len(starts)]
         return [whole.slice(start, stop) for start, stop in pairwise(bounds) if stop > start]
 
     def _cut_to(self, longest: int) -> "_Fragments":
@@ -76,7 +76,7 @@ class CPUCopyEngine(CopyEngine):
 
     - large ones: one `memcpy` each, through ctypes, on twice as many threads as cores, since
       each call waits a moment for the interpreter lock;
-    - small ones into (out of) contiguous memory: `numpy.take` (`numpy.put`) of equal rows;
+    - small ones into (out of) contiguous memory: numpy indexing of equal rows;
     - small ones on both sides: gathered into a bounce buffer, scattered from there.
 
     Args:
@@ -99,7 +99,10 @@ class CPUCopyEngine(CopyEngine):
             if len(shares) == 1:
                 method(shares[0])
             else:
-                deque(self._pool.map(method, shares), maxlen=0)
+                moves = [self._pool.submit(method, share) for share in shares]
+                wait(moves)
+                for move in moves:
+                    move.result()
 
     def close(self) -> None:
         """See `CopyEngine.close`."""
@@ -141,7 +144,9 @@ def _scatter(fragments: _Fragments) -> None:
     row_bytes = _row_bytes(fragments)
     for run in _runs(fragments.sources, fragments):
         view, rows = _rows(run.destinations, run.lengths, row_bytes)
-        np.put(view, rows, _memory(run.sources[0], row_bytes, len(rows)), mode="clip")
+        # Not `numpy.put`: where the values lie inside the view it copies the view and writes it
+        # back, memory that others write to or that is not even mapped.
+        view[rows] = _memory(run.sources[0], row_bytes, len(rows))
 
 
 def _bounce(fragments: _Fragments) -> None:

@@ -1,0 +1,431 @@
+"""CPUCopyEngine against a loop over slices, whatever the shape of the fragments."""
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvxfer.copy_engine import cpu
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors, pair_fragments
+from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
+
+KIB = 1 << 10
+MIB = 1 << 20
+NUM_THREADS = 2
+# Source: Linux, include/uapi/asm-generic/mman-common.h; `mmap` has it from Python 3.13 on.
+MAP_NORESERVE = 0x4000
+MAX_TOTAL_BYTES = 3 * MIB
+MAX_FRAGMENTS = 200
+
+Bytes = NDArray[np.uint8]
+Method = Callable[[cpu._Fragments], None]
+
+METHODS = (cpu._copy_each, cpu._gather, cpu._scatter, cpu._bounce)
+every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One side of a copy: a buffer, and where in it each fragment begins."""
+
+    buffer: Bytes
+    starts: list[int]
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        return np.uint64(self.buffer.ctypes.data) + np.array(self.starts, np.uint64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """Fragments of one buffer and their places in another."""
+
+    source: Side
+    destination: Side
+    lengths: list[int]
+
+    def __repr__(self) -> str:
+        return f"Copy({self.lengths}, {self.source.starts} -> {self.destination.starts})"
+
+    def describe(self) -> tuple[Descriptors, Descriptors]:
+        """Both sides, one block per fragment."""
+        return describe_side(self.source, self.lengths), describe_side(
+            self.destination, self.lengths
+        )
+
+    def fragments(self) -> cpu._Fragments:
+        """What the engine makes of it."""
+        return cpu._Fragments(*pair_fragments(*self.describe()))
+
+    def expected(self) -> tuple[Bytes, Bytes]:
+        """Both buffers as a loop over the fragments leaves them."""
+        source, destination = self.source.buffer.copy(), self.destination.buffer.copy()
+        for start, end, length in zip(
+            self.source.starts, self.destination.starts, self.lengths, strict=True
+        ):
+            destination[end : end + length] = source[start : start + length]
+        return source, destination
+
+    def check(self, run: Callable[[], None]) -> None:
+        """Run it, and compare every byte of both buffers with what should be there."""
+        source, destination = self.expected()
+        run()
+        assert np.array_equal(self.destination.buffer, destination)
+        assert np.array_equal(self.source.buffer, source)
+
+
+def describe_side(side: Side, lengths: Sequence[int]) -> Descriptors:
+    return Descriptors(
+        addresses=side.addresses,
+        lengths=np.array(lengths, np.uint64),
+        block_offsets=np.arange(len(lengths) + 1),
+        payload_starts=np.zeros(len(lengths), np.int64),
+        device=torch.device("cpu"),
+        owners=(side.buffer,),
+    )
+
+
+def lay_out(
+    lengths: Sequence[int], *, seed: int, shuffled: bool = False, gap: int = 0, offset: int = 0
+) -> Side:
+    """Random bytes with room for the fragments, `gap` bytes around each of them."""
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(lengths)) if shuffled else np.arange(len(lengths))
+    starts = [0] * len(lengths)
+    position = offset + gap
+    for index in order.tolist():
+        starts[index] = position
+        position += lengths[index] + gap
+    return Side(generator.integers(0, 256, position + offset, np.uint8), starts)
+
+
+def equal_pieces(
+    num_bytes: int, count: int, *, source_shuffled: bool, destination_shuffled: bool
+) -> Copy:
+    lengths = [num_bytes] * count
+    return Copy(
+        lay_out(lengths, seed=1, shuffled=source_shuffled),
+        lay_out(lengths, seed=2, shuffled=destination_shuffled),
+        lengths,
+    )
+
+
+SIZES = st.sampled_from([1, 3, 64, 100, 192, 4096, 8 * KIB, 12 * KIB, 32 * KIB, 160 * KIB, 300_000])
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> Copy:
+    """Fragments of one size, sometimes with a few of another among them."""
+    size, other = draw(SIZES), draw(SIZES)
+    most = max(1, min(MAX_FRAGMENTS, MAX_TOTAL_BYTES // size))
+    count = draw(st.sampled_from([1, 2, 1 + most // 2, most]))
+    lengths = [size] * count
+    for index in draw(st.lists(st.integers(0, count - 1), max_size=3)):
+        lengths[index] = other
+    return Copy(draw(sides(lengths)), draw(sides(lengths)), lengths)
+
+
+@st.composite
+def sides(draw: st.DrawFn, lengths: Sequence[int]) -> Side:
+    return lay_out(
+        lengths,
+        seed=draw(st.integers(0, 1000)),
+        shuffled=draw(st.booleans()),
+        gap=draw(st.sampled_from([0, 0, 1, 64, 4096])),
+        offset=draw(st.sampled_from([0, 1, 64])),
+    )
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CPUCopyEngine]:
+    engine = CPUCopyEngine(num_threads=NUM_THREADS)
+    yield engine
+    engine.close()
+
+
+@settings(max_examples=60)
+@given(copy=copies())
+def test_every_byte_lands_in_its_place_and_no_other_byte_changes(
+    engine: CPUCopyEngine, copy: Copy
+) -> None:
+    copy.check(lambda: engine.copy(*copy.describe()))
+
+
+@every_method
+@settings(max_examples=20)
+@given(copy=copies())
+def test_each_method_is_right_for_any_fragments(method: Method, copy: Copy) -> None:
+    copy.check(lambda: method(copy.fragments()))
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_the_two_sides_may_cut_a_block_differently(
+    engine: CPUCopyEngine, data: st.DataObject
+) -> None:
+    source = data.draw(scattered_blocks(max_block_bytes=2000))
+    sizes = source.blocks.block_sizes.tolist()
+    destination = data.draw(scattered_blocks(sizes))
+    expected = destination.buffer.copy()
+    for start, end in zip(places(source), places(destination), strict=True):
+        expected[end] = source.buffer[start]
+    engine.copy(source.blocks, destination.blocks)
+    assert np.array_equal(destination.buffer, expected)
+
+
+def places(scattered: ScatteredBlocks) -> list[int]:
+    """Where in its buffer every byte of a batch is, in payload order."""
+    blocks, base = scattered.blocks, scattered.buffer.ctypes.data
+    return [
+        address - base + offset
+        for address, length in zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True)
+        for offset in range(length)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "source_shuffled", "destination_shuffled", "method", "num_threads"),
+    [
+        (8 * KIB, True, True, cpu._bounce, NUM_THREADS),
+        (8 * KIB, True, False, cpu._gather, NUM_THREADS),
+        (8 * KIB, False, True, cpu._scatter, NUM_THREADS),
+        (8 * KIB, False, False, cpu._copy_each, 2 * NUM_THREADS),
+        (32 * KIB, True, True, cpu._copy_each, 2 * NUM_THREADS),
+        (32 * KIB, True, False, cpu._gather, NUM_THREADS),
+        (32 * KIB, False, True, cpu._scatter, NUM_THREADS),
+        (256 * KIB, True, True, cpu._copy_each, 2 * NUM_THREADS),
+        (256 * KIB, True, False, cpu._copy_each, 2 * NUM_THREADS),
+        (1001, True, True, cpu._copy_each, 2 * NUM_THREADS),
+        (1001, True, False, cpu._copy_each, 2 * NUM_THREADS),
+    ],
+)
+def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_one_piece(
+    engine: CPUCopyEngine,
+    num_bytes: int,
+    source_shuffled: bool,  # noqa: FBT001  (a column of the table)
+    destination_shuffled: bool,  # noqa: FBT001  (the same)
+    method: Method,
+    num_threads: int,
+) -> None:
+    copy = equal_pieces(
+        num_bytes,
+        2 * MIB // num_bytes,
+        source_shuffled=source_shuffled,
+        destination_shuffled=destination_shuffled,
+    )
+    assert engine._choose(copy.fragments()) == (method, num_threads)
+    copy.check(lambda: engine.copy(*copy.describe()))
+
+
+def test_a_batch_larger_than_the_bounce_buffer_goes_through_it_in_rounds() -> None:
+    count = 2 * cpu.BOUNCE_BYTES // (8 * KIB) + 5
+    copy = equal_pieces(8 * KIB, count, source_shuffled=True, destination_shuffled=True)
+    copy.check(lambda: cpu._bounce(copy.fragments()))
+
+
+def test_a_fragment_larger_than_the_bounce_buffer_goes_through_it() -> None:
+    lengths = [8 * KIB, cpu.BOUNCE_BYTES + 64, 8 * KIB, 64]
+    copy = Copy(
+        lay_out(lengths, seed=1, shuffled=True, gap=64),
+        lay_out(lengths, seed=2, shuffled=True, gap=64),
+        lengths,
+    )
+    copy.check(lambda: cpu._bounce(copy.fragments()))
+
+
+@every_method
+@pytest.mark.parametrize("apart", ["source", "destination"])
+def test_memory_between_the_fragments_is_left_alone(method: Method, apart: str) -> None:
+    """One side lies before and after the other one, a terabyte apart.
+
+    Others may write to what lies between, or it is not there at all. Here it is too much to be
+    copied and written back.
+    """
+    size, count, span = 8 * KIB, 64, 1 << 40
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    memory = np.frombuffer(mmap.mmap(-1, span, flags=flags), np.uint8)
+    inside = Side(memory, list(range(span // 2, span // 2 + count * size, size)))
+    far = [index * size if index % 2 else span - (index + 1) * size for index in range(count)]
+    outside = Side(memory, far[::-1])
+    source, destination = (outside, inside) if apart == "source" else (inside, outside)
+    pieces = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
+    for start, piece in zip(source.starts, pieces, strict=True):
+        memory[start : start + size] = piece
+    method(Copy(source, destination, [size] * count).fragments())
+    for side in (destination, source):
+        for start, piece in zip(side.starts, pieces, strict=True):
+            assert np.array_equal(memory[start : start + size], piece)
+
+
+@settings(max_examples=50)
+@given(copy=copies(), num_shares=st.integers(1, 9))
+def test_shares_are_about_equal_and_together_move_every_byte_once(
+    copy: Copy, num_shares: int
+) -> None:
+    fragments = copy.fragments()
+    shares = fragments.split(num_shares)
+    moves = np.concatenate([move_of_every_byte(share) for share in shares], axis=1)
+    assert np.array_equal(moves, move_of_every_byte(fragments))
+    sizes = [int(share.lengths.sum()) for share in shares]
+    longest = max(int(share.lengths.max()) for share in shares)
+    num_expected = max(1, min(num_shares, sum(sizes) // cpu.SMALLEST_SHARE_BYTES))
+    fair = sum(sizes) / num_expected
+    assert all(sizes)
+    assert len(sizes) <= num_expected
+    assert max(sizes) <= fair + longest + num_shares
+    assert longest <= max(cpu.SMALLEST_SHARE_BYTES, fair / 4)
+
+
+def move_of_every_byte(fragments: cpu._Fragments) -> NDArray[np.uint64]:
+    """Source and destination address of each byte, uint64 `(2, num_bytes)`."""
+    counts = fragments.lengths.astype(np.int64)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    sides = (fragments.sources, fragments.destinations)
+    return np.stack([np.repeat(side, counts) + within.astype(np.uint64) for side in sides])
+
+
+class RecordingEngine(CPUCopyEngine):
+    """Copies piece by piece, as the given function says."""
+
+    def __init__(self, method: Method) -> None:
+        super().__init__(num_threads=NUM_THREADS)
+        self.method = method
+
+    def _choose(self, fragments: cpu._Fragments) -> tuple[Method, int]:
+        return self.method, self.num_threads
+
+
+def test_one_large_fragment_is_split_over_threads() -> None:
+    both_are_here = threading.Barrier(NUM_THREADS, timeout=10)
+    shares: list[int] = []
+
+    def method(fragments: cpu._Fragments) -> None:
+        both_are_here.wait()
+        shares.append(int(fragments.lengths.sum()))
+        cpu._copy_each(fragments)
+
+    copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
+    engine = RecordingEngine(method)
+    copy.check(lambda: engine.copy(*copy.describe()))
+    engine.close()
+    assert shares == [2 * MIB, 2 * MIB]
+
+
+def test_a_copy_that_fails_raises_only_when_no_thread_is_copying_any_more() -> None:
+    has_raised = threading.Event()
+    raised_too_early: list[bool] = []
+    first = threading.Lock()
+
+    def method(fragments: cpu._Fragments) -> None:
+        if first.acquire(blocking=False):
+            raise MemoryError
+        raised_too_early.append(has_raised.wait(0.2))
+
+    copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
+    engine = RecordingEngine(method)
+    with pytest.raises(MemoryError):
+        engine.copy(*copy.describe())
+    has_raised.set()
+    engine.close()
+    assert raised_too_early == [False]
+
+
+@pytest.mark.parametrize(
+    ("method", "num_bytes", "source_shuffled", "destination_shuffled"),
+    [
+        (cpu._copy_each, 128 * MIB, False, False),
+        (cpu._gather, 64 * KIB, True, False),
+        (cpu._scatter, 64 * KIB, False, True),
+    ],
+)
+def test_python_runs_while_bytes_move(
+    method: Method,
+    num_bytes: int,
+    source_shuffled: bool,  # noqa: FBT001  (a column of the table)
+    destination_shuffled: bool,  # noqa: FBT001  (the same)
+) -> None:
+    copy = equal_pieces(
+        num_bytes,
+        128 * MIB // num_bytes,
+        source_shuffled=source_shuffled,
+        destination_shuffled=destination_shuffled,
+    )
+    fragments = copy.fragments()
+
+    def timed() -> tuple[float, float]:
+        begin = time.perf_counter()
+        method(fragments)
+        return begin, time.perf_counter()
+
+    ticks = []
+    with ThreadPoolExecutor(1) as pool:
+        copying = pool.submit(timed)
+        while not copying.done():
+            ticks.append(time.perf_counter())
+        begin, end = copying.result()
+    # The interpreter lock also changes hands just before and just after a call that holds it.
+    margin = (end - begin) / 4
+    assert sum(begin + margin < tick < end - margin for tick in ticks) > 10
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_memory_of_another_device_is_refused_by_name(engine: CPUCopyEngine, side: str) -> None:
+    copy = equal_pieces(64, 2, source_shuffled=False, destination_shuffled=False)
+    source, destination = copy.describe()
+    there = replace(source if side == "source" else destination, device=torch.device("cuda", 1))
+    pair = (there, destination) if side == "source" else (source, there)
+    before = copy.destination.buffer.copy()
+    with pytest.raises(InvalidArgumentError) as caught:
+        engine.copy(*pair)
+    assert (caught.value.argument, caught.value.value) == (f"{side}.device", "cuda:1")
+    assert np.array_equal(copy.destination.buffer, before)
+
+
+def test_blocks_of_different_sizes_are_refused_and_nothing_is_written(
+    engine: CPUCopyEngine,
+) -> None:
+    copy = equal_pieces(64, 3, source_shuffled=False, destination_shuffled=False)
+    source, destination = copy.describe()
+    before = copy.destination.buffer.copy()
+    with pytest.raises(InvalidArgumentError, match="destination"):
+        engine.copy(source, destination.select(0, 2))
+    assert np.array_equal(copy.destination.buffer, before)
+
+
+def test_a_batch_without_blocks_copies_nothing(engine: CPUCopyEngine) -> None:
+    copy = equal_pieces(64, 3, source_shuffled=False, destination_shuffled=False)
+    source, destination = copy.describe()
+    before = copy.destination.buffer.copy()
+    engine.copy(source.select(1, 1), destination.select(2, 2))
+    assert np.array_equal(copy.destination.buffer, before)
+
+
+def test_an_engine_may_be_closed_twice_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    engine = CPUCopyEngine(num_threads=NUM_THREADS)
+    copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
+    engine.copy(*copy.describe())
+    assert set(threading.enumerate()) > before
+    engine.close()
+    engine.close()
+    assert set(threading.enumerate()) == before
+
+
+def test_an_engine_uses_the_cores_of_its_process_unless_it_is_told_otherwise() -> None:
+    engines = [CPUCopyEngine(), CPUCopyEngine(num_threads=3)]
+    num_cores = min(8, len(os.sched_getaffinity(0)))
+    assert [engine.num_threads for engine in engines] == [num_cores, 3]
+    for engine in engines:
+        engine.close()
