@@ -172,13 +172,12 @@ def _read_cross_layer(
         )
     if not found:
         return None
-    if layout is None and name in config.layer_names:
+    if layout is None and len(positions) == 1 and name in config.layer_names:
         plain = fitting_readings(
             tensor, form, config.num_blocks, page_size_bytes=spec.page_size_bytes
         )
-        if plain and len(positions) == 1:
+        if plain:
             return None
-        found += plain
     return RegisteredCache(name, spec, (tensor,), (_one_reading(tensor, found, name),), positions)
 
 

@@ -101,6 +101,13 @@ def test_two_blocks_are_not_k_and_v_unless_the_caller_says_so() -> None:
     assert shapes(halves) == [(2, PAGE // 2)] * 2
 
 
+def test_the_caller_may_split_a_single_block() -> None:
+    tensor = torch.zeros(1, 2, 16, 3, 8, dtype=torch.float16)
+    config = config_of((SPEC, "a"), num_blocks=1)
+    layouts = {"a": "kv block token head dim"}
+    assert shapes(canonicalize({"a": tensor}, config, layouts=layouts)) == [(1, PAGE // 2)] * 2
+
+
 @pytest.mark.parametrize(
     ("sizes", "layout"),
     [({"head": 2}, NHD), ({"head": 2}, "block head token kv*dim"), ({"head": 16}, NHD)],
@@ -201,6 +208,15 @@ def test_pages_between_the_pages_of_others_are_apart() -> None:
     near = storage.as_strided(shape, (768, *inner), 2 * NUM_BLOCKS * 768)
     caches = canonicalize({"a": far, "b": near}, config_of((SPEC, "ab")))
     assert refs(caches) == [(0, PAGE, "a"), (1, PAGE, "b")]
+
+
+def test_the_last_page_may_overlap_the_first_page_of_another_layer() -> None:
+    storage = torch.zeros(100 * 768, dtype=torch.float16)
+    shape, inner = (NUM_BLOCKS, 2, 16, 3, 8), (384, 24, 8, 1)
+    near = storage.as_strided(shape, (4 * 768, *inner), 0)
+    far = storage.as_strided(shape, (8 * 768, *inner), 6 * 4 * 768 + 100)
+    with pytest.raises(OverlapError):
+        canonicalize({"a": near, "b": far}, config_of((SPEC, "ab")))
 
 
 def test_pages_that_touch_the_pages_of_others_are_apart() -> None:

@@ -18,6 +18,7 @@ from kvxfer.kvcache.spec import (
 )
 from tests.kvcache.engine_views import (
     MAMBA,
+    NHD,
     NUM_BLOCKS,
     PAGE,
     SIZES,
@@ -196,3 +197,17 @@ def test_layers_outermost_are_a_tensor_each(physical: str) -> None:
 def test_a_layers_tensor_is_not_one_of_all_layers() -> None:
     with pytest.raises(InvalidArgumentError, match=r"also the layers \['b'\]"):
         canonicalize({"a": nhd()}, config_of((SPEC, "ab")))
+
+
+def test_a_tensor_of_the_only_layer_may_have_a_layer_axis() -> None:
+    tensor = torch.zeros(1, NUM_BLOCKS, 2, 16, 3, 8, dtype=torch.float16)
+    for name in ("a", "x"):
+        caches = canonicalize({name: tensor}, config_of((SPEC, "a")))
+        assert shapes(caches) == [(NUM_BLOCKS, PAGE)]
+        assert refs(caches) == [(0, PAGE, "a")]
+
+
+def test_a_tensor_of_the_only_layer_has_no_layer_axis_when_it_reads_without() -> None:
+    spec = replace(SPEC, num_kv_heads=1)
+    caches = canonicalize({"a": engine_view(NHD, NHD, SIZES | {"head": 1})}, config_of((spec, "a")))
+    assert caches.group_data_refs[0][0].layout == NHD
