@@ -39,10 +39,11 @@ check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
 
 check: lint type test check-dist docs e2e
 
-# `-e .` comes second: its build needs hatchling from the constraints.
+# `--no-compile`: a small part of these packages is ever imported. `-e .` comes second because its
+# build needs hatchling from the list.
 $(INSTALLED): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --progress-bar off --no-deps -r constraints.txt
+	$(BIN)/pip install --progress-bar off --no-compile --no-deps -r constraints.txt
 	$(BIN)/pip install --no-deps --no-build-isolation -e .
 	touch $@
 

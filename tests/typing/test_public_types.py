@@ -1,0 +1,49 @@
+"""A type checker that sees kvxfer as users do knows its types and refuses wrong calls."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CACHE = HERE.parents[1] / ".mypy_cache" / "typing"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def errors_in(file: Path, folder: Path) -> set[tuple[int, str]]:
+    """Check a file from another folder, so that kvxfer is found as an installed package.
+
+    Returns:
+        Line and code of every error.
+    """
+    options = ["--strict", "--config-file=", f"--cache-dir={CACHE}"]
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, str(file)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode in {0, 1}, result.stdout + result.stderr
+    errors = re.findall(r"^(.+?):(\d+): error: .*\[([\w-]+)\]$", result.stdout, re.MULTILINE)
+    assert len(errors) == result.stdout.count(": error: "), result.stdout
+    assert {Path(folder, name).resolve() for name, _, _ in errors} <= {file}, result.stdout
+    return {(int(line), code) for _, line, code in errors}
+
+
+def test_every_public_type_is_known(tmp_path: Path) -> None:
+    assert errors_in(HERE / "accepted.py", tmp_path) == set()
+
+
+def test_exactly_the_marked_calls_are_refused(tmp_path: Path) -> None:
+    file = HERE / "rejected.py"
+    marked = {
+        (number, line.rpartition("# E: ")[2])
+        for number, line in enumerate(file.read_text().splitlines(), 1)
+        if "# E: " in line
+    }
+    assert marked
+    assert errors_in(file, tmp_path) == marked
