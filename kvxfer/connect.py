@@ -110,28 +110,37 @@ def complete_namespace(
 
 
 def _split_url(url: str) -> tuple[str, dict[str, Any]]:
-    parts = urlsplit(url)
+    form = "a URL such as 'host://?capacity=4GiB'"
+    try:
+        parts = urlsplit(url)
+    except ValueError as exc:
+        raise InvalidArgumentError("backend", url, form) from exc
     if not parts.scheme:
-        raise InvalidArgumentError("backend", url, "a URL such as 'host://?capacity=4GiB'")
+        raise InvalidArgumentError("backend", url, form)
+    if parts.fragment:
+        raise InvalidArgumentError("backend", url, f"no fragment; {parts.fragment!r} says nothing")
     try:
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as exc:
         raise InvalidArgumentError("backend", url, "parameters as name=value") from exc
+    query += [
+        (name, text) for name, text in (("address", parts.netloc), ("path", parts.path)) if text
+    ]
     parameters: dict[str, Any] = dict(query)
     if len(parameters) < len(query):
         raise InvalidArgumentError("backend", url, "each parameter once")
-    if parts.netloc:
-        parameters["address"] = parts.netloc
-    if parts.path:
-        parameters["path"] = parts.path
     return parts.scheme, parameters
 
 
 def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    parameters = dict(backend)
+    form = "a URL, or a mapping with a 'type' such as 'host'"
+    try:
+        parameters = dict(backend)
+    except (TypeError, ValueError) as exc:
+        raise InvalidArgumentError("backend", backend, form) from exc
     name = parameters.pop("type", None)
     if not isinstance(name, str):
-        raise InvalidArgumentError("backend", backend, "a 'type' such as 'host'")
+        raise InvalidArgumentError("backend", backend, form)
     return name, parameters
 
 

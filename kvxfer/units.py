@@ -22,7 +22,10 @@ class ByteSize(int):
             InvalidArgumentError: The text is not a positive size with a known unit.
         """
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
-        if not match or match[2] not in _UNITS or not float(match[1]):
+        size = cls(0)
+        if match and match[2] in _UNITS:
+            number = int(match[1]) if match[1].isdigit() else float(match[1])
+            size = cls(number * _UNITS[match[2]])
+        if size < 1:
             raise InvalidArgumentError("size", text, "a positive size such as '512MiB' or '4GiB'")
-        number = int(match[1]) if match[1].isdigit() else float(match[1])
-        return cls(number * _UNITS[match[2]])
+        return size

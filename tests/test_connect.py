@@ -1,0 +1,271 @@
+"""connect(): from a URL or a mapping to a backend and an engine."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.connect import complete_namespace, connect, parse_backend
+from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.spec import FullAttentionSpec
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
+from kvxfer.testing import BlockMemory, DictBackend
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.units import ByteSize
+
+PAGES = [[96, 33], [64]]
+KEYS = [make_block_key(f"block-{index}".encode(), 0) for index in range(3)]
+"""Of group 0."""
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory(PAGES, num_blocks=8)
+
+
+def named(memory: BlockMemory) -> CanonicalKVCaches:
+    """The caches of `memory` as an engine that names its layers registers them."""
+    groups = [
+        [
+            replace(ref, layer_names=(f"layers.{ref.tensor_idx}",), layout="token dim")
+            for ref in refs
+        ]
+        for refs in memory.caches.group_data_refs
+    ]
+    specs = [
+        FullAttentionSpec(tokens_per_block=16, num_kv_heads=1, head_dim=8, dtype=torch.float16),
+        FullAttentionSpec(tokens_per_block=8, num_kv_heads=1, head_dim=8, dtype=torch.float16),
+    ]
+    return CanonicalKVCaches(memory.caches.tensors, groups, specs)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "host://?capacity=4MiB",
+        "host:?capacity=4MiB",
+        "HOST://?capacity=4%20MiB",
+        "host://?capacity=4194304",
+        {"type": "host", "capacity": "4MiB"},
+        {"type": "host", "capacity": 4 << 20},
+    ],
+    ids=repr,
+)
+def test_a_url_and_a_mapping_say_the_same(backend: str | Mapping[str, Any]) -> None:
+    backend_type, config = parse_backend(backend)
+    assert backend_type is HostBackend
+    assert config == HostConfig(capacity=ByteSize(4 << 20))
+
+
+def test_every_parameter_reaches_the_backend() -> None:
+    _, config = parse_backend("host://?capacity=1MiB&eviction=arc&integrity=off")
+    assert isinstance(config, HostConfig)
+    assert (config.eviction, config.integrity.value) == ("arc", "off")
+
+
+def test_the_mapping_is_left_as_it_was() -> None:
+    backend = {"type": "host", "capacity": "4MiB"}
+    parse_backend(backend)
+    assert backend == {"type": "host", "capacity": "4MiB"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("nowhere://?capacity=4MiB", "one of: .*host"),
+        ({"type": "nowhere"}, "one of: .*host"),
+        ("", "a URL such as"),
+        ("capacity=4MiB", "a URL such as"),
+        ("/var/cache/kv", "a URL such as"),
+        ("host://[/?capacity=4MiB", "a URL such as"),
+        ({"capacity": "4MiB"}, "a mapping with a 'type'"),
+        ({"type": 3}, "a mapping with a 'type'"),
+        (None, "a URL, or a mapping"),
+        (["host://?capacity=4MiB"], "a URL, or a mapping"),
+        ("host://", "missing required field `capacity`"),
+        ({"type": "host"}, "missing required field `capacity`"),
+        ("host://?capacity=4MiB&colour=red", "colour"),
+        ({"type": "host", "capacity": "4MiB", "colour": "red"}, "colour"),
+        ("host://?capacity=lots", "'lots'.*positive size"),
+        ("host://?capacity=", "''.*positive size"),
+        ("host://?capacity=-4MiB", "'-4MiB'.*positive size"),
+        ({"type": "host", "capacity": 0}, "0.*positive size"),
+        ({"type": "host", "capacity": None}, "positive size"),
+        ("host://?capacity=4MiB&eviction=random", "'random'"),
+        ("host://?capacity=4MiB&integrity=perhaps", "'perhaps'"),
+        ("host://?capacity=4MiB&capacity=8MiB", "each parameter once"),
+        ("host://here?capacity=4MiB&address=there", "each parameter once"),
+        ("host:///here?capacity=4MiB&path=there", "each parameter once"),
+        ("host://?capacity", "name=value"),
+        ("host://?capacity=4MiB&", "name=value"),
+        ("host://somewhere?capacity=4MiB", "address"),
+        ("host:///some/where?capacity=4MiB", "path"),
+        ("host://?capacity=4MiB#8MiB", "fragment"),
+    ],
+    ids=repr,
+)
+def test_what_names_no_backend_is_refused_with_what_would(backend: Any, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        parse_backend(backend)
+    assert caught.value.argument == "backend"
+
+
+async def test_blocks_come_back_through_an_engine_made_from_a_url(memory: BlockMemory) -> None:
+    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in KEYS]
+    async with connect(
+        "host://?capacity=64KiB", memory.caches, namespace=Namespace(model="model")
+    ) as engine:
+        assert isinstance(engine.backend, HostBackend)
+        write_payloads(memory.describe(0, [5, 0, 2]), payloads)
+        assert all(outcome.done for outcome in await engine.store(KEYS, [[5, 0, 2], []]))
+        memory.fill(0)
+        assert all(outcome.done for outcome in await engine.load(KEYS, [[1, 3, 4], []]))
+        assert read_payloads(memory.describe(0, [1, 3, 4])) == payloads
+
+
+async def test_several_blocks_are_one_chunk_when_asked_for() -> None:
+    memory = BlockMemory(PAGES, num_blocks=8, blocks_per_chunk=2)
+    [payload] = payloads = [make_payload(KEYS[0], memory.chunk_size_bytes(0))]
+    async with connect(
+        "host://?capacity=64KiB",
+        memory.caches,
+        namespace=Namespace(model="model"),
+        blocks_per_chunk=2,
+    ) as engine:
+        write_payloads(memory.describe(0, [5, 0]), payloads)
+        assert [outcome.done for outcome in await engine.store(KEYS[:1], [[5, 0], []])] == [True]
+        await engine.load(KEYS[:1], [[1], []], first_block_indices=[1, 0])
+        half = len(payload) // 2
+        assert read_payloads(memory.describe(0, [1], first_block_index=1)) == [payload[half:]]
+
+
+async def test_bounds_and_deadlines_reach_the_engine(memory: BlockMemory) -> None:
+    async with connect(
+        "host://?capacity=64KiB",
+        memory.caches,
+        namespace=Namespace(model="model"),
+        max_bytes_in_flight=1,
+        timeout_s=0.0,
+    ) as engine:
+        outcomes = await engine.store(KEYS, [[5, 0, 2], []])
+        assert [outcome.status for outcome in outcomes] == [Status.TIMED_OUT] * 3
+    with pytest.raises(InvalidArgumentError, match="max_bytes"):
+        connect(
+            "host://?capacity=64KiB",
+            memory.caches,
+            namespace=Namespace(model="model"),
+            max_bytes_in_flight=0,
+        )
+
+
+def test_a_backend_that_cannot_hold_one_block_is_refused(memory: BlockMemory) -> None:
+    with pytest.raises(InvalidArgumentError, match="capacity"):
+        connect("host://?capacity=10", memory.caches, namespace=Namespace(model="model"))
+
+
+def test_a_namespace_learns_its_groups_from_the_caches(memory: BlockMemory) -> None:
+    caches = named(memory)
+    complete = complete_namespace(Namespace(model="model", revision="3"), caches, 4)
+    assert (complete.model, complete.revision, complete.blocks_per_chunk) == ("model", "3", 4)
+    assert complete.groups == (
+        GroupIdentity(
+            page_sizes_bytes=(96, 33),
+            layer_names=("layers.0", "layers.1"),
+            layouts=("token dim", "token dim"),
+            spec=repr(caches.group_specs[0]),
+        ),
+        GroupIdentity(
+            page_sizes_bytes=(64,),
+            layer_names=("layers.2",),
+            layouts=("token dim",),
+            spec=repr(caches.group_specs[1]),
+        ),
+    )
+
+
+def test_every_detail_of_the_caches_is_in_the_fingerprint(memory: BlockMemory) -> None:
+    caches = named(memory)
+    refs, more = caches.group_data_refs
+    others = [
+        replace(caches, group_data_refs=[[refs[0], change], more])
+        for change in (
+            replace(refs[1], page_size_bytes=32),
+            replace(refs[1], layout="dim token"),
+            replace(refs[1], layer_names=("layers.9",)),
+        )
+    ]
+    others += [
+        replace(caches, group_data_refs=[refs[::-1], more]),
+        replace(caches, group_data_refs=[refs]),
+        replace(caches, group_specs=caches.group_specs[::-1]),
+    ]
+    namespaces = [
+        complete_namespace(Namespace(model="model"), each, 1) for each in [caches, *others]
+    ]
+    namespaces.append(complete_namespace(Namespace(model="model"), caches, 2))
+    assert len({namespace.fingerprint for namespace in namespaces}) == 1 + len(others) + 1
+
+
+def test_a_namespace_that_says_the_same_as_the_caches_is_accepted(memory: BlockMemory) -> None:
+    caches = named(memory)
+    complete = complete_namespace(Namespace(model="model"), caches, 2)
+    assert complete_namespace(complete, caches, 2) == complete
+
+
+def test_a_namespace_that_contradicts_the_caches_is_refused_by_field(memory: BlockMemory) -> None:
+    complete = complete_namespace(Namespace(model="model"), memory.caches, 1)
+    other = BlockMemory([[96, 34], [64]], num_blocks=8)
+    with pytest.raises(NamespaceMismatchError) as caught:
+        connect("host://?capacity=64KiB", other.caches, namespace=complete)
+    assert caught.value.field == "groups[0].page_sizes_bytes[1]"
+    assert (caught.value.ours, caught.value.theirs) == (33, 34)
+    with pytest.raises(NamespaceMismatchError) as caught:
+        connect("host://?capacity=64KiB", memory.caches, namespace=complete, blocks_per_chunk=3)
+    assert (caught.value.field, caught.value.ours, caught.value.theirs) == (
+        "blocks_per_chunk",
+        1,
+        3,
+    )
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package of someone else that brings the backend `dict`."""
+    metadata = tmp_path / "third_party-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[kvxfer.backends]\ndict = kvxfer.testing:DictBackend\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("installed")
+async def test_a_backend_of_a_third_party_is_found_by_its_entry_point(memory: BlockMemory) -> None:
+    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in KEYS]
+    async with connect(
+        "dict://?max_blocks=2", memory.caches, namespace=Namespace(model="model")
+    ) as engine:
+        assert isinstance(engine.backend, DictBackend)
+        pages = [group.page_sizes_bytes for group in engine.backend.namespace.groups]
+        assert pages == [(96, 33), (64,)]
+        write_payloads(memory.describe(0, [5, 0, 2]), payloads)
+        await engine.store(KEYS, [[5, 0, 2], []])
+        assert sum(await engine.lookup(KEYS)) == 2
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_unknown_backend_is_told_of_every_one_that_is_installed() -> None:
+    with pytest.raises(InvalidArgumentError, match="one of: dict, host"):
+        parse_backend("nowhere://")
+
+
+def test_a_backend_is_gone_with_its_package() -> None:
+    with pytest.raises(InvalidArgumentError, match="'dict'"):
+        parse_backend("dict://")
