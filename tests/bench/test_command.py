@@ -1,0 +1,123 @@
+"""`kvxfer bench`: what it prints and what it returns."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from kvxfer.bench.command import BENCHES, format_table, main
+from kvxfer.bench.report import Row
+
+KEYS = ["case", "value", "unit", "baseline", "ratio", "spread", "goal"]
+GOOD = Row(case="good", value=1.5, unit="s", baseline=3.0, ratio=2.0, spread=0.125, goal=">= 0.9")
+BAD = Row(case="bad", value=4.0, unit="s", baseline=2.0, ratio=0.5, spread=0.0, goal=">= 0.9")
+FREE = Row(case="free", value=1234567.0, unit="us", baseline=1.0, ratio=0.01, spread=0.0)
+
+
+class PretendedBench(ModuleType):
+    """A benchmark that has been run already."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__("kvxfer.bench.copy")
+        self.rows = rows
+        self.was_quick: list[bool] = []
+
+    def run(self, *, quick: bool) -> list[Row]:
+        self.was_quick.append(quick)
+        return self.rows
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> PretendedBench:
+    module = PretendedBench([GOOD, BAD, FREE])
+    monkeypatch.setitem(sys.modules, "kvxfer.bench.copy", module)
+    return module
+
+
+def test_json_is_a_list_of_objects_with_exactly_the_agreed_keys(
+    bench: PretendedBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["copy", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [list(each) for each in rows] == [KEYS] * 3
+    assert list(rows[0].values()) == ["good", 1.5, "s", 3.0, 2.0, 0.125, ">= 0.9"]
+    assert rows[2]["goal"] == ""
+
+
+def test_a_table_has_a_line_per_row_and_a_cell_per_key(
+    bench: PretendedBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["copy"])
+    assert capsys.readouterr().out.splitlines() == [
+        "| case | value | unit | baseline | ratio | spread | goal |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| good | 1.5 | s | 3 | 2 | 0.125 | >= 0.9 |",
+        "| bad | 4 | s | 2 | 0.5 | 0 | >= 0.9 |",
+        "| free | 1.235e+06 | us | 1 | 0.01 | 0 |  |",
+    ]
+
+
+def test_a_table_without_rows_has_its_head() -> None:
+    assert len(format_table([]).splitlines()) == 2
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_missed_goal_fails_only_a_check_and_is_named_on_stderr(
+    bench: PretendedBench, capsys: pytest.CaptureFixture[str], form: list[str]
+) -> None:
+    for arguments, status in ((["copy"], 0), (["copy", "--check"], 1)):
+        assert main([*arguments, *form]) == status
+        printed = capsys.readouterr()
+        assert printed.err == "missed: bad: ratio 0.500, goal >= 0.9\n"
+        assert "missed" not in printed.out
+
+
+def test_a_check_that_misses_nothing_succeeds(
+    bench: PretendedBench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.rows = [GOOD, FREE]
+    assert main(["copy", "--check"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_benchmark_is_told_whether_to_be_quick(bench: PretendedBench) -> None:
+    main(["copy"])
+    main(["copy", "--quick"])
+    assert bench.was_quick == [False, True]
+
+
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["copy", "--slow"]])
+def test_what_is_not_a_benchmark_ends_with_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "kvxfer bench" in capsys.readouterr().err
+
+
+def test_every_benchmark_is_a_module_that_imports_no_engine() -> None:
+    code = (
+        "import importlib, sys\n"
+        f"for name in {BENCHES!r}:\n"
+        "    assert callable(importlib.import_module(f'kvxfer.bench.{name}').run)\n"
+        "assert 'vllm' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(
+    not importlib.util.find_spec("vllm"), reason="vLLM, the baseline, is not installed"
+)
+def test_describe_runs_against_vllm() -> None:
+    code = "import sys; from kvxfer.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "bench", "describe", "--quick", "--json"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    rows = json.loads(printed.splitlines()[-1])
+    assert [list(each) for each in rows] == [KEYS] * len(rows)
+    assert [each["goal"] for each in rows] == [">= 1.0", ">= 1.0", "<= 1.25"]
+    assert all(each[key] > 0 for each in rows for key in ("value", "baseline", "ratio"))
