@@ -204,4 +204,4 @@ def _rows(
 def _memory(address: np.uint64, row_bytes: int, num_rows: int) -> Rows:
     """A view of raw memory as rows; rows that nobody indexes are never touched."""
     buffer = (ctypes.c_char * (row_bytes * num_rows)).from_address(int(address))
-    return np.ndarray(num_rows, np.dtype((np.void, row_bytes)), buffer)
+    return np.ndarray(num_rows, np.dtype((np.void, row_bytes)), memoryview(buffer))
