@@ -165,6 +165,16 @@ def test_a_removed_key_is_gone_whether_it_was_held_or_not(
     assert len(policy) == 0
 
 
+def test_a_key_used_again_while_it_is_stored_counts_as_one_that_returns() -> None:
+    policy = ARC(2)
+    policy.admit(key(0))
+    policy.touch(key(0))
+    policy.release(key(0))
+    policy.admit(key(1))
+    policy.release(key(1))
+    assert policy.replace(key(2)) == key(1)
+
+
 @given(st.lists(st.integers(0, 40).map(key), max_size=300))
 def test_arc_remembers_a_bounded_number_of_ghosts(requests: list[BlockKey]) -> None:
     policy = ARC(NUM_SLOTS)

@@ -397,6 +397,13 @@ class LRUMachine(BlockIndexMachine):
 class ARCMachine(BlockIndexMachine):
     policy_type = ARC
 
+    @invariant()
+    def the_policy_knows_the_same_blocks_each_once(self) -> None:
+        policy = self.index._policy
+        assert isinstance(policy, ARC)
+        known = [*policy._recent, *policy._frequent, *policy._held_recent, *policy._held_frequent]
+        assert sorted(known) == sorted(self.index.keys())
+
 
 TestLRUMachine = LRUMachine.TestCase
 TestLRUMachine.settings = settings(max_examples=100, stateful_step_count=40)
