@@ -1,0 +1,205 @@
+"""BlockIndex: all of its rules, in any order, against a slow obvious model."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvxfer.errors import BlockStateError
+from kvxfer.storage.eviction import ARC, LRU, EvictionPolicy
+from kvxfer.storage.index import BlockIndex, BlockState
+from kvxfer.storage.keys import BlockKey, make_block_key
+
+NUM_SLOTS = 4
+
+
+def key(number: int) -> BlockKey:
+    return make_block_key(number.to_bytes(8, "big"), 0)
+
+
+class Block:
+    """One block of the model: whether it is being stored, and a pin count."""
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.storing = True
+        self.num_pins = 0
+
+
+class BlockIndexMachine(RuleBasedStateMachine):
+    """Drives an index and a model that counts everything anew after every step."""
+
+    policy_type: Callable[[int], EvictionPolicy]
+    keys = st.lists(st.integers(0, 7).map(key), max_size=6)
+    distinct_keys = st.lists(st.integers(0, 7).map(key), max_size=6, unique=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex(NUM_SLOTS, self.policy_type(NUM_SLOTS))
+        self.blocks: dict[BlockKey, Block] = {}
+        self.corrupt: dict[BlockKey, list[int]] = {}
+        self.pins: Counter[BlockKey] = Counter()
+        self.generation = 0
+
+    def readable(self) -> set[BlockKey]:
+        return {k for k, b in self.blocks.items() if not b.storing}
+
+    def idle(self) -> set[BlockKey]:
+        return {k for k, b in self.blocks.items() if not b.storing and not b.num_pins}
+
+    @rule(keys=distinct_keys)
+    def begin_store(self, keys: list[BlockKey]) -> None:
+        evictable = self.idle() - set(keys)
+        absent = [k for k in keys if k not in self.blocks]
+        num_free = NUM_SLOTS - len(self.blocks) - sum(map(len, self.corrupt.values()))
+        num_fitting = min(len(absent), num_free + len(evictable))
+        plan = self.index.begin_store(keys)
+        assert plan.present == [k for k in keys if k in self.blocks]
+        assert plan.keys == absent[:num_fitting]
+        assert plan.refused == absent[num_fitting:]
+        assert len(plan.evicted) == len(set(plan.evicted)) == max(0, num_fitting - num_free)
+        assert set(plan.evicted) <= evictable
+        for victim in plan.evicted:
+            del self.blocks[victim]
+        self.blocks |= {k: Block(s) for k, s in zip(plan.keys, plan.slots, strict=True)}
+
+    @precondition(lambda self: any(b.storing for b in self.blocks.values()))
+    @rule(data=st.data(), stored=st.booleans())
+    def finish_store(self, data: st.DataObject, *, stored: bool) -> None:
+        storing = sorted(k for k, b in self.blocks.items() if b.storing)
+        keys = data.draw(st.lists(st.sampled_from(storing), unique=True))
+        self.index.finish_store(keys, stored=stored)
+        for k in keys:
+            self.blocks[k].storing = False
+            if not stored:
+                del self.blocks[k]
+
+    @rule(keys=keys)
+    def pin_any(self, keys: list[BlockKey]) -> None:
+        self.pin(keys)
+
+    @precondition(lambda self: self.readable())
+    @rule(data=st.data())
+    def pin_readable(self, data: st.DataObject) -> None:
+        readable = st.sampled_from(sorted(self.readable()))
+        self.pin(data.draw(st.lists(readable, min_size=1, max_size=3)))
+
+    def pin(self, keys: list[BlockKey]) -> None:
+        if any(k not in self.blocks or self.blocks[k].storing for k in keys):
+            with pytest.raises(BlockStateError):
+                self.index.pin(keys)
+            return
+        assert self.index.pin(keys) == [self.blocks[k].slot for k in keys]
+        self.pins.update(keys)
+        for k in keys:
+            self.blocks[k].num_pins += 1
+
+    @rule(keys=keys)
+    def unpin_any(self, keys: list[BlockKey]) -> None:
+        self.unpin(keys)
+
+    @precondition(lambda self: self.pins.total())
+    @rule(data=st.data())
+    def unpin_pinned(self, data: st.DataObject) -> None:
+        pinned = sorted(self.pins.elements())
+        self.unpin(data.draw(st.permutations(pinned))[: data.draw(st.integers(1, 4))])
+
+    def unpin(self, keys: list[BlockKey]) -> None:
+        if not Counter(keys) <= self.pins:
+            with pytest.raises(BlockStateError):
+                self.index.unpin(keys)
+            return
+        self.index.unpin(keys)
+        self.pins -= Counter(keys)
+        for k in set(keys):
+            if not self.pins[k]:
+                self.corrupt.pop(k, None)
+            if k in self.blocks and (k not in self.corrupt):
+                self.blocks[k].num_pins = min(self.blocks[k].num_pins, self.pins[k])
+
+    @rule(keys=keys)
+    def touch(self, keys: list[BlockKey]) -> None:
+        self.index.touch(keys)
+
+    @rule(keys=keys)
+    def remove(self, keys: list[BlockKey]) -> None:
+        gone = [k for k in dict.fromkeys(keys) if k in self.idle()]
+        assert self.index.remove(keys) == gone
+        for k in gone:
+            del self.blocks[k]
+
+    @rule(number=st.integers(0, 7))
+    def quarantine_any(self, number: int) -> None:
+        self.quarantine(key(number))
+
+    @precondition(lambda self: self.readable())
+    @rule(data=st.data())
+    def quarantine_readable(self, data: st.DataObject) -> None:
+        self.quarantine(data.draw(st.sampled_from(sorted(self.readable()))))
+
+    def quarantine(self, wanted: BlockKey) -> None:
+        self.index.quarantine(wanted)
+        block = self.blocks.get(wanted)
+        if block is not None and not block.storing:
+            del self.blocks[wanted]
+            if block.num_pins:
+                self.corrupt.setdefault(wanted, []).append(block.slot)
+
+    @rule(often=st.integers(0, 19))
+    def clear(self, often: int) -> None:
+        assume(often == 0)  # rarely, or the index would never fill
+        self.index.clear()
+        self.blocks.clear()
+        self.corrupt.clear()
+        self.pins.clear()
+        self.generation += 1
+
+    @invariant()
+    def slots_are_unique_and_counts_add_up(self) -> None:
+        slots = [b.slot for b in self.blocks.values()]
+        slots += [slot for corrupt in self.corrupt.values() for slot in corrupt]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(NUM_SLOTS))
+        assert self.index.num_slots == NUM_SLOTS
+        assert self.index.num_free_slots == NUM_SLOTS - len(slots)
+        assert self.index.num_evictable == len(self.idle())
+        assert len(self.index) == len(self.blocks)
+        assert self.index.generation == self.generation
+
+    @invariant()
+    def every_block_is_where_and_what_the_model_says(self) -> None:
+        assert set(self.index.keys()) == set(self.blocks)
+        for number in range(8):
+            block = self.blocks.get(key(number))
+            assert (key(number) in self.index) == (block is not None)
+            if block is None:
+                assert self.index.state(key(number)) is None
+                continue
+            assert self.index.slot_of(key(number)) == block.slot
+            loading = BlockState.LOADING if block.num_pins else BlockState.READY
+            expected = BlockState.STORING if block.storing else loading
+            assert self.index.state(key(number)) is expected
+
+
+class LRUMachine(BlockIndexMachine):
+    policy_type = LRU
+
+
+class ARCMachine(BlockIndexMachine):
+    policy_type = ARC
+
+    @invariant()
+    def the_policy_knows_the_same_blocks_each_once(self) -> None:
+        policy = self.index._policy
+        assert isinstance(policy, ARC)
+        known = [*policy._recent, *policy._frequent, *policy._held_recent, *policy._held_frequent]
+        assert sorted(known) == sorted(self.index.keys())
+
+
+TestLRUMachine = LRUMachine.TestCase
+TestLRUMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestARCMachine = ARCMachine.TestCase
+TestARCMachine.settings = settings(max_examples=100, stateful_step_count=40)
