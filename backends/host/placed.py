@@ -29,7 +29,8 @@ class PlacedBackend(Backend):
 
     In an engine of several processes the scheduler keeps the index and decides what goes where;
     the workers only move bytes. Whoever decides must keep a slot from being reused while a
-    worker reads or writes it.
+    worker reads or writes it, and verify it before it is read: here only its tag is looked at,
+    so that no byte is hashed twice.
 
     Args:
         pool: The pool, mapped by this process; closed with the backend.
@@ -58,7 +59,9 @@ class PlacedBackend(Backend):
         """Read each block from the slot in its key, if that is what the slot holds."""
         self._check(keys, blocks)
         slots, names = zip(*map(_split, keys), strict=True)
-        return await self._threads.run(self._pool.read, slots, names, blocks, part=self._part)
+        return await self._threads.run(
+            self._pool.read, slots, names, blocks, part=self._part, verified=True
+        )
 
     async def delete(self, keys: Sequence[BlockKey]) -> int:
         """Delete nothing: slots belong to whoever keeps the index."""

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+PAUSE_S = 0.01
+
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One measured case beside its baseline.
@@ -69,11 +71,13 @@ def compare(
 def time_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:
     """Seconds of each call in each round; one round is not counted.
 
-    The calls take turns, so that what disturbs the machine disturbs them alike.
+    The calls take turns, so that what disturbs the machine disturbs them alike, after a pause,
+    since OpenMP's threads go on spinning for a while after a call and would hinder the next.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for nth in range(rounds + 1):
         for call, times in zip(calls, seconds, strict=True):
+            time.sleep(PAUSE_S)
             began = time.perf_counter()
             call()
             ended = time.perf_counter()

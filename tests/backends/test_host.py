@@ -65,9 +65,9 @@ class BoundedHostStateMachine(BackendStateMachine):
 
 TestHostStateMachine = HostStateMachine.TestCase
 TestBoundedHostStateMachine = BoundedHostStateMachine.TestCase
-for test_case in (TestHostStateMachine, TestBoundedHostStateMachine):
+for machine in (TestHostStateMachine, TestBoundedHostStateMachine):
     # Every example opens a backend, with its threads and its shared memory.
-    test_case.settings = settings(max_examples=40, stateful_step_count=30)
+    machine.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 async def store_one(memory: BlockMemory, backend: HostBackend) -> tuple[BlockKey, bytes]:

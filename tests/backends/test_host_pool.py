@@ -148,3 +148,14 @@ async def test_placed_keys_carry_their_slot_and_are_checked_like_any_other(
         assert await backend.delete(placed) == 0
     with pytest.raises(ClosedError):
         await backend.lookup(placed)
+
+
+def test_what_was_verified_before_is_read_without_hashing_it_again(
+    pool: HostPool, memory: BlockMemory
+) -> None:
+    write(pool, memory, part=0)
+    pool.slot_bytes(3)[0, 0] ^= 1
+    (outcome,) = pool.read([3], [KEY], memory.describe(0, [5, 6]), verified=True)
+    assert outcome.done
+    (outcome,) = pool.read([3], [OTHER], memory.describe(0, [5, 6]), verified=True)
+    assert outcome.status is Status.MISSING

@@ -23,6 +23,10 @@ from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
+MAX_YIELD_S = 0.002
+"""What `get_finished` waits for a load at most. vLLM polls in a tight loop; a thread that never
+gives up the interpreter lock would keep the copy from being started."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,6 +65,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._vllm_ids: dict[JobId, int] = {}
         self._ours: dict[int, JobId] = {}
+        self._loads: set[JobId] = set()
         self._results: list[TransferResult] = []
 
     def submit_store(
@@ -86,15 +91,20 @@ class KVXferOffloadingWorker(OffloadingWorker):
         if not keys:
             self._results.append(TransferResult(job_id=job_id, success=True))
             return True
-        self._track(job_id, self._engine.submit_load(keys, block_ids, first_block_indices=firsts))
+        ours = self._engine.submit_load(keys, block_ids, first_block_indices=firsts)
+        self._track(job_id, ours)
+        self._loads.add(ours)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Take the jobs that ended since the last call."""
+        if self._loads:
+            self._engine.wait(self._loads, timeout_s=MAX_YIELD_S)
         results, self._results = self._results, []
         for job in self._engine.get_finished():
             job_id = self._vllm_ids.pop(job.job_id)
             del self._ours[job_id]
+            self._loads.discard(job.job_id)
             if not job.done:
                 failed = [outcome for outcome in job.outcomes if not outcome.done]
                 name = job.direction.name.lower()
