@@ -72,6 +72,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         logprobs: Log-probability of each output token.
         cached_tokens: Prompt tokens that were not computed, from the device cache or elsewhere.
         first_token_s: Seconds from adding the request to its first token; 0 without a token.
+        last_token_s: Seconds from adding the request to its last token; 0 without a token.
         aborted: The request was aborted by the caller.
     """
 
@@ -79,6 +80,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     logprobs: list[float]
     cached_tokens: int
     first_token_s: float
+    last_token_s: float
     aborted: bool
 
 
@@ -306,7 +308,7 @@ class _Engine:
         self._num_requests += len(names)
         outputs: dict[str, Any] = {}
         start_s: dict[str, float] = {}
-        first_s: dict[str, float] = {}
+        token_s: dict[str, list[float]] = {name: [] for name in names}
         aborted: set[str] = set()
         for name, prompt in zip(names, command.prompts, strict=True):
             start_s[name] = time.perf_counter()
@@ -324,12 +326,13 @@ class _Engine:
             for output in engine.step():
                 outputs[output.request_id] = output
                 if output.outputs[0].token_ids:
-                    first_s.setdefault(output.request_id, time.perf_counter())
+                    since = time.perf_counter() - start_s[output.request_id]
+                    token_s[output.request_id].append(since)
             num_steps += 1
         return [
             _generation(
                 outputs.get(name),
-                first_token_s=first_s.get(name, start_s[name]) - start_s[name],
+                token_s=token_s[name],
                 aborted=name in aborted,
             )
             for name in names
@@ -352,7 +355,7 @@ class _Engine:
             before = stored
 
 
-def _generation(output: Any, *, first_token_s: float, aborted: bool) -> Generation:
+def _generation(output: Any, *, token_s: Sequence[float], aborted: bool) -> Generation:
     completion = output.outputs[0] if output else None
     token_ids = list(completion.token_ids) if completion else []
     logprobs = (completion.logprobs if completion else None) or []
@@ -360,7 +363,8 @@ def _generation(output: Any, *, first_token_s: float, aborted: bool) -> Generati
         token_ids=token_ids,
         logprobs=[steps[token].logprob for token, steps in zip(token_ids, logprobs, strict=False)],
         cached_tokens=(output.num_cached_tokens or 0) if output else 0,
-        first_token_s=first_token_s,
+        first_token_s=token_s[0] if token_s else 0.0,
+        last_token_s=token_s[-1] if token_s else 0.0,
         aborted=aborted,
     )
 
