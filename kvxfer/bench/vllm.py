@@ -11,7 +11,6 @@ from kvxfer.bench.report import Row, compare
 
 MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
 DEFAULT_MODEL = Path("build/models/smollm2")
-DTYPE = "float32"  # CPUs without bfloat16 arithmetic emulate it, four times slower
 VOCAB_SIZE = 40_000
 
 PROMPT_TOKENS = 19 * 128 + 16  # a last block that is always computed, as in most real prompts
@@ -126,5 +125,5 @@ def _prompts() -> Iterator[_Source]:
 
 def _config(model: Path, *, connector: bool) -> EngineConfig:
     return EngineConfig(
-        model=str(model), dtype=DTYPE, max_num_seqs=8, connector=CONNECTOR if connector else None
+        model=str(model), max_num_seqs=8, connector=CONNECTOR if connector else None
     )
