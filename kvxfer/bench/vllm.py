@@ -16,6 +16,7 @@ VOCAB_SIZE = 40_000
 PROMPT_TOKENS = 19 * 128 + 16  # a last block that is always computed, as in most real prompts
 BATCH_TOKENS = 2 * 128 + 45
 OUTPUT_TOKENS = 16
+NUM_PROMPTS = 4
 
 CONNECTOR = {
     "spec_name": "KVXferOffloadingSpec",
@@ -84,10 +85,9 @@ def _throughput(
     seconds: dict[EngineProcess, list[float]] = {engine: [], plain: []}
     hits = "vllm:external_prefix_cache_hits"
     before = engine.metrics()[hits]
-    num_prompts = 4 if quick else 8
     for nth in range(5 if quick else 9):
         source = next(prompts)
-        batch = [source(BATCH_TOKENS) for _ in range(num_prompts)]
+        batch = [source(BATCH_TOKENS) for _ in range(NUM_PROMPTS)]
         for one in engines:
             taken = one.generate(batch, max_tokens=OUTPUT_TOKENS)
             if nth:
@@ -95,7 +95,7 @@ def _throughput(
         engines.reverse()  # whoever is first finds a colder machine
     if engine.metrics()[hits] != before:
         raise RuntimeError("fresh prompts hit the cache")
-    num_tokens = num_prompts * (BATCH_TOKENS + OUTPUT_TOKENS)
+    num_tokens = NUM_PROMPTS * (BATCH_TOKENS + OUTPUT_TOKENS)
     return compare(
         "throughput without a hit, offloading against not",
         seconds[engine],

@@ -308,10 +308,12 @@ def pair_fragments(
         lengths = np.diff(ends, prepend=np.uint64(0))
         from_ = _addresses_at(source, source_ends, ends - lengths)
         to = _addresses_at(destination, destination_ends, ends - lengths)
-    begins = np.ones(len(from_), bool)
-    begins[1:] = (from_[1:] != from_[:-1] + lengths[:-1]) | (to[1:] != to[:-1] + lengths[:-1])
-    if begins.all():
+    touching = np.flatnonzero(from_[1:] - from_[:-1] == lengths[:-1])
+    touching = touching[to[touching + 1] - to[touching] == lengths[touching]]
+    if not len(touching):
         return from_, to, lengths
+    begins = np.ones(len(from_), bool)
+    begins[touching + 1] = False
     firsts = np.flatnonzero(begins)
     return from_[firsts], to[firsts], np.add.reduceat(lengths, firsts)
 
