@@ -14,8 +14,6 @@ MAX_CALLBACK_S = 1.0  # wall time: below that, a busy machine fails healthy test
 E2E_TIMEOUT_S = 600
 SEED = 20
 
-pytest.register_assert_rewrite("kvxfer.testing")
-
 # Deadlines measure the machine, not the code; a CI run must be repeatable.
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)

@@ -14,8 +14,7 @@ class BackendTests(MovingTests, SeeingTests, ContentionTests, MediumTests):
 
     What to override is in `kvxfer.testing.conformance.suite.BackendSuite`. A new instance is made
     for every test: an autouse fixture may set attributes, such as a temporary folder, that
-    `make_backend` reads. For readable failures put
-    `pytest.register_assert_rewrite("kvxfer.testing")` into `conftest.py`.
+    `make_backend` reads.
 
     Examples:
         class TestMyBackend(BackendTests):
