@@ -241,7 +241,6 @@ def test_what_cannot_be_read_cannot_be_attested() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["hnd strides", "k and v outermost", "latent"])
 def test_caches_on_a_gpu_are_proven(name: str) -> None:
     kv_caches, config = ENGINES[name]()
