@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -22,7 +21,7 @@ from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status, require_batch
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.admission import Admission
-from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, Piece
+from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, Piece, Submission
 from kvxfer.transfer.loop_thread import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -38,9 +37,9 @@ class TransferEngine:
     """Stores and loads batches of blocks, from an event loop or from an engine's step loop.
 
     The asynchronous methods (`lookup`, `store`, `load`) may be awaited on any event loop; the
-    polled ones (`submit_store`, `submit_load`, `get_finished`, `wait`, `cancel`) need none. All
-    work runs on one loop: that of the first call, or a private one on its own thread when the
-    first call is a polled one.
+    polled ones (`submit_store`, `submit_load`, `submit_call`, `get_finished`, `wait`, `cancel`,
+    `may_touch`) need none. All work runs on one loop: that of the first call, or a private one on
+    its own thread when the first call is a polled one.
 
     Loads go before stores, the bytes in flight are bounded, and a deadline includes the time a
     batch waits for its turn. A batch is cut into pieces, so that a large store does not hold up
@@ -80,8 +79,9 @@ class TransferEngine:
         self._start_lock = threading.Lock()
         self._home: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
-        self._lingering: set[asyncio.Task[None]] = set()
-        self._submitted: dict[JobId, _Submission] = {}
+        self._lingering: dict[asyncio.Task[None], JobId] = {}
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._submitted: dict[JobId, Submission] = {}
         self._finished: deque[FinishedJob] = deque()
         self._closed = False
 
@@ -171,6 +171,20 @@ class TransferEngine:
             self._job(Direction.LOAD, keys, block_ids, first_block_indices, timeout_s)
         )
 
+    def submit_call(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin any other call, such as `backend.lookup(keys)`, and return at once.
+
+        Returns:
+            What the call will return or raise. Closing the engine cancels it.
+
+        Raises:
+            ClosedError: The engine was closed.
+        """
+        if self._closed:
+            call.close()
+            raise ClosedError("transfer engine")
+        return asyncio.run_coroutine_threadsafe(self._run_call(call), self._start_polling())
+
     def get_finished(self) -> list[FinishedJob]:
         """Take the jobs that ended since the last call, each exactly once; never blocks."""
         finished = []
@@ -200,6 +214,10 @@ class TransferEngine:
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
             self._start_polling().call_soon_threadsafe(submission.cancel)
+
+    def may_touch(self, job_id: JobId) -> bool:
+        """Whether a transfer of a job that ended may still touch the caches; never blocks."""
+        return job_id in list(self._lingering.values())
 
     async def drain(self) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included."""
@@ -278,17 +296,17 @@ class TransferEngine:
         return Descriptors.concatenate(described)
 
     def _submit(self, job: Job) -> JobId:
-        submission = self._submitted[job.job_id] = _Submission(job)
+        submission = self._submitted[job.job_id] = Submission(job)
         self._start_polling().call_soon_threadsafe(self._start, submission)
         return job.job_id
 
-    def _start(self, submission: "_Submission") -> None:
+    def _start(self, submission: Submission) -> None:
         task = submission.task = asyncio.create_task(self._transfer(submission.job))
         task.add_done_callback(lambda _: self._end(submission))
         if submission.cancelled:
             task.cancel()
 
-    def _end(self, submission: "_Submission") -> None:
+    def _end(self, submission: Submission) -> None:
         submission.job.end(Status.CANCELLED, "cancelled before it began")
         self._finished.append(submission.job.finished())
         submission.ended.set_result(None)
@@ -296,9 +314,9 @@ class TransferEngine:
     async def _transfer(self, job: Job) -> list[Outcome]:
         """Hand every piece to the backend, until they end, the deadline or a cancellation."""
         tasks = [asyncio.create_task(self._move(job, piece)) for piece in job.cut(self._max_piece)]
-        self._lingering.update(tasks)
         for task in tasks:
-            task.add_done_callback(self._lingering.discard)
+            self._lingering[task] = job.job_id
+            task.add_done_callback(self._lingering.pop)
         status, reason = Status.TIMED_OUT, "deadline passed"
         try:
             left = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
@@ -336,6 +354,12 @@ class TransferEngine:
             return [Outcome(Status.FAILED, reason=reason)] * len(keys)
         return outcomes
 
+    async def _run_call(self, call: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return await task
+
     async def _drain(self) -> None:
         while self._lingering:
             await asyncio.wait(self._lingering)
@@ -343,7 +367,11 @@ class TransferEngine:
     async def _shut_down(self) -> None:
         for submission in list(self._submitted.values()):
             submission.cancel()
+        for call in self._calls:
+            call.cancel()
         await self._drain()
+        if self._calls:
+            await asyncio.wait(self._calls)
         await self.backend.aclose()
 
     async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
@@ -366,19 +394,3 @@ class TransferEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("transfer engine")
-
-
-@dataclass(slots=True, eq=False)
-class _Submission:
-    """A job of the polled interface."""
-
-    job: Job
-    ended: Future[None] = field(default_factory=Future)
-    task: asyncio.Task[list[Outcome]] | None = None
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        """End the job; to be called on the engine's event loop."""
-        self.cancelled = True
-        if self.task is not None:
-            self.task.cancel()

@@ -458,3 +458,33 @@ def test_the_engine_keeps_the_caches_alive(memory: BlockMemory) -> None:
     engine.wait([engine.submit_load(keys_of(1), [[7]])])
     assert torch.equal(tensor[7, : PAGE_BYTES - 24], expected[: PAGE_BYTES - 24])
     engine.close()
+
+
+async def test_a_submitted_call_gives_what_the_backend_gives(memory: BlockMemory) -> None:
+    async with TransferEngine(memory.caches, make_backend(memory)) as engine:
+        engine.wait([engine.submit_store(keys_of(1), [[1]])])
+        call = engine.submit_call(engine.backend.lookup(keys_of(2)))
+        assert await asyncio.wrap_future(call) == [True, False]
+
+
+async def test_closing_cancels_a_call_that_hangs_and_takes_no_more(memory: BlockMemory) -> None:
+    engine = TransferEngine(memory.caches, make_backend(memory))
+    hanging = engine.submit_call(asyncio.Event().wait())
+    await engine.aclose()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wrap_future(hanging)
+    with pytest.raises(ClosedError):
+        engine.submit_call(engine.backend.lookup(keys_of(1)))
+
+
+async def test_a_job_that_ended_touches_memory_until_its_backend_lets_go(
+    memory: BlockMemory,
+) -> None:
+    faulty = FaultyBackend(make_backend(memory), seed=1, rates=FaultRates(stuck=1.0))
+    async with TransferEngine(memory.caches, faulty) as engine:
+        job = engine.submit_store(keys_of(1), [[1]], timeout_s=0.01)
+        (finished,) = (await collect(engine, 1)).values()
+        assert not finished.outcomes[0].memory_safe
+        assert engine.may_touch(job)
+        faulty.release()
+        await until(lambda: not engine.may_touch(job))
