@@ -37,6 +37,14 @@ class EvictionPolicy(ABC):
         """
 
     @abstractmethod
+    def evict(self) -> BlockKey:
+        """Make room without saying for whom: a candidate is resident no more, and returned.
+
+        Must only be called while there is a candidate. For stores that count bytes, where a key
+        may need the room of several others, or of none.
+        """
+
+    @abstractmethod
     def release(self, key: BlockKey) -> None:
         """Make a held key a candidate, the most recently used one."""
 
@@ -73,6 +81,10 @@ class LRU(EvictionPolicy):
         """See `EvictionPolicy`."""
 
     def replace(self, key: BlockKey) -> BlockKey:  # noqa: ARG002 - LRU does not look at it
+        """See `EvictionPolicy`."""
+        return self.evict()
+
+    def evict(self) -> BlockKey:
         """See `EvictionPolicy`."""
         victim, _ = self._candidates.popitem(last=False)
         return victim
@@ -135,17 +147,14 @@ class ARC(EvictionPolicy):
     def replace(self, key: BlockKey) -> BlockKey:
         """See `EvictionPolicy`."""
         self._adapt(key)
-        num_recent = len(self._recent) + len(self._held_recent)
-        too_many_recent = num_recent > self._recent_target or (
-            num_recent == self._recent_target and key in self._frequent_ghosts
-        )
-        if self._recent and (too_many_recent or not self._frequent):
-            victim, _ = self._recent.popitem(last=False)
-            self._recent_ghosts[victim] = None
-        else:
-            victim, _ = self._frequent.popitem(last=False)
-            self._frequent_ghosts[victim] = None
+        victim = self._choose(favour_frequent=key in self._frequent_ghosts)
         self._arrive(key)
+        return victim
+
+    def evict(self) -> BlockKey:
+        """See `EvictionPolicy`."""
+        victim = self._choose(favour_frequent=False)
+        self._forget_old_ghosts()
         return victim
 
     def release(self, key: BlockKey) -> None:
@@ -195,6 +204,20 @@ class ARC(EvictionPolicy):
 
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
+
+    def _choose(self, *, favour_frequent: bool) -> BlockKey:
+        """Turn a candidate into a ghost; REPLACE in the paper."""
+        num_recent = len(self._recent) + len(self._held_recent)
+        too_many_recent = num_recent > self._recent_target or (
+            num_recent == self._recent_target and favour_frequent
+        )
+        if self._recent and (too_many_recent or not self._frequent):
+            victim, _ = self._recent.popitem(last=False)
+            self._recent_ghosts[victim] = None
+        else:
+            victim, _ = self._frequent.popitem(last=False)
+            self._frequent_ghosts[victim] = None
+        return victim
 
     def _adapt(self, key: BlockKey) -> None:
         """Move the target towards the kind of key whose eviction `key` shows to be a mistake."""

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
 
+import aiofiles.os
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -31,8 +33,8 @@ class Threads:
             asyncio.CancelledError: The caller was cancelled; `func` has ended all the same, or
                 never began.
         """
-        loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, lambda: func(*args, **kwargs))
+        call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
+        future = asyncio.ensure_future(call)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         try:

@@ -1,0 +1,375 @@
+"""Blocks in files: verified, bounded, shared between processes."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvxfer.backends.file.block_files import BlockFiles, failure
+from kvxfer.backends.file.breaker import CircuitBreaker
+from kvxfer.backends.file.config import FileConfig
+from kvxfer.backends.file.digest import Digester, read_secret
+from kvxfer.backends.file.direct import probe_direct
+from kvxfer.backends.file.file_io import FileIO, PosixFileIO
+from kvxfer.backends.file.folder import FOLDER_MODE, BlockFolder, file_name
+from kvxfer.backends.file.header import HEADER_BYTES
+from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.reader import BlockReader
+from kvxfer.backends.file.space import Space, size_on_disk
+from kvxfer.backends.file.tree import BlockTree
+from kvxfer.backends.file.writer import BUSY, BlockWriter
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
+from kvxfer.storage.eviction import POLICIES
+from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.threads import Threads
+
+NAMESPACE_FILE = "namespace.json"
+SHARE_BYTES = 1 << 20
+"""What a thread is given at least: smaller batches are not worth a second one."""
+
+STALLED_S = 30.0
+"""A write that takes longer than this counts as a failure before it ends."""
+
+BUSY_ATTEMPTS = 50
+BUSY_PAUSE_S = 0.02
+
+logger = logging.getLogger(__name__)
+
+_PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
+_NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
+
+
+class FileBackend(Backend):
+    """Keeps blocks in files below a folder, and evicts when they take too much room.
+
+    What the disk says counts: a lookup looks there, so that a block that another process stored
+    is found and one that was evicted is a miss.
+
+    Args:
+        config: See `FileConfig`.
+        namespace: Says how large a block is; has a folder of its own below the root.
+
+    Raises:
+        InvalidArgumentError: The namespace has no groups, not one block fits, or a parameter
+            cannot be.
+        BackendUnavailableError: The root cannot be created or written to.
+    """
+
+    config_type = FileConfig
+
+    def __init__(self, config: FileConfig, namespace: Namespace) -> None:
+        largest = _require_room(config, namespace)
+        digester = Digester(config.integrity, read_secret(config.secret_file))
+        self._root = Path(config.path)
+        try:
+            self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            alignment = probe_direct(self._root) if config.direct == "auto" else 0
+            self._folder = BlockFolder(self._root, namespace.fingerprint)
+            self._folder.write_text(NAMESPACE_FILE, _readable(namespace))
+            self._ledger = Ledger(self._root)
+        except OSError as exc:
+            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+        self._tree = BlockTree(self._root)
+        self._files = BlockFiles(
+            self._folder,
+            namespace,
+            digester,
+            file_io=_open_engine(config),
+            copy_engine=CPUCopyEngine(),
+            alignment=alignment,
+        )
+        self._reader = BlockReader(self._files)
+        self._writer = BlockWriter(self._files, config.durability)
+        self._space = Space(
+            self._tree,
+            self._folder,
+            self._ledger,
+            POLICIES[config.eviction](max(1, config.capacity // largest)),
+            capacity_bytes=config.capacity,
+            min_free_bytes=config.min_free,
+        )
+        self._breaker = CircuitBreaker(f"storing to {self._root}")
+        self._readers = Threads("kvxfer-file-read", config.read_threads)
+        self._writers = Threads("kvxfer-file-write", config.write_threads)
+        self._lookups = Threads("kvxfer-file-lookup", 1)
+        self._num_readers, self._num_writers = config.read_threads, config.write_threads
+        self._stores: dict[BlockKey, asyncio.Event] = {}
+        self._writing_since: list[float] = []
+        self._num_corrupt = 0
+        self._closed = False
+        scanner = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-file-scan")
+        self._scan = scanner.submit(self._look_around)
+        scanner.shutdown(wait=False)
+
+    @property
+    def num_corrupt(self) -> int:
+        """Blocks found corrupt since the backend was opened."""
+        return self._num_corrupt
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`; asks the file system."""
+        self._check(keys)
+        sizes = await self._lookups.run(self._folder.sizes, keys)
+        return [size is not None for size in sizes]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
+        self._check(keys, blocks)
+        ours = [index for index, key in enumerate(keys) if key not in self._stores]
+        theirs = {key: self._stores[key] for key in keys if key in self._stores}
+        outcomes: dict[BlockKey, Outcome] = {}
+        if ours:
+            chosen = [keys[index] for index in ours]
+            finished = asyncio.Event()
+            self._stores |= dict.fromkeys(chosen, finished)
+            try:
+                stored = await self._store(chosen, blocks.take(ours) if theirs else blocks)
+            finally:
+                for key in chosen:
+                    del self._stores[key]
+                finished.set()
+            outcomes |= zip(chosen, stored, strict=True)
+        for key, store in theirs.items():  # another call is storing it: share its fate
+            await store.wait()
+            failed = Outcome(Status.FAILED, reason="the call that was storing the block failed")
+            (there,) = await self.lookup([key])
+            outcomes[key] = DONE if there else failed
+        return [outcomes[key] for key in keys]
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`. Memory of blocks that are neither done nor corrupt is not written."""
+        self._check(keys, blocks)
+        async with asyncio.TaskGroup() as tasks:
+            shares = [
+                tasks.create_task(
+                    self._readers.run(
+                        self._read_share, keys[start:stop], blocks.select(start, stop)
+                    )
+                )
+                for start, stop in _shares(blocks, self._num_readers)
+            ]
+        outcomes = [outcome for share in shares for outcome in share.result()]
+        self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> int:
+        """See `Backend.delete`."""
+        self._check(keys)
+        return await self._writers.run(self._space.remove, keys)
+
+    async def purge(self) -> int:
+        """Remove every block of this namespace, of whoever stored it; return how many."""
+        self._check()
+        return await self._writers.run(self._purge)
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        if not self._closed:
+            self._closed = True
+            for threads in (self._readers, self._writers, self._lookups):
+                await threads.aclose()
+            await asyncio.wrap_future(self._scan)
+            self._files.close()
+            self._ledger.close()
+
+    async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        if not self._may_write():
+            return [DONE if there else _PAUSED for there in await self.lookup(keys)]
+        reservation = _Reservation()
+        try:
+            await self._writers.run(self._reserve, reservation, keys, blocks)
+        except asyncio.CancelledError:
+            self._breaker.abandon()
+            await self._writers.run(self._give_back, reservation)
+            raise
+        except OSError as exc:
+            self._breaker.record(str(exc))
+            return [failure(exc)] * len(keys)
+        outcomes = [DONE] * len(keys)
+        for index in reservation.refused:
+            outcomes[index] = _NO_ROOM
+        if reservation.accepted:
+            written = await self._write(
+                [keys[index] for index in reservation.accepted], blocks.take(reservation.accepted)
+            )
+            for index, outcome in zip(reservation.accepted, written, strict=True):
+                outcomes[index] = outcome
+        else:
+            self._breaker.abandon()
+        return outcomes
+
+    async def _write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Write files for which there is room; every share settles its own."""
+        began = time.monotonic()
+        self._writing_since.append(began)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                shares = [
+                    tasks.create_task(
+                        self._writers.run(
+                            self._write_share, keys[start:stop], blocks.select(start, stop)
+                        )
+                    )
+                    for start, stop in _shares(blocks, self._num_writers)
+                ]
+        except BaseException:
+            self._breaker.abandon()
+            raise
+        finally:
+            self._writing_since.remove(began)
+        outcomes = [outcome for share in shares for outcome in share.result()]
+        errors = [o.reason for o in outcomes if not o.done and o is not BUSY]
+        self._breaker.record(errors[0] if errors else "")
+        if BUSY in outcomes:
+            await self._await_others(keys, outcomes)
+        return outcomes
+
+    async def _await_others(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> None:
+        """Give other processes a moment to finish the blocks that they are storing."""
+        busy = [index for index, outcome in enumerate(outcomes) if outcome is BUSY]
+        for _ in range(BUSY_ATTEMPTS):
+            there = await self.lookup([keys[index] for index in busy])
+            for index, found in zip(busy, there, strict=True):
+                outcomes[index] = DONE if found else BUSY
+            busy = [index for index in busy if outcomes[index] is BUSY]
+            if not busy:
+                return
+            await asyncio.sleep(BUSY_PAUSE_S)
+
+    def _may_write(self) -> bool:
+        if self._writing_since and time.monotonic() - min(self._writing_since) > STALLED_S:
+            self._breaker.trip(f"a write takes longer than {STALLED_S:g} s")
+        return self._breaker.allows()
+
+    def _reserve(
+        self, reservation: "_Reservation", keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> None:
+        found = self._folder.sizes(keys)
+        absent = [index for index, size in enumerate(found) if size is None]
+        if absent:
+            sizes = (blocks.block_sizes[absent] + HEADER_BYTES).tolist()
+            fitting = self._space.reserve(
+                [keys[index] for index in absent],
+                sizes,
+                spare=[key for key, size in zip(keys, found, strict=True) if size is not None],
+            )
+            reservation.keys = [keys[index] for index in absent[:fitting]]
+            reservation.accepted, reservation.refused = absent[:fitting], absent[fitting:]
+
+    def _give_back(self, reservation: "_Reservation") -> None:
+        self._space.settle(reservation.keys, stored=[False] * len(reservation.keys))
+
+    def _write_share(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        stored = [False] * len(keys)
+        try:
+            outcomes = self._writer.write(keys, blocks)
+            stored = [outcome.done for outcome in outcomes]
+        finally:
+            self._space.settle(keys, stored=stored)
+        return outcomes
+
+    def _read_share(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = self._reader.read(keys, blocks)
+        for key, outcome in zip(keys, outcomes, strict=True):
+            if outcome.status is Status.CORRUPT:
+                self._space.put_away(key)
+        done = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
+        for key in self._space.touch(done):
+            self._folder.note_use(key)
+        return outcomes
+
+    def _purge(self) -> int:
+        ours = self._folder.fingerprint
+        found = [block for block in self._tree.blocks() if block.fingerprint == ours]
+        return self._space.remove([block.key for block in found if not block.quarantined])
+
+    def _look_around(self) -> None:
+        """Collect what dead writers left, and find out what is there."""
+        try:
+            num_removed = self._tree.collect()
+            if num_removed:
+                logger.info("%s: removed %d files of dead writers", self._root, num_removed)
+        except OSError as exc:
+            logger.warning("%s: cannot be looked through: %s", self._root, exc)
+        try:
+            self._space.scan()
+        except OSError as exc:
+            logger.warning("%s: cannot be looked through: %s", self._root, exc)
+
+    def _check(
+        self, keys: Sequence[BlockKey] | None = None, blocks: Descriptors | None = None
+    ) -> None:
+        if self._closed:
+            raise ClosedError("file backend")
+        if keys is None:
+            return
+        require_batch(keys, blocks)
+        for key in keys:
+            file_name(key)
+            if group_of(key) >= self._files.num_groups:
+                raise InvalidArgumentError("key", key, f"a group below {self._files.num_groups}")
+        if blocks is not None:
+            self._require_whole_blocks(keys, blocks)
+
+    def _require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
+        starts, sizes = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
+        for key, start, size in zip(keys, starts, sizes, strict=True):
+            block, chunk = self._files.block_size(key), self._files.chunk_size(key)
+            if not 0 < size <= chunk - start or size % block or start % block:
+                wanted = f"whole blocks of {block} bytes, up to {chunk} in all"
+                raise InvalidArgumentError(f"block of {key!r}", (start, start + size), wanted)
+
+
+@dataclass(slots=True)
+class _Reservation:
+    """What became of a batch when room was made for it: indices, and keys, in order."""
+
+    keys: list[BlockKey] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+
+
+def _shares(blocks: Descriptors, num_threads: int) -> Iterator[tuple[int, int]]:
+    """Cut a batch into runs of blocks of about equal bytes, at most one per thread."""
+    ends = np.cumsum(blocks.block_sizes)
+    num_shares = max(1, min(num_threads, int(ends[-1]) // SHARE_BYTES))
+    limits = int(ends[-1]) * np.arange(1, num_shares + 1) // num_shares
+    stops = np.unique(np.searchsorted(ends, limits) + 1).tolist()
+    yield from pairwise([0, *stops])
+
+
+def _require_room(config: FileConfig, namespace: Namespace) -> int:
+    """Bytes on the disk of the largest chunk, which must fit."""
+    if not namespace.groups:
+        raise InvalidArgumentError("namespace.groups", (), "at least one group")
+    for name in ("read_threads", "write_threads"):
+        if getattr(config, name) < 1:
+            raise InvalidArgumentError(name, getattr(config, name), "at least 1")
+    groups = range(len(namespace.groups))
+    largest = max(size_on_disk(namespace.chunk_size_bytes(g) + HEADER_BYTES) for g in groups)
+    if config.capacity < largest:
+        raise InvalidArgumentError("capacity", config.capacity, f"{largest} bytes or more")
+    return largest
+
+
+def _open_engine(config: FileConfig) -> FileIO:
+    if config.engine == "nixl":
+        # NIXL is heavy to import, and the rest of the library works without it.
+        from kvxfer.backends.file.nixl_io import NixlFileIO
+
+        return NixlFileIO()
+    return PosixFileIO()
+
+
+def _readable(namespace: Namespace) -> str:
+    return msgspec.json.format(msgspec.json.encode(namespace), indent=2).decode() + "\n"

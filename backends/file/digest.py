@@ -1,0 +1,104 @@
+"""How stored bytes are checked: a checksum against accidents, a keyed one against forgery."""
+
+import enum
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+from kvxfer.errors import InvalidArgumentError
+
+SECRET_BYTES = 32
+
+
+class Integrity(enum.Enum):
+    """What is stored with a block and verified before it counts as loaded.
+
+    `OFF`: nothing. `FAST`: XXH3-64, which finds every accident but not a forger. `KEYED`: BLAKE3
+    with a secret key, which finds both.
+    """
+
+    OFF = "off"
+    FAST = "fast"
+    KEYED = "keyed"
+
+
+class Hasher(Protocol):
+    """A checksum in the making, as hashlib has it."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Add bytes."""
+
+    def hexdigest(self) -> str:
+        """Give the checksum of what was added."""
+
+
+class Digester:
+    """Makes checksums of one kind.
+
+    Args:
+        integrity: Which kind.
+        secret: 32 bytes, for `KEYED` only.
+
+    Raises:
+        InvalidArgumentError: `KEYED` without a secret of 32 bytes, a secret without `KEYED`, or
+            the package `blake3` is missing.
+    """
+
+    def __init__(self, integrity: Integrity, secret: bytes | None = None) -> None:
+        keyed = integrity is Integrity.KEYED
+        if keyed != (secret is not None):
+            wanted = "a secret with integrity=keyed, and only then"
+            raise InvalidArgumentError("secret_file", integrity.value, wanted)
+        if secret is not None and len(secret) != SECRET_BYTES:
+            wanted = f"a file of {SECRET_BYTES} bytes, such as head -c 32 /dev/urandom makes"
+            raise InvalidArgumentError("secret_file", f"{len(secret)} bytes", wanted)
+        self.integrity = integrity
+        self._secret = secret
+        if keyed:
+            _import_blake3()
+
+    def checksum(self, data: list[memoryview]) -> str:
+        """Hexadecimal digits over the concatenation of `data`; none when integrity is off."""
+        if self.integrity is Integrity.OFF:
+            return ""
+        hasher = self._hasher()
+        for piece in data:
+            hasher.update(piece)
+        return hasher.hexdigest()
+
+    def seal(self, text: str) -> str:
+        """Checksum of a header; XXH3 also when integrity is off."""
+        hasher = self._hasher()
+        hasher.update(memoryview(text.encode()))
+        return hasher.hexdigest()
+
+    def _hasher(self) -> Hasher:
+        if self._secret is None:
+            return xxhash.xxh3_64()
+        hasher: Hasher = _import_blake3()(key=self._secret)
+        return hasher
+
+
+def read_secret(path: str) -> bytes | None:
+    """Read the secret of `KEYED` from a file; None when no file is named.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read.
+    """
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as exc:
+        raise InvalidArgumentError("secret_file", path, f"a readable file: {exc.strerror}") from exc
+
+
+def _import_blake3() -> type:
+    try:
+        from blake3 import blake3
+    except ImportError as exc:
+        raise InvalidArgumentError(
+            "integrity", "keyed", "the package blake3: pip install 'kvxfer[keyed]'"
+        ) from exc
+    return blake3

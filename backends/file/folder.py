@@ -1,0 +1,283 @@
+"""The folder of one namespace: who may be named in it, and by whom it is written."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvxfer.backends.file.header import MAX_KEY_BYTES
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import BlockKey
+
+SUFFIX = ".safetensors"
+TEMPORARY = ".tmp"
+QUARANTINE = "quarantine"
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+MAX_TEXT_BYTES = 16 << 20
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
+_CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CLAIM_ATTEMPTS = 3
+
+
+class BusyError(OSError):
+    """Report a block that another process is storing."""
+
+
+def file_name(key: BlockKey) -> str:
+    """Name the file of a key: hexadecimal digits, so that no key can leave its folder.
+
+    Raises:
+        InvalidArgumentError: The key is too long for a file name.
+    """
+    if len(key) > MAX_KEY_BYTES:
+        raise InvalidArgumentError("key", key, f"at most {MAX_KEY_BYTES} bytes")
+    return key.hex() + SUFFIX
+
+
+def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
+    """Open a folder, by descriptor where there is a parent; a link is not followed there.
+
+    Raises:
+        OSError: It is not there, or not a folder.
+    """
+    flags = _FOLDER_FLAGS if parent_fd is not None else _FOLDER_FLAGS & ~os.O_NOFOLLOW
+    return os.open(name, flags, dir_fd=parent_fd)
+
+
+class BlockFolder:
+    """The folder of a namespace: `<root>/<fingerprint>/<hh>/<key>.safetensors`.
+
+    Every folder is opened without following links and addressed by descriptor, so that nothing
+    in the tree leads out of it. Descriptors are kept, at most 258. Thread-safe; every method
+    blocks.
+
+    Args:
+        root: Root of the store, which must be there.
+        fingerprint: Of the namespace.
+
+    Raises:
+        OSError: The root cannot be opened.
+    """
+
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        self.root = root
+        self.fingerprint = fingerprint
+        self._lock = threading.Lock()
+        self._stale: list[int] = []
+        self._folders = {"": open_folder(root)}
+
+    def sizes(self, keys: Sequence[BlockKey]) -> list[int | None]:
+        """Bytes of the file of each key, None where there is none; a link is none."""
+        return [self._size(file_name(key)) for key in keys]
+
+    def open_block(self, key: BlockKey, flags: int = 0) -> int:
+        """Open the file of a key for reading.
+
+        Raises:
+            FileNotFoundError: There is none.
+            OSError: It cannot be opened, or it is a link.
+        """
+        name = file_name(key)
+        try:
+            return os.open(name, _READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
+        except FileNotFoundError:
+            if not self._forget_removed():
+                raise
+        return os.open(name, _READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
+
+    def create_block(self, key: BlockKey, flags: int = 0) -> int:
+        """Open a temporary file for a key, claimed by a lock that ends with its descriptor.
+
+        Raises:
+            BusyError: Another process, or thread, is storing the key.
+            OSError: The file cannot be created.
+        """
+        name = file_name(key)
+        temporary = name + TEMPORARY
+        for _ in range(_CLAIM_ATTEMPTS):
+            folder = self._folder(name[:2], create=True)
+            try:
+                fd = os.open(temporary, _CREATE_FLAGS | flags, FILE_MODE, dir_fd=folder)
+            except FileNotFoundError:
+                self._forget_removed()
+            except FileExistsError:
+                remove_if_abandoned(temporary, folder)
+            else:
+                # Between its creation and its lock a file looks abandoned: it may be gone.
+                if _lock(fd) and os.fstat(fd).st_nlink:
+                    return fd
+                os.close(fd)
+        raise BusyError(errno.EBUSY, "another process is storing this block", name)
+
+    def publish(self, key: BlockKey) -> None:
+        """Give the temporary file of a key its name."""
+        name = file_name(key)
+        folder = self._folder(name[:2])
+        os.rename(name + TEMPORARY, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def discard(self, key: BlockKey) -> None:
+        """Remove the temporary file of a key that this process has claimed."""
+        name = file_name(key)
+        with contextlib.suppress(OSError):  # what stays is collected: its lock is gone
+            os.unlink(name + TEMPORARY, dir_fd=self._folder(name[:2]))
+
+    def sync(self, keys: Sequence[BlockKey]) -> None:
+        """Make the names of published files durable, one call per folder."""
+        for name in {file_name(key)[:2] for key in keys}:
+            os.fsync(self._folder(name))
+
+    def remove(self, key: BlockKey) -> bool:
+        """Remove the file of a key; whether it was there."""
+        return self._unlink(file_name(key), file_name(key)[:2])
+
+    def quarantine(self, key: BlockKey, fd: int) -> bool:
+        """Put the open file of a key away, where no lookup finds it.
+
+        Returns:
+            False when another process removed or replaced it since it was opened.
+        """
+        name = file_name(key)
+        try:
+            folder, away = self._folder(name[:2]), self._folder(QUARANTINE, create=True)
+            if not _is_named(name, folder, fd):
+                return False
+            os.rename(name, name, src_dir_fd=folder, dst_dir_fd=away)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def remove_quarantined(self, key: BlockKey) -> bool:
+        """Remove a file that was put away; whether it was there."""
+        return self._unlink(file_name(key), QUARANTINE)
+
+    def note_use(self, key: BlockKey) -> None:
+        """Write the time of now into the file of a key, if it is there."""
+        name = file_name(key)
+        with contextlib.suppress(OSError):  # it only orders the evictions of a later process
+            os.utime(name, dir_fd=self._folder(name[:2]), follow_symlinks=False)
+
+    def read_text(self, name: str) -> str:
+        """Read a small text file of the folder.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        with open(os.open(name, _READ_FLAGS, dir_fd=self._folder(".")), "rb") as file:
+            return file.read(MAX_TEXT_BYTES).decode(errors="replace")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small text file of the folder, whole or not at all."""
+        folder = self._folder(".", create=True)
+        temporary = f"{name}.{os.getpid()}{TEMPORARY}"
+        flags = _CREATE_FLAGS & ~os.O_EXCL | os.O_TRUNC
+        fd = os.open(temporary, flags, FILE_MODE, dir_fd=folder)
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def close(self) -> None:
+        """Close every descriptor; may be called again. No other call may be under way."""
+        with self._lock:
+            for fd in [*self._folders.values(), *self._stale]:
+                os.close(fd)
+            self._folders, self._stale = {}, []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _size(self, name: str) -> int | None:
+        try:
+            found = os.stat(name, dir_fd=self._folder(name[:2]), follow_symlinks=False)
+        except OSError:
+            return None
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def _unlink(self, name: str, folder: str) -> bool:
+        try:
+            os.unlink(name, dir_fd=self._folder(folder))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _folder(self, name: str, *, create: bool = False) -> int:
+        """Descriptor of a folder of the namespace; `.` is the namespace's own."""
+        fd = self._folders.get(name)
+        if fd is not None:
+            return fd
+        with self._lock:
+            if "." not in self._folders:
+                self._open(self.fingerprint, ".", self._folders[""], create=create)
+            if name not in self._folders:
+                self._open(name, name, self._folders["."], create=create)
+            return self._folders[name]
+
+    def _open(self, name: str, known_as: str, parent_fd: int, *, create: bool) -> None:
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, FOLDER_MODE, dir_fd=parent_fd)
+        self._folders[known_as] = open_folder(name, parent_fd)
+
+    def _forget_removed(self) -> bool:
+        """Let go of folders that were removed behind our back; whether there were any.
+
+        Their descriptors stay open until the end: a thread may be using one, and its number must
+        not come to mean another folder. The root is made anew, as the configuration asks.
+        """
+        with self._lock:
+            if all(os.fstat(fd).st_nlink for fd in self._folders.values()):
+                return False
+            self._stale += self._folders.values()
+            self.root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            self._folders = {"": open_folder(self.root)}
+            return True
+
+
+def remove_if_abandoned(temporary: str, folder_fd: int) -> bool:
+    """Remove a temporary file whose writer is dead; whether it was.
+
+    A writer holds a lock on its file for as long as it lives.
+    """
+    try:
+        fd = os.open(temporary, _READ_FLAGS, dir_fd=folder_fd)
+    except OSError:
+        return False
+    try:
+        if not _lock(fd) or not _is_named(temporary, folder_fd, fd):
+            return False
+        os.unlink(temporary, dir_fd=folder_fd)
+    except FileNotFoundError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_named(name: str, folder_fd: int, fd: int) -> bool:
+    """Whether a name still stands for an open file: it may have been published meanwhile."""
+    named, ours = os.stat(name, dir_fd=folder_fd, follow_symlinks=False), os.fstat(fd)
+    return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)
