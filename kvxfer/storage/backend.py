@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import Self
 
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -69,7 +69,7 @@ class Backend(ABC):
         memory_kinds: Device types whose memory the backend reads and writes directly.
     """
 
-    memory_kinds: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    memory_kinds: frozenset[str] = frozenset({"cpu"})
 
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:

@@ -1,0 +1,93 @@
+"""Host memory that blocks pass through on their way from one medium to another."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from itertools import accumulate, takewhile
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.kvcache.descriptors import Descriptors
+
+ALIGNMENT_BYTES = 4096
+"""Block size of media and page size of memory: what O_DIRECT and DMA ask for."""
+
+NUM_BUFFERS = 4
+MIN_BUFFERS = 2  # one that waits for a medium must not keep the others from moving
+
+
+class StagingMemory:
+    """A bounded number of buffers, each for one batch of blocks at a time.
+
+    Owned by one event loop. A buffer is allocated when it is first needed. Every block in it
+    begins on a multiple of `ALIGNMENT_BYTES`.
+
+    Args:
+        max_bytes: Bound on all buffers together; raised to two of the largest block.
+        largest_block_bytes: Bytes of the largest block that has to fit.
+
+    Attributes:
+        buffer_bytes: Bytes of one buffer.
+        num_buffers: Buffers that are in use at one time.
+    """
+
+    def __init__(self, max_bytes: int, largest_block_bytes: int) -> None:
+        share = max_bytes // NUM_BUFFERS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.buffer_bytes = max(share, _aligned(largest_block_bytes))
+        self.num_buffers = max(max_bytes // self.buffer_bytes, MIN_BUFFERS)
+        self._available = asyncio.Semaphore(self.num_buffers)
+        self._idle: list[NDArray[np.uint8]] = []
+        self._retired: list[object] = []
+
+    def num_fitting(self, sizes: Iterable[int]) -> int:
+        """Count the leading blocks, of `sizes` bytes, that fit into one buffer together."""
+        ends = accumulate(_aligned(size) for size in sizes)
+        return sum(1 for _ in takewhile(lambda end: end <= self.buffer_bytes, ends))
+
+    @asynccontextmanager
+    async def hold(self, sizes: Sequence[int], starts: Sequence[int]) -> AsyncIterator[Descriptors]:
+        """Wait for a buffer and describe blocks in it; it goes back when the context ends.
+
+        Args:
+            sizes: Bytes of each block; together they fit into a buffer.
+            starts: Where in its chunk each block begins, in bytes.
+        """
+        async with self._available:
+            buffer = self._idle.pop() if self._idle else _allocate(self.buffer_bytes)
+            try:
+                yield _describe(buffer, sizes, starts)
+            finally:
+                if not any(buffer is retired for retired in self._retired):
+                    self._idle.append(buffer)
+
+    def retire(self, blocks: Descriptors) -> None:
+        """Never use the memory of `blocks` again, nor free it: hardware may still write to it."""
+        self._retired += blocks.owners
+
+
+def _describe(
+    buffer: NDArray[np.uint8], sizes: Sequence[int], starts: Sequence[int]
+) -> Descriptors:
+    ends = np.cumsum([_aligned(size) for size in sizes])
+    assert ends[-1] <= buffer.nbytes
+    offsets = np.concatenate(([0], ends[:-1])).astype(np.uint64)
+    return Descriptors(
+        addresses=np.uint64(buffer.ctypes.data) + offsets,
+        lengths=np.asarray(sizes, np.uint64),
+        block_offsets=np.arange(len(sizes) + 1),
+        payload_starts=np.asarray(starts, np.int64),
+        device=torch.device("cpu"),
+        owners=(buffer,),
+    )
+
+
+def _allocate(num_bytes: int) -> NDArray[np.uint8]:
+    memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT_BYTES
+    return memory[start : start + num_bytes]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

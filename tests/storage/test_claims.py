@@ -1,0 +1,57 @@
+"""KeyClaims: who works on a key is alone in it."""
+
+import asyncio
+
+import pytest
+
+from kvxfer.storage.claims import KeyClaims
+from kvxfer.testing.conformance.suite import give_way, make_keys
+
+KEYS = make_keys(4)
+
+
+async def test_a_batch_is_claimed_as_a_whole_when_its_last_key_is_free() -> None:
+    claims = KeyClaims()
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        async with claims.acquire(KEYS[1:]):
+            entered.set()
+
+    with claims.hold(KEYS[:1]), claims.hold(KEYS[3:]):
+        with claims.hold(KEYS[1:2]):
+            task = asyncio.create_task(work())
+            await give_way(5)
+        await give_way(5)
+        assert not entered.is_set()
+        assert KEYS[1] not in claims, "part of a batch was claimed"
+    await task
+    assert entered.is_set()
+    assert len(claims) == 0
+
+
+async def test_claims_end_with_their_context_however_it_ends() -> None:
+    claims = KeyClaims()
+    with pytest.raises(OSError, match="disk"), claims.hold(KEYS):
+        raise OSError("disk")
+    await claims.wait_for_all()
+    assert len(claims) == 0
+
+
+async def test_overlapping_batches_never_wait_for_each_other() -> None:
+    claims = KeyClaims()
+    holders = dict.fromkeys(KEYS, 0)
+
+    async def work(worker: int) -> None:
+        for turn in range(20):
+            first = (worker + turn) % 3
+            batch = KEYS[first : first + 2][:: 1 if worker % 2 else -1]
+            async with claims.acquire(batch):
+                for key in batch:
+                    holders[key] += 1
+                    assert holders[key] == 1
+                await give_way(worker % 3)
+                for key in batch:
+                    holders[key] -= 1
+
+    await asyncio.gather(*(work(worker) for worker in range(8)))

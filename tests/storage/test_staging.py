@@ -1,0 +1,58 @@
+"""StagingMemory: so much and no more, and where O_DIRECT wants it."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvxfer.storage.staging import StagingMemory
+from kvxfer.testing.conformance.suite import give_way
+from kvxfer.testing.payloads import read_payloads, write_payloads
+
+
+@pytest.mark.parametrize("max_bytes", [1, 4096, 100_000, 1 << 20])
+@pytest.mark.parametrize("largest", [1, 4096, 4097, 70_000])
+def test_the_bound_is_kept_unless_two_blocks_need_more(max_bytes: int, largest: int) -> None:
+    staging = StagingMemory(max_bytes, largest)
+    assert staging.num_fitting([largest]) == 1
+    padded = -(-largest // 4096) * 4096
+    assert staging.num_buffers >= 2
+    assert staging.num_buffers * staging.buffer_bytes <= max(max_bytes, 2 * padded)
+
+
+async def test_every_block_is_aligned_and_apart_from_the_others() -> None:
+    staging = StagingMemory(1 << 20, 4096)
+    sizes = [1, 4096, 4097, 100]
+    assert staging.num_fitting([*sizes, 1 << 20]) == 4
+    async with staging.hold(sizes, [0, 7, 0, 4096]) as blocks:
+        payloads = [bytes([index]) * size for index, size in enumerate(sizes)]
+        write_payloads(blocks, payloads)
+        assert read_payloads(blocks) == payloads
+        assert not (blocks.addresses % np.uint64(4096)).any()
+        assert blocks.payload_starts.tolist() == [0, 7, 0, 4096]
+
+
+async def test_who_comes_when_all_buffers_are_in_use_waits_for_one() -> None:
+    staging = StagingMemory(1, 4096)
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        async with staging.hold([4096], [0]):
+            entered.set()
+
+    async with staging.hold([1], [0]):
+        async with staging.hold([1], [0]):
+            task = asyncio.create_task(work())
+            await give_way(5)
+            assert not entered.is_set()
+        await task
+
+
+async def test_retired_memory_is_replaced() -> None:
+    staging = StagingMemory(1, 4096)
+    seen = set()
+    for _ in range(5):
+        async with staging.hold([1], [0]) as blocks:
+            seen.add(int(blocks.addresses[0]))
+            staging.retire(blocks)
+    assert len(seen) == 5
