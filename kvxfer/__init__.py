@@ -47,6 +47,7 @@ from kvxfer.kvcache.spec import (
 )
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, group_of, make_block_key
+from kvxfer.storage.tiers import TieredBackend
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId
 
@@ -91,6 +92,7 @@ __all__ = [
     "SlidingWindowSpec",
     "SpecMergeError",
     "Status",
+    "TieredBackend",
     "TransferEngine",
     "UniformTypeKVCacheSpecs",
     "UnknownGroupError",

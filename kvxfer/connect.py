@@ -1,8 +1,11 @@
 """The front door: configuration to backend to engine."""
 
+import asyncio
 import importlib.metadata
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
@@ -11,10 +14,14 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.tiers import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
 from kvxfer.units import ByteSize
 
 ENTRY_POINT_GROUP = "kvxfer.backends"
+
+BackendChoice: TypeAlias = str | Mapping[str, Any]
+"""A backend and its parameters, as a URL or as a mapping with a `type`."""
 
 
 class BackendType(Protocol):
@@ -31,7 +38,7 @@ class BackendType(Protocol):
 
 
 def connect(
-    backend: str | Mapping[str, Any],
+    backend: BackendChoice | Sequence[BackendChoice],
     caches: CanonicalKVCaches,
     *,
     namespace: Namespace,
@@ -43,7 +50,8 @@ def connect(
 
     Args:
         backend: A URL such as `host://?capacity=4GiB`, or the same as a mapping:
-            `{"type": "host", "capacity": "4GiB"}`.
+            `{"type": "host", "capacity": "4GiB"}`. Several, fastest first, are the tiers of a
+            `TieredBackend`.
         caches: The caches to move blocks of.
         namespace: What the blocks are. Groups are taken from the caches when it has none.
         blocks_per_chunk: Blocks stored under one key.
@@ -54,22 +62,52 @@ def connect(
         The engine, to be used as an asynchronous context manager or closed.
 
     Raises:
-        InvalidArgumentError: An unknown backend, an unknown or wrong parameter.
+        InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter.
         NamespaceMismatchError: The namespace's groups are not those of the caches.
         CapacityError: The memory or disk that was asked for is not there.
     """
-    backend_type, config = parse_backend(backend)
     complete = complete_namespace(namespace, caches, blocks_per_chunk)
-    return TransferEngine(
-        caches,
-        backend_type(config, complete),
-        blocks_per_chunk=blocks_per_chunk,
-        max_bytes_in_flight=max_bytes_in_flight,
-        timeout_s=timeout_s,
-    )
+    opened = open_backend(backend, complete)
+    try:
+        return TransferEngine(
+            caches,
+            opened,
+            blocks_per_chunk=blocks_per_chunk,
+            max_bytes_in_flight=max_bytes_in_flight,
+            timeout_s=timeout_s,
+        )
+    except BaseException:
+        _close([opened])
+        raise
 
 
-def parse_backend(backend: str | Mapping[str, Any]) -> tuple[BackendType, msgspec.Struct]:
+def open_backend(backend: BackendChoice | Sequence[BackendChoice], namespace: Namespace) -> Backend:
+    """Open the backend that a URL or mapping names, or the tiers that several name.
+
+    Args:
+        backend: As in `connect`.
+        namespace: What the blocks are, groups included.
+
+    Returns:
+        The backend; a `TieredBackend` when there are several.
+
+    Raises:
+        InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter; nothing
+            is left open.
+        CapacityError: The memory or disk that was asked for is not there; nothing is left open.
+    """
+    parsed = [parse_backend(choice) for choice in _choices(backend)]
+    opened: list[Backend] = []
+    try:
+        for backend_type, config in parsed:
+            opened.append(backend_type(config, namespace))
+        return opened[0] if len(opened) == 1 else TieredBackend(opened, namespace)
+    except BaseException:
+        _close(opened)
+        raise
+
+
+def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
     """Find the backend that a URL or mapping names, and check its parameters.
 
     Raises:
@@ -107,6 +145,26 @@ def complete_namespace(
     if namespace.groups:
         namespace.require_same(complete)
     return complete
+
+
+def _choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequence[BackendChoice]:
+    if not isinstance(backend, Sequence) or isinstance(backend, str):
+        return [backend]
+    if not backend:
+        raise InvalidArgumentError("backend", backend, "at least one URL or mapping")
+    return backend
+
+
+def _close(backends: Sequence[Backend]) -> None:
+    """Close backends that nobody has used yet; blocks the thread, event loop or not."""
+
+    async def close() -> None:
+        async with AsyncExitStack() as stack:
+            for backend in backends:
+                stack.push_async_callback(backend.aclose)
+
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(asyncio.run, close()).result()
 
 
 def _split_url(url: str) -> tuple[str, dict[str, Any]]:

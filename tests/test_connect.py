@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.connect import complete_namespace, connect, parse_backend
-from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
+from kvxfer.connect import complete_namespace, connect, open_backend, parse_backend
+from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.storage.backend import Status
+from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
+from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
@@ -262,8 +263,107 @@ async def test_a_backend_of_a_third_party_is_found_by_its_entry_point(memory: Bl
 
 @pytest.mark.usefixtures("installed")
 def test_an_unknown_backend_is_told_of_every_one_that_is_installed() -> None:
-    with pytest.raises(InvalidArgumentError, match="one of: dict, host"):
+    with pytest.raises(InvalidArgumentError, match=r"one of: dict, .*host"):
         parse_backend("nowhere://")
+
+
+@pytest.mark.usefixtures("installed")
+async def test_several_urls_are_tiers_in_their_order(memory: BlockMemory) -> None:
+    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in KEYS]
+    async with connect(
+        ["host://?capacity=64KiB", {"type": "dict"}, "dict://?max_blocks=2"],
+        memory.caches,
+        namespace=Namespace(model="model"),
+    ) as engine:
+        assert isinstance(engine.backend, TieredBackend)
+        first, *lower = engine.backend.tiers
+        assert isinstance(first, HostBackend)
+        assert [type(tier) for tier in lower] == [DictBackend, DictBackend]
+        write_payloads(memory.describe(0, [5, 0, 2]), payloads)
+        assert all(outcome.done for outcome in await engine.store(KEYS, [[5, 0, 2], []]))
+        await engine.backend._cascade.settle()
+        assert [sum(await tier.lookup(KEYS)) for tier in lower] == [3, 2]
+        await first.delete(KEYS)
+        assert await engine.lookup(KEYS) == [True] * 3
+        assert all(outcome.done for outcome in await engine.load(KEYS, [[1, 3, 4], []]))
+        assert read_payloads(memory.describe(0, [1, 3, 4])) == payloads
+
+
+@pytest.mark.usefixtures("installed")
+def test_tiers_serve_an_engine_with_a_step_loop(memory: BlockMemory) -> None:
+    urls = ["host://?capacity=64KiB", "dict://"]
+    engine = connect(urls, memory.caches, namespace=Namespace(model="model"))
+    try:
+        job = engine.submit_store(KEYS, [[5, 0, 2], []])
+        assert engine.wait([job])
+        [finished] = engine.get_finished()
+        assert all(outcome.done for outcome in finished.outcomes)
+    finally:
+        engine.close()
+
+
+async def test_a_list_of_one_is_that_backend(memory: BlockMemory) -> None:
+    namespace = Namespace(model="model")
+    async with connect(["host://?capacity=64KiB"], memory.caches, namespace=namespace) as engine:
+        assert isinstance(engine.backend, HostBackend)
+
+
+@pytest.mark.parametrize("backend", [[], ()])
+def test_no_backend_at_all_is_refused(memory: BlockMemory, backend: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="at least one") as caught:
+        connect(backend, memory.caches, namespace=Namespace(model="model"))
+    assert (caught.value.argument, caught.value.value) == ("backend", backend)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [(None, None), (["host://"], ["host://"]), ("", ""), ("nowhere://", "nowhere")],
+)
+def test_of_several_the_one_that_names_no_backend_is_told(
+    memory: BlockMemory, wrong: Any, named: Any
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        open_backend(["host://?capacity=64KiB", wrong], memory.namespace())
+    assert (caught.value.argument, caught.value.value) == ("backend", named)
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch, installed: None) -> list[Backend]:
+    """The `dict` backends that were closed."""
+    closed: list[Backend] = []
+
+    async def aclose(self: DictBackend) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr(DictBackend, "aclose", aclose)
+    return closed
+
+
+def test_when_a_tier_cannot_be_opened_those_before_it_are_closed(
+    memory: BlockMemory, closed: list[Backend]
+) -> None:
+    with pytest.raises(CapacityError):
+        open_backend(["dict://", "dict://", "host://?capacity=100TiB"], memory.namespace())
+    assert len(closed) == 2
+
+
+async def test_the_same_holds_where_an_event_loop_runs(
+    memory: BlockMemory, closed: list[Backend]
+) -> None:
+    with pytest.raises(CapacityError):
+        open_backend(["dict://", "host://?capacity=100TiB"], memory.namespace())
+    assert len(closed) == 1
+
+
+def test_what_cannot_be_tiers_or_an_engine_is_closed_too(
+    memory: BlockMemory, closed: list[Backend]
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="groups"):
+        open_backend(["dict://", "dict://"], Namespace(model="model"))
+    assert len(closed) == 2
+    with pytest.raises(InvalidArgumentError, match="max_bytes"):
+        connect("dict://", memory.caches, namespace=Namespace(model="model"), max_bytes_in_flight=0)
+    assert len(closed) == 3
 
 
 def test_a_backend_is_gone_with_its_package() -> None:

@@ -61,6 +61,8 @@ async def transfers_end_in_outcomes(
         assert_type(await engine.load(keys, [(1, 2)], timeout_s=1.5), list[kvxfer.Outcome])
     mapping = {"type": "host", "capacity": "1MiB"}
     assert_type(kvxfer.connect(mapping, caches, namespace=namespace), kvxfer.TransferEngine)
+    tiers = kvxfer.connect(["host://?capacity=1MiB", mapping], caches, namespace=namespace)
+    assert_type(tiers, kvxfer.TransferEngine)
 
 
 def polling_gives_finished_jobs(engine: kvxfer.TransferEngine, keys: list[kvxfer.BlockKey]) -> None:
