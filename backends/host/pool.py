@@ -209,6 +209,23 @@ class HostPool:
         tags = self._tags[slot]
         return bool((tags["key"] == _key_digest(key)).all() and not tags["start"].any())
 
+    def unseal(self, slots: Sequence[int]) -> None:
+        """Forget what slots hold, because their bytes will be written by other means."""
+        self._tags["key"][list(slots)] = 0
+
+    def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
+        """Say that all the bytes of `slots[i]`, written by other means, are those of `keys[i]`."""
+        size = self.shape.part_size_bytes
+        for slot, key in zip(slots, keys, strict=True):
+            for part in range(self.shape.num_parts):
+                checksum = self._checksum(slot, part, 0, size)
+                self._tags[slot, part] = (_key_digest(key), 0, size, checksum)
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """Every slot, uint8, `(num_slots, slot_size_bytes)`, in place; keeps the memory mapped."""
+        return self._data.reshape(self.shape.num_slots, -1)
+
     def slot_bytes(self, slot: int) -> NDArray[np.uint8]:
         """The bytes of a slot, uint8, `(num_parts, part_size_bytes)`, in place."""
         view: NDArray[np.uint8] = self._data[slot]

@@ -159,3 +159,24 @@ def test_what_was_verified_before_is_read_without_hashing_it_again(
     assert outcome.done
     (outcome,) = pool.read([3], [OTHER], memory.describe(0, [5, 6]), verified=True)
     assert outcome.status is Status.MISSING
+
+
+def test_a_sealed_slot_holds_every_byte_that_was_put_there_and_is_verified(
+    pool: HostPool, memory: BlockMemory
+) -> None:
+    pool.rows[3] = 7
+    pool.seal([3], [KEY])
+    assert pool.verify(3, KEY).done
+    blocks = memory.describe(0, [5, 6])
+    assert [outcome.done for outcome in pool.read([3], [KEY], blocks, part=1)] == [True]
+    assert read_payloads(blocks) == [b"\7" * 2048]
+    pool.rows[3, SHAPE.slot_size_bytes - 1] ^= 1
+    assert pool.verify(3, KEY).status is Status.CORRUPT
+
+
+def test_an_unsealed_slot_holds_nothing(pool: HostPool, memory: BlockMemory) -> None:
+    for part in (0, 1):
+        write(pool, memory, part=part)
+    pool.unseal([3])
+    assert not pool.holds(3, KEY)
+    assert pool.verify(3, KEY).status is Status.MISSING

@@ -18,6 +18,7 @@ def installed_version() -> str:
 
 
 try:
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
@@ -69,4 +70,5 @@ __all__ = [
     "RequestOffloadingContext",
     "TransferResult",
     "current_platform",
+    "get_current_vllm_config_or_none",
 ]

@@ -1,16 +1,24 @@
 """The entry point that vLLM's OffloadingConnector builds in its scheduler and every worker."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
 from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PlacedBackend, PoolShape
-from kvxfer.connect import parse_backend
+from kvxfer.backends.host.segment import SharedSegment
+from kvxfer.connect import BackendType, parse_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import metrics
+from kvxfer.integrations.vllm.identity import (
+    identify_model,
+    publish_identity,
+    receive_identity,
+    row_namespace,
+)
 from kvxfer.integrations.vllm.interface import (
     CanonicalKVCaches,
     OffloadingConfig,
@@ -19,12 +27,16 @@ from kvxfer.integrations.vllm.interface import (
     OffloadingSpec,
     OffloadingWorker,
     current_platform,
+    get_current_vllm_config_or_none,
 )
+from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker, convert_caches
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.tiers import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, TransferEngine
 
 
@@ -32,10 +44,13 @@ class KVXferOffloadingSpec(OffloadingSpec):
     """Offloads vLLM's KV cache through kvxfer.
 
     Configured by `kv_connector_extra_config`: `backend` is the URL (or mapping) of the host
-    pool, e.g. `host://?capacity=4GiB`, shared by all workers of the engine on this machine.
+    pool, e.g. `host://?capacity=4GiB`, shared by all workers of the engine on this machine; or a
+    list of it and of the tiers below, e.g. `["host://?capacity=4GiB",
+    "file:///var/cache/kv?capacity=200GiB"]`.
 
     Raises:
-        InvalidArgumentError: `backend` is missing or wrong.
+        InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and it
+            cannot be told what the model is.
     """
 
     @classmethod
@@ -48,7 +63,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
-        self._pool_config = _host_config(config.extra_config.get("backend"))
+        self._pool_config, self._lower = _parse_tiers(config.extra_config.get("backend"))
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -56,12 +71,11 @@ class KVXferOffloadingSpec(OffloadingSpec):
         """The scheduler's side; the same one at every call."""
         if self._manager is None:
             pool = self._open_pool(claim=True)
-            policy = POLICIES[self._pool_config.eviction](pool.shape.num_slots)
-            self._manager = KVXferOffloadingManager(
-                pool,
-                BlockIndex(pool.shape.num_slots, policy),
-                emit_events=self.kv_events_config.enable_kv_cache_events,
-            )
+            try:
+                self._manager = self._make_manager(pool)
+            except BaseException:
+                pool.close()
+                raise
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -79,8 +93,40 @@ class KVXferOffloadingSpec(OffloadingSpec):
                 engine,
                 group_ids=[group.group_id for group in self.config.groups],
                 blocks_per_chunk=self.blocks_per_chunk,
+                closes=self._publish_identity(),
             )
         return self._worker
+
+    def _make_manager(self, pool: HostPool) -> OffloadingManager:
+        num_slots = pool.shape.num_slots
+        index = BlockIndex(num_slots, POLICIES[self._pool_config.eviction](num_slots))
+        emit_events = self.kv_events_config.enable_kv_cache_events
+        if not self._lower:
+            return KVXferOffloadingManager(pool, index, emit_events=emit_events)
+        tier = self._open_lower_tier(pool)
+        return TieredOffloadingManager(pool, index, tier, emit_events=emit_events)
+
+    def _open_lower_tier(self, pool: HostPool) -> LowerTier:
+        identity = receive_identity(self._name)
+        namespace = row_namespace(self.config, identity, row_size_bytes=pool.shape.slot_size_bytes)
+        backends = [backend_type(config, namespace) for backend_type, config in self._lower]
+        backend = backends[0] if len(backends) == 1 else TieredBackend(backends, namespace)
+        return LowerTier(pool.rows, len(namespace.groups), backend)
+
+    def _publish_identity(self) -> list[SharedSegment]:
+        if not self._lower or self.config.parallel.rank:
+            return []
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None:
+            rule = "host:// alone: vLLM does not say what its model is"
+            raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
+        return [publish_identity(self._name, identify_model(vllm_config))]
+
+    @property
+    def _name(self) -> str:
+        """What all processes of this engine call it."""
+        engine_id = xxhash.xxh3_64_hexdigest(self.config.engine_id.encode())
+        return f"vllm-{engine_id}-{self.config.parallel.data_parallel_index}"
 
     def _open_pool(self, *, claim: bool = False) -> HostPool:
         config = self.config
@@ -89,12 +135,11 @@ class KVXferOffloadingSpec(OffloadingSpec):
             num_parts=config.parallel.world_size,
             part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
         )
-        engine_id = xxhash.xxh3_64_hexdigest(config.engine_id.encode())
         return HostPool(
             shape,
             self._namespace(),
             CPUCopyEngine(),
-            name=f"vllm-{engine_id}-{config.parallel.data_parallel_index}",
+            name=self._name,
             integrity=self._pool_config.integrity,
             claim=claim,
         )
@@ -129,10 +174,12 @@ class KVXferOffloadingSpec(OffloadingSpec):
         )
 
 
-def _host_config(backend: str | Mapping[str, Any] | None) -> HostConfig:
-    if not isinstance(backend, (str, Mapping)):
+def _parse_tiers(backend: Any) -> tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]:
+    """The host pool, and the tiers below it."""
+    tiers = backend if isinstance(backend, Sequence) and not isinstance(backend, str) else [backend]
+    if not tiers or not all(isinstance(tier, (str, Mapping)) for tier in tiers):
         raise InvalidArgumentError("backend", backend, "a URL such as 'host://?capacity=4GiB'")
-    backend_type, config = parse_backend(backend)
+    (backend_type, config), *lower = [parse_backend(tier) for tier in tiers]
     if backend_type is not HostBackend or not isinstance(config, HostConfig):
         raise InvalidArgumentError("backend", backend, "a host:// pool in front")
-    return config
+    return config, lower

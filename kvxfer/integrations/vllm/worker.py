@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.host import place
+from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.vllm.interface import (
     CanonicalKVCaches as VLLMCanonicalKVCaches,
@@ -55,12 +56,19 @@ class KVXferOffloadingWorker(OffloadingWorker):
         engine: Moves blocks to a `PlacedBackend`; closed on `shutdown`.
         group_ids: For each group of the caches, the index that vLLM's keys carry.
         blocks_per_chunk: Blocks stored under one key.
+        closes: What else to close on `shutdown`.
     """
 
     def __init__(
-        self, engine: TransferEngine, *, group_ids: Sequence[int], blocks_per_chunk: int
+        self,
+        engine: TransferEngine,
+        *,
+        group_ids: Sequence[int],
+        blocks_per_chunk: int,
+        closes: Sequence[SharedSegment] = (),
     ) -> None:
         self._engine = engine
+        self._closes = closes
         self._group_of_id = {group_id: group for group, group_id in enumerate(group_ids)}
         self._blocks_per_chunk = blocks_per_chunk
         self._vllm_ids: dict[JobId, int] = {}
@@ -126,6 +134,8 @@ class KVXferOffloadingWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Wait for what moves and let go of the pool."""
         self._engine.close()
+        for segment in self._closes:
+            segment.close()
 
     def _track(self, job_id: int, ours: JobId) -> None:
         self._vllm_ids[ours] = job_id

@@ -1,0 +1,189 @@
+"""What changes the bytes of vLLM's KV cache: the namespace of chunks that outlive an engine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+
+from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.interface import (
+    OffloadingConfig,
+    current_platform,
+    installed_version,
+)
+from kvxfer.storage.keys import GroupIdentity, Namespace
+
+VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+SEGMENT_BYTES = HEADER_BYTES + (16 << 10)
+SEGMENT_HEADER = b"kvxfer model identity 1"
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What tells two models apart whose caches look the same, and is not in `OffloadingConfig`.
+
+    Attributes:
+        revision: Revision of the weights.
+        quantization: How weights and cache are quantized.
+        config_hash: XXH3 of all else that changes values: configuration of the model (RoPE,
+            windows), attention backend, draft model.
+    """
+
+    revision: str
+    quantization: str = ""
+    config_hash: str = ""
+
+
+def identify_model(vllm_config: Any) -> ModelIdentity:
+    """Find out what the model of an engine is.
+
+    Args:
+        vllm_config: A `vllm.config.VllmConfig`.
+
+    Raises:
+        InvalidArgumentError: It cannot be told which weights these are, or adapters are loaded.
+    """
+    if vllm_config.lora_config is not None:
+        rule = "no LoRA: its keys name an adapter's folder and not what is in it"
+        raise InvalidArgumentError("backend", "a tier below host memory", rule)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    facts = _describe(model) | {
+        "cache": [
+            str(cache.cache_dtype),
+            list(cache.kv_cache_dtype_skip_layers),
+            str(cache.mamba_cache_dtype),
+            str(cache.mamba_ssm_cache_dtype),
+            str(cache.mamba_cache_mode),
+        ],
+        "attention": str(vllm_config.attention_config),
+        "load_format": str(vllm_config.load_config.load_format),
+    }
+    if draft := getattr(vllm_config.speculative_config, "draft_model_config", None):
+        facts["draft"] = [_find_revision(draft), _describe(draft)]
+    return ModelIdentity(
+        revision=_find_revision(model),
+        quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
+        config_hash=_hash(json.dumps(facts, sort_keys=True, default=str)),
+    )
+
+
+def row_namespace(
+    config: OffloadingConfig, identity: ModelIdentity, *, row_size_bytes: int
+) -> Namespace:
+    """Name rows of host memory: the chunks of all workers, one row under each key.
+
+    vLLM's release is part of it, because how an attention backend arranges a page is told
+    nowhere and has changed between releases.
+    """
+    known = {
+        group.group_id: GroupIdentity(
+            page_sizes_bytes=(row_size_bytes,),
+            layer_names=group.layer_names,
+            spec=f"{config.cache.blocks_per_chunk} blocks of {group.tokens_per_block} tokens",
+        )
+        for group in config.groups
+    }
+    unused = GroupIdentity(page_sizes_bytes=(row_size_bytes,), spec="not offloaded")
+    parallel = config.parallel
+    is_cpu = current_platform.is_cpu()
+    return Namespace(
+        model=config.model.name,
+        revision=identity.revision,
+        dtype=config.model.dtype,
+        quantization=identity.quantization,
+        config_hash=identity.config_hash,
+        layout=f"{config.kv_cache_layout} of vLLM {installed_version()}",
+        groups=tuple(known.get(group, unused) for group in range(max(known) + 1)),
+        parallel={
+            "world_size": parallel.world_size,
+            "tp_size": parallel.tp_size,
+            "pp_size": parallel.pp_size,
+            "pcp_size": parallel.pcp_size,
+            "dcp_size": parallel.dcp_size,
+            "replicated": int(config.replicated_layout),
+            "canonical": int(config.canonical_layout),
+            "bytes_per_block": config.worker_kv_bytes_per_block,
+        },
+        instruction_set=(
+            torch.backends.cpu.get_cpu_capability() if is_cpu else current_platform.device_name
+        ),
+    )
+
+
+def publish_identity(name: str, identity: ModelIdentity) -> SharedSegment:
+    """Put an identity where the scheduler finds it; to be closed when the engine ends.
+
+    vLLM tells its workers what the model is, not the spec that it builds for its scheduler.
+    """
+    segment = SharedSegment(f"{name}-model", SEGMENT_HEADER, SEGMENT_BYTES)
+    encoded = msgspec.json.encode(identity)
+    segment.memory[HEADER_BYTES : HEADER_BYTES + len(encoded)] = list(encoded)
+    return segment
+
+
+def receive_identity(name: str) -> ModelIdentity:
+    """Read what a worker published.
+
+    Raises:
+        InvalidArgumentError: Nothing was published.
+    """
+    segment = SharedSegment(f"{name}-model", SEGMENT_HEADER, SEGMENT_BYTES)
+    try:
+        encoded = segment.memory[HEADER_BYTES:].tobytes().rstrip(b"\0")
+    finally:
+        segment.close()
+    if not encoded:
+        rule = "an engine whose first worker says what its model is; keep to host:// alone"
+        raise InvalidArgumentError("backend", "a tier below host memory", rule)
+    return msgspec.json.decode(encoded, type=ModelIdentity)
+
+
+def _describe(model: Any) -> dict[str, Any]:
+    """What the configuration of a model says about its values."""
+    config = {
+        name: value
+        for name, value in model.hf_config.to_dict().items()
+        if name not in VOLATILE_FIELDS
+    }
+    facts = {
+        "config": config,
+        "dtype": str(model.dtype),
+        "quantization": [str(model.quantization), str(model.quantization_config)],
+        "implementation": [str(model.model_impl), str(model.model_class_overrides)],
+        "sliding_window_off": bool(model.disable_sliding_window),
+    }
+    if "longrope" in json.dumps(config, default=str):
+        facts["max_model_len"] = model.max_model_len  # long or short factors depend on it
+    return facts
+
+
+def _find_revision(model: Any) -> str:
+    """Which weights these are: a commit, the caller's word, or the files as they are now.
+
+    The files of a local folder are told apart by size and time: to hash them would read the
+    model once more. A copy of the folder is another revision then; `revision` says it is not.
+    """
+    path = Path(model.model_weights or model.model)
+    if not path.exists():
+        revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    else:
+        revision = model.revision or _hash_files(path)
+    if not revision:
+        rule = f"given for {str(path)!r}: nothing else tells its weights from other ones"
+        raise InvalidArgumentError("revision", revision, rule)
+    return str(revision)
+
+
+def _hash_files(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES)]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    return _hash(json.dumps(stats)) if stats else ""
+
+
+def _hash(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())

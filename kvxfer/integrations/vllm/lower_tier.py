@@ -1,0 +1,291 @@
+"""Rows of host memory that go to a slower place and come back, without ever blocking."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.integrations.vllm.answers import Answers
+from kvxfer.integrations.vllm.moved import Moved
+from kvxfer.kvcache.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import Direction, JobId
+
+PAUSE_S = 5.0
+"""How long nothing is asked of a backend that let a deadline pass: requests wait for lookups."""
+SALT_BYTES = 16
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Purgeable(Protocol):
+    """A backend that can delete everything in its namespace at once."""
+
+    async def purge(self) -> Any:
+        """Delete every block of the namespace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Deadlines in seconds; `reset` and `close` bound how long the calls of that name block."""
+
+    lookup: float = 2.0
+    load: float = 10.0
+    store: float = 60.0
+    reset: float = 5.0
+    close: float = 30.0
+
+
+@dataclass(slots=True)
+class _Job:
+    direction: Direction
+    keys: list[BlockKey]
+    rows: list[int]
+    void: bool = False
+
+
+@dataclass(slots=True)
+class _Lookup:
+    keys: list[BlockKey]
+    answer: Future[list[bool]]
+    deadline: float
+
+
+class LowerTier:
+    """Stores rows of host memory in a backend and loads them back; polled, from one thread.
+
+    A row is what is kept under one key: the chunk of every worker. The backend moves it in one
+    piece, on the event loop of a `TransferEngine`, which bounds the bytes in flight and applies
+    deadlines. Whatever the backend does, no call blocks but `drain`, `reset` and `close`, and
+    those not for longer than they were told.
+
+    Args:
+        rows: uint8, `(num_rows, row_size_bytes)`, contiguous; kept alive.
+        num_groups: One more than the largest group index of a key.
+        backend: Where rows go; closed with the tier.
+        timeouts: How long the backend may take.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.uint8],
+        num_groups: int,
+        backend: Backend,
+        *,
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        tensor = torch.from_numpy(rows).view(torch.int8)
+        row_size_bytes = rows.shape[1]
+        caches = CanonicalKVCaches(
+            tensors=[CanonicalKVCacheTensor(tensor, row_size_bytes)],
+            group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * num_groups,
+        )
+        self._timeouts = timeouts or Timeouts()
+        self._engine = TransferEngine(caches, backend, timeout_s=self._timeouts.store)
+        self._num_groups = num_groups
+        self._answers = Answers()
+        self._lookups: list[_Lookup] = []
+        self._jobs: dict[JobId, _Job] = {}
+        self._late: list[Moved] = []
+        self._salt = b""
+        self._paused_until = 0.0
+
+    def lookup(self, key: BlockKey, req_id: str) -> bool | None:
+        """Whether the backend has a key, None as long as it did not say.
+
+        Keys are asked in batches, by `flush`; an answer stays until the request is released.
+        """
+        if time.monotonic() < self._paused_until:
+            return False
+        return self._answers.get(key, req_id)
+
+    def flush(self) -> None:
+        """Ask the backend for all the keys that were looked up since the last call."""
+        keys = self._answers.take_unasked()
+        if not keys:
+            return
+        call = self._engine.backend.lookup([self._name(key) for key in keys])
+        deadline = time.monotonic() + self._timeouts.lookup
+        self._lookups.append(_Lookup(keys, self._engine.submit_call(call), deadline))
+
+    def deny(self, keys: Sequence[BlockKey]) -> None:
+        """Say no from now on to the requests that looked up these keys."""
+        self._answers.deny(keys)
+
+    def release(self, req_id: str) -> None:
+        """Forget what only this request asked for."""
+        self._answers.release(req_id)
+
+    def submit_store(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
+        """Begin to store rows, which must stay as they are until they are reported."""
+        self._answers.forget(keys)
+        return self._submit(Direction.STORE, keys, rows)
+
+    def submit_load(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
+        """Begin to load rows, which belong to the tier until they are reported."""
+        return self._submit(Direction.LOAD, keys, rows)
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Begin to delete keys."""
+        call = self._engine.backend.delete([self._name(key) for key in keys])
+        self._engine.submit_call(call).add_done_callback(_log_failure)
+
+    def is_late(self, key: BlockKey) -> bool:
+        """Whether a load of this key was given up, although its memory is still in use."""
+        return any(
+            each.key == key and each.direction is Direction.LOAD and not each.void
+            for each in self._late
+        )
+
+    def poll(self) -> list[Moved]:
+        """Take note of answers; take the rows that were moved since the last call."""
+        self._take_answers()
+        moved: list[Moved] = []
+        for finished in self._engine.get_finished():
+            job = self._jobs.pop(finished.job_id)
+            for key, row, outcome in zip(job.keys, job.rows, finished.outcomes, strict=True):
+                each = Moved(finished.job_id, job.direction, key, row, outcome, void=job.void)
+                (moved if outcome.memory_safe else self._late).append(each)
+                if job.direction is Direction.LOAD and not outcome.done and not job.void:
+                    self._answers.deny([key])
+                    if outcome.status is Status.TIMED_OUT:
+                        self._pause("a load was not done in time")
+        late, self._late = self._late, []
+        for each in late:
+            (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
+        return moved
+
+    def drain(self, *, timeout_s: float | None = None) -> bool:
+        """Block until no row is touched any more; the next `poll` reports what was moved.
+
+        Returns:
+            Whether that was so in time.
+        """
+        ended = self._engine.wait(list(self._jobs), timeout_s=timeout_s)
+        quiet = self._engine.submit_call(self._engine.drain())
+        try:
+            quiet.result(timeout_s if ended else 0)
+        except TimeoutError:
+            quiet.cancel()
+            return False
+        return ended
+
+    def reset(self) -> list[int]:
+        """Forget everything; nothing that was stored before will be found again.
+
+        A reset can mean that the weights were changed in memory. From here on rows are stored
+        under other names, which nobody else knows: neither are old rows found, not even those
+        that a hanging backend stores later, nor are new ones taken for rows of the weights on disk
+        by the next engine. That the backend is purged as well only makes room.
+
+        Returns:
+            Rows whose memory is still in use; `poll` reports them when it is not, as void.
+        """
+        for job_id, job in self._jobs.items():
+            job.void = True
+            self._engine.cancel(job_id)
+        self._late = [replace(each, void=True) for each in self._late]
+        for lookup in self._lookups:
+            lookup.answer.cancel()
+        self._lookups.clear()
+        self._answers.clear()
+        self._salt = secrets.token_bytes(SALT_BYTES)
+        self.drain(timeout_s=self._timeouts.reset)
+        self.poll()
+        if isinstance(self._engine.backend, Purgeable):
+            self._engine.submit_call(self._engine.backend.purge()).add_done_callback(_log_failure)
+        unfinished = [row for job in self._jobs.values() for row in job.rows]
+        return unfinished + [each.row for each in self._late]
+
+    def close(self) -> bool:
+        """Finish what is being stored, give up what is being loaded, and close the backend.
+
+        Returns:
+            Whether that was done in time. If not, the backend may still touch rows.
+        """
+        deadline = time.monotonic() + self._timeouts.close
+        stores = []
+        for job_id, job in self._jobs.items():
+            if job.direction is Direction.STORE:
+                stores.append(job_id)
+            else:
+                self._engine.cancel(job_id)
+        self._engine.wait(stores, timeout_s=self._timeouts.close)
+        closing = threading.Thread(target=self._close_engine, name="kvxfer-close", daemon=True)
+        closing.start()
+        closing.join(max(1.0, deadline - time.monotonic()))
+        if closing.is_alive():
+            logger.warning("the lower tier does not end; what it did not store yet is lost")
+        return not closing.is_alive()
+
+    def _close_engine(self) -> None:
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the lower tier cannot be closed")
+
+    def _submit(self, direction: Direction, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
+        order = sorted(range(len(keys)), key=lambda index: group_of(keys[index]))
+        job = _Job(direction, [keys[index] for index in order], [rows[index] for index in order])
+        of_groups: list[list[int]] = [[] for _ in range(self._num_groups)]
+        for key, row in zip(job.keys, job.rows, strict=True):
+            of_groups[group_of(key)].append(row)
+        names = [self._name(key) for key in job.keys]
+        if direction is Direction.LOAD:
+            job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.load)
+        else:
+            job_id = self._engine.submit_store(names, of_groups)
+        self._jobs[job_id] = job
+        return job_id
+
+    def _name(self, key: BlockKey) -> BlockKey:
+        """What a key is called in the backend."""
+        return BlockKey(self._salt + key)
+
+    def _take_answers(self) -> None:
+        waiting = []
+        for lookup in self._lookups:
+            if lookup.answer.done():
+                self._answers.tell(lookup.keys, _found(lookup))
+            elif time.monotonic() > lookup.deadline:
+                lookup.answer.cancel()
+                self._answers.tell(lookup.keys, [False] * len(lookup.keys))
+                self._pause("a lookup was not answered in time")
+            else:
+                waiting.append(lookup)
+        self._lookups = waiting
+
+    def _pause(self, reason: str) -> None:
+        now = time.monotonic()
+        if now >= self._paused_until:
+            logger.warning("the lower tier is not asked for %g s: %s", PAUSE_S, reason)
+        self._paused_until = now + PAUSE_S
+
+
+def _found(lookup: _Lookup) -> list[bool]:
+    try:
+        found = lookup.answer.result()
+    except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
+        logger.warning("a lookup of %d keys failed: %r", len(lookup.keys), exc)
+        return [False] * len(lookup.keys)
+    return found if len(found) == len(lookup.keys) else [False] * len(lookup.keys)
+
+
+def _log_failure(call: Future[Any]) -> None:
+    if not call.cancelled() and (error := call.exception()):
+        logger.warning("rows cannot be deleted: %r", error)

@@ -1,0 +1,224 @@
+"""The scheduler's side of two tiers: host memory, and a slower place below it."""
+
+import logging
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from kvxfer.backends.host import HostPool
+from kvxfer.integrations.vllm import metrics
+from kvxfer.integrations.vllm.interface import (
+    LookupResult,
+    PrepareStoreOutput,
+    ReqContext,
+)
+from kvxfer.integrations.vllm.lower_tier import LowerTier
+from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.moved import Moved
+from kvxfer.storage.backend import DONE
+from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.transfer.job import Direction
+
+MAX_SHARE_ON_THE_WAY_DOWN = 0.5
+"""Of the slots: those being copied to the tier below cannot be evicted, and stores need room."""
+
+logger = logging.getLogger(__name__)
+
+
+class TieredOffloadingManager(KVXferOffloadingManager):
+    """Keeps the index of a host pool and copies its chunks to a lower tier and back.
+
+    A chunk is copied down when every worker has stored it, pinned meanwhile. One that is looked
+    up and not in host memory is asked for below (`RETRY`), given a slot and loaded
+    (`HIT_PENDING`), and held for the requests that wait for it once it landed. Whatever goes
+    wrong below makes it a miss for those requests. While a load that was given up may still
+    write to its slot, the chunk is a miss and the slot stays out of use.
+
+    Args:
+        pool: The pool, mapped by this process; closed on `shutdown`.
+        index: The index over its slots.
+        tier: Moves the rows of the pool; closed on `shutdown`.
+        emit_events: Whether to keep events for `take_events`.
+    """
+
+    def __init__(
+        self, pool: HostPool, index: BlockIndex, tier: LowerTier, *, emit_events: bool
+    ) -> None:
+        super().__init__(pool, index, emit_events=emit_events)
+        self._tier = tier
+        self._waiting: dict[BlockKey, set[str]] = {}  # requests that wait for keys on the way up
+        self._to_load: dict[BlockKey, int] = {}
+        self._loaded: deque[Moved] = deque()
+        self._copied: deque[Moved] = deque()
+        self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
+        self._num_going_down = 0
+        self._kept_out: dict[int, BlockKey] = {}
+        self._polled = False
+
+    def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
+        """Say whether a chunk is there, in either tier; `RETRY` while the lower one is asked."""
+        self._take_moved()
+        if self._tier.is_late(key):
+            return LookupResult.MISS
+        result = super().lookup(key, req_context)
+        if result is not LookupResult.MISS:
+            if key in self._waiting:
+                self._waiting[key].add(req_context.req_id)
+            return result
+        found = self._tier.lookup(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        if found and self._make_room(key):
+            self._waiting[key] = {req_context.req_id}
+            return LookupResult.HIT_PENDING
+        return LookupResult.MISS
+
+    def prepare_store(
+        self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
+    ) -> PrepareStoreOutput | None:
+        """Find slots for chunks, those included that are on their way no more."""
+        self._take_moved()
+        return super().prepare_store(keys, req_context)
+
+    def complete_store(
+        self, keys: Collection[BlockKey], req_context: ReqContext, *args: Any, **kwargs: Any
+    ) -> None:
+        """Make chunks loadable, and begin to copy them to the lower tier."""
+        wanted = set(keys)
+        storing = [key for key in self._storing if key in wanted]
+        super().complete_store(keys, req_context, *args, **kwargs)
+        self._copy_down([key for key in storing if self._index.state(key) is not None])
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask the lower tier for what this step wanted to know, and load what it found."""
+        self._take_moved()
+        self._end_stores()
+        super().on_schedule_end(context)
+        self._polled = False
+        self._tier.flush()
+        if self._to_load:
+            self._tier.submit_load(list(self._to_load), list(self._to_load.values()))
+            self._to_load.clear()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Let go of what a request holds and waits for; loads on their way end by themselves."""
+        super().on_request_finished(req_context)
+        self._tier.release(req_context.req_id)
+
+    def reset_cache(self) -> None:
+        """Forget every chunk in both tiers; slots that are still in use are kept out."""
+        in_use = self._tier.reset()
+        super().reset_cache()
+        self._waiting.clear()
+        self._to_load.clear()
+        self._loaded.clear()
+        self._copied.clear()
+        self._num_going_down = 0
+        self._polled = False
+        self._keep_out(set(in_use))
+
+    def shutdown(self) -> None:
+        """Finish the copies to the lower tier, as far as time allows, and let go of the pool."""
+        self._tier.close()
+        super().shutdown()
+
+    def _make_room(self, key: BlockKey) -> bool:
+        """Give a slot to a chunk that the lower tier has; loads begin when the step ends."""
+        plan = self._index.begin_store([key])
+        self._counters.add(metrics.EVICTED, len(plan.evicted))
+        self._emit(plan.evicted, removed=True)
+        if not plan.keys:
+            self._counters.add(metrics.FILE_LOADS_REFUSED)
+            self._tier.deny([key])  # or the request would wait for room, again and again
+            return False
+        self._pool.unseal(plan.slots)
+        self._to_load[key] = plan.slots[0]
+        return True
+
+    def _copy_down(self, stored: Sequence[BlockKey]) -> None:
+        """Begin to copy the first of these chunks, as many as may be on the way at once."""
+        room = self._max_going_down - self._num_going_down
+        self._counters.add(metrics.FILE_STORES_DROPPED, max(0, len(stored) - room))
+        if chosen := list(stored[:room]):
+            self._tier.submit_store(chosen, self._index.pin(chosen))
+            self._num_going_down += len(chosen)
+
+    def _take_moved(self) -> None:
+        """Once in a step, finish the loads that ended, as many as may be hashed in it.
+
+        Once, because answers in the middle of a prompt would give slots to its end first.
+        """
+        if self._polled:
+            return
+        self._polled = True
+        for moved in self._tier.poll():
+            if moved.void:
+                self._index.finish_store([self._kept_out.pop(moved.row)], stored=False)
+            elif moved.direction is Direction.LOAD:
+                self._loaded.append(moved)
+            else:
+                self._copied.append(moved)
+        landed: list[BlockKey] = []
+        while self._loaded and self._bytes_to_verify > 0:
+            moved = self._loaded.popleft()
+            if not moved.outcome.done:
+                self._end_load_in_vain(moved)
+                continue
+            self._bytes_to_verify -= self._pool.shape.slot_size_bytes
+            self._pool.seal([moved.row], [moved.key])
+            landed.append(moved.key)
+        if landed:
+            self._land(landed)
+
+    def _end_stores(self) -> None:
+        """Let go of chunks that were copied down, and see that the copies are of sound bytes.
+
+        A bit that flipped in host memory before it was read would be stored with a checksum that
+        fits. Requests come first: this uses what they left of the bytes of the step.
+        """
+        while self._copied and self._bytes_to_verify > 0:
+            moved = self._copied.popleft()
+            self._num_going_down -= 1
+            sound = moved.outcome.done
+            if sound:
+                self._bytes_to_verify -= self._pool.shape.slot_size_bytes
+                sound = self._pool.verify(moved.row, moved.key).done
+                if not sound:
+                    self._tier.delete([moved.key])
+            self._counters.add(metrics.FILE_STORED if sound else metrics.FILE_STORES_FAILED)
+            self._index.unpin([moved.key])
+
+    def _end_load_in_vain(self, moved: Moved) -> None:
+        self._counters.add(metrics.FILE_LOADS_FAILED)
+        logger.warning("chunk %s was not loaded: %s", moved.key.hex(), moved.outcome)
+        self._index.finish_store([moved.key], stored=False)
+        self._waiting.pop(moved.key, None)
+
+    def _land(self, keys: Sequence[BlockKey]) -> None:
+        """Make chunks loadable, held for the requests that wait: nothing may evict them now."""
+        self._index.finish_store(keys, stored=True)
+        self._counters.add(metrics.FILE_LOADED, len(keys))
+        self._emit(keys, removed=False)
+        for key in keys:
+            for req_id in self._waiting.pop(key, ()):
+                self._hold(key, req_id).outcome = DONE  # verified below, and sealed just now
+
+    def _release(self, req_id: str) -> None:
+        super()._release(req_id)
+        for req_ids in self._waiting.values():
+            req_ids.discard(req_id)
+
+    def _keep_out(self, slots: Collection[int]) -> None:
+        """Occupy slots of the empty index that something may still write to or read from."""
+        if not slots:
+            self._kept_out = {}
+            return
+        num_slots = self._index.num_slots
+        names = [make_block_key(b"kept out %d" % index, 0) for index in range(num_slots)]
+        plan = self._index.begin_store(names)
+        self._kept_out = {
+            slot: key for key, slot in zip(plan.keys, plan.slots, strict=True) if slot in slots
+        }
+        kept = set(self._kept_out.values())
+        self._index.finish_store([key for key in plan.keys if key not in kept], stored=False)

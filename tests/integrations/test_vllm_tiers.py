@@ -1,0 +1,440 @@
+"""Two tiers under vLLM's scheduler: what goes down comes back, and nothing below can do harm."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from kvxfer.backends.host import HostPool, PoolShape
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.eviction import LRU
+from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
+from kvxfer.testing.faulty_backend import Operation
+from kvxfer.testing.payloads import make_payload, write_payloads
+
+pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, metrics
+from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
+from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
+
+NUM_SLOTS = 4
+PART_BYTES = 4096
+NUM_PARTS = 2
+MEMORY = BlockMemory([[PART_BYTES], [PART_BYTES]], num_blocks=4)
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
+LIMIT_S = 10.0
+
+
+def make_namespace() -> Namespace:
+    group = GroupIdentity(page_sizes_bytes=(NUM_PARTS * PART_BYTES,))
+    return Namespace(model="model", groups=(group, group))
+
+
+class KeepingBackend(DictBackend):
+    """Keeps its blocks when it is closed, as a disk does, and can be opened again."""
+
+    def __init__(self) -> None:
+        super().__init__(DictConfig(), make_namespace())
+
+    async def aclose(self) -> None:
+        pass
+
+    async def purge(self) -> None:
+        self._blocks.clear()
+
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+
+@dataclass
+class Scheduler:
+    """A manager of two tiers with a fresh host pool, driven as vLLM does."""
+
+    manager: TieredOffloadingManager
+    pool: HostPool
+    index: BlockIndex
+
+    def step(self, *new_req_ids: str) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext(list(new_req_ids), ()))
+
+    def store(self, keys: Sequence[BlockKey], *, version: int = 0) -> list[BlockKey]:
+        context = ReqContext("storing")
+        output = self.manager.prepare_store(keys, context)
+        if output is None:
+            return []
+        for key, slot in zip(output.keys_to_store, output.store_spec.slots, strict=True):
+            for part in range(NUM_PARTS):
+                blocks = MEMORY.describe(0, [1])
+                write_payloads(blocks, [payload_of(key, part, version)])
+                self.pool.write([slot], [key], blocks, part=part)
+        self.manager.complete_store(set(output.keys_to_store), context)
+        accepted: list[BlockKey] = output.keys_to_store
+        return accepted
+
+    def lookup(self, keys: Sequence[BlockKey], req_id: str = "request") -> list[LookupResult]:
+        """Look up as a scheduler does in one step: up to the first miss."""
+        results = []
+        for key in keys:
+            results.append(self.manager.lookup(key, ReqContext(req_id)))
+            if results[-1] is MISS:
+                break
+        return results
+
+    def resolve(self, keys: Sequence[BlockKey], req_id: str = "request") -> list[LookupResult]:
+        """Step until the request need not wait any more."""
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            results = self.lookup(keys, req_id)
+            if not {PENDING, RETRY} & set(results):
+                return results
+            assert time.monotonic() < deadline, results
+            self.step()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            self.step()
+            assert time.monotonic() < deadline
+
+    def settle(self) -> None:
+        """Step until every chunk is below, and may be evicted."""
+        self.until(lambda: self.index.num_evictable == len(self.index))
+
+    def forget(self) -> None:
+        """Evict everything from host memory, without a word to the tier below."""
+        self.settle()
+        assert len(self.index.remove(self.index.keys())) > 0
+
+    def bytes_of(self, key: BlockKey) -> list[bytes]:
+        rows = self.pool.slot_bytes(self.index.slot_of(key))
+        return [row.tobytes() for row in rows]
+
+    def counts(self) -> dict[str, float]:
+        stats = self.manager.get_stats()
+        assert stats is not None
+        counts: dict[str, float] = stats.reduce()
+        return counts
+
+
+Start = Callable[..., Scheduler]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a scheduler over a backend; its engine ends with the test."""
+    started: list[tuple[Scheduler, Backend]] = []
+
+    def start(backend: Backend, *, num_slots: int = NUM_SLOTS, **timeouts: float) -> Scheduler:
+        shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
+        pool = HostPool(shape, make_namespace(), CPUCopyEngine(num_threads=1))
+        index = BlockIndex(num_slots, LRU(num_slots))
+        tier = LowerTier(pool.rows, 2, backend, timeouts=Timeouts(**{"reset": 0.1, **timeouts}))
+        manager = TieredOffloadingManager(pool, index, tier, emit_events=True)
+        started.append((Scheduler(manager, pool, index), backend))
+        return started[-1][0]
+
+    yield start
+    for scheduler, backend in started:
+        if isinstance(backend, FaultyBackend):
+            backend.release()
+        scheduler.manager.shutdown()
+
+
+def keys_of(count: int, *, first: int = 0, group: int = 0) -> list[BlockKey]:
+    return [make_block_key(f"hash-{first + n:04}".encode(), group) for n in range(count)]
+
+
+def payload_of(key: BlockKey, part: int, version: int = 0) -> bytes:
+    return make_payload(key, PART_BYTES, version=10 * version + part)
+
+
+def payloads_of(key: BlockKey, version: int = 0) -> list[bytes]:
+    return [payload_of(key, part, version) for part in range(NUM_PARTS)]
+
+
+def broken(operation: Operation, **rates: float) -> FaultyBackend:
+    faults = FaultRates(operations=frozenset({operation}), **rates)
+    return FaultyBackend(KeepingBackend(), seed=1, rates=faults)
+
+
+def test_what_was_stored_is_a_hit_after_a_restart_with_the_same_bytes(start: Start) -> None:
+    backend, keys = KeepingBackend(), [*keys_of(2), *keys_of(1, group=1)]
+    before = start(backend, num_slots=8)
+    assert before.store(keys) == keys
+    before.manager.shutdown()
+
+    after = start(backend)
+    assert after.lookup(keys) == [RETRY] * 3
+    after.step()
+    assert after.resolve(keys) == [HIT] * 3
+    assert [after.bytes_of(key) for key in keys] == [payloads_of(key) for key in keys]
+    placement = after.manager.prepare_load(keys, ReqContext("request"))
+    for key, slot in zip(keys, placement.slots, strict=True):
+        assert after.pool.verify(slot, key).done
+    after.manager.complete_load(keys, ReqContext("request"))
+    assert after.counts()[metrics.FILE_LOADED] == 3
+
+
+def test_a_chunk_that_is_nowhere_is_a_miss_once_the_lower_tier_said_so(start: Start) -> None:
+    scheduler = start(KeepingBackend())
+    assert scheduler.lookup(keys_of(2)) == [RETRY] * 2
+    assert scheduler.resolve(keys_of(2)) == [MISS]
+
+
+def test_the_keys_of_one_step_are_asked_for_in_one_call(start: Start) -> None:
+    class CountingBackend(KeepingBackend):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[int] = []
+
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            self.calls.append(len(keys))
+            return await super().lookup(keys)
+
+    backend = CountingBackend()
+    scheduler = start(backend)
+    for req_id in ("one", "two"):
+        scheduler.lookup(keys_of(5), req_id)
+    for req_id in ("one", "two"):
+        assert scheduler.resolve(keys_of(5), req_id) == [MISS]
+    assert backend.calls == [5]
+
+
+def test_a_chunk_that_was_evicted_is_promoted_again(start: Start) -> None:
+    scheduler, keys = start(KeepingBackend()), keys_of(2)
+    scheduler.store(keys)
+    scheduler.forget()
+    assert scheduler.resolve(keys) == [HIT] * 2
+    assert [scheduler.bytes_of(key) for key in keys] == [payloads_of(key) for key in keys]
+
+
+def test_a_chunk_that_is_corrupt_in_host_memory_is_promoted_from_below(start: Start) -> None:
+    scheduler, (key,) = start(KeepingBackend()), keys_of(1)
+    scheduler.store([key])
+    scheduler.settle()
+    scheduler.pool.slot_bytes(scheduler.index.slot_of(key))[1, 7] ^= 1
+    assert scheduler.resolve([key]) == [HIT]
+    assert scheduler.bytes_of(key) == payloads_of(key)
+
+
+def test_a_chunk_that_is_corrupt_below_is_a_miss_for_as_long_as_its_request_waits(
+    start: Start,
+) -> None:
+    backend = KeepingBackend()
+    scheduler, (key,) = start(backend), keys_of(1)
+    scheduler.store([key])
+    scheduler.forget()
+    backend.corrupt(key)
+    assert scheduler.resolve([key]) == [MISS]
+    for _ in range(3):
+        scheduler.step()
+        assert scheduler.lookup([key]) == [MISS]
+    assert scheduler.counts()[metrics.FILE_LOADS_FAILED] == 1
+    assert scheduler.index.num_free_slots == NUM_SLOTS
+
+    scheduler.store([key], version=1)
+    scheduler.forget()
+    assert scheduler.resolve([key]) == [HIT], "what was stored anew did not get below"
+    assert scheduler.bytes_of(key) == payloads_of(key, version=1)
+
+
+def test_bytes_that_changed_on_their_way_down_are_not_kept_below(start: Start) -> None:
+    backend = broken(Operation.STORE, hang=1.0)
+    scheduler, (key,) = start(backend), keys_of(1)
+    scheduler.store([key])
+    scheduler.pool.slot_bytes(scheduler.index.slot_of(key))[0, 7] ^= 1
+    backend.release()
+    scheduler.forget()
+    assert isinstance(backend.inner, KeepingBackend)
+    scheduler.until(lambda: key not in backend.inner)  # type: ignore[operator]
+    assert scheduler.counts()[metrics.FILE_STORES_FAILED] == 1
+
+
+def test_a_prompt_larger_than_host_memory_is_promoted_up_to_where_it_fits(start: Start) -> None:
+    backend, prompt = KeepingBackend(), keys_of(NUM_SLOTS + 3)
+    start(backend, num_slots=16).store(prompt)
+    scheduler = start(backend)
+    scheduler.until(lambda: len(backend) == len(prompt))
+    assert scheduler.resolve(prompt) == [HIT] * NUM_SLOTS + [MISS]
+    assert scheduler.counts()[metrics.FILE_LOADS_REFUSED] > 0
+
+
+def test_two_requests_that_do_not_both_fit_do_not_evict_each_other_for_ever(start: Start) -> None:
+    """The second got the slot that the first left, and waits no longer for more."""
+    backend, one, two = KeepingBackend(), keys_of(3), keys_of(3, first=10)
+    start(backend, num_slots=16).store([*one, *two])
+    scheduler = start(backend)
+    scheduler.until(lambda: len(backend) == 6)
+    results: dict[str, list[LookupResult]] = {}
+    deadline = time.monotonic() + LIMIT_S
+    while len(results) < 2:
+        for req_id, keys in (("one", one), ("two", two)):
+            if req_id not in results:
+                found = scheduler.lookup(keys, req_id)
+                if not {PENDING, RETRY} & set(found):
+                    results[req_id] = found
+        scheduler.step()
+        assert time.monotonic() < deadline
+    assert results["one"] == [HIT] * 3
+    assert results["two"] == [HIT, MISS]
+
+
+def test_a_promotion_goes_on_when_its_request_has_ended(start: Start) -> None:
+    backend, (key,) = broken(Operation.LOAD, hang=1.0), keys_of(1)
+    scheduler = start(backend)
+    scheduler.store([key])
+    scheduler.forget()
+    scheduler.until(lambda: scheduler.lookup([key]) == [PENDING])
+    scheduler.step()
+    scheduler.manager.on_request_finished(ReqContext("request"))
+    backend.release()
+    scheduler.settle()
+    assert scheduler.lookup([key], "other") == [HIT]
+    assert scheduler.index.num_evictable == 0, "held for the other request only"
+
+
+def test_more_copies_than_half_of_the_slots_are_dropped_and_counted(start: Start) -> None:
+    backend = broken(Operation.STORE, hang=1.0)
+    scheduler = start(backend)
+    assert scheduler.store(keys_of(NUM_SLOTS)) == keys_of(NUM_SLOTS)
+    assert scheduler.counts()[metrics.FILE_STORES_DROPPED] == NUM_SLOTS / 2
+    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS // 2, first=10)
+    backend.release()
+    scheduler.settle()
+    assert scheduler.counts()[metrics.FILE_STORED] == NUM_SLOTS / 2
+
+
+@pytest.mark.parametrize("rates", [{"error": 1.0}, {"failure": 1.0}])
+@pytest.mark.parametrize("operation", [Operation.STORE, Operation.LOAD, Operation.LOOKUP])
+def test_a_broken_lower_tier_leaves_host_memory_alone(
+    start: Start, operation: Operation, rates: dict[str, float]
+) -> None:
+    scheduler, keys = start(broken(operation, **rates)), keys_of(2)
+    scheduler.store(keys)
+    scheduler.settle()
+    assert scheduler.resolve(keys) == [HIT] * 2
+    scheduler.manager.on_request_finished(ReqContext("request"))
+    scheduler.forget()
+    lookup_fails = operation is Operation.LOOKUP and "error" not in rates
+    assert scheduler.resolve(keys) == ([HIT] * 2 if lookup_fails else [MISS])
+    scheduler.manager.on_request_finished(ReqContext("request"))
+    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS, first=10)
+
+
+def test_a_lookup_that_hangs_is_a_miss_when_its_time_is_up(start: Start) -> None:
+    scheduler = start(broken(Operation.LOOKUP, hang=1.0), lookup=0.05)
+    assert scheduler.lookup(keys_of(1)) == [RETRY]
+    assert scheduler.resolve(keys_of(1)) == [MISS]
+    assert scheduler.lookup(keys_of(1, first=1), "next") == [MISS], "the next one waits, too"
+
+
+def test_a_promotion_that_hangs_is_a_miss_and_its_slot_stays_out_of_use_until_it_is_quiet(
+    start: Start,
+) -> None:
+    backend, (key,) = broken(Operation.LOAD, stuck=1.0), keys_of(1)
+    scheduler = start(backend, load=0.2)
+    scheduler.store([key])
+    scheduler.forget()
+    assert scheduler.resolve([key]) == [MISS]
+    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS - 1, first=10)
+    backend.release()
+    scheduler.until(lambda: scheduler.index.num_free_slots == 1)
+    for other in keys_of(NUM_SLOTS - 1, first=10):
+        assert scheduler.bytes_of(other) == payloads_of(other)
+
+
+def test_after_a_reset_nothing_of_before_is_found_and_what_is_stored_then_is(
+    start: Start,
+) -> None:
+    backend, keys = KeepingBackend(), keys_of(2)
+    scheduler = start(backend)
+    scheduler.store(keys)
+    scheduler.settle()
+    scheduler.manager.reset_cache()
+    assert scheduler.resolve(keys) == [MISS]
+    scheduler.until(lambda: len(backend) == 0)
+
+    scheduler.manager.on_request_finished(ReqContext("request"))
+    scheduler.store(keys, version=1)
+    scheduler.forget()
+    assert scheduler.resolve(keys) == [HIT] * 2
+    assert scheduler.bytes_of(keys[0]) == payloads_of(keys[0], version=1)
+
+
+def test_what_was_stored_after_a_reset_is_not_taken_for_that_of_the_next_engine(
+    start: Start,
+) -> None:
+    """The weights may have been changed in memory; the next engine reads those on disk."""
+    backend, keys = KeepingBackend(), keys_of(2)
+    before = start(backend)
+    before.manager.reset_cache()
+    before.store(keys, version=1)
+    before.manager.shutdown()
+    assert len(backend) == 2
+    assert start(backend).resolve(keys) == [MISS]
+
+
+@pytest.mark.parametrize("operation", [Operation.STORE, Operation.LOAD])
+def test_a_reset_keeps_slots_out_that_the_lower_tier_may_still_touch(
+    start: Start, operation: Operation
+) -> None:
+    backend, (key,) = broken(operation, stuck=1.0), keys_of(1)
+    scheduler = start(backend)
+    scheduler.store([key])
+    if operation is Operation.LOAD:
+        scheduler.forget()
+        scheduler.until(lambda: scheduler.lookup([key]) == [PENDING])
+        scheduler.step()
+    scheduler.until(lambda: backend.waiting)
+    scheduler.manager.reset_cache()
+    backend.rates = FaultRates()
+    others = keys_of(NUM_SLOTS, first=10)
+    assert scheduler.store(others) == others[:-1]
+    backend.release()
+    scheduler.until(lambda: scheduler.index.num_free_slots == 1)
+    scheduler.settle()
+    assert [scheduler.bytes_of(other) for other in others[:-1]] == [
+        payloads_of(other) for other in others[:-1]
+    ]
+    assert scheduler.resolve([key]) == [MISS]
+
+
+def test_a_shutdown_waits_for_copies_and_not_for_ever(start: Start) -> None:
+    backend, keys = broken(Operation.STORE, delay=1.0), keys_of(2)
+    scheduler = start(backend)
+    scheduler.store(keys)
+    scheduler.manager.shutdown()
+    assert isinstance(backend.inner, KeepingBackend)
+    assert len(backend.inner) == 2
+
+
+def test_a_shutdown_gives_up_on_a_lower_tier_that_hangs(start: Start) -> None:
+    scheduler = start(broken(Operation.STORE, stuck=1.0), close=0.1)
+    scheduler.store(keys_of(2))
+    begin = time.monotonic()
+    scheduler.manager.shutdown()
+    assert time.monotonic() - begin < LIMIT_S / 2
+
+
+def test_the_metrics_of_the_lower_tier_are_declared_and_its_chunks_are_events(
+    start: Start,
+) -> None:
+    scheduler, keys = start(KeepingBackend()), keys_of(2)
+    scheduler.store(keys)
+    scheduler.forget()
+    list(scheduler.manager.take_events())
+    scheduler.resolve(keys)
+    assert scheduler.counts().keys() <= KVXferOffloadingSpec.build_metric_definitions({}).keys()
+    told = [(event.removed, event.keys) for event in scheduler.manager.take_events()]
+    assert sorted(key for removed, found in told for key in found if not removed) == keys
