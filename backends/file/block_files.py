@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.file.digest import Digester
-from kvxfer.backends.file.file_io import FileIO, IOVector
+from kvxfer.backends.file.file_io import IOV_MAX, FileIO, IOVector
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.header import HEADER_BYTES
 from kvxfer.copy_engine.engine import CopyEngine
@@ -26,8 +26,10 @@ first: hashing them one by one would cost more than copying them."""
 ROUND_BYTES = 4 << 20
 ROUND_FILES = 64
 
-Area = NDArray[np.uint8]
-"""Scratch memory for one file: a page for the header, then its data, padded to a page."""
+PAGE_BYTES = 4096
+
+Scratch = NDArray[np.uint8]
+"""A row per file: a page for its header, then room for what else is not in described memory."""
 
 
 class BlockFiles:
@@ -87,20 +89,26 @@ class BlockFiles:
         """Whether the kernel can be given the described memory itself."""
         if blocks.num_bytes < len(blocks) * STRAIGHT_BYTES:
             return False
+        if int(np.diff(blocks.block_offsets).max()) > IOV_MAX - 2:  # with the header and the tail
+            return False
         if not self._alignment:
             return True
         bits = int(np.bitwise_or.reduce(blocks.addresses | blocks.lengths))
         return bits % self._alignment == 0
 
-    def areas(self, sizes: Sequence[int]) -> list[Area]:
-        """Scratch memory for so many bytes of data each; this thread's until its next call."""
-        lengths = [HEADER_BYTES + -(-size // HEADER_BYTES) * HEADER_BYTES for size in sizes]
-        scratch: Area | None = getattr(self._scratches, "memory", None)
-        if scratch is None or len(scratch) < sum(lengths):
-            scratch = np.frombuffer(mmap.mmap(-1, sum(lengths)), np.uint8)
-            self._scratches.memory = scratch
-        ends = np.cumsum(lengths).tolist()
-        return [scratch[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    def scratch(self, num_files: int, room_bytes: int) -> Scratch:
+        """Memory for the headers of so many files, and room behind each; page-aligned.
+
+        Returns:
+            uint8 `(num_files, HEADER_BYTES + room)`, room in whole pages; this thread's until
+            its next call.
+        """
+        row = HEADER_BYTES + -(-room_bytes // PAGE_BYTES) * PAGE_BYTES
+        memory: NDArray[np.uint8] | None = getattr(self._scratches, "memory", None)
+        if memory is None or len(memory) < num_files * row:
+            memory = np.frombuffer(mmap.mmap(-1, num_files * row), np.uint8)
+            self._scratches.memory = memory
+        return memory[: num_files * row].reshape(num_files, row)
 
     def close(self) -> None:
         """Release every resource; may be called again. No other call may be under way."""
@@ -114,42 +122,53 @@ def failure(exc: OSError) -> Outcome:
     return Outcome(Status.FAILED, reason=f"{type(exc).__name__}: {exc.strerror or exc}")
 
 
-def views(area: Area, num_bytes: int, memory: Descriptors | None) -> list[memoryview]:
-    """The data of one file, where it is: in described memory, or in scratch when that is None."""
-    if memory is None:
-        return [area[HEADER_BYTES : HEADER_BYTES + num_bytes].data]
+def views(block: Descriptors) -> list[memoryview]:
+    """The described memory itself, as what a checksum is made of."""
     return [
         memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-        for address, length in zip(memory.addresses.tolist(), memory.lengths.tolist(), strict=True)
+        for address, length in zip(block.addresses.tolist(), block.lengths.tolist(), strict=True)
     ]
 
 
-def vector(area: Area, memory: Descriptors | None) -> IOVector:
-    """What one file is read into or written from: a header, and data as in `views`."""
-    if memory is None:
-        return np.array([[area.ctypes.data, len(area)]], np.uint64)
-    pieces = np.empty((len(memory) + 1, 2), np.uint64)
-    pieces[0] = area.ctypes.data, HEADER_BYTES
-    pieces[1:, 0], pieces[1:, 1] = memory.addresses, memory.lengths
-    return pieces
+def whole_vectors(scratch: Scratch, sizes: Sequence[int]) -> list[IOVector]:
+    """Files that are read into, or written from, the leading bytes of scratch rows."""
+    pieces = np.empty((len(scratch), 1, 2), np.uint64)
+    pieces[:, 0, 0] = scratch.ctypes.data + np.arange(len(scratch)) * scratch.shape[1]
+    pieces[:, 0, 1] = sizes
+    return list(pieces)
 
 
-def describe_areas(
-    areas: Sequence[Area], blocks: Descriptors, starts: Sequence[int] | None = None
-) -> Descriptors:
-    """Describe the data in scratch memory that belongs to `blocks`.
+def straight_vectors(scratch: Scratch, blocks: Descriptors, *, tail: bool) -> list[IOVector]:
+    """Files whose header is in scratch and whose data is in described memory.
 
-    Args:
-        areas: One per block.
-        blocks: The blocks.
-        starts: For each block the first byte of an area's data that belongs to it; 0 by default.
+    With a tail, what comes after the data goes to scratch, too, so that a file that is too long
+    is noticed.
     """
-    offsets = np.array(starts or [0] * len(areas), np.uint64) + np.uint64(HEADER_BYTES)
+    counts = np.diff(blocks.block_offsets)
+    ends = np.cumsum(counts + 1 + tail)
+    firsts = ends - (counts + 1 + tail)
+    pieces = np.empty((ends[-1], 2), np.uint64)
+    is_data = np.ones(len(pieces), bool)
+    rows = scratch.ctypes.data + np.arange(len(scratch)) * scratch.shape[1]
+    pieces[firsts, 0], pieces[firsts, 1] = rows, HEADER_BYTES
+    is_data[firsts] = False
+    if tail:
+        pieces[ends - 1, 0], pieces[ends - 1, 1] = rows + HEADER_BYTES, PAGE_BYTES
+        is_data[ends - 1] = False
+    pieces[is_data, 0], pieces[is_data, 1] = blocks.addresses, blocks.lengths
+    return np.split(pieces, ends[:-1])
+
+
+def describe_scratch(
+    scratch: Scratch, rows: Sequence[int], blocks: Descriptors, *, skip_bytes: int = 0
+) -> Descriptors:
+    """Describe the data in scratch rows that belongs to `blocks`, from a byte of it on."""
+    starts = np.array(rows, np.uint64) * np.uint64(scratch.shape[1])
     return Descriptors(
-        addresses=np.array([area.ctypes.data for area in areas], np.uint64) + offsets,
+        addresses=np.uint64(scratch.ctypes.data + HEADER_BYTES + skip_bytes) + starts,
         lengths=blocks.block_sizes.astype(np.uint64),
-        block_offsets=np.arange(len(areas) + 1),
+        block_offsets=np.arange(len(rows) + 1),
         payload_starts=blocks.payload_starts,
         device=torch.device("cpu"),
-        owners=tuple(areas),
+        owners=(scratch,),
     )

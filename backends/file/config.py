@@ -9,7 +9,7 @@ from kvxfer.backends.file.writer import Durability
 from kvxfer.storage.eviction import PolicyName
 from kvxfer.units import ByteSize
 
-EngineName = Literal["posix", "nixl"]
+EngineName = Literal["auto", "uring", "posix", "nixl"]
 Direct = Literal["auto", "off"]
 
 
@@ -28,7 +28,9 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         secret_file: File with the 32 bytes of the secret, for `integrity=keyed`.
         durability: With `fsync` a block counts as stored when it would outlive a power cut.
         direct: `auto` uses O_DIRECT where the file system has it.
-        engine: What moves the bytes: the kernel's vectored calls, or the POSIX plug-in of NIXL.
+        engine: What moves the bytes: `uring` is io_uring, `posix` the kernel's vectored calls,
+            `nixl` the POSIX plug-in of NIXL. `auto` is the first one where the kernel permits it,
+            else the second.
         read_threads: Files that are read at one time.
         write_threads: Files that are written at one time.
     """
@@ -41,6 +43,6 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     secret_file: str = ""
     durability: Durability = "none"
     direct: Direct = "auto"
-    engine: EngineName = "posix"
+    engine: EngineName = "auto"
     read_threads: int = 8
     write_threads: int = 4

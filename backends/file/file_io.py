@@ -1,13 +1,17 @@
 """Moves bytes between open files and memory: the interface, and the kernel's vectored calls."""
 
+import contextlib
 import ctypes
 import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 IOVector = NDArray[np.uint64]
 """Pieces of memory in the order of the file's bytes, uint64 `(n, 2)`: address and length.
@@ -18,6 +22,13 @@ Source: https://man7.org/linux/man-pages/man2/preadv.2.html
 
 Result = int | OSError
 """Bytes that were moved, or why none could be."""
+
+
+class NamedFile(NamedTuple):
+    """A file that is not open yet: the descriptor of its folder, and its name there."""
+
+    folder_fd: int
+    name: bytes
 
 
 class FileIO(ABC):
@@ -41,9 +52,38 @@ class FileIO(ABC):
     def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
         """Write each file from its pieces of memory, from its first byte on."""
 
+    def read_named(
+        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
+    ) -> list[Result]:
+        """Open each file with `flags`, read it as `read` does, and close it."""
+        results: list[Result] = []
+        for start in range(0, len(files), self.files_per_call):
+            some = slice(start, start + self.files_per_call)
+            results += self._read_some(files[some], vectors[some], flags)
+        return results
+
     @abstractmethod
     def close(self) -> None:
         """Release every resource; may be called again."""
+
+    def _read_some(
+        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
+    ) -> list[Result]:
+        results: list[Result] = [0] * len(files)
+        opened: dict[int, int] = {}
+        with contextlib.ExitStack() as open_files:
+            for index, file in enumerate(files):
+                try:
+                    fd = os.open(file.name, flags, dir_fd=file.folder_fd)
+                except OSError as exc:
+                    results[index] = exc
+                else:
+                    open_files.callback(os.close, fd)
+                    opened[index] = fd
+            read = self.read(list(opened.values()), [vectors[index] for index in opened])
+            for index, result in zip(opened, read, strict=True):
+                results[index] = result
+        return results
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -61,7 +101,6 @@ def _bind(name: str) -> _Call:
 # Not os.preadv: it wants an object per piece, and making those costs more than small pieces do.
 _preadv = _bind("preadv")
 _pwritev = _bind("pwritev")
-_IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class PosixFileIO(FileIO):
@@ -82,7 +121,7 @@ class PosixFileIO(FileIO):
 def _move(call: _Call, fd: int, vector: IOVector) -> Result:
     done = 0
     while len(vector):
-        moved = call(fd, vector.ctypes.data, min(len(vector), _IOV_MAX), done)
+        moved = call(fd, vector.ctypes.data, min(len(vector), IOV_MAX), done)
         if moved < 0:
             number = ctypes.get_errno()
             if number == errno.EINTR:

@@ -1,22 +1,25 @@
 """Reads blocks from files, verified after landing."""
 
-import contextlib
 import logging
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.backends.file.block_files import (
-    Area,
+    PAGE_BYTES,
     BlockFiles,
-    describe_areas,
+    describe_scratch,
     failure,
-    vector,
+    straight_vectors,
     views,
+    whole_vectors,
 )
 from kvxfer.backends.file.digest import Integrity
-from kvxfer.backends.file.file_io import Result
+from kvxfer.backends.file.file_io import NamedFile
+from kvxfer.backends.file.folder import READ_FLAGS
 from kvxfer.backends.file.header import HEADER_BYTES, BlockFileError, BlockHeader
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
@@ -25,17 +28,13 @@ from kvxfer.storage.keys import BlockKey
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenFile:
-    key: BlockKey
-    fd: int
-    num_bytes: int
-
-
 class BlockReader:
     """Reads shares of batches; blocks, and is called from several threads.
 
     No failure is raised: it is the outcome of its block. A corrupt file is put in quarantine.
+
+    Whole chunks are read many files at a time, on the assumption that all is well. What turns
+    out otherwise, and every part of a chunk, is read once more, alone and with care.
 
     Args:
         files: The files of the namespace.
@@ -47,117 +46,108 @@ class BlockReader:
     def read(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read the file of `keys[i]` into block i of `blocks`.
 
-        Memory of blocks that are neither done nor corrupt is not written.
+        Memory of blocks without a file is not written.
         """
         outcomes: list[Outcome] = []
         for start, stop in self._files.rounds(blocks):
             outcomes += self._read_round(keys[start:stop], blocks.select(start, stop))
         return outcomes
 
-    def verify(self, key: BlockKey) -> Outcome:
-        """Read the file of a key and check it, wherever its data belongs.
+    def _read_round(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        sizes = blocks.block_sizes.tolist()
+        named: dict[int, NamedFile] = {}
+        for index, key in enumerate(keys):
+            if sizes[index] == self._files.chunk_size(key):
+                location = self._files.folder.locate(key)
+                if location is not None:
+                    named[index] = location
+        outcomes: list[Outcome | None] = [None] * len(keys)
+        if named:
+            chosen = blocks if len(named) == len(keys) else blocks.take(list(named))
+            read = self._read_whole([keys[i] for i in named], list(named.values()), chosen)
+            for index, outcome in zip(named, read, strict=True):
+                outcomes[index] = outcome
+        return [
+            outcome or self._read_alone(keys[index], blocks.select(index, index + 1))
+            for index, outcome in enumerate(outcomes)
+        ]
 
-        Returns:
-            `DONE`, `MISSING`, `CORRUPT` or `FAILED`; a corrupt file stays where it is.
-        """
+    def _read_whole(
+        self, keys: Sequence[BlockKey], named: Sequence[NamedFile], blocks: Descriptors
+    ) -> list[Outcome | None]:
+        """Read whole chunks; None where something is not as it should be."""
+        files, sizes = self._files, blocks.block_sizes.tolist()
+        straight = files.is_straight(blocks)
+        scratch = files.scratch(len(keys), PAGE_BYTES + (0 if straight else max(sizes)))
+        vectors = (
+            straight_vectors(scratch, blocks, tail=True)
+            if straight
+            else whole_vectors(scratch, [scratch.shape[1]] * len(keys))
+        )
+        results = files.file_io.read_named(named, vectors, READ_FLAGS | files.flags)
+        outcomes: list[Outcome | None] = [None] * len(keys)
+        for index, (key, size, row) in enumerate(zip(keys, sizes, scratch, strict=True)):
+            if results[index] != HEADER_BYTES + size:
+                continue
+            data = views(blocks.select(index, index + 1)) if straight else [_data(row, size)]
+            try:
+                self._check(key, row, data, size)
+            except BlockFileError:
+                continue
+            outcomes[index] = DONE
+        done = [index for index, outcome in enumerate(outcomes) if outcome]
+        if done and not straight:
+            wanted = blocks.take(done)
+            files.copy_engine.copy(describe_scratch(scratch, done, wanted), wanted)
+        return outcomes
+
+    def _read_alone(self, key: BlockKey, block: Descriptors) -> Outcome:
+        """Read any part of one chunk, and say what is wrong with it."""
+        files = self._files
         try:
-            fd = self._files.folder.open_block(key, self._files.flags)
+            fd = files.folder.open_block(key, files.flags)
         except FileNotFoundError:
             return MISSING
         except OSError as exc:
             return failure(exc)
         try:
-            file = _OpenFile(key, fd, self._data_size(key, fd))
-            (area,) = self._files.areas([file.num_bytes])
-            (result,) = self._files.file_io.read([fd], [vector(area, None)])
-            self._check(file, area, None, result)
+            size = self._data_size(key, fd)
+            scratch = files.scratch(1, size)
+            (result,) = files.file_io.read([fd], whole_vectors(scratch, [scratch.shape[1]]))
+            if isinstance(result, OSError):
+                return failure(result)
+            _require_all(result, HEADER_BYTES + size)
+            header = self._check(key, scratch[0], [_data(scratch[0], size)], size)
+            skip = int(block.payload_starts[0]) - header.start
+            if skip < 0 or skip + block.num_bytes > size:
+                return MISSING
+            files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
         except BlockFileError as exc:
-            return Outcome(Status.CORRUPT, reason=str(exc))
-        except OSError as exc:
-            return failure(exc)
+            return self._quarantine(key, fd, exc)
         finally:
             os.close(fd)
         return DONE
 
-    def _read_round(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        outcomes: list[Outcome] = [MISSING] * len(keys)
-        opened: dict[int, _OpenFile] = {}
-        with contextlib.ExitStack() as open_files:
-            for index, key in enumerate(keys):
-                try:
-                    fd = self._files.folder.open_block(key, self._files.flags)
-                    open_files.callback(os.close, fd)
-                    opened[index] = _OpenFile(key, fd, self._data_size(key, fd))
-                except FileNotFoundError:
-                    continue
-                except OSError as exc:
-                    outcomes[index] = failure(exc)
-                except BlockFileError as exc:
-                    outcomes[index] = self._quarantine(key, fd, exc)
-            if opened:
-                chosen = blocks if len(opened) == len(keys) else blocks.take(list(opened))
-                read = self._read_opened(list(opened.values()), chosen)
-                for index, outcome in zip(opened, read, strict=True):
-                    outcomes[index] = outcome
-        return outcomes
-
-    def _read_opened(self, opened: Sequence[_OpenFile], blocks: Descriptors) -> list[Outcome]:
-        straight = self._are_whole(opened, blocks) and self._files.is_straight(blocks)
-        areas = self._files.areas([0 if straight else file.num_bytes for file in opened])
-        memories = [
-            blocks.select(index, index + 1) if straight else None for index in range(len(opened))
-        ]
-        vectors = [vector(*each) for each in zip(areas, memories, strict=True)]
-        results = self._files.file_io.read([file.fd for file in opened], vectors)
-        starts, sizes = blocks.payload_starts, blocks.block_sizes
-        outcomes: list[Outcome] = []
-        done: dict[int, int] = {}
-        for index, file in enumerate(opened):
-            try:
-                header = self._check(file, areas[index], memories[index], results[index])
-            except BlockFileError as exc:
-                outcomes.append(self._quarantine(file.key, file.fd, exc))
-                continue
-            except OSError as exc:
-                outcomes.append(failure(exc))
-                continue
-            start = int(starts[index]) - header.start
-            if start >= 0 and start + sizes[index] <= header.num_bytes:
-                outcomes.append(DONE)
-                done[index] = start
-            else:
-                outcomes.append(MISSING)
-        if done and not straight:
-            wanted = blocks.take(list(done))
-            source = describe_areas([areas[index] for index in done], wanted, list(done.values()))
-            self._files.copy_engine.copy(source, wanted)
-        return outcomes
-
     def _check(
-        self, file: _OpenFile, area: Area, memory: Descriptors | None, result: Result
+        self, key: BlockKey, row: NDArray[np.uint8], data: list[memoryview], size: int
     ) -> BlockHeader:
         """Check everything that was read of a file.
 
         Raises:
             BlockFileError: A byte is not what was stored, or the file is another block's.
-            OSError: It could not be read.
         """
-        if isinstance(result, OSError):
-            raise result
-        if result != HEADER_BYTES + file.num_bytes:
-            raise BlockFileError(f"short read of {result} bytes")
         digester = self._files.digester
-        header = BlockHeader.verify(area[:HEADER_BYTES].tobytes(), digester)
+        header = BlockHeader.verify(row[:HEADER_BYTES].tobytes(), digester)
         for name, said, expected in (
             ("namespace", header.namespace, self._files.fingerprint),
-            ("key", header.key.hex(), file.key.hex()),
-            ("bytes", header.num_bytes, file.num_bytes),
-            ("block size", header.block_size_bytes, self._files.block_size(file.key)),
+            ("key", header.key, key),
+            ("bytes", header.num_bytes, size),
+            ("block size", header.block_size_bytes, self._files.block_size(key)),
         ):
             if said != expected:
-                raise BlockFileError(f"{name}: the file says {said}, expected {expected}")
+                raise BlockFileError(f"{name}: the file says {said!r}, expected {expected!r}")
         if digester.integrity is not Integrity.OFF:
-            found = digester.checksum(views(area, file.num_bytes, memory))
+            found = digester.checksum(data)
             if found != header.checksum:
                 raise BlockFileError(f"checksum of the data is {found}, stored {header.checksum}")
         return header
@@ -180,9 +170,11 @@ class BlockReader:
             raise BlockFileError(f"the file has {found.st_size} bytes, expected at most {largest}")
         return found.st_size - HEADER_BYTES
 
-    def _are_whole(self, opened: Sequence[_OpenFile], blocks: Descriptors) -> bool:
-        """Whether the files hold whole chunks, and whole chunks are asked for."""
-        sizes = [self._files.chunk_size(file.key) for file in opened]
-        stored = [file.num_bytes for file in opened]
-        wanted: list[int] = blocks.block_sizes.tolist()
-        return stored == sizes and wanted == sizes
+
+def _require_all(num_read: int, num_bytes: int) -> None:
+    if num_read != num_bytes:
+        raise BlockFileError(f"short read of {num_read} bytes of {num_bytes}")
+
+
+def _data(row: NDArray[np.uint8], size: int) -> memoryview:
+    return row[HEADER_BYTES : HEADER_BYTES + size].data

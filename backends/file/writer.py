@@ -8,7 +8,15 @@ from typing import Literal
 
 import numpy as np
 
-from kvxfer.backends.file.block_files import BlockFiles, describe_areas, failure, vector, views
+from kvxfer.backends.file.block_files import (
+    PAGE_BYTES,
+    BlockFiles,
+    describe_scratch,
+    failure,
+    straight_vectors,
+    views,
+    whole_vectors,
+)
 from kvxfer.backends.file.file_io import Result
 from kvxfer.backends.file.folder import BusyError
 from kvxfer.backends.file.header import HEADER_BYTES, BlockHeader
@@ -71,12 +79,20 @@ class BlockWriter:
     ) -> list[Outcome]:
         files, sizes = self._files, blocks.block_sizes.tolist()
         straight = files.is_straight(blocks)
-        areas = files.areas([0 if straight else size for size in sizes])
-        if not straight:
-            files.copy_engine.copy(blocks, describe_areas(areas, blocks))
-        vectors = []
-        for index, (key, size, area) in enumerate(zip(keys, sizes, areas, strict=True)):
-            memory = blocks.select(index, index + 1) if straight else None
+        scratch = files.scratch(len(keys), 0 if straight else max(sizes))
+        if straight:
+            vectors = straight_vectors(scratch, blocks, tail=False)
+        else:
+            rows = range(len(keys))
+            files.copy_engine.copy(blocks, describe_scratch(scratch, rows, blocks))
+            padded = [HEADER_BYTES + -(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]
+            vectors = whole_vectors(scratch, padded)
+        for index, (key, size, row) in enumerate(zip(keys, sizes, scratch, strict=True)):
+            data = (
+                views(blocks.select(index, index + 1))
+                if straight
+                else [row[HEADER_BYTES : HEADER_BYTES + size].data]
+            )
             header = BlockHeader(
                 namespace=files.fingerprint,
                 key=key,
@@ -84,10 +100,9 @@ class BlockWriter:
                 num_blocks=size // files.block_size(key),
                 block_size_bytes=files.block_size(key),
                 integrity=files.digester.integrity,
-                checksum=files.digester.checksum(views(area, size, memory)),
+                checksum=files.digester.checksum(data),
             )
-            area[:HEADER_BYTES] = np.frombuffer(header.encode(files.digester), np.uint8)
-            vectors.append(vector(area, memory))
+            row[:HEADER_BYTES] = np.frombuffer(header.encode(files.digester), np.uint8)
         outcomes = []
         results = files.file_io.write(fds, vectors)
         for key, fd, size, pieces, result in zip(keys, fds, sizes, vectors, results, strict=True):
