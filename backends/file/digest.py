@@ -1,6 +1,7 @@
 """How stored bytes are checked: a checksum against accidents, a keyed one against forgery."""
 
 import enum
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -58,7 +59,7 @@ class Digester:
         if keyed:
             _import_blake3()
 
-    def checksum(self, data: list[memoryview]) -> str:
+    def checksum(self, data: Iterable[memoryview]) -> str:
         """Hexadecimal digits over the concatenation of `data`; none when integrity is off."""
         if self.integrity is Integrity.OFF:
             return ""

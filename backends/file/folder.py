@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvxfer.backends.file.file_io import NamedFile
 from kvxfer.backends.file.header import MAX_KEY_BYTES
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
@@ -21,9 +22,10 @@ QUARANTINE = "quarantine"
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 MAX_TEXT_BYTES = 16 << 20
+HEX_DIGITS = frozenset("0123456789abcdef")
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
 _CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CLAIM_ATTEMPTS = 3
 
@@ -73,11 +75,20 @@ class BlockFolder:
         self.fingerprint = fingerprint
         self._lock = threading.Lock()
         self._stale: list[int] = []
+        self._texts: dict[str, str] = {}
         self._folders = {"": open_folder(root)}
 
     def sizes(self, keys: Sequence[BlockKey]) -> list[int | None]:
         """Bytes of the file of each key, None where there is none; a link is none."""
         return [self._size(file_name(key)) for key in keys]
+
+    def locate(self, key: BlockKey) -> NamedFile | None:
+        """Say where the file of a key is to be opened, if its folder is there."""
+        name = file_name(key)
+        try:
+            return NamedFile(self._folder(name[:2]), name.encode())
+        except OSError:
+            return None
 
     def open_block(self, key: BlockKey, flags: int = 0) -> int:
         """Open the file of a key for reading.
@@ -88,24 +99,24 @@ class BlockFolder:
         """
         name = file_name(key)
         try:
-            return os.open(name, _READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
+            return os.open(name, READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
         except FileNotFoundError:
             if not self._forget_removed():
                 raise
-        return os.open(name, _READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
+        return os.open(name, READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
 
     def create_block(self, key: BlockKey, flags: int = 0) -> int:
         """Open a temporary file for a key, claimed by a lock that ends with its descriptor.
 
         Raises:
-            BusyError: Another process, or thread, is storing the key.
+            BusyError: Another process, or thread, is storing the key, or has just done so.
             OSError: The file cannot be created.
         """
         name = file_name(key)
         temporary = name + TEMPORARY
         for _ in range(_CLAIM_ATTEMPTS):
-            folder = self._folder(name[:2], create=True)
             try:
+                folder = self._folder(name[:2], create=True)
                 fd = os.open(temporary, _CREATE_FLAGS | flags, FILE_MODE, dir_fd=folder)
             except FileNotFoundError:
                 self._forget_removed()
@@ -114,7 +125,11 @@ class BlockFolder:
             else:
                 # Between its creation and its lock a file looks abandoned: it may be gone.
                 if _lock(fd) and os.fstat(fd).st_nlink:
-                    return fd
+                    if self._size(name) is None:
+                        return fd
+                    self.discard(key)  # stored since it was looked for: not a second time
+                    os.close(fd)
+                    break
                 os.close(fd)
         raise BusyError(errno.EBUSY, "another process is storing this block", name)
 
@@ -139,21 +154,40 @@ class BlockFolder:
         """Remove the file of a key; whether it was there."""
         return self._unlink(file_name(key), file_name(key)[:2])
 
-    def quarantine(self, key: BlockKey, fd: int) -> bool:
+    def open_found(self, key: BlockKey, found_in: str) -> int:
+        """Open the file of a key in whatever folder it was found.
+
+        Raises:
+            FileNotFoundError: It is gone.
+            OSError: It cannot be opened, or it is a link.
+        """
+        return os.open(file_name(key), READ_FLAGS, dir_fd=self._folder(found_in))
+
+    def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> bool:
         """Put the open file of a key away, where no lookup finds it.
+
+        Args:
+            key: The key.
+            fd: The file, open.
+            found_in: Folder that it is in, that of its key by default.
 
         Returns:
             False when another process removed or replaced it since it was opened.
         """
         name = file_name(key)
         try:
-            folder, away = self._folder(name[:2]), self._folder(QUARANTINE, create=True)
+            folder = self._folder(found_in or name[:2])
+            away = self._folder(QUARANTINE, create=True)
             if not _is_named(name, folder, fd):
                 return False
             os.rename(name, name, src_dir_fd=folder, dst_dir_fd=away)
         except FileNotFoundError:
             return False
         return True
+
+    def quarantined_size(self, key: BlockKey) -> int | None:
+        """Bytes of the file of a key that was put away; None when there is none."""
+        return self._size(file_name(key), QUARANTINE)
 
     def remove_quarantined(self, key: BlockKey) -> bool:
         """Remove a file that was put away; whether it was there."""
@@ -171,18 +205,45 @@ class BlockFolder:
         Raises:
             OSError: It cannot be read.
         """
-        with open(os.open(name, _READ_FLAGS, dir_fd=self._folder(".")), "rb") as file:
+        with open(os.open(name, READ_FLAGS, dir_fd=self._folder(".")), "rb") as file:
             return file.read(MAX_TEXT_BYTES).decode(errors="replace")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small text file of the folder, whole or not at all."""
-        folder = self._folder(".", create=True)
-        temporary = f"{name}.{os.getpid()}{TEMPORARY}"
-        flags = _CREATE_FLAGS & ~os.O_EXCL | os.O_TRUNC
-        fd = os.open(temporary, flags, FILE_MODE, dir_fd=folder)
-        with open(fd, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        """Write a small text file of the folder, whole or not at all.
+
+        It is written again when the folder was removed and is made anew.
+        """
+        _write_text(name, text, self._folder(".", create=True))
+        self._texts[name] = text
+
+    def remove_empty(self, text_name: str) -> bool:
+        """Remove the folder if it holds no block and no foreign file; whether it was removed.
+
+        Others may use it: what they create meanwhile stays.
+
+        Args:
+            text_name: The text file that describes the folder; it goes, or stays, with it.
+        """
+        folder = self._folder(".")
+        found = set(os.listdir(folder))
+        inner = {name for name in found if is_block_folder(name)}
+        names = found - inner
+        if names - {text_name}:
+            return False
+        text = ""
+        try:
+            for name in inner:
+                os.rmdir(name, dir_fd=folder)
+            if names:
+                text = self.read_text(text_name)
+                os.unlink(text_name, dir_fd=folder)
+            os.rmdir(self.fingerprint, dir_fd=self._folder(""))
+        except OSError:
+            if text:  # a block was stored meanwhile
+                with contextlib.suppress(FileNotFoundError):
+                    _write_text(text_name, text, folder)
+            return False
+        return True
 
     def close(self) -> None:
         """Close every descriptor; may be called again. No other call may be under way."""
@@ -202,9 +263,9 @@ class BlockFolder:
     ) -> None:
         self.close()
 
-    def _size(self, name: str) -> int | None:
+    def _size(self, name: str, folder: str = "") -> int | None:
         try:
-            found = os.stat(name, dir_fd=self._folder(name[:2]), follow_symlinks=False)
+            found = os.stat(name, dir_fd=self._folder(folder or name[:2]), follow_symlinks=False)
         except OSError:
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
@@ -224,6 +285,8 @@ class BlockFolder:
         with self._lock:
             if "." not in self._folders:
                 self._open(self.fingerprint, ".", self._folders[""], create=create)
+                for text in self._texts.items() if create else ():
+                    _write_text(*text, self._folders["."])
             if name not in self._folders:
                 self._open(name, name, self._folders["."], create=create)
             return self._folders[name]
@@ -249,13 +312,18 @@ class BlockFolder:
             return True
 
 
+def is_block_folder(name: str) -> bool:
+    """Whether a folder's name is that of one that holds block files."""
+    return name == QUARANTINE or (len(name) == 2 and set(name) <= HEX_DIGITS)
+
+
 def remove_if_abandoned(temporary: str, folder_fd: int) -> bool:
     """Remove a temporary file whose writer is dead; whether it was.
 
     A writer holds a lock on its file for as long as it lives.
     """
     try:
-        fd = os.open(temporary, _READ_FLAGS, dir_fd=folder_fd)
+        fd = os.open(temporary, READ_FLAGS, dir_fd=folder_fd)
     except OSError:
         return False
     try:
@@ -267,6 +335,15 @@ def remove_if_abandoned(temporary: str, folder_fd: int) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _write_text(name: str, text: str, folder_fd: int) -> None:
+    temporary = f"{name}.{os.getpid()}{TEMPORARY}"
+    flags = _CREATE_FLAGS & ~os.O_EXCL | os.O_TRUNC
+    fd = os.open(temporary, flags, FILE_MODE, dir_fd=folder_fd)
+    with open(fd, "w", encoding="utf-8") as file:
+        file.write(text)
+    os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
 def _lock(fd: int) -> bool:

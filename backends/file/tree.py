@@ -1,23 +1,28 @@
 """Everything that lies below the root of a block store."""
 
+import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.backends.file.folder import (
+    HEX_DIGITS,
     QUARANTINE,
     SUFFIX,
     TEMPORARY,
     BlockFolder,
+    file_name,
+    is_block_folder,
     open_folder,
     remove_if_abandoned,
 )
-from kvxfer.storage.keys import BlockKey
+from kvxfer.backends.file.header import MAX_KEY_BYTES
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 
 FINGERPRINT_DIGITS = 32
-_DIGITS = frozenset("0123456789abcdef")
+_NOT_A_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +30,33 @@ class FoundBlock:
     """A block file in the tree.
 
     Attributes:
-        fingerprint: Namespace of the folder that it lies in.
+        fingerprint: Namespace that it lies in.
+        folder: Name of the folder in there.
         key: The key in its name.
         num_bytes: Size of the file.
         used: When it was last written or known to be read, seconds since the epoch.
-        quarantined: Whether it was put away because it is corrupt.
     """
 
     fingerprint: str
+    folder: str
     key: BlockKey
     num_bytes: int
     used: float
-    quarantined: bool = False
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether it was put away because it is corrupt."""
+        return self.folder == QUARANTINE
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether it lies where no lookup finds it."""
+        return not self.quarantined and not self.key.hex().startswith(self.folder)
+
+    @property
+    def path(self) -> str:
+        """Where it lies below the root."""
+        return f"{self.fingerprint}/{self.folder}/{file_name(self.key)}"
 
 
 class BlockTree:
@@ -46,10 +66,12 @@ class BlockTree:
 
     Args:
         root: Root of the store, which must be there.
+        on_error: Is told of folders that cannot be opened, which are passed over.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, on_error: Callable[[OSError], object] | None = None) -> None:
         self.root = root
+        self._on_error = on_error or _pass_over
 
     def fingerprints(self) -> list[str]:
         """Namespaces that have a folder."""
@@ -67,16 +89,15 @@ class BlockTree:
         """Walk through every block file, those in quarantine included, in no order."""
         for fingerprint, folder, fd in self._folders():
             for name in os.listdir(fd):
-                if not name.endswith(SUFFIX):
+                key = _key_in(name)
+                if not key:
                     continue
                 try:
-                    key = BlockKey(bytes.fromhex(name.removesuffix(SUFFIX)))
                     found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                except (ValueError, FileNotFoundError):
+                except FileNotFoundError:
                     continue
                 if stat.S_ISREG(found.st_mode):
-                    away = folder == QUARANTINE
-                    yield FoundBlock(fingerprint, key, found.st_size, found.st_mtime, away)
+                    yield FoundBlock(fingerprint, folder, key, found.st_size, found.st_mtime)
 
     def collect(self) -> int:
         """Remove temporary files whose writers are dead; return how many."""
@@ -91,33 +112,42 @@ class BlockTree:
         """Fingerprint, name and descriptor of every folder that holds blocks."""
         root = open_folder(self.root)
         try:
-            for fingerprint in self.fingerprints():
-                yield from _children(fingerprint, root)
+            for fingerprint, parent in self._children(root, is_fingerprint):
+                for name, fd in self._children(parent, is_block_folder):
+                    yield fingerprint, name, fd
         finally:
             os.close(root)
+
+    def _children(
+        self, parent_fd: int, is_wanted: Callable[[str], bool]
+    ) -> Iterator[tuple[str, int]]:
+        """Names and descriptors of the folders in a folder."""
+        for name in filter(is_wanted, os.listdir(parent_fd)):
+            try:
+                fd = open_folder(name, parent_fd)
+            except OSError as exc:
+                if exc.errno not in _NOT_A_FOLDER:
+                    self._on_error(exc)
+                continue
+            try:
+                yield name, fd
+            finally:
+                os.close(fd)
 
 
 def is_fingerprint(name: str) -> bool:
     """Whether a folder's name is that of a namespace."""
-    return len(name) == FINGERPRINT_DIGITS and set(name) <= _DIGITS
+    return len(name) == FINGERPRINT_DIGITS and set(name) <= HEX_DIGITS
 
 
-def _children(fingerprint: str, root_fd: int) -> Iterator[tuple[str, str, int]]:
-    try:
-        parent = open_folder(fingerprint, root_fd)
-    except OSError:
-        return
-    try:
-        for name in os.listdir(parent):
-            if name != QUARANTINE and not (len(name) == 2 and set(name) <= _DIGITS):
-                continue
-            try:
-                fd = open_folder(name, parent)
-            except OSError:
-                continue
-            try:
-                yield fingerprint, name, fd
-            finally:
-                os.close(fd)
-    finally:
-        os.close(parent)
+def _key_in(name: str) -> BlockKey:
+    """The key in a file's name; empty when it is not the name of a block file."""
+    digits = name.removesuffix(SUFFIX)
+    if digits == name or len(digits) % 2 or not set(digits) <= HEX_DIGITS:
+        return BlockKey(b"")
+    key = BlockKey(bytes.fromhex(digits))
+    return key if GROUP_INDEX_BYTES < len(key) <= MAX_KEY_BYTES else BlockKey(b"")
+
+
+def _pass_over(exc: OSError) -> None:
+    """Go on without a folder that cannot be opened."""

@@ -1,0 +1,167 @@
+"""Whether a block file is what its place says: of one file, in a page of memory at a time."""
+
+import enum
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvxfer.backends.file.digest import Digester, Integrity
+from kvxfer.backends.file.folder import BlockFolder
+from kvxfer.backends.file.header import HEADER_BYTES, BlockFileError, BlockHeader
+from kvxfer.backends.file.tree import FoundBlock
+from kvxfer.storage.keys import BlockKey
+
+READ_BYTES = 1 << 20
+
+
+class Verdict(enum.Enum):
+    """What was found out about a block file.
+
+    `GOOD`: every byte is what was stored. `KEYED`: nothing is wrong, but only the secret could
+    tell. `UNCHECKED`: nothing is wrong with the header, and no checksum of the data was stored.
+    `CORRUPT`: a lookup must not find it. `UNREADABLE`: the operating system says no. `GONE`: it
+    was removed meanwhile.
+    """
+
+    GOOD = "good"
+    KEYED = "not verified: keyed"
+    UNCHECKED = "no checksum"
+    CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found out about one file, and why."""
+
+    block: FoundBlock
+    verdict: Verdict
+    reason: str = ""
+
+    @property
+    def bad(self) -> bool:
+        """Whether something is wrong."""
+        return self.verdict in (Verdict.CORRUPT, Verdict.UNREADABLE)
+
+
+class BlockCheck:
+    """Checks files one by one, knowing only where they are; blocks; thread-safe.
+
+    Args:
+        secret: The secret of `integrity=keyed`. With one, every file must be sealed by it.
+            Without, nobody can tell whether a keyed file is whole.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._keyed = Digester(Integrity.KEYED, secret) if secret is not None else None
+
+    def digester(self, integrity: Integrity) -> Digester:
+        """Choose what checks a file that says how it was sealed."""
+        if self._keyed:
+            return self._keyed
+        return Digester(Integrity.OFF if integrity is Integrity.KEYED else integrity)
+
+    def check(self, folder: BlockFolder, block: FoundBlock, *, repair: bool = False) -> Finding:
+        """Read a whole file and compare it with its name, its folder, its seal and its checksum.
+
+        Args:
+            folder: Folder of the block's namespace.
+            block: The block.
+            repair: Put the file in quarantine when it is corrupt.
+        """
+        try:
+            fd = folder.open_found(block.key, block.folder)
+        except FileNotFoundError:
+            return Finding(block, Verdict.GONE)
+        except OSError as exc:
+            return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
+        try:
+            return Finding(block, self._verify(fd, block))
+        except BlockFileError as exc:
+            if repair:
+                folder.quarantine(block.key, fd, found_in=block.folder)
+            return Finding(block, Verdict.CORRUPT, str(exc))
+        except OSError as exc:
+            return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
+        finally:
+            os.close(fd)
+
+    def _verify(self, fd: int, block: FoundBlock) -> Verdict:
+        if block.misplaced:
+            raise BlockFileError(f"no lookup finds it in the folder {block.folder!r}")
+        # What counts is what the disk holds, not what the page cache does.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        page, num_bytes = read_header_page(fd)
+        said = BlockHeader.decode(page)
+        digester = self.digester(said.integrity)
+        header = check_header(
+            page, digester, namespace=block.fingerprint, key=block.key, num_bytes=num_bytes
+        )
+        check_data(header, digester, read_data(fd))
+        if digester.integrity is not Integrity.OFF:
+            return Verdict.GOOD
+        return Verdict.KEYED if header.integrity is Integrity.KEYED else Verdict.UNCHECKED
+
+
+def check_header(
+    page: bytes, digester: Digester, *, namespace: str, key: BlockKey, num_bytes: int
+) -> BlockHeader:
+    """Read a header and compare it with its seal and with where it was found.
+
+    Args:
+        page: The header.
+        digester: Makes the seal.
+        namespace: Fingerprint in the name of the folder.
+        key: Key in the name of the file.
+        num_bytes: Bytes of the file that follow the header.
+
+    Raises:
+        BlockFileError: It changed, or it is another block's.
+    """
+    header = BlockHeader.verify(page, digester)
+    for name, said, expected in (
+        ("namespace", header.namespace, namespace),
+        ("key", header.key.hex(), key.hex()),
+        ("bytes", header.num_bytes, num_bytes),
+    ):
+        if said != expected:
+            raise BlockFileError(f"{name}: the file says {said}, expected {expected}")
+    return header
+
+
+def check_data(header: BlockHeader, digester: Digester, data: Iterable[memoryview]) -> None:
+    """Compare the data of a file with its checksum; nothing is done when integrity is off.
+
+    Raises:
+        BlockFileError: A byte changed.
+    """
+    if digester.integrity is not Integrity.OFF:
+        found = digester.checksum(data)
+        if found != header.checksum:
+            raise BlockFileError(f"checksum of the data is {found}, stored {header.checksum}")
+
+
+def read_header_page(fd: int) -> tuple[bytes, int]:
+    """Read the first page of an open file, and how many bytes follow it.
+
+    Raises:
+        BlockFileError: It is not a file that could be a block's.
+        OSError: It cannot be read.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise BlockFileError("no block file: not a regular file")
+    if found.st_size <= HEADER_BYTES:
+        raise BlockFileError(f"no block file: {found.st_size} bytes are too few")
+    return os.pread(fd, HEADER_BYTES, 0), found.st_size - HEADER_BYTES
+
+
+def read_data(fd: int) -> Iterator[memoryview]:
+    """Read what follows the header, piece by piece; a piece is valid until the next."""
+    memory = memoryview(bytearray(READ_BYTES))
+    offset = HEADER_BYTES
+    while num_read := os.preadv(fd, [memory], offset):
+        yield memory[:num_read]
+        offset += num_read

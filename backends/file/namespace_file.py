@@ -1,0 +1,36 @@
+"""What the blocks of a namespace are, in a file beside them that people can read."""
+
+import msgspec
+
+from kvxfer.backends.file.folder import BlockFolder
+from kvxfer.backends.file.header import BlockFileError
+from kvxfer.storage.keys import Namespace
+
+NAMESPACE_FILE = "namespace.json"
+
+
+def write_namespace(folder: BlockFolder, namespace: Namespace) -> None:
+    """Write every field of a namespace into its folder.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    text = msgspec.json.format(msgspec.json.encode(namespace), indent=2).decode()
+    folder.write_text(NAMESPACE_FILE, text + "\n")
+
+
+def read_namespace(folder: BlockFolder) -> Namespace:
+    """Read what the blocks of a folder are.
+
+    Raises:
+        BlockFileError: The file is missing, damaged, or that of another folder.
+    """
+    try:
+        namespace = msgspec.json.decode(folder.read_text(NAMESPACE_FILE), type=Namespace)
+    except OSError as exc:
+        raise BlockFileError(f"{NAMESPACE_FILE}: {exc.strerror or exc}") from exc
+    except msgspec.MsgspecError as exc:
+        raise BlockFileError(f"{NAMESPACE_FILE} is damaged: {exc}") from exc
+    if namespace.fingerprint != folder.fingerprint:
+        raise BlockFileError(f"{NAMESPACE_FILE} is damaged or that of {namespace.fingerprint}")
+    return namespace
