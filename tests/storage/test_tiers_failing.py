@@ -1,0 +1,302 @@
+"""Tiers that fail, hang or lie, and the end of all of them."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.tiers import TieredBackend
+from kvxfer.testing import (
+    BlockMemory,
+    DictBackend,
+    FaultRates,
+    FaultyBackend,
+    Operation,
+)
+from kvxfer.testing.conformance.suite import cancel, give_way, statuses, store_made_up
+from tests.storage.opened_tiers import (
+    KEYS,
+    load_from,
+    open_dict,
+    open_host,
+    opened,
+)
+from tests.testing.test_dict_backend import Blocks, KeptBackend
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[48, 16]], num_blocks=32)
+
+
+# Outcomes
+
+
+class Answering(DictBackend):
+    """Answers every load with one outcome."""
+
+    def __init__(self, namespace: Namespace, outcome: Outcome) -> None:
+        super().__init__(None, namespace)
+        self.outcome = outcome
+        self.num_loads = 0
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.num_loads += 1
+        return [self.outcome] * len(keys)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("missing failed", "failed"),
+        ("failed missing", "failed"),
+        ("timed_out missing", "timed_out"),
+        ("failed corrupt", "corrupt"),
+        ("corrupt timed_out", "corrupt"),
+        ("corrupt failed missing", "corrupt"),
+        ("missing failed done", "done"),
+        ("corrupt done", "done"),
+    ],
+)
+async def test_of_several_outcomes_the_most_telling_one_is_given(
+    memory: BlockMemory, given: str, expected: str
+) -> None:
+    namespace = memory.namespace()
+    tiers = [Answering(namespace, Outcome(Status(status))) for status in given.split()]
+    async with TieredBackend(tiers, namespace) as backend:
+        [outcome] = await backend.load(KEYS[:1], memory.describe(0, [0]))
+        assert outcome == Outcome(Status(expected))
+
+
+async def test_memory_that_is_not_safe_is_not_given_to_another_tier(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    unsafe = Outcome(Status.TIMED_OUT, memory_safe=False)
+    answers = [Outcome(Status.CORRUPT), unsafe, Outcome(Status.DONE)]
+    tiers = [Answering(namespace, answer) for answer in answers]
+    async with TieredBackend(tiers, namespace) as backend:
+        outcomes = await backend.load(KEYS[:1], memory.describe(0, [0]))
+        assert outcomes == [Outcome(Status.CORRUPT, memory_safe=False)]
+        assert [tier.num_loads for tier in tiers] == [1, 1, 0]
+
+
+async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_down(
+    memory: BlockMemory,
+) -> None:
+    class Unsafe(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            return [Outcome(Status.TIMED_OUT, memory_safe=False)] * len(keys)
+
+    namespace = memory.namespace()
+    async with TieredBackend([open_dict(namespace), Unsafe(None, namespace)], namespace) as backend:
+        await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await backend._cascade.settle()
+        assert len(backend._staging._retired) == 1
+        assert backend._staging._idle == []
+
+
+async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_up(
+    memory: BlockMemory,
+) -> None:
+    namespace = memory.namespace()
+    lower = Answering(namespace, Outcome(Status.TIMED_OUT, memory_safe=False))
+    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
+        await store_made_up(lower, KEYS[:2], memory.describe(0, [0, 1]))
+        assert await backend.lookup(KEYS[:2]) == [False, False]
+        assert await backend.lookup(KEYS[:2]) == [False, False]
+        assert len(backend._staging._retired) == 2
+        assert backend._staging._idle == []
+
+
+# Failures
+
+
+async def test_a_lower_tier_that_raises_takes_nothing_down(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(memory, num_slots=4) as tiers:
+        tiers.fail(*Operation, error=1.0)
+        payloads = await store_made_up(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        await tiers.backend._cascade.settle()
+        warnings = [record for record in caplog.records if "store of 4 blocks" in record.message]
+        assert len(warnings) == 1
+        assert await load_from(tiers.backend, memory, KEYS[:4]) == payloads
+        assert await tiers.backend.lookup(KEYS[:5]) == [True] * 4 + [False]
+        outcomes = await tiers.backend.load(KEYS[3:5], memory.describe(0, [3, 4]))
+        assert statuses(outcomes) == [Status.DONE, Status.FAILED]
+        assert "injected error" in outcomes[1].reason
+        outcomes = await tiers.backend.store(KEYS, memory.describe(0, range(8)))
+        assert statuses(outcomes) == [Status.DONE] * 4 + [Status.FAILED] * 4
+        assert await tiers.backend.delete(KEYS) == 4
+
+
+async def test_a_first_tier_that_raises_leaves_the_lower_one_in_use(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    rates = FaultRates(error=1.0, operations=frozenset(Operation))
+    first = FaultyBackend(open_dict(namespace), seed=0, rates=rates)
+    async with TieredBackend([first, open_dict(namespace)], namespace) as backend:
+        payloads = await store_made_up(backend, KEYS, memory.describe(0, range(8)))
+        assert await backend.lookup(KEYS) == [True] * 8
+        assert await load_from(backend, memory, KEYS) == payloads
+        assert await backend.delete(KEYS) == 8
+
+
+async def test_blocks_that_fail_on_their_way_down_are_logged_once(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(memory) as tiers:
+        tiers.fail(Operation.STORE, failure=1.0)
+        await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await tiers.backend._cascade.settle()
+    [warning] = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "store of 8 of 8 blocks failed: injected failure" in warning
+
+
+async def test_a_lower_tier_that_gives_too_few_outcomes_has_failed(memory: BlockMemory) -> None:
+    class Terse(DictBackend):
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            return (await super().load(keys, blocks))[1:]
+
+    namespace = memory.namespace()
+    async with TieredBackend([open_dict(namespace), Terse(None, namespace)], namespace) as backend:
+        outcomes = await backend.load(KEYS[:2], memory.describe(0, [0, 1]))
+        assert statuses(outcomes) == [Status.FAILED] * 2
+
+
+async def test_a_lower_tier_that_hangs_does_not_hold_up_the_first(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        tiers.fail(Operation.STORE, hang=1.0)
+        payloads = await store_made_up(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        await tiers.faults.until_waiting()
+        payloads += await store_made_up(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
+        outcomes = await tiers.backend.store(KEYS, memory.describe(0, range(8)))
+        assert statuses(outcomes) == [Status.DONE] * 8
+        assert await tiers.backend.lookup(KEYS) == [True] * 8
+        assert await load_from(tiers.backend, memory, KEYS) == payloads
+        tiers.faults.release()
+        await tiers.backend._cascade.settle()
+        assert await load_from(tiers.lower, memory, KEYS) == payloads
+
+
+async def test_a_lookup_that_hangs_below_does_not_hold_up_another(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        await store_made_up(tiers.lower, KEYS, memory.describe(0, range(8)))
+        tiers.fail(Operation.LOAD, hang=1.0)
+        hanging = asyncio.create_task(tiers.backend.lookup(KEYS[:4]))
+        await tiers.faults.until_waiting()
+        tiers.fail(Operation.LOAD)
+        assert await tiers.backend.lookup(KEYS[4:]) == [True] * 4
+        tiers.faults.release()
+        assert await hanging == [True] * 4
+
+
+async def test_a_cancelled_load_waits_for_the_lower_tier_to_let_go(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        await store_made_up(tiers.lower, KEYS, memory.describe(0, range(8)))
+        tiers.fail(Operation.LOAD, stuck=1.0)
+        load = asyncio.ensure_future(tiers.backend.load(KEYS, memory.describe(0, range(8, 16))))
+        await tiers.faults.until_waiting()
+        load.cancel()
+        await give_way(10)
+        assert not load.done()
+        tiers.faults.release()
+        await cancel(load)
+        assert load.cancelled()
+
+
+# The end
+
+
+async def test_closing_carries_down_what_still_waits(memory: BlockMemory) -> None:
+    shelf: dict[str, Blocks] = {}
+    namespace = memory.namespace()
+    tiers = [open_host(namespace, 8), KeptBackend(shelf, namespace)]
+    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
+        await store_made_up(backend, KEYS, memory.describe(0, range(8)))
+    assert sorted(shelf[namespace.fingerprint]) == sorted(KEYS)
+
+
+async def test_closing_waits_for_calls_and_for_what_they_stored(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        blocks = memory.describe(0, range(8))
+        store = asyncio.create_task(store_made_up(tiers.backend, KEYS, blocks))
+        await give_way(3)
+        await tiers.backend.aclose()
+        await store
+        assert tiers.lower.stored == KEYS
+
+
+async def test_a_cancelled_close_gives_up_what_hangs_and_still_closes(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        tiers.fail(Operation.STORE, hang=1.0)
+        await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await tiers.faults.until_waiting()
+        close = asyncio.create_task(tiers.backend.aclose())
+        await give_way(10)
+        assert not close.done()
+        close.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await close
+        for tier in (tiers.first, tiers.lower):
+            with pytest.raises(ClosedError):
+                await tier.lookup(KEYS)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert others == set()
+
+
+async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -> None:
+    class Unclosable(DictBackend):
+        async def aclose(self) -> None:
+            await super().aclose()
+            raise OSError(self)
+
+    namespace = memory.namespace()
+    tiers = [Unclosable(None, namespace) for _ in range(3)]
+    backend = TieredBackend(tiers, namespace)
+    with pytest.raises(OSError, match="Unclosable"):
+        await backend.aclose()
+    assert all(tier._closed for tier in tiers)
+
+
+# Misuse
+
+
+def test_tiers_that_cannot_be_are_refused(memory: BlockMemory) -> None:
+    class OnlyCuda(DictBackend):
+        memory_kinds = frozenset({"cuda"})
+
+    namespace = memory.namespace()
+    tier = open_dict(namespace)
+    with pytest.raises(InvalidArgumentError, match="at least one backend"):
+        TieredBackend([], namespace)
+    with pytest.raises(InvalidArgumentError, match=r"namespace\.groups"):
+        TieredBackend([tier], Namespace(model="model"))
+    with pytest.raises(InvalidArgumentError, match="'cpu' in each"):
+        TieredBackend([tier, OnlyCuda(None, namespace)], namespace)
+    with pytest.raises(InvalidArgumentError, match="staging_bytes"):
+        TieredBackend([tier], namespace, staging_bytes=0)
+
+
+def test_memory_is_reached_directly_when_every_tier_does(memory: BlockMemory) -> None:
+    class Both(DictBackend):
+        memory_kinds = frozenset({"cpu", "cuda"})
+
+    namespace = memory.namespace()
+    both, only_host = Both(None, namespace), open_dict(namespace)
+    assert TieredBackend([both, both], namespace).memory_kinds == {"cpu", "cuda"}
+    assert TieredBackend([both, only_host], namespace).memory_kinds == {"cpu"}
+
+
+async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
+    memory: BlockMemory,
+) -> None:
+    larger = BlockMemory([[1000]], num_blocks=8)
+    async with opened(memory) as tiers:
+        with pytest.raises(InvalidArgumentError, match="1000"):
+            await tiers.backend.store(KEYS[:1], larger.describe(0, [0]))
+        with pytest.raises(InvalidArgumentError, match="group"):
+            await tiers.backend.lookup([make_block_key(b"block", 1)])
