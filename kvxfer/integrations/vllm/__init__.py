@@ -1,5 +1,9 @@
-"""Offloads vLLM's KV cache: `KVXferOffloadingSpec` for its OffloadingConnector."""
+"""Offloads vLLM's KV cache.
+
+`KVXferOffloadingSpec` serves vLLM's OffloadingConnector, `KVXferTier` its TieringOffloadingSpec.
+"""
 
 from kvxfer.integrations.vllm.spec import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.tier import KVXferTier
 
-__all__ = ["KVXferOffloadingSpec"]
+__all__ = ["KVXferOffloadingSpec", "KVXferTier"]

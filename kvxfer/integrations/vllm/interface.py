@@ -42,6 +42,7 @@ try:
         TransferResult,
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 except ImportError as exc:
     raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED, str(exc)) from exc
 
@@ -53,6 +54,7 @@ if not hasattr(OffloadingManager, "on_schedule_end"):
 __all__ = [
     "CanonicalKVCaches",
     "GPULoadStoreSpec",
+    "JobResult",
     "LoadStoreSpec",
     "LookupResult",
     "Medium",
@@ -68,6 +70,8 @@ __all__ = [
     "PrepareStoreOutput",
     "ReqContext",
     "RequestOffloadingContext",
+    "SecondaryTierManager",
+    "TransferJob",
     "TransferResult",
     "current_platform",
     "get_current_vllm_config_or_none",

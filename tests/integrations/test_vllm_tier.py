@@ -1,0 +1,187 @@
+"""`KVXferTier` below vLLM's own CPU tier, driven by vLLM's own manager of tiers."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
+from kvxfer.testing.faulty_backend import Operation
+from kvxfer.testing.payloads import make_payload
+
+pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")
+
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    TieringOffloadingManager,
+)
+
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
+from tests.integrations.test_vllm import make_config
+
+NUM_CHUNKS = 4
+ROW_BYTES = 4096
+LIMIT_S = 10.0
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+WAITING = {LookupResult.RETRY, LookupResult.HIT_PENDING}
+NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(ROW_BYTES,)),) * 3)
+
+
+class Tiers:
+    """vLLM's manager over its CPU tier and a `KVXferTier`, in place of a scheduler."""
+
+    def __init__(self, name: str, backend: Backend) -> None:
+        region = SharedOffloadRegion(name, NUM_CHUNKS, None, ROW_BYTES, ROW_BYTES)
+        self.primary = CPUPrimaryTierOffloadingManager(NUM_CHUNKS, region)
+        self.spec = KVXferOffloadingSpec(make_config(backend="host://?capacity=1MiB"))
+        tier = SecondaryTierFactory.create_secondary_tier(
+            {
+                "type": "KVXferTier",
+                "module_path": "kvxfer.integrations.vllm",
+                "backend": backend,
+            },
+            self.primary.get_kv_memoryview(),
+            self.spec,
+        )
+        assert isinstance(tier, KVXferTier)
+        self.tier = tier
+        self.manager = TieringOffloadingManager(self.primary, [tier])
+
+    @property
+    def rows(self) -> np.ndarray:
+        return np.asarray(self.primary.get_kv_memoryview()).view(np.uint8)
+
+    def store(self, keys: Sequence[BlockKey]) -> None:
+        context = ReqContext("storing")
+        self.manager.on_new_request(context)
+        output = self.manager.prepare_store(keys, context)
+        assert output is not None
+        rows = self.rows
+        for key, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
+            rows[row] = np.frombuffer(make_payload(key, ROW_BYTES), np.uint8)
+        self.manager.complete_store(output.keys_to_store, context)
+        self.manager.on_request_finished(context)
+        self.settle()
+
+    def settle(self) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while self.manager.has_pending_work():
+            self.step()
+            assert time.monotonic() < deadline
+
+    def step(self) -> None:
+        self.manager.on_schedule_end(ScheduleEndContext([], ()))
+
+    def resolve(self, keys: Sequence[BlockKey]) -> list[LookupResult]:
+        context = ReqContext("request")
+        self.manager.on_new_request(context)
+        deadline = time.monotonic() + LIMIT_S
+        while WAITING & set(results := [self.manager.lookup(key, context) for key in keys]):
+            self.step()
+            assert time.monotonic() < deadline
+        self.manager.on_request_finished(context)
+        return results
+
+    def bytes_of(self, key: BlockKey) -> bytes:
+        context = ReqContext("request")
+        (row,) = self.manager.prepare_load([key], context).chunk_ids
+        self.manager.complete_load([key], context)
+        found: bytes = self.rows[row].tobytes()
+        return found
+
+
+@pytest.fixture
+def faulty() -> FaultyBackend:
+    return FaultyBackend(DictBackend(DictConfig(), NAMESPACE), seed=1, rates=FaultRates())
+
+
+@pytest.fixture
+def tiers(faulty: FaultyBackend) -> Iterator[Tiers]:
+    tiers = Tiers(f"kvxfer-test-{time.time_ns()}", faulty)
+    yield tiers
+    faulty.release()
+    tiers.manager.shutdown()
+
+
+def keys_of(count: int, *, first: int = 0) -> list[BlockKey]:
+    return [make_block_key(f"hash-{first + n:04}".encode(), 2 * (n % 2)) for n in range(count)]
+
+
+def test_chunks_that_the_cpu_tier_evicted_come_back_with_their_bytes(tiers: Tiers) -> None:
+    keys = keys_of(NUM_CHUNKS)
+    tiers.store(keys)
+    tiers.store(keys_of(NUM_CHUNKS, first=10))
+    assert tiers.resolve(keys) == [HIT] * NUM_CHUNKS
+    assert [tiers.bytes_of(key) for key in keys] == [make_payload(key, ROW_BYTES) for key in keys]
+
+
+def test_a_corrupt_chunk_is_dropped_from_its_promotion_and_the_others_come(
+    tiers: Tiers, faulty: FaultyBackend
+) -> None:
+    keys = keys_of(3)
+    tiers.store(keys)
+    tiers.store(keys_of(NUM_CHUNKS, first=10))
+    assert isinstance(faulty.inner, DictBackend)
+    faulty.inner.corrupt(keys[1])
+    assert tiers.resolve(keys) == [HIT, MISS, HIT]
+    assert tiers.bytes_of(keys[2]) == make_payload(keys[2], ROW_BYTES)
+
+
+@pytest.mark.parametrize("operation", [Operation.STORE, Operation.LOAD, Operation.LOOKUP])
+def test_a_tier_that_is_gone_is_a_miss(
+    tiers: Tiers, faulty: FaultyBackend, operation: Operation
+) -> None:
+    faulty.rates = FaultRates(error=1.0, operations=frozenset({operation}))
+    keys = keys_of(2)
+    tiers.store(keys)
+    tiers.store(keys_of(NUM_CHUNKS, first=10))
+    assert tiers.resolve(keys) == [MISS, MISS]
+    assert tiers.resolve(keys_of(1, first=10)) == [HIT]
+
+
+def test_draining_waits_until_nothing_moves(tiers: Tiers, faulty: FaultyBackend) -> None:
+    faulty.rates = FaultRates(delay=1.0, delay_s=0.1)
+    context = ReqContext("storing")
+    tiers.manager.on_new_request(context)
+    output = tiers.manager.prepare_store(keys_of(2), context)
+    assert output is not None
+    tiers.manager.complete_store(output.keys_to_store, context)
+    tiers.tier.drain_jobs()
+    assert [result.success for result in tiers.tier.get_finished_jobs()] == [True]
+    tiers.manager._jobs.clear()
+
+
+def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
+    keys = keys_of(2)
+    tiers.store(keys)
+    tiers.manager.reset_cache()
+    assert tiers.resolve(keys) == [HIT] * 2
+
+
+def test_a_shutdown_that_leaves_memory_in_use_says_so(
+    tiers: Tiers, faulty: FaultyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = LowerTier(tiers.rows, 3, faulty, timeouts=Timeouts(close=0.1))
+    monkeypatch.setattr(tiers.tier, "_tier", tier)
+    faulty.rates = FaultRates(stuck=1.0)
+    tier.submit_store(keys_of(1), [0])
+    while not faulty.waiting:
+        time.sleep(0.001)
+    with pytest.raises(BackendUnavailableError, match="KVXferTier"):
+        tiers.tier.shutdown()
+
+
+def test_a_backend_by_url_needs_to_know_the_revision_of_the_model(tiers: Tiers) -> None:
+    view, spec = tiers.primary.get_kv_memoryview(), tiers.spec
+    url = "host://?capacity=1MiB"
+    with pytest.raises(InvalidArgumentError, match="revision"):
+        KVXferTier(spec, view, "KVXferTier", backend=url)
+    KVXferTier(spec, view, "KVXferTier", backend=url, revision="c0ffee").shutdown()
