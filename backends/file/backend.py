@@ -9,21 +9,23 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from kvxfer.backends.file.block_files import BlockFiles, failure
 from kvxfer.backends.file.breaker import CircuitBreaker
-from kvxfer.backends.file.config import FileConfig
+from kvxfer.backends.file.config import EngineName, FileConfig
+from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.digest import Digester, read_secret
 from kvxfer.backends.file.direct import probe_direct
 from kvxfer.backends.file.file_io import FileIO, PosixFileIO
 from kvxfer.backends.file.folder import FOLDER_MODE, BlockFolder, file_name
 from kvxfer.backends.file.header import HEADER_BYTES
 from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.reader import BlockReader
-from kvxfer.backends.file.space import Space, size_on_disk
+from kvxfer.backends.file.space import Space, stop_walk
 from kvxfer.backends.file.tree import BlockTree
+from kvxfer.backends.file.uring_io import UringFileIO
 from kvxfer.backends.file.writer import BUSY, BlockWriter
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
@@ -33,7 +35,6 @@ from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.threads import Threads
 
-NAMESPACE_FILE = "namespace.json"
 SHARE_BYTES = 1 << 20
 """What a thread is given at least: smaller batches are not worth a second one."""
 
@@ -75,16 +76,16 @@ class FileBackend(Backend):
             self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             alignment = probe_direct(self._root) if config.direct == "auto" else 0
             self._folder = BlockFolder(self._root, namespace.fingerprint)
-            self._folder.write_text(NAMESPACE_FILE, _readable(namespace))
+            write_namespace(self._folder, namespace)
             self._ledger = Ledger(self._root)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
-        self._tree = BlockTree(self._root)
+        self._tree = BlockTree(self._root, on_error=stop_walk)
         self._files = BlockFiles(
             self._folder,
             namespace,
             digester,
-            file_io=_open_engine(config),
+            file_io=_open_engine(config.engine),
             copy_engine=CPUCopyEngine(),
             alignment=alignment,
         )
@@ -294,13 +295,7 @@ class FileBackend(Backend):
         return self._space.remove([block.key for block in found if not block.quarantined])
 
     def _look_around(self) -> None:
-        """Collect what dead writers left, and find out what is there."""
-        try:
-            num_removed = self._tree.collect()
-            if num_removed:
-                logger.info("%s: removed %d files of dead writers", self._root, num_removed)
-        except OSError as exc:
-            logger.warning("%s: cannot be looked through: %s", self._root, exc)
+        """Find out what is there, and collect what dead writers left."""
         try:
             self._space.scan()
         except OSError as exc:
@@ -362,14 +357,18 @@ def _require_room(config: FileConfig, namespace: Namespace) -> int:
     return largest
 
 
-def _open_engine(config: FileConfig) -> FileIO:
-    if config.engine == "nixl":
+def _open_engine(name: EngineName) -> FileIO:
+    if name == "nixl":
         # NIXL is heavy to import, and the rest of the library works without it.
         from kvxfer.backends.file.nixl_io import NixlFileIO
 
         return NixlFileIO()
+    if name != "posix":
+        try:
+            return UringFileIO()
+        except OSError as exc:
+            if name == "uring":
+                wanted = f"an engine that this machine has; io_uring: {exc.strerror}"
+                raise InvalidArgumentError("engine", name, wanted) from exc
+            logger.info("no io_uring here, which makes small blocks slower: %s", exc.strerror)
     return PosixFileIO()
-
-
-def _readable(namespace: Namespace) -> str:
-    return msgspec.json.format(msgspec.json.encode(namespace), indent=2).decode() + "\n"

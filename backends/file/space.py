@@ -1,31 +1,27 @@
 """Keeps a store within its bounds: what is there, what goes next, how much may come."""
 
+import contextlib
+import errno
+import logging
 import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from kvxfer.backends.file.contents import Contents, Victim, file_id, size_on_disk
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.backends.file.tree import BlockTree
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
-
-PAGE_BYTES = 4096
-FINGERPRINT_BYTES = 16
 
 RESCAN_FACTOR = 10
 """A new walk through the tree waits for so many times as long as the last one took."""
 
-NOTE_USE_S = 3600.0
-"""How old the time of a file's last use may be on the disk, where other processes see it."""
+SHORT_SCAN_S = 0.05
+"""A walk that takes no longer than this is done whenever it may help."""
 
-
-@dataclass(slots=True)
-class _Entry:
-    num_bytes: int
-    used: float
+logger = logging.getLogger(__name__)
 
 
 class Space:
@@ -34,7 +30,7 @@ class Space:
     Which files there are is known from a walk through the tree and from what this process
     stores; files of other processes are found by walking again, when there is nothing left to
     evict. The bytes of all are counted in the `Ledger`, whose lock is held while something is
-    evicted. Thread-safe; every method blocks.
+    evicted. Thread-safe; every method blocks, `touch` for no disk.
 
     Args:
         tree: The tree.
@@ -58,36 +54,31 @@ class Space:
         self._tree = tree
         self._folder = folder
         self._ledger = ledger
-        self._policy = policy
+        self._contents = Contents(policy)
         self._capacity_bytes = capacity_bytes
         self._min_free_bytes = min_free_bytes
-        self._lock = threading.Lock()
-        self._entries: dict[BlockKey, _Entry] = {}
-        self._away: dict[BlockKey, int] = {}
+        self._scanning = threading.Lock()
         self._scanned = threading.Event()
         self._next_scan = 0.0
-        with ledger.locked() as known:
-            self._counted = known
 
     def scan(self) -> None:
-        """Walk through the tree: find files to evict, and recount.
+        """Walk through the tree: collect what dead writers left, find files, and recount.
 
-        Files that are stored meanwhile count as well, perhaps twice: the count may be too high
-        for a while, never too low.
+        Files that other processes store or remove meanwhile may count twice, or though they are
+        gone: the count may be too high until the next walk, never too low.
+
+        Raises:
+            OSError: The tree cannot be read; nothing was learned.
         """
-        began = time.monotonic()
-        try:
-            with self._ledger.locked():
-                added_before = self._ledger.added
-            found = sorted(self._tree.blocks(), key=lambda block: block.used)
-            with self._lock, self._ledger.locked():
-                self._learn(found)
-                self._ledger.used = sum(size_on_disk(block.num_bytes) for block in found)
-                self._ledger.used += self._ledger.added - added_before
-        finally:
-            now = time.monotonic()
-            self._next_scan = now + RESCAN_FACTOR * (now - began)
-            self._scanned.set()
+        with self._scanning:
+            began = time.monotonic()
+            try:
+                self._scan()
+            finally:
+                now = time.monotonic()
+                took = now - began
+                self._next_scan = now if took < SHORT_SCAN_S else now + RESCAN_FACTOR * took
+                self._scanned.set()
 
     def reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], *, spare: Sequence[BlockKey] = ()
@@ -103,159 +94,149 @@ class Space:
             How many of the leading keys there is room for.
 
         Raises:
-            OSError: The file system does not answer.
+            OSError: The file system does not answer; nothing is reserved.
         """
-        if not self._counted:
-            self._scanned.wait()
-            self._counted = True
         fitting = self._reserve(keys, sizes, spare)
-        if fitting < len(keys) and self._learn_more():
-            fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
+        try:
+            if fitting < len(keys) and self._learn_more():
+                fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
+        except OSError:
+            self.settle(keys[:fitting], stored=[False] * fitting)
+            raise
         return fitting
 
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
         """Make reserved files candidates for eviction, or give their room back."""
-        with self._lock:
-            given_back = 0
-            for key, done in reversed(list(zip(keys, stored, strict=True))):
-                name = self._name(key)
-                if done:
-                    self._policy.release(name)
-                else:
-                    self._policy.remove(name)
-                    given_back += size_on_disk(self._entries.pop(name).num_bytes)
-            if given_back:
-                with self._ledger.locked():
-                    self._ledger.remove(given_back)
+        files = [self._file(key) for key in keys]
+        num_written, num_given_back = self._contents.settle(files, stored=stored)
+        with contextlib.suppress(OSError):  # what is not written down is a count too high
+            self._ledger.settle(num_written)
+        if num_given_back:
+            with contextlib.suppress(OSError), self._ledger.locked():
+                self._ledger.give_back(num_given_back)
 
     def touch(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Count a use of files; return those whose use should be noted on the disk, too."""
-        now, old = time.time(), []
-        with self._lock:
-            for key in reversed(keys):
-                name = self._name(key)
-                entry = self._entries.get(name)
-                if entry is None:
-                    continue
-                self._policy.touch(name)
-                if now - entry.used > NOTE_USE_S:
-                    entry.used = now
-                    old.append(key)
-        return old
+        by_file = {self._file(key): key for key in keys}
+        return [by_file[file] for file in self._contents.touch(list(by_file))]
 
     def put_away(self, key: BlockKey) -> None:
-        """Note that a file is in quarantine; it will be the first to go."""
-        with self._lock, self._ledger.locked():
-            name = self._name(key)
-            entry = self._entries.pop(name, None)
-            if entry is not None:
-                self._policy.remove(name)
-                self._ledger.remove(self._away.get(name, 0))  # one of the same name was replaced
-                self._away[name] = size_on_disk(entry.num_bytes)
+        """Note that a file is in quarantine, if it is; it will be the first to go."""
+        with contextlib.suppress(OSError), self._ledger.locked():
+            num_bytes = self._folder.quarantined_size(key)
+            if num_bytes is not None:
+                replaced = self._contents.put_away(self._file(key), size_on_disk(num_bytes))
+                self._ledger.remove(replaced)
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Remove the files of keys; return how many were there."""
+        """Remove the files of keys; return how many were there.
+
+        Raises:
+            OSError: One cannot be removed; those after it were left.
+        """
         num_removed = 0
-        with self._lock, self._ledger.locked():
+        with self._ledger.locked():
             for key, size in zip(keys, self._folder.sizes(keys), strict=True):
-                if size is None or not self._folder.remove(key):
-                    continue
-                num_removed += 1
-                self._ledger.remove(size_on_disk(size))
-                if self._entries.pop(self._name(key), None):
-                    self._policy.remove(self._name(key))
+                if size is not None and self._folder.remove(key):
+                    num_removed += 1
+                    self._ledger.remove(size_on_disk(size))
+                    self._contents.remove(self._file(key))
         return num_removed
+
+    def _scan(self) -> None:
+        num_removed = self._tree.collect()
+        if num_removed:
+            logger.info("%s: removed %d files of dead writers", self._tree.root, num_removed)
+        with self._ledger.locked():
+            added_before = self._ledger.added
+            reserved_by_others = self._ledger.reserved_by_others()
+            self._contents.begin_walk()
+        try:
+            found = list(self._tree.blocks())
+        except OSError:
+            self._contents.abandon_walk()
+            raise
+        with self._ledger.locked():
+            total, reserved = self._contents.end_walk(found)
+            added_by_others = self._ledger.added - added_before - reserved
+            self._ledger.recount(total + reserved_by_others + added_by_others)
 
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]
     ) -> int:
-        with self._lock, self._ledger.locked():
-            spared = self._hold(spare)
-            free = self._free_bytes()
-            fitting = 0
-            for key, size in zip(keys, sizes, strict=True):
-                needed = size_on_disk(size)
-                while self._ledger.used + needed > self._capacity_bytes or needed > free:
-                    freed = self._evict_one()
-                    if freed is None:
-                        break
-                    free += freed
-                else:
-                    self._admit(self._name(key), size)
-                    self._ledger.add(needed)
-                    free -= needed
-                    fitting += 1
-                    continue
-                break
-            for name in reversed(spared):
-                self._policy.release(name)
-            return fitting
+        admitted: list[BlockKey] = []
+        try:
+            with self._ledger.locked():
+                if self._ledger.known:
+                    spared = self._contents.hold([self._file(key) for key in spare])
+                    try:
+                        self._admit_fitting(keys, sizes, admitted)
+                    finally:
+                        self._contents.release(spared)
+        except OSError:
+            self.settle(admitted, stored=[False] * len(admitted))
+            raise
+        return len(admitted)
 
-    def _hold(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Take files out of the candidates; those that are being stored are none."""
-        held = []
-        for key in keys:
-            name = self._name(key)
-            if name in self._entries:
-                self._policy.hold(name)
-                held.append(name)
-        return held
+    def _admit_fitting(
+        self, keys: Sequence[BlockKey], sizes: Sequence[int], admitted: list[BlockKey]
+    ) -> None:
+        free = self._free_bytes()
+        for key, size in zip(keys, sizes, strict=True):
+            needed = size_on_disk(size)
+            while self._ledger.used + needed > self._capacity_bytes or needed > free:
+                victim = self._contents.choose_victim()
+                if victim is None:
+                    return
+                free += self._evict(victim)
+            self._contents.admit(self._file(key), needed)
+            admitted.append(key)
+            self._ledger.reserve(needed)
+            free -= needed
 
-    def _admit(self, name: BlockKey, num_bytes: int) -> None:
-        if self._entries.pop(name, None):  # removed behind our back
-            self._policy.remove(name)
-        self._entries[name] = _Entry(num_bytes, time.time())
-        self._policy.admit(name)
-
-    def _evict_one(self) -> int | None:
-        """Remove a file; return the bytes that are free now, None when there is none to go."""
-        if self._away:
-            name = next(iter(self._away))
-            size, remove = self._away.pop(name), BlockFolder.remove_quarantined
-        elif len(self._policy):
-            name = self._policy.evict()
-            size, remove = size_on_disk(self._entries.pop(name).num_bytes), BlockFolder.remove
+    def _evict(self, victim: Victim) -> int:
+        """Remove a file; return the bytes that are free now."""
+        if victim.fingerprint == self._folder.fingerprint:
+            removed = _remove(self._folder, victim)
         else:
-            return None
-        fingerprint, key = name[:FINGERPRINT_BYTES].hex(), BlockKey(name[FINGERPRINT_BYTES:])
-        if fingerprint == self._folder.fingerprint:
-            removed = remove(self._folder, key)
-        else:
-            with self._tree.folder(fingerprint) as folder:
-                removed = remove(folder, key)
+            with self._tree.folder(victim.fingerprint) as folder:
+                removed = _remove(folder, victim)
         if not removed:  # somebody else did, and has counted it
             return 0
-        self._ledger.remove(size)
-        return size
-
-    def _learn(self, found: Sequence[FoundBlock]) -> None:
-        for block in found:
-            name = BlockKey(bytes.fromhex(block.fingerprint) + block.key)
-            if block.quarantined:
-                self._away[name] = size_on_disk(block.num_bytes)
-            elif name not in self._entries:
-                self._entries[name] = _Entry(block.num_bytes, block.used)
-                self._policy.admit(name)
-                self._policy.release(name)
+        self._ledger.remove(victim.num_bytes)
+        return victim.num_bytes
 
     def _learn_more(self) -> bool:
         """Find files that were not known; whether there was anything to find out."""
         if not self._scanned.is_set():
             self._scanned.wait()
             return True
-        if time.monotonic() < self._next_scan:
+        if self._ledger.known and time.monotonic() < self._next_scan:
             return False
         self.scan()
         return True
 
     def _free_bytes(self) -> int:
+        """Bytes for which there is room, those taken off that were promised and not written."""
         found = os.statvfs(self._tree.root)
-        return found.f_bavail * found.f_frsize - self._min_free_bytes
+        free = found.f_bavail * found.f_frsize - self._min_free_bytes
+        return free - self._ledger.reserved
 
-    def _name(self, key: BlockKey) -> BlockKey:
-        return BlockKey(bytes.fromhex(self._folder.fingerprint) + key)
+    def _file(self, key: BlockKey) -> BlockKey:
+        return file_id(self._folder.fingerprint, key)
 
 
-def size_on_disk(num_bytes: int) -> int:
-    """What a file takes of the disk: whole pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+def stop_walk(exc: OSError) -> None:
+    """End a walk that would count too little; folders that are not ours to open are not counted.
+
+    Raises:
+        OSError: What is wrong with the folder.
+    """
+    if exc.errno not in {errno.EACCES, errno.EPERM}:
+        raise exc
+
+
+def _remove(folder: BlockFolder, victim: Victim) -> bool:
+    if victim.quarantined:
+        return folder.remove_quarantined(victim.key)
+    return folder.remove(victim.key)

@@ -243,10 +243,11 @@ class ARC(EvictionPolicy):
     def _forget_old_ghosts(self) -> None:
         num_recent = len(self._recent) + len(self._held_recent)
         num_frequent = len(self._frequent) + len(self._held_frequent)
-        while len(self._recent_ghosts) > self._num_slots - num_recent:
+        # Stores that count bytes have more residents than slots when blocks are small.
+        while len(self._recent_ghosts) > max(0, self._num_slots - num_recent):
             self._recent_ghosts.popitem(last=False)
         num_rest = 2 * self._num_slots - num_recent - num_frequent - len(self._recent_ghosts)
-        while len(self._frequent_ghosts) > num_rest:
+        while len(self._frequent_ghosts) > max(0, num_rest):
             self._frequent_ghosts.popitem(last=False)
 
 

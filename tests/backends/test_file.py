@@ -1,67 +1,125 @@
-"""The file backend keeps every promise of `Backend`, on ext4 and on tmpfs."""
+"""The file backend keeps every promise of `Backend`: on ext4 and tmpfs, with every engine."""
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import settings
 
-from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.file.folder import file_name
+from kvxfer.backends.file import Integrity
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests
-from kvxfer.units import ByteSize
-
-GIB = ByteSize(1 << 30)
-SMALL = ByteSize(1)
-
-
-def config(path: Path, **fields: object) -> FileConfig:
-    defaults = {"capacity": GIB, "min_free": SMALL}
-    return FileConfig(path=str(path), **(defaults | fields))  # type: ignore[arg-type]
-
-
-def path_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
-    name = file_name(key)
-    return root / namespace.fingerprint / name[:2] / name
+from tests.backends.file_store import (
+    ENGINES,
+    capacity_of,
+    flip_bit,
+    open_store,
+    path_of,
+    temporary_folder,
+)
 
 
-def flip_byte(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.fixture(params=["ext4", "tmpfs"])
-def root(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A folder on a disk, and one in memory."""
-    parent = "/dev/shm" if request.param == "tmpfs" else None  # noqa: S108 - a tmpfs on purpose
-    folder = tempfile.mkdtemp(prefix="kvxfer-test-", dir=parent)
-    yield Path(folder) / "store"
-    shutil.rmtree(folder)
-
-
-class TestFileBackend(BackendTests):
+class FileBackendTests(BackendTests):
     persistent = True
     max_blocks = 5
+    fields: ClassVar[dict[str, Any]] = {}
 
     @pytest.fixture(autouse=True)
-    def _place(self, root: Path) -> None:
-        self.root = root
+    def _place(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "store"
+        self.own_fields = dict(self.fields)
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         self.namespace = namespace
-        return FileBackend(config(self.root), namespace)
+        return open_store(self.root, namespace, **self.own_fields)
 
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
-        groups = range(len(namespace.groups))
-        chunk = max(namespace.chunk_size_bytes(group) for group in groups)
-        capacity = self.max_blocks * (4096 + -(-chunk // 4096) * 4096)
-        return FileBackend(config(self.root, capacity=ByteSize(capacity)), namespace)
+        capacity = capacity_of(namespace, self.max_blocks)
+        return open_store(self.root, namespace, capacity=capacity, **self.own_fields)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
-        flip_byte(path_of(self.root, self.namespace, key), 4096)
+        flip_bit(path_of(self.root, self.namespace, key), 8 * 4096)
+
+
+class TestFileBackend(FileBackendTests):
+    @pytest.fixture(autouse=True, params=ENGINES)
+    def _engine(self, request: pytest.FixtureRequest, _place: None) -> None:
+        self.own_fields["engine"] = request.param
+
+    @pytest.fixture(autouse=True, params=["ext4", "tmpfs"])
+    def _file_system(self, request: pytest.FixtureRequest, _place: None) -> Iterator[None]:
+        with temporary_folder(request.param) as folder:
+            self.root = folder / "store"
+            yield
+
+
+class TestFileBackendBuffered(FileBackendTests):
+    """Through the page cache, with ARC."""
+
+    fields: ClassVar[dict[str, Any]] = {"direct": "off", "eviction": "arc", "engine": "posix"}
+
+
+class TestFileBackendKeyed(FileBackendTests):
+    """With a secret, and durable; one thread each way."""
+
+    fields: ClassVar[dict[str, Any]] = {
+        "durability": "fsync",
+        "read_threads": 1,
+        "write_threads": 1,
+    }
+
+    @pytest.fixture(autouse=True)
+    def _secret(self, tmp_path: Path, _place: None) -> None:
+        secret = tmp_path / "secret"
+        secret.write_bytes(bytes(range(32)))
+        self.own_fields |= {"integrity": Integrity.KEYED, "secret_file": str(secret)}
+
+
+class FileStateMachine(BackendStateMachine):
+    persistent = True
+    fields: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="kvxfer-test-"))
+        super().__init__()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            shutil.rmtree(self.root)
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return open_store(self.root, namespace, **self.fields)
+
+
+class BoundedFileStateMachine(FileStateMachine):
+    bounded = True
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return open_store(self.root, namespace, capacity=capacity_of(namespace, 3), **self.fields)
+
+
+class BoundedARCFileStateMachine(BoundedFileStateMachine):
+    fields: ClassVar[dict[str, Any]] = {"eviction": "arc", "direct": "off"}
+
+
+class PosixFileStateMachine(FileStateMachine):
+    fields: ClassVar[dict[str, Any]] = {"engine": "posix", "direct": "off"}
+
+
+# Every example opens backends, with their threads, in a folder of its own.
+_SETTINGS = settings(max_examples=8, stateful_step_count=20)
+
+TestFileStateMachine = FileStateMachine.TestCase
+TestFileStateMachine.settings = _SETTINGS
+TestPosixFileStateMachine = PosixFileStateMachine.TestCase
+TestPosixFileStateMachine.settings = _SETTINGS
+TestBoundedFileStateMachine = BoundedFileStateMachine.TestCase
+TestBoundedFileStateMachine.settings = _SETTINGS
+TestBoundedARCFileStateMachine = BoundedARCFileStateMachine.TestCase
+TestBoundedARCFileStateMachine.settings = _SETTINGS

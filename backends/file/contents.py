@@ -1,0 +1,262 @@
+"""What a process knows of the files in a store."""
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvxfer.backends.file.tree import FoundBlock
+from kvxfer.storage.eviction import EvictionPolicy
+from kvxfer.storage.keys import BlockKey
+
+PAGE_BYTES = 4096
+FINGERPRINT_BYTES = 16
+
+NOTE_USE_S = 3600.0
+"""How old the time of a file's last use may be on the disk, where other processes see it."""
+
+FileId = BlockKey
+"""A fingerprint in binary, followed by a key: one name for the files of all namespaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A file that is to go.
+
+    Attributes:
+        fingerprint: Namespace that it belongs to.
+        key: Key that it belongs to.
+        num_bytes: What it takes of the disk.
+        quarantined: Whether it lies in quarantine.
+    """
+
+    fingerprint: str
+    key: BlockKey
+    num_bytes: int
+    quarantined: bool
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A file: what it takes of the disk, and whether it is being written."""
+
+    num_bytes: int
+    used: float
+    held: bool
+    removed: bool = False
+
+
+@dataclass(slots=True)
+class _Journal:
+    """What this process did to files while a walk through the tree was under way."""
+
+    stored: set[FileId] = field(default_factory=set)
+    removed: set[FileId] = field(default_factory=set)
+    put_away: set[FileId] = field(default_factory=set)
+    let_go: set[FileId] = field(default_factory=set)
+    num_bytes_reserved: int = 0
+
+
+class Contents:
+    """The files of a store in the order in which they go; those being written do not.
+
+    Memory only: no call waits for a disk. Thread-safe.
+
+    Args:
+        policy: What goes first, new. Its keys are `FileId`s.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._lock = threading.Lock()
+        self._entries: dict[FileId, _Entry] = {}
+        self._away: dict[FileId, int] = {}
+        self._journal: _Journal | None = None
+        self._walked = False
+
+    def hold(self, files: Iterable[FileId]) -> list[FileId]:
+        """Take files out of the candidates, those that are; return them, for `release`."""
+        held = []
+        with self._lock:
+            for file in files:
+                entry = self._entries.get(file)
+                if entry is not None and not entry.held:
+                    entry.held = True
+                    self._policy.hold(file)
+                    held.append(file)
+        return held
+
+    def release(self, files: Sequence[FileId]) -> None:
+        """Make held files candidates again, the first one as the last used."""
+        with self._lock:
+            for file in reversed(files):
+                self._let_be(file, self._entries[file])
+
+    def admit(self, file: FileId, num_bytes: int) -> None:
+        """Learn that a file is being written."""
+        with self._lock:
+            if self._entries.pop(file, None):  # removed behind our back
+                self._policy.remove(file)
+            self._entries[file] = _Entry(num_bytes, time.time(), held=True)
+            self._policy.admit(file)
+            if self._journal is not None:
+                self._journal.stored.add(file)
+                self._journal.num_bytes_reserved += num_bytes
+
+    def settle(self, files: Sequence[FileId], *, stored: Sequence[bool]) -> tuple[int, int]:
+        """Learn which files were written, the first one as the last used.
+
+        Returns:
+            Bytes of those that were, and of those that were not.
+        """
+        num_written = num_given_back = 0
+        with self._lock:
+            for file, done in reversed(list(zip(files, stored, strict=True))):
+                entry = self._entries[file]
+                if done:
+                    num_written += entry.num_bytes
+                    self._let_be(file, entry)
+                else:
+                    num_given_back += entry.num_bytes
+                    self._drop(file)
+        return num_written, num_given_back
+
+    def touch(self, files: Sequence[FileId]) -> list[FileId]:
+        """Count a use, the first one as the last; return those to be noted on the disk, too."""
+        now, old = time.time(), []
+        with self._lock:
+            for file in reversed(files):
+                entry = self._entries.get(file)
+                if entry is None:
+                    continue
+                self._policy.touch(file)
+                if now - entry.used > NOTE_USE_S:
+                    entry.used = now
+                    old.append(file)
+        return old
+
+    def choose_victim(self) -> Victim | None:
+        """Forget the file that is to go next; None when there is none."""
+        with self._lock:
+            quarantined = bool(self._away)
+            if quarantined:
+                file = next(iter(self._away))
+                num_bytes = self._away.pop(file)
+            elif len(self._policy):
+                file = self._policy.evict()
+                num_bytes = self._entries.pop(file).num_bytes
+            else:
+                return None
+            if self._journal is not None:
+                (self._journal.let_go if quarantined else self._journal.removed).add(file)
+        fingerprint, key = file[:FINGERPRINT_BYTES].hex(), BlockKey(file[FINGERPRINT_BYTES:])
+        return Victim(fingerprint, key, num_bytes, quarantined)
+
+    def remove(self, file: FileId) -> None:
+        """Learn that this process removed a file."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.removed.add(file)
+            self._forget(file)
+
+    def put_away(self, file: FileId, num_bytes: int) -> int:
+        """Learn that a file is in quarantine; return the bytes of the one that it replaced."""
+        with self._lock:
+            if self._journal is not None:
+                self._journal.put_away.add(file)
+            self._forget(file)
+            replaced = self._away.pop(file, 0)
+            self._away[file] = num_bytes
+            return replaced
+
+    def begin_walk(self) -> None:
+        """Begin to note what this process changes, until `end_walk`."""
+        with self._lock:
+            held = {file for file, entry in self._entries.items() if entry.held}
+            self._journal = _Journal(stored=held)
+
+    def end_walk(self, found: Sequence[FoundBlock]) -> tuple[int, int]:
+        """Learn what a walk through the tree found, and forget what it did not find.
+
+        Returns:
+            Bytes of all files, those included that are being written; and of those the bytes
+            that this process reserved since the walk began. Never too few, whatever happened
+            meanwhile.
+        """
+        in_order = sorted(found, key=lambda block: block.used)
+        with self._lock:
+            journal, self._journal = self._journal or _Journal(), None
+            total, present = 0, set(journal.stored)
+            self._away = {file: self._away[file] for file in journal.put_away & self._away.keys()}
+            learned: list[tuple[FileId, FoundBlock]] = []
+            for block in in_order:
+                if block.misplaced:  # not by us; takes room, and is not ours to remove
+                    total += size_on_disk(block.num_bytes)
+                    continue
+                file = file_id(block.fingerprint, block.key)
+                if block.quarantined:
+                    if file not in journal.let_go:
+                        self._away.setdefault(file, size_on_disk(block.num_bytes))
+                    continue
+                entry = self._entries.get(file)
+                ours = file in journal.stored and entry is not None and not entry.held
+                gone = entry is None and file in (journal.removed | journal.put_away)
+                if not ours and not gone:
+                    total += size_on_disk(block.num_bytes)
+                    present.add(file)
+                    learned.append((file, block))
+            for file in journal.stored & self._entries.keys():
+                total += self._entries[file].num_bytes
+            total += sum(self._away.values())
+            self._learn(learned, present)
+        return total, journal.num_bytes_reserved
+
+    def abandon_walk(self) -> None:
+        """Stop noting: the walk came to nothing."""
+        with self._lock:
+            self._journal = None
+
+    def _learn(self, found: Sequence[tuple[FileId, FoundBlock]], present: set[FileId]) -> None:
+        for file in [file for file in self._entries if file not in present]:
+            if not self._entries[file].held:
+                self._drop(file)
+        newer = [] if self._walked else [f for f, entry in self._entries.items() if not entry.held]
+        self._walked = True
+        for file, block in found:
+            if file not in self._entries:
+                num_bytes = size_on_disk(block.num_bytes)
+                self._entries[file] = _Entry(num_bytes, block.used, held=False)
+                self._policy.admit(file)
+                self._policy.release(file)
+        for file in newer:  # stored before it was known what else is there
+            self._policy.remove(file)
+            self._policy.admit(file)
+            self._policy.release(file)
+
+    def _let_be(self, file: FileId, entry: _Entry) -> None:
+        if entry.removed:
+            self._drop(file)
+        else:
+            entry.held = False
+            self._policy.release(file)
+
+    def _forget(self, file: FileId) -> None:
+        entry = self._entries.get(file)
+        if entry is not None and entry.held:
+            entry.removed = True  # until who writes it, or spares it, has settled
+        elif entry is not None:
+            self._drop(file)
+
+    def _drop(self, file: FileId) -> None:
+        del self._entries[file]
+        self._policy.remove(file)
+
+
+def file_id(fingerprint: str, key: BlockKey) -> FileId:
+    """Name a file among those of all namespaces."""
+    return FileId(bytes.fromhex(fingerprint) + key)
+
+
+def size_on_disk(num_bytes: int) -> int:
+    """What a file takes of the disk: whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,191 @@
+"""What the tests of the file backend share: real folders, real file systems, made-up blocks."""
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.backends.file.contents import size_on_disk
+from kvxfer.backends.file.folder import file_name
+from kvxfer.backends.file.uring_io import UringFileIO
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.units import ByteSize
+
+GIB = ByteSize(1 << 30)
+NOTHING = ByteSize(1)
+PAGE_BYTES = 4096
+TMPFS = "/dev/shm"  # noqa: S108 - a tmpfs on purpose
+
+
+def has_uring() -> bool:
+    """Whether the kernel permits io_uring."""
+    try:
+        UringFileIO().close()
+    except OSError:
+        return False
+    return True
+
+
+HAS_NIXL = bool(
+    importlib.util.find_spec("nixl") and importlib.util.find_spec("kvxfer.backends.file.nixl_io")
+)
+ENGINES = [
+    "posix",
+    pytest.param("uring", marks=pytest.mark.skipif(not has_uring(), reason="needs io_uring")),
+    pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")),
+]
+
+
+def config(path: Path, **fields: object) -> FileConfig:
+    """Configure a store with room for everything, unless `fields` say otherwise."""
+    defaults = {"capacity": GIB, "min_free": NOTHING}
+    return FileConfig(path=str(path), **(defaults | fields))  # type: ignore[arg-type]
+
+
+def open_store(path: Path, namespace: Namespace, **fields: object) -> FileBackend:
+    """Open a backend."""
+    return FileBackend(config(path, **fields), namespace)
+
+
+def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
+    """The capacity in which exactly so many chunks of the largest group fit."""
+    groups = range(len(namespace.groups))
+    chunk = max(namespace.chunk_size_bytes(group) for group in groups)
+    return ByteSize(num_blocks * size_on_disk(PAGE_BYTES + chunk))
+
+
+def path_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
+    """Where the file of a key is."""
+    name = file_name(key)
+    return root / namespace.fingerprint / name[:2] / name
+
+
+def quarantine_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
+    """Where the file of a key is after it was found corrupt."""
+    return root / namespace.fingerprint / "quarantine" / file_name(key)
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Flip one bit of a file, in place."""
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def hashed_keys(num_keys: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
+    """Make up keys that are spread over the folders of a namespace."""
+    names = [f"block-{first + n}".encode() for n in range(num_keys)]
+    return [make_block_key(xxhash.xxh3_128_digest(name), group) for name in names]
+
+
+def bytes_on_disk(root: Path) -> int:
+    """Bytes of all block files below a root, unfinished and quarantined ones included."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if ".safetensors" in name:
+                with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
+                    total += size_on_disk((Path(folder) / name).stat().st_size)
+    return total
+
+
+def temporary_files(root: Path) -> list[Path]:
+    """Files that a writer has not given their names."""
+    return sorted(root.rglob("*.safetensors.tmp"))
+
+
+def counted_bytes(backend: FileBackend) -> int:
+    """What the ledger says."""
+    with backend._ledger.locked():
+        return backend._ledger.used
+
+
+async def until_scanned(backend: FileBackend) -> None:
+    """Wait until the backend has looked around."""
+    await asyncio.wrap_future(backend._scan)
+
+
+async def store(
+    backend: Backend, keys: Sequence[BlockKey], blocks: Descriptors, *, version: int = 0
+) -> list[Outcome]:
+    """Store made-up bytes, whatever becomes of them."""
+    sizes = blocks.block_sizes.tolist()
+    payloads = [make_payload(k, size, version=version) for k, size in zip(keys, sizes, strict=True)]
+    write_payloads(blocks, payloads)
+    return await backend.store(keys, blocks)
+
+
+async def load_verified(
+    backend: Backend, keys: Sequence[BlockKey], blocks: Descriptors, *, version: int = 0
+) -> list[Status]:
+    """Load, and check that whatever is done has its bytes."""
+    outcomes = await backend.load(keys, blocks)
+    loaded = read_payloads(blocks)
+    for key, outcome, payload in zip(keys, outcomes, loaded, strict=True):
+        assert outcome.memory_safe
+        if outcome.done:
+            assert payload == make_payload(key, len(payload), version=version), f"{key!r}: wrong"
+    return [outcome.status for outcome in outcomes]
+
+
+def one_page_memory(num_blocks: int = 64) -> BlockMemory:
+    """Caches of one group whose block files are two pages: header and data."""
+    return BlockMemory([[PAGE_BYTES]], num_blocks=num_blocks)
+
+
+@contextlib.contextmanager
+def mounted(*arguments: str) -> Iterator[Path]:
+    """Mount a file system on a new folder; skips the test where that is not permitted."""
+    folder = tempfile.mkdtemp(prefix="kvxfer-mount-")
+    try:
+        done = subprocess.run(["mount", *arguments, folder], capture_output=True, check=False)
+        if done.returncode:
+            pytest.skip(f"cannot mount here: {done.stderr.decode().strip()}")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=True)
+    finally:
+        Path(folder).rmdir()
+
+
+@contextlib.contextmanager
+def tmpfs(num_bytes: int) -> Iterator[Path]:
+    """Mount a small file system in memory."""
+    with mounted("-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs") as folder:
+        yield folder
+
+
+@contextlib.contextmanager
+def temporary_folder(file_system: str) -> Iterator[Path]:
+    """Make a folder on a disk or, for `tmpfs`, in memory."""
+    folder = tempfile.mkdtemp(prefix="kvxfer-test-", dir=TMPFS if file_system == "tmpfs" else None)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder)
+
+
+def start_python(code: str, *arguments: object) -> "subprocess.Popen[str]":
+    """Start a process that runs some code, with pipes; the caller ends it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
