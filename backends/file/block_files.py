@@ -5,6 +5,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.file_io import IOV_MAX, FileIO, IOVector
 from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.header import HEADER_BYTES
+from kvxfer.backends.file.header import HEADER_BYTES, BlockHeader
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
@@ -28,8 +29,32 @@ ROUND_FILES = 64
 
 PAGE_BYTES = 4096
 
-Scratch = NDArray[np.uint8]
-"""A row per file: a page for its header, then room for what else is not in described memory."""
+# All of this process's memory as one view: a slice of it is a view of raw memory, made in a
+# fraction of the time that an object of its own would take.
+_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0))
+
+
+class Scratch:
+    """Page-aligned memory: a row per file, a page for its header, then room for its data.
+
+    Attributes:
+        addresses: Of the rows, uint64 `(num_files,)`.
+        row_bytes: Bytes of a row.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], row_bytes: int) -> None:
+        self._view = memory.data
+        self.row_bytes = row_bytes
+        starts = np.arange(len(memory) // row_bytes, dtype=np.uint64) * np.uint64(row_bytes)
+        self.addresses = np.uint64(memory.ctypes.data) + starts
+
+    def page(self, row: int) -> memoryview:
+        """The page of a file's header."""
+        return self._view[row * self.row_bytes :][:HEADER_BYTES]
+
+    def data(self, row: int, num_bytes: int) -> memoryview:
+        """The leading bytes of the room of a file."""
+        return self._view[row * self.row_bytes + HEADER_BYTES :][:num_bytes]
 
 
 class BlockFiles:
@@ -97,18 +122,29 @@ class BlockFiles:
         return bits % self._alignment == 0
 
     def scratch(self, num_files: int, room_bytes: int) -> Scratch:
-        """Memory for the headers of so many files, and room behind each; page-aligned.
+        """Memory for the headers of so many files, and whole pages of room behind each.
 
-        Returns:
-            uint8 `(num_files, HEADER_BYTES + room)`, room in whole pages; this thread's until
-            its next call.
+        It is this thread's, until its next call.
         """
-        row = HEADER_BYTES + -(-room_bytes // PAGE_BYTES) * PAGE_BYTES
-        memory: NDArray[np.uint8] | None = getattr(self._scratches, "memory", None)
+        row = HEADER_BYTES + padded(room_bytes)
+        memory: mmap.mmap | None = getattr(self._scratches, "memory", None)
         if memory is None or len(memory) < num_files * row:
-            memory = np.frombuffer(mmap.mmap(-1, num_files * row), np.uint8)
-            self._scratches.memory = memory
-        return memory[: num_files * row].reshape(num_files, row)
+            memory = self._scratches.memory = mmap.mmap(-1, num_files * row)
+        return Scratch(np.frombuffer(memory, np.uint8, num_files * row), row)
+
+    def header(self, key: BlockKey, start: int, num_bytes: int, checksum: str) -> bytes:
+        """What the header of a file with this data is."""
+        block_size = self.block_size(key)
+        header = BlockHeader(
+            namespace=self.fingerprint,
+            key=key,
+            start=start,
+            num_blocks=num_bytes // block_size,
+            block_size_bytes=block_size,
+            integrity=self.digester.integrity,
+            checksum=checksum,
+        )
+        return header.encode(self.digester)
 
     def close(self) -> None:
         """Release every resource; may be called again. No other call may be under way."""
@@ -122,18 +158,25 @@ def failure(exc: OSError) -> Outcome:
     return Outcome(Status.FAILED, reason=f"{type(exc).__name__}: {exc.strerror or exc}")
 
 
-def views(block: Descriptors) -> list[memoryview]:
-    """The described memory itself, as what a checksum is made of."""
-    return [
-        memoryview((ctypes.c_char * length).from_address(address)).cast("B")
-        for address, length in zip(block.addresses.tolist(), block.lengths.tolist(), strict=True)
-    ]
+def padded(num_bytes: int) -> int:
+    """Bytes of the whole pages that so many bytes take."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def data_views(blocks: Descriptors, scratch: Scratch, *, straight: bool) -> list[list[memoryview]]:
+    """The data of each block, where the kernel puts or finds it."""
+    if not straight:
+        return [[scratch.data(nth, size)] for nth, size in enumerate(blocks.block_sizes.tolist())]
+    starts = blocks.addresses.tolist()
+    stops = (blocks.addresses + blocks.lengths).tolist()
+    views = [_ADDRESS_SPACE[start:stop] for start, stop in zip(starts, stops, strict=True)]
+    return [views[first:last] for first, last in pairwise(blocks.block_offsets.tolist())]
 
 
 def whole_vectors(scratch: Scratch, sizes: Sequence[int]) -> list[IOVector]:
     """Files that are read into, or written from, the leading bytes of scratch rows."""
-    pieces = np.empty((len(scratch), 1, 2), np.uint64)
-    pieces[:, 0, 0] = scratch.ctypes.data + np.arange(len(scratch)) * scratch.shape[1]
+    pieces = np.empty((len(sizes), 1, 2), np.uint64)
+    pieces[:, 0, 0] = scratch.addresses
     pieces[:, 0, 1] = sizes
     return list(pieces)
 
@@ -144,16 +187,14 @@ def straight_vectors(scratch: Scratch, blocks: Descriptors, *, tail: bool) -> li
     With a tail, what comes after the data goes to scratch, too, so that a file that is too long
     is noticed.
     """
-    counts = np.diff(blocks.block_offsets)
-    ends = np.cumsum(counts + 1 + tail)
-    firsts = ends - (counts + 1 + tail)
+    ends = np.cumsum(np.diff(blocks.block_offsets) + 1 + tail)
+    firsts = np.concatenate(([0], ends[:-1]))
     pieces = np.empty((ends[-1], 2), np.uint64)
     is_data = np.ones(len(pieces), bool)
-    rows = scratch.ctypes.data + np.arange(len(scratch)) * scratch.shape[1]
-    pieces[firsts, 0], pieces[firsts, 1] = rows, HEADER_BYTES
+    pieces[firsts, 0], pieces[firsts, 1] = scratch.addresses, HEADER_BYTES
     is_data[firsts] = False
     if tail:
-        pieces[ends - 1, 0], pieces[ends - 1, 1] = rows + HEADER_BYTES, PAGE_BYTES
+        pieces[ends - 1, 0], pieces[ends - 1, 1] = scratch.addresses + HEADER_BYTES, PAGE_BYTES
         is_data[ends - 1] = False
     pieces[is_data, 0], pieces[is_data, 1] = blocks.addresses, blocks.lengths
     return np.split(pieces, ends[:-1])
@@ -163,9 +204,8 @@ def describe_scratch(
     scratch: Scratch, rows: Sequence[int], blocks: Descriptors, *, skip_bytes: int = 0
 ) -> Descriptors:
     """Describe the data in scratch rows that belongs to `blocks`, from a byte of it on."""
-    starts = np.array(rows, np.uint64) * np.uint64(scratch.shape[1])
     return Descriptors(
-        addresses=np.uint64(scratch.ctypes.data + HEADER_BYTES + skip_bytes) + starts,
+        addresses=scratch.addresses[list(rows)] + np.uint64(HEADER_BYTES + skip_bytes),
         lengths=blocks.block_sizes.astype(np.uint64),
         block_offsets=np.arange(len(rows) + 1),
         payload_starts=blocks.payload_starts,

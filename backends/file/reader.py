@@ -5,19 +5,16 @@ import os
 import stat
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvxfer.backends.file.block_files import (
     PAGE_BYTES,
     BlockFiles,
+    data_views,
     describe_scratch,
     failure,
     straight_vectors,
-    views,
     whole_vectors,
 )
-from kvxfer.backends.file.digest import Integrity
+from kvxfer.backends.file.check import check_data, check_header
 from kvxfer.backends.file.file_io import NamedFile
 from kvxfer.backends.file.folder import READ_FLAGS
 from kvxfer.backends.file.header import HEADER_BYTES, BlockFileError, BlockHeader
@@ -82,20 +79,18 @@ class BlockReader:
         vectors = (
             straight_vectors(scratch, blocks, tail=True)
             if straight
-            else whole_vectors(scratch, [scratch.shape[1]] * len(keys))
+            else whole_vectors(scratch, [scratch.row_bytes] * len(keys))
         )
         results = files.file_io.read_named(named, vectors, READ_FLAGS | files.flags)
         outcomes: list[Outcome | None] = [None] * len(keys)
-        for index, (key, size, row) in enumerate(zip(keys, sizes, scratch, strict=True)):
-            if results[index] != HEADER_BYTES + size:
-                continue
-            data = views(blocks.select(index, index + 1)) if straight else [_data(row, size)]
-            try:
-                self._check(key, row, data, size)
-            except BlockFileError:
-                continue
-            outcomes[index] = DONE
-        done = [index for index, outcome in enumerate(outcomes) if outcome]
+        data = data_views(blocks, scratch, straight=straight)
+        for row, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+            if results[row] == HEADER_BYTES + size:
+                # One comparison for the seal, the key, the namespace, the size and the checksum.
+                expected = files.header(key, 0, size, files.digester.checksum(data[row]))
+                if bytes(scratch.page(row)) == expected:
+                    outcomes[row] = DONE
+        done = [row for row, outcome in enumerate(outcomes) if outcome]
         if done and not straight:
             wanted = blocks.take(done)
             files.copy_engine.copy(describe_scratch(scratch, done, wanted), wanted)
@@ -113,11 +108,11 @@ class BlockReader:
         try:
             size = self._data_size(key, fd)
             scratch = files.scratch(1, size)
-            (result,) = files.file_io.read([fd], whole_vectors(scratch, [scratch.shape[1]]))
+            (result,) = files.file_io.read([fd], whole_vectors(scratch, [scratch.row_bytes]))
             if isinstance(result, OSError):
                 return failure(result)
             _require_all(result, HEADER_BYTES + size)
-            header = self._check(key, scratch[0], [_data(scratch[0], size)], size)
+            header = self._check(key, bytes(scratch.page(0)), scratch.data(0, size))
             skip = int(block.payload_starts[0]) - header.start
             if skip < 0 or skip + block.num_bytes > size:
                 return MISSING
@@ -128,28 +123,19 @@ class BlockReader:
             os.close(fd)
         return DONE
 
-    def _check(
-        self, key: BlockKey, row: NDArray[np.uint8], data: list[memoryview], size: int
-    ) -> BlockHeader:
+    def _check(self, key: BlockKey, page: bytes, data: memoryview) -> BlockHeader:
         """Check everything that was read of a file.
 
         Raises:
             BlockFileError: A byte is not what was stored, or the file is another block's.
         """
-        digester = self._files.digester
-        header = BlockHeader.verify(row[:HEADER_BYTES].tobytes(), digester)
-        for name, said, expected in (
-            ("namespace", header.namespace, self._files.fingerprint),
-            ("key", header.key, key),
-            ("bytes", header.num_bytes, size),
-            ("block size", header.block_size_bytes, self._files.block_size(key)),
-        ):
-            if said != expected:
-                raise BlockFileError(f"{name}: the file says {said!r}, expected {expected!r}")
-        if digester.integrity is not Integrity.OFF:
-            found = digester.checksum(data)
-            if found != header.checksum:
-                raise BlockFileError(f"checksum of the data is {found}, stored {header.checksum}")
+        digester, block_size = self._files.digester, self._files.block_size(key)
+        namespace = self._files.fingerprint
+        header = check_header(page, digester, namespace=namespace, key=key, num_bytes=len(data))
+        if header.block_size_bytes != block_size:
+            said = header.block_size_bytes
+            raise BlockFileError(f"block size: the file says {said}, expected {block_size}")
+        check_data(header, digester, [data])
         return header
 
     def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
@@ -174,7 +160,3 @@ class BlockReader:
 def _require_all(num_read: int, num_bytes: int) -> None:
     if num_read != num_bytes:
         raise BlockFileError(f"short read of {num_read} bytes of {num_bytes}")
-
-
-def _data(row: NDArray[np.uint8], size: int) -> memoryview:
-    return row[HEADER_BYTES : HEADER_BYTES + size].data

@@ -6,20 +6,18 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
-
 from kvxfer.backends.file.block_files import (
-    PAGE_BYTES,
     BlockFiles,
+    data_views,
     describe_scratch,
     failure,
+    padded,
     straight_vectors,
-    views,
     whole_vectors,
 )
 from kvxfer.backends.file.file_io import Result
 from kvxfer.backends.file.folder import BusyError
-from kvxfer.backends.file.header import HEADER_BYTES, BlockHeader
+from kvxfer.backends.file.header import HEADER_BYTES
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -83,42 +81,28 @@ class BlockWriter:
         if straight:
             vectors = straight_vectors(scratch, blocks, tail=False)
         else:
-            rows = range(len(keys))
-            files.copy_engine.copy(blocks, describe_scratch(scratch, rows, blocks))
-            padded = [HEADER_BYTES + -(-size // PAGE_BYTES) * PAGE_BYTES for size in sizes]
-            vectors = whole_vectors(scratch, padded)
-        for index, (key, size, row) in enumerate(zip(keys, sizes, scratch, strict=True)):
-            data = (
-                views(blocks.select(index, index + 1))
-                if straight
-                else [row[HEADER_BYTES : HEADER_BYTES + size].data]
-            )
-            header = BlockHeader(
-                namespace=files.fingerprint,
-                key=key,
-                start=int(blocks.payload_starts[index]),
-                num_blocks=size // files.block_size(key),
-                block_size_bytes=files.block_size(key),
-                integrity=files.digester.integrity,
-                checksum=files.digester.checksum(data),
-            )
-            row[:HEADER_BYTES] = np.frombuffer(header.encode(files.digester), np.uint8)
+            files.copy_engine.copy(blocks, describe_scratch(scratch, range(len(keys)), blocks))
+            vectors = whole_vectors(scratch, [HEADER_BYTES + padded(size) for size in sizes])
+        data, starts = data_views(blocks, scratch, straight=straight), blocks.payload_starts
+        for row, (key, size, start) in enumerate(zip(keys, sizes, starts.tolist(), strict=True)):
+            checksum = files.digester.checksum(data[row])
+            scratch.page(row)[:] = files.header(key, start, size, checksum)
         outcomes = []
         results = files.file_io.write(fds, vectors)
         for key, fd, size, pieces, result in zip(keys, fds, sizes, vectors, results, strict=True):
             try:
                 num_written = int(pieces[:, 1].sum())
                 _require_written(result, num_written)
-                self._publish(key, fd, HEADER_BYTES + size, padded=num_written)
+                self._publish(key, fd, HEADER_BYTES + size, num_written=num_written)
                 outcomes.append(DONE)
             except OSError as exc:
                 files.folder.discard(key)
                 outcomes.append(failure(exc))
         return outcomes
 
-    def _publish(self, key: BlockKey, fd: int, num_bytes: int, *, padded: int) -> None:
+    def _publish(self, key: BlockKey, fd: int, num_bytes: int, *, num_written: int) -> None:
         """Give a file its size and its name."""
-        if padded != num_bytes:
+        if num_written != num_bytes:
             os.ftruncate(fd, num_bytes)
         if self._durable:
             os.fsync(fd)
