@@ -81,6 +81,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The side of the worker with these caches; the same one at every call."""
         if self._worker is None:
+            published = self._publish_identity()
             backend = PlacedBackend(self._open_pool(), part=self.config.parallel.rank)
             engine = TransferEngine(
                 convert_caches(kv_caches),
@@ -93,7 +94,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
                 engine,
                 group_ids=[group.group_id for group in self.config.groups],
                 blocks_per_chunk=self.blocks_per_chunk,
-                closes=self._publish_identity(),
+                closes=published,
             )
         return self._worker
 

@@ -1,0 +1,231 @@
+"""Files are shared only by engines whose caches hold the same values at equal tokens."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, spec
+from kvxfer.integrations.vllm.identity import (
+    ModelIdentity,
+    identify_model,
+    publish_identity,
+    receive_identity,
+    row_namespace,
+)
+from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
+from kvxfer.testing import BlockMemory
+from tests.integrations.test_vllm import as_vllm_caches, make_config
+
+Change = Callable[[Any], None]
+
+
+class HFConfig:
+    """The configuration of a model, as transformers has it."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {
+            "_name_or_path": "/somewhere",
+            "transformers_version": "5.0",
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.fields)
+
+
+def make_model(path: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        model=path,
+        model_weights="",
+        revision=None,
+        dtype="float32",
+        quantization=None,
+        quantization_config=None,
+        model_impl="auto",
+        model_class_overrides=None,
+        disable_sliding_window=False,
+        max_model_len=4096,
+        hf_config=HFConfig(),
+    )
+
+
+@pytest.fixture
+def vllm_config(tmp_path: Path) -> Any:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return SimpleNamespace(
+        lora_config=None,
+        speculative_config=None,
+        model_config=make_model(str(tmp_path)),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto",
+            kv_cache_dtype_skip_layers=[],
+            mamba_cache_dtype="auto",
+            mamba_ssm_cache_dtype="auto",
+            mamba_cache_mode="none",
+        ),
+        attention_config="AttentionConfig(backend=None)",
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+
+
+def changes_to(path: str, value: Any) -> Change:
+    *parents, name = path.split(".")
+
+    def change(config: Any) -> None:
+        for parent in parents:
+            config = getattr(config, parent)
+        setattr(config, name, value)
+
+    return change
+
+
+def rope(value: float) -> Change:
+    return lambda config: config.model_config.hf_config.fields.update(
+        rope_parameters={"rope_theta": value, "rope_type": "default"}
+    )
+
+
+def long_rope(max_model_len: int) -> Change:
+    def change(config: Any) -> None:
+        config.model_config.hf_config.fields["rope_scaling"] = {"type": "longrope"}
+        config.model_config.max_model_len = max_model_len
+
+    return change
+
+
+def draft(path: str) -> Change:
+    def change(config: Any) -> None:
+        model = make_model(path)
+        model.revision = "draft"
+        config.speculative_config = SimpleNamespace(draft_model_config=model)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        rope(500000.0),
+        long_rope(4096),
+        draft("a"),
+        changes_to("model_config.revision", "main"),
+        changes_to("model_config.dtype", "bfloat16"),
+        changes_to("model_config.quantization", "fp8"),
+        changes_to("model_config.disable_sliding_window", True),
+        changes_to("cache_config.cache_dtype", "fp8_e5m2"),
+        changes_to("cache_config.mamba_ssm_cache_dtype", "float32"),
+        changes_to("attention_config", "AttentionConfig(backend=FLEX)"),
+        changes_to("load_config.load_format", "dummy"),
+    ],
+)
+def test_another_model_has_another_identity(vllm_config: Any, change: Change) -> None:
+    before = identify_model(vllm_config)
+    change(vllm_config)
+    assert identify_model(vllm_config) != before
+
+
+def test_context_length_matters_with_long_rope_only(vllm_config: Any) -> None:
+    identities = set()
+    for max_model_len in (1024, 4096):
+        vllm_config.model_config.max_model_len = max_model_len
+        identities.add(identify_model(vllm_config).config_hash)
+        changed = copy.deepcopy(vllm_config)
+        long_rope(max_model_len)(changed)
+        identities.add(identify_model(changed).config_hash)
+    assert len(identities) == 3
+
+
+def test_where_a_model_lies_and_what_read_it_does_not_matter(vllm_config: Any) -> None:
+    before = identify_model(vllm_config)
+    fields = vllm_config.model_config.hf_config.fields
+    fields |= {"_name_or_path": "elsewhere", "transformers_version": "6.0"}
+    assert identify_model(vllm_config) == before
+
+
+def test_weights_that_were_written_anew_are_other_weights(vllm_config: Any) -> None:
+    before = identify_model(vllm_config)
+    weights = Path(vllm_config.model_config.model, "model.safetensors")
+    os.utime(weights, ns=(1, 1))
+    touched = identify_model(vllm_config)
+    weights.write_bytes(b"other weights")
+    os.utime(weights, ns=(1, 1))
+    assert len({each.revision for each in (before, touched, identify_model(vllm_config))}) == 3
+
+
+def test_a_commit_says_which_weights_these_are(vllm_config: Any) -> None:
+    vllm_config.model_config.model = "example/model"
+    vllm_config.model_config.revision = "main"
+    vllm_config.model_config.hf_config._commit_hash = "c0ffee"
+    assert identify_model(vllm_config).revision == "c0ffee"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (changes_to("model_config.model", "example/model"), "revision"),
+        (changes_to("lora_config", object()), "LoRA"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused(vllm_config: Any, change: Change, named: str) -> None:
+    change(vllm_config)
+    with pytest.raises(InvalidArgumentError, match=named):
+        identify_model(vllm_config)
+
+
+def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> None:
+    identity = ModelIdentity(revision="r")
+    one = row_namespace(make_config(), identity, row_size_bytes=4096)
+    assert [group.layer_names for group in one.groups] == [("a",), (), ("b",)]
+    assert {one.chunk_size_bytes(group) for group in range(3)} == {4096}
+    others = [
+        row_namespace(make_config(), identity, row_size_bytes=8192),
+        row_namespace(make_config(world_size=2), identity, row_size_bytes=4096),
+        row_namespace(make_config(), ModelIdentity(revision="s"), row_size_bytes=4096),
+    ]
+    assert len({each.fingerprint for each in [one, *others]}) == 4
+
+
+def test_the_scheduler_receives_what_a_worker_published() -> None:
+    identity = ModelIdentity(revision="r" * 100, quantization="q", config_hash="h")
+    segment = publish_identity("test-identity", identity)
+    assert receive_identity("test-identity") == identity
+    segment.close()
+    with pytest.raises(InvalidArgumentError, match="first worker"):
+        receive_identity("test-identity")
+
+
+@pytest.mark.parametrize("num_lower", [1, 2])
+def test_an_engine_with_tiers_below_is_built_from_urls(
+    vllm_config: Any, monkeypatch: pytest.MonkeyPatch, num_lower: int
+) -> None:
+    monkeypatch.setattr(spec, "get_current_vllm_config_or_none", lambda: vllm_config)
+    config = make_config(backend=["host://?capacity=1MiB"] * (1 + num_lower))
+    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
+    worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+    manager = KVXferOffloadingSpec(config).get_manager()
+    assert isinstance(manager, TieredOffloadingManager)
+    manager.shutdown()
+    worker.shutdown()
+
+
+def test_a_vllm_that_does_not_say_what_its_model_is_gets_no_files() -> None:
+    config = make_config(backend=["host://?capacity=1MiB"] * 2)
+    memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
+    with pytest.raises(InvalidArgumentError, match="what its model is"):
+        KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
+    with pytest.raises(InvalidArgumentError, match="first worker"):
+        KVXferOffloadingSpec(config).get_manager()
+
+
+@pytest.mark.parametrize("backend", [[], ["file:///x?capacity=1GiB"], ["host://?capacity=1GiB", 3]])
+def test_wrong_tiers_are_named(backend: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="backend"):
+        KVXferOffloadingSpec(make_config(backend=backend))
