@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 LOG_TAIL_LINES = 40
 SETTLE_ROUNDS = 50
+SHUTDOWN_TIMEOUT_S = 35
+LAST_WORDS_TIMEOUT_S = 5
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -229,11 +231,11 @@ class EngineProcess:
         return self._printed
 
     def close(self) -> None:
-        """End every process of the engine; may be called again."""
+        """Shut the engine down and end all of its processes; may be called again."""
         self._reader.close()
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
+            self._process.wait(SHUTDOWN_TIMEOUT_S + 10)
         with contextlib.suppress(ProcessLookupError):  # also what a dead engine left behind
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -250,6 +252,8 @@ class EngineProcess:
         except OSError as exc:
             raise EngineDiedError("the engine is gone", self._tail()) from exc
         if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it has yet to say why
+                self._process.wait(LAST_WORDS_TIMEOUT_S)
             raise EngineDiedError("the engine died", self._tail())
         return msgspec.json.decode(line, type=answer)
 
@@ -291,6 +295,9 @@ class _Engine:
                 return self._metrics()
             case Settle():
                 return self._settle()
+
+    def shut_down(self) -> None:
+        self._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
 
     def _generate(self, command: Generate) -> list[Generation]:
         from vllm import SamplingParams
@@ -378,6 +385,7 @@ def _serve(connection: socket.socket) -> None:
             command = msgspec.json.decode(line, type=Generate | Reset | Metrics | Settle)
             stream.write(msgspec.json.encode(engine.answer(command)) + b"\n")
             stream.flush()
+        engine.shut_down()
 
 
 if __name__ == "__main__":

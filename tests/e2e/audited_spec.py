@@ -133,16 +133,17 @@ class _AuditedWorker(_Forwarding):
         self._group_ids = [group.group_id for group in spec.config.groups]
         self._rank = spec.config.parallel.rank
         self._log = _Log(f"rank{self._rank}")
-        self._stored: dict[tuple[Key, int], str] = {}
+        self._stored = dict(_digests_of_before(self._rank))
         self._loads: dict[int, _Load] = {}
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: _NamedSpec, **kwargs: Any
     ) -> bool:
         pages = list(self._pages(src_spec, dst_spec.keys))
-        for page in pages:
-            self._stored[page.name] = self._digest(page)
-        self._log.write("store", rank=self._rank, job=job_id, pages=len(pages))
+        stored = {page.name: self._digest(page) for page in pages}
+        self._stored |= stored
+        digests = [(key.hex(), index, digest) for (key, index), digest in stored.items()]
+        self._log.write("store", rank=self._rank, job=job_id, pages=len(pages), digests=digests)
         submitted: bool = self._inner.submit_store(job_id, src_spec, dst_spec.inner, **kwargs)
         return submitted
 
@@ -255,6 +256,14 @@ class AuditedSpec(KVXferOffloadingSpec):
                 worker = _BitFlippingWorker(worker, kv_caches)
             self._audited_worker = _AuditedWorker(worker, kv_caches, self)
         return self._audited_worker
+
+
+def _digests_of_before(rank: int) -> Iterator[tuple[tuple[Key, int], str]]:
+    """What this rank of an earlier engine stored: it may come back from files."""
+    for path in sorted(Path(os.environ[DIRECTORY]).glob(f"rank{rank}-*.jsonl")):
+        for line in path.read_text().splitlines():
+            for key, index, digest in json.loads(line).get("digests", ()):
+                yield (bytes.fromhex(key), index), digest
 
 
 def _hooks() -> frozenset[Hook]:

@@ -23,8 +23,9 @@ class AuditedEngine(EngineProcess):
 
     Args:
         model: Name of one of `models.MODELS`.
-        directory: Where the audit writes; empty.
+        directory: Where the audit writes; what an earlier engine wrote there is known.
         capacity: Of the host pool.
+        files: Folder of a file tier below it; None for none.
         hooks: Faults to inject.
         blocks_per_chunk: Blocks stored under one key.
         settings: Fields of `EngineConfig`.
@@ -36,19 +37,21 @@ class AuditedEngine(EngineProcess):
         directory: Path,
         *,
         capacity: str = "256MiB",
+        files: Path | None = None,
         hooks: Collection[audit.Hook] = (),
         blocks_per_chunk: int = 1,
         **settings: Any,
     ) -> None:
         self.dtype = DTYPES.get(model, "float32")
         self._directory = directory
+        host = f"host://?capacity={capacity}"
         config = EngineConfig(
             model=str(models.make(model, REPOSITORY / models.DEFAULT_DIRECTORY)),
             dtype=self.dtype,
             connector={
                 "spec_name": "AuditedSpec",
                 "spec_module_path": "tests.e2e.audited_spec",
-                "backend": f"host://?capacity={capacity}",
+                "backend": [host, f"file://{files}?capacity=4GiB"] if files else host,
                 "blocks_per_chunk": blocks_per_chunk,
             },
             environment={
