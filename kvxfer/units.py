@@ -10,6 +10,8 @@ for _power, _prefix in enumerate("KMGT", start=1):
     _UNITS[f"{_prefix}B"] = 1000**_power
     _UNITS[f"{_prefix}iB"] = 1024**_power
 
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
+
 
 class ByteSize(int):
     """A number of bytes, also from text such as `4GiB`, `1.5 GB` or `65536`."""
@@ -29,3 +31,35 @@ class ByteSize(int):
         if size < 1:
             raise InvalidArgumentError("size", text, "a positive size such as '512MiB' or '4GiB'")
         return size
+
+
+class Duration(float):
+    """Seconds, also from text such as `30d`, `12h`, `90 s`."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Read a duration.
+
+        Raises:
+            InvalidArgumentError: The text is not a number with a known unit.
+        """
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+        if match is None or match[2] not in _SECONDS:
+            raise InvalidArgumentError("duration", text, "a number with s, min, h or d, as '30d'")
+        return cls(float(match[1]) * _SECONDS[match[2]])
+
+
+def format_size(num_bytes: int) -> str:
+    """Write a number of bytes as people read it: `1.2 GiB`."""
+    size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1023.95 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.1f} {units[0]}" if units[0] != "B" else f"{num_bytes} B"
+
+
+def format_duration(seconds: float) -> str:
+    """Write a duration as people read it: `3 d`; one that is not positive is `0 s`."""
+    for unit, length in reversed(_SECONDS.items()):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return "0 s"

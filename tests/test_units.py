@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Quantities as people write them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.units import ByteSize
+from kvxfer.units import ByteSize, Duration, format_duration, format_size
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,40 @@ def test_less_than_one_byte_is_no_size(text: str) -> None:
 def test_values_that_are_not_text_or_a_positive_number_are_refused(value: Any) -> None:
     with pytest.raises(InvalidArgumentError):
         ByteSize.parse(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0s", 0), ("90 s", 90), ("5min", 300), ("12h", 43200), ("30d", 2592000), ("1.5 h", 5400)],
+)
+def test_a_duration_is_a_number_and_a_unit(text: str, seconds: float) -> None:
+    assert Duration.parse(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "d", "-1d", "1y", "1 d 2 h", "1e3s", "nan s"])
+def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="30d"):
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1024**2 - 1, "1.0 MiB"),
+        (1288490189, "1.2 GiB"),
+        (5000 * 1024**4, "5000.0 TiB"),
+    ],
+)
+def test_a_size_is_written_in_the_largest_unit_that_fits(num_bytes: int, text: str) -> None:
+    assert format_size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (0.5, "0 s"), (59.9, "59 s"), (60, "1 min"), (7200, "2 h"), (864000, "10 d")],
+)
+def test_a_duration_is_written_in_the_largest_unit_that_fits(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text

@@ -189,6 +189,10 @@ class BlockFolder:
         """Bytes of the file of a key that was put away; None when there is none."""
         return self._size(file_name(key), QUARANTINE)
 
+    def remove_found(self, key: BlockKey, found_in: str) -> bool:
+        """Remove the file of a key from whatever folder it was found in; whether it was there."""
+        return self._unlink(file_name(key), found_in)
+
     def remove_quarantined(self, key: BlockKey) -> bool:
         """Remove a file that was put away; whether it was there."""
         return self._unlink(file_name(key), QUARANTINE)
@@ -273,7 +277,7 @@ class BlockFolder:
     def _unlink(self, name: str, folder: str) -> bool:
         try:
             os.unlink(name, dir_fd=self._folder(folder))
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):  # the latter is nothing of ours
             return False
         return True
 

@@ -77,9 +77,11 @@ class BlockTree:
         """Namespaces that have a folder."""
         root = open_folder(self.root)
         try:
-            return [name for name in sorted(os.listdir(root)) if is_fingerprint(name)]
+            with os.scandir(root) as entries:
+                folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         finally:
             os.close(root)
+        return sorted(filter(is_fingerprint, folders))
 
     def folder(self, fingerprint: str) -> BlockFolder:
         """Open the folder of a namespace; the caller closes it."""

@@ -1,13 +1,30 @@
 """The `kvxfer` command."""
 
 import argparse
+import importlib
 import importlib.metadata
+import os
 import sys
 from collections.abc import Sequence
+
+from kvxfer.cli.text import printable
+from kvxfer.errors import KVXferError
+
+_COMMANDS = {
+    "bench": ("kvxfer.bench", "measure a part of kvxfer"),
+    "fsck": ("kvxfer.cli.fsck", "verify every block of a file store"),
+    "ls": ("kvxfer.cli.ls", "list the namespaces of a file store"),
+    "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
+    "gc": ("kvxfer.cli.gc", "remove what nobody needs from a file store"),
+}
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status.
+
+    What cannot be done is said in one line.
 
     Args:
         argv: Arguments after the program's name; those of the process when it is None.
@@ -16,14 +33,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     version = importlib.metadata.version("kvxfer")
     parser.add_argument("--version", action="version", version=f"kvxfer {version}")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("bench", help="measure a part of kvxfer", add_help=False)
+    for name, (_, purpose) in _COMMANDS.items():
+        commands.add_parser(name, help=purpose, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.command == "bench":
-        # Benchmarks import engines where they are installed: only when one is run.
-        from kvxfer.bench import main as bench
+    name = arguments.command
+    # Benchmarks import engines where they are installed: only what is run is imported.
+    command = importlib.import_module(_COMMANDS[name][0])
+    try:
+        status: int = command.main(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough; nothing more must reach the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as exc:
+        what = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
+        return _complain(name, what)
+    except KVXferError as exc:
+        return _complain(name, str(exc))
+    return status
 
-        return bench(rest)
-    raise AssertionError(arguments.command)
+
+def _complain(command: str, what: str) -> int:
+    sys.stderr.write(f"kvxfer {command}: {printable(what)}\n")
+    return 2
 
 
 if __name__ == "__main__":

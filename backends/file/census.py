@@ -1,0 +1,39 @@
+"""A count of everything in a store, by somebody who stores nothing."""
+
+from collections.abc import Iterable
+
+from kvxfer.backends.file.contents import size_on_disk
+from kvxfer.backends.file.ledger import LEDGER_NAME, Ledger
+from kvxfer.backends.file.tree import BlockTree, FoundBlock
+
+
+def take_census(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
+    """Walk through the tree and set the count of its bytes right; blocks.
+
+    What engines store or remove meanwhile may leave the count too high, never too low.
+
+    Raises:
+        OSError: The tree or the count cannot be read.
+    """
+    with ledger.locked():
+        added_before = ledger.added
+        num_bytes = ledger.reserved_by_others()
+    found = list(tree.blocks())
+    num_bytes += total_size(found)
+    with ledger.locked():
+        ledger.recount(num_bytes + ledger.added - added_before)
+    return found
+
+
+def total_size(found: Iterable[FoundBlock]) -> int:
+    """Bytes that files take of the disk."""
+    return sum(size_on_disk(block.num_bytes) for block in found)
+
+
+def is_store(tree: BlockTree) -> bool:
+    """Whether a folder is the root of a store, so that a count may be kept in it.
+
+    Raises:
+        OSError: It is no folder, or cannot be read.
+    """
+    return bool(tree.fingerprints()) or (tree.root / LEDGER_NAME).is_file()

@@ -1,0 +1,102 @@
+"""A check of every block in a store."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from kvxfer.backends.file.census import is_store, take_census
+from kvxfer.backends.file.check import BlockCheck, Finding
+from kvxfer.backends.file.header import BlockFileError
+from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.namespace_file import read_namespace
+from kvxfer.backends.file.space import stop_walk
+from kvxfer.backends.file.tree import BlockTree, FoundBlock
+
+NUM_THREADS = 8
+FILES_IN_LINE = 1024
+
+
+class StoreCheck:
+    """Verifies every block of every namespace, and puts away what is corrupt; blocks.
+
+    Engines may use the store meanwhile: what they remove is passed over.
+
+    Args:
+        root: Root of the store.
+        check: What checks one file.
+
+    Attributes:
+        found: The blocks to verify; those in quarantine are not among them.
+        errors: Why folders could not be opened; what is in them is not among the blocks.
+        num_quarantined: Files that were in quarantine already.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
+
+    def __init__(self, root: Path, check: BlockCheck) -> None:
+        self.errors: list[OSError] = []
+        self._tree = BlockTree(root, on_error=self.errors.append)
+        self._check = check
+        blocks = list(self._tree.blocks())
+        self.found = [block for block in blocks if not block.quarantined]
+        self.num_quarantined = len(blocks) - len(self.found)
+
+    def verify(self, *, repair: bool = False) -> Iterator[Finding]:
+        """Read every block, several at a time.
+
+        Args:
+            repair: Put corrupt files in quarantine.
+
+        Yields:
+            What was found out about each, namespace by namespace.
+        """
+        by_fingerprint: dict[str, list[FoundBlock]] = defaultdict(list)
+        for block in self.found:
+            by_fingerprint[block.fingerprint].append(block)
+        for fingerprint, blocks in by_fingerprint.items():
+            with self._tree.folder(fingerprint) as folder:
+                check = functools.partial(self._check.check, folder, repair=repair)
+                yield from _map_in_threads(check, blocks)
+
+    def remarks(self) -> Iterator[str]:
+        """Say what is odd about the descriptions of namespaces, which no block depends on."""
+        for fingerprint in self._tree.fingerprints():
+            try:
+                with self._tree.folder(fingerprint) as folder:
+                    read_namespace(folder)
+            except BlockFileError as exc:
+                yield f"{fingerprint}: {exc}"
+
+    def clean_up(self) -> int:
+        """Remove temporary files of dead writers and set the count of bytes right.
+
+        Returns:
+            Files removed.
+
+        Raises:
+            OSError: The tree or the count cannot be read: a part of it would be no count.
+        """
+        tree = BlockTree(self._tree.root, on_error=stop_walk)
+        if not is_store(tree):
+            return 0
+        num_removed = tree.collect()
+        ledger = Ledger(tree.root)
+        try:
+            take_census(tree, ledger)
+        finally:
+            ledger.close()
+        return num_removed
+
+
+def _map_in_threads(
+    check: Callable[[FoundBlock], Finding], blocks: Sequence[FoundBlock]
+) -> Iterator[Finding]:
+    executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvxfer-fsck")
+    try:
+        for start in range(0, len(blocks), FILES_IN_LINE):
+            yield from executor.map(check, blocks[start : start + FILES_IN_LINE])
+    finally:
+        executor.shutdown(cancel_futures=True)

@@ -1,0 +1,123 @@
+"""Removes what nobody needs from a store."""
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvxfer.backends.file.census import is_store, take_census
+from kvxfer.backends.file.contents import size_on_disk
+from kvxfer.backends.file.folder import BlockFolder
+from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.namespace_file import NAMESPACE_FILE
+from kvxfer.backends.file.tree import BlockTree, FoundBlock
+
+FILES_PER_LOCK = 64
+"""Engines that store wait while the lock is held."""
+
+
+@dataclass(slots=True)
+class Removed:
+    """How much was removed.
+
+    Attributes:
+        num_temporary: Temporary files of dead writers.
+        num_quarantined: Corrupt files that were put away.
+        num_old: Blocks that were not used for too long.
+        num_excess: Blocks that were used least recently, beyond the capacity.
+        num_folders: Folders of namespaces without blocks.
+        num_bytes: What the files took of the disk, but for temporary ones.
+        num_bytes_left: What is left.
+    """
+
+    num_temporary: int = 0
+    num_quarantined: int = 0
+    num_old: int = 0
+    num_excess: int = 0
+    num_folders: int = 0
+    num_bytes: int = 0
+    num_bytes_left: int = 0
+
+
+class GarbageCollection:
+    """Empties a store as far as wanted; blocks.
+
+    Engines may use the store meanwhile: the ledger's lock is held while something is removed,
+    and to them a file that vanished is a miss.
+
+    Args:
+        tree: The store.
+        capacity_bytes: Bytes that may stay, None for any number.
+        max_age_s: For how long a block may stay unused, None for ever. Engines write down once an
+            hour that a block is in use.
+    """
+
+    def __init__(
+        self,
+        tree: BlockTree,
+        *,
+        capacity_bytes: int | None = None,
+        max_age_s: float | None = None,
+    ) -> None:
+        self._tree = tree
+        self._capacity_bytes = capacity_bytes
+        self._max_age_s = max_age_s
+        self._removed = Removed()
+
+    def run(self) -> Removed:
+        """Remove, and set the count of bytes right.
+
+        Raises:
+            OSError: The tree cannot be read, or a file cannot be removed.
+        """
+        if not is_store(self._tree):
+            return self._removed
+        ledger = Ledger(self._tree.root)
+        try:
+            self._collect(ledger)
+        finally:
+            ledger.close()
+        return self._removed
+
+    def _collect(self, ledger: Ledger) -> None:
+        removed = self._removed
+        removed.num_temporary = self._tree.collect()
+        found = sorted(take_census(self._tree, ledger), key=lambda block: block.used)
+        away = [block for block in found if block.quarantined]
+        removed.num_quarantined = self._remove(ledger, away)
+        in_use = [block for block in found if not block.quarantined]
+        if self._max_age_s is not None:
+            oldest = time.time() - self._max_age_s
+            old = [block for block in in_use if block.used < oldest]
+            removed.num_old = self._remove(ledger, old)
+            in_use = in_use[len(old) :]
+        if self._capacity_bytes is not None:
+            removed.num_excess = self._remove(ledger, in_use, down_to=self._capacity_bytes)
+        for fingerprint in self._tree.fingerprints():
+            with contextlib.suppress(OSError), self._tree.folder(fingerprint) as folder:
+                removed.num_folders += folder.remove_empty(NAMESPACE_FILE)
+        with ledger.locked():
+            removed.num_bytes_left = ledger.used
+
+    def _remove(
+        self, ledger: Ledger, blocks: Iterable[FoundBlock], *, down_to: int | None = None
+    ) -> int:
+        """Remove files, as long as there are more bytes than `down_to`; return how many."""
+        waiting, num_removed = list(reversed(list(blocks))), 0
+        with contextlib.ExitStack() as opened:
+            folders: dict[str, BlockFolder] = {}
+            while waiting:
+                with ledger.locked():
+                    for _ in range(min(FILES_PER_LOCK, len(waiting))):
+                        if down_to is not None and ledger.used <= down_to:
+                            return num_removed
+                        block = waiting.pop()
+                        name = block.fingerprint
+                        if name not in folders:
+                            folders[name] = opened.enter_context(self._tree.folder(name))
+                        if folders[name].remove_found(block.key, block.folder):
+                            num_bytes = size_on_disk(block.num_bytes)
+                            ledger.remove(num_bytes)
+                            self._removed.num_bytes += num_bytes
+                            num_removed += 1
+        return num_removed

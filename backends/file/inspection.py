@@ -1,0 +1,98 @@
+"""What one file holds, wherever it lies."""
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvxfer.backends.file.check import BlockCheck, check_data, read_data, read_header_page
+from kvxfer.backends.file.digest import Integrity
+from kvxfer.backends.file.folder import READ_FLAGS, SUFFIX, BlockFolder
+from kvxfer.backends.file.header import BlockFileError, BlockHeader
+from kvxfer.backends.file.namespace_file import read_namespace
+from kvxfer.backends.file.tree import is_fingerprint
+from kvxfer.storage.keys import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a block file says, and whether that is true.
+
+    Attributes:
+        header: What it says.
+        num_bytes: Size of the data in the file.
+        seal_error: Why the seal does not hold, empty when it does.
+        checksum_error: Why the checksum does not hold, empty when it does.
+        is_sealed: Whether the seal could be checked.
+        is_summed: Whether the checksum could be checked.
+        is_named: Whether the file has the name of its key.
+        namespace: What the `namespace.json` in the folder of its namespace says, None without.
+    """
+
+    header: BlockHeader
+    num_bytes: int
+    seal_error: str
+    checksum_error: str
+    is_sealed: bool
+    is_summed: bool
+    is_named: bool
+    namespace: Namespace | None
+
+    @property
+    def bad(self) -> bool:
+        """Whether something is wrong with the file, wherever it lies."""
+        return bool(self.seal_error or self.checksum_error)
+
+
+def inspect_file(path: Path, check: BlockCheck) -> Inspection:
+    """Read a file, of its header no more than a page; a link is not followed.
+
+    Raises:
+        BlockFileError: It is not a block file.
+        OSError: It cannot be read.
+    """
+    fd = os.open(path, READ_FLAGS)
+    try:
+        page, num_bytes = read_header_page(fd)
+        header = BlockHeader.decode(page)
+        digester = check.digester(header.integrity)
+        seal_error = checksum_error = ""
+        try:
+            BlockHeader.verify(page, digester)
+        except BlockFileError as exc:
+            seal_error = str(exc)
+        try:
+            _require_size(header, num_bytes)
+            check_data(header, digester, read_data(fd))
+        except BlockFileError as exc:
+            checksum_error = str(exc)
+    finally:
+        os.close(fd)
+    is_summed = digester.integrity is not Integrity.OFF
+    return Inspection(
+        header=header,
+        num_bytes=num_bytes,
+        seal_error=seal_error,
+        checksum_error=checksum_error,
+        is_sealed=is_summed or header.integrity is not Integrity.KEYED,
+        is_summed=is_summed,
+        is_named=path.name == header.key.hex() + SUFFIX,
+        namespace=_read_namespace(path),
+    )
+
+
+def _require_size(header: BlockHeader, num_bytes: int) -> None:
+    if num_bytes != header.num_bytes:
+        raise BlockFileError(f"there are {num_bytes} bytes of data, expected {header.num_bytes}")
+
+
+def _read_namespace(path: Path) -> Namespace | None:
+    """Read the description in the folder that a block file lies two levels below."""
+    folders = path.absolute().parents
+    if len(folders) > 2 and is_fingerprint(folders[1].name):
+        with (
+            contextlib.suppress(BlockFileError, OSError),
+            BlockFolder(folders[2], folders[1].name) as folder,
+        ):
+            return read_namespace(folder)
+    return None

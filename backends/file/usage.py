@@ -1,0 +1,68 @@
+"""What the namespaces of a store hold."""
+
+import contextlib
+from collections import defaultdict
+
+import msgspec
+
+from kvxfer.backends.file.census import total_size
+from kvxfer.backends.file.header import BlockFileError
+from kvxfer.backends.file.namespace_file import read_namespace
+from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.storage.keys import Namespace
+
+
+class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """What one namespace holds.
+
+    Attributes:
+        fingerprint: The namespace.
+        namespace: What its blocks are; None when its `namespace.json` is missing or damaged.
+        num_blocks: Files that a lookup can find.
+        num_bytes: What they take of the disk, headers included.
+        oldest_use: When the block was last used that was not used for longest, seconds since the
+            epoch; within an hour. None without blocks.
+        newest_use: When a block was last used.
+        num_quarantined: Corrupt files that were put away.
+        quarantined_bytes: What they take of the disk.
+    """
+
+    fingerprint: str
+    namespace: Namespace | None
+    num_blocks: int
+    num_bytes: int
+    oldest_use: float | None
+    newest_use: float | None
+    num_quarantined: int
+    quarantined_bytes: int
+
+
+def measure_usage(tree: BlockTree) -> list[NamespaceUsage]:
+    """Walk through the tree and count, in the order of the fingerprints; blocks.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
+    by_fingerprint: dict[str, list[FoundBlock]] = defaultdict(list)
+    for block in tree.blocks():
+        by_fingerprint[block.fingerprint].append(block)
+    return [_measure(tree, name, by_fingerprint[name]) for name in tree.fingerprints()]
+
+
+def _measure(tree: BlockTree, fingerprint: str, found: list[FoundBlock]) -> NamespaceUsage:
+    namespace = None
+    with tree.folder(fingerprint) as folder, contextlib.suppress(BlockFileError):
+        namespace = read_namespace(folder)
+    blocks = [block for block in found if not block.quarantined]
+    away = [block for block in found if block.quarantined]
+    uses = [block.used for block in blocks]
+    return NamespaceUsage(
+        fingerprint=fingerprint,
+        namespace=namespace,
+        num_blocks=len(blocks),
+        num_bytes=total_size(blocks),
+        oldest_use=min(uses, default=None),
+        newest_use=max(uses, default=None),
+        num_quarantined=len(away),
+        quarantined_bytes=total_size(away),
+    )

@@ -1,0 +1,108 @@
+"""The `kvxfer fsck` command."""
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from tqdm import tqdm
+
+from kvxfer.backends.file.check import BlockCheck, Finding, Verdict
+from kvxfer.backends.file.digest import read_secret
+from kvxfer.backends.file.fsck import StoreCheck
+from kvxfer.cli.text import printable
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Something that is wrong, and where, below the root."""
+
+    path: str
+    reason: str
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """What a check found, in numbers of files; `bad` is none of the others."""
+
+    good: int = 0
+    keyed: int = 0
+    unchecked: int = 0
+    gone: int = 0
+    quarantined: int
+    quarantined_now: int = 0
+    temporary_removed: int = 0
+    bad: list[Problem] = []
+    remarks: list[str] = []
+
+
+def main(argv: Sequence[str]) -> int:
+    """Verify every block of a store.
+
+    Returns:
+        1 when something is bad, also when it was repaired; 0 otherwise.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kvxfer fsck", description="Verify every block of a file store."
+    )
+    parser.add_argument("path", type=Path, help="root of the store")
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="put bad files in quarantine, remove temporary ones, recount the bytes",
+    )
+    parser.add_argument("--secret-file", default="", help="secret that every block is sealed with")
+    parser.add_argument("--json", action="store_true", help="print an object")
+    arguments = parser.parse_args(argv)
+    check = StoreCheck(arguments.path, BlockCheck(read_secret(arguments.secret_file)))
+    report = _verify(check, repair=arguments.repair, quiet=arguments.json)
+    if arguments.repair:
+        report.temporary_removed = check.clean_up()
+    print(msgspec.json.encode(report).decode() if arguments.json else _summary(report))
+    return 1 if report.bad else 0
+
+
+def _verify(check: StoreCheck, *, repair: bool, quiet: bool) -> Report:
+    report = Report(quarantined=check.num_quarantined, remarks=list(check.remarks()))
+    counts: Counter[Verdict] = Counter()
+    total = sum(block.num_bytes for block in check.found)
+    # `disable=None`: no bar where nobody looks at one.
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
+
+        def note(problem: Problem) -> None:
+            report.bad.append(problem)
+            if not quiet:
+                bar.write(f"bad: {printable(problem.path)}: {printable(problem.reason)}")
+
+        for error in check.errors:
+            note(Problem(str(error.filename), f"cannot be opened: {error.strerror}"))
+        for finding in check.verify(repair=repair):
+            counts[finding.verdict] += 1
+            if finding.bad:
+                note(_problem(finding))
+            bar.update(finding.block.num_bytes)
+    report.good = counts[Verdict.GOOD]
+    report.keyed = counts[Verdict.KEYED]
+    report.unchecked = counts[Verdict.UNCHECKED]
+    report.gone = counts[Verdict.GONE]
+    report.quarantined_now = counts[Verdict.CORRUPT] if repair else 0
+    return report
+
+
+def _problem(finding: Finding) -> Problem:
+    return Problem(finding.block.path, finding.reason)
+
+
+def _summary(report: Report) -> str:
+    lines = [f"note: {printable(remark)}" for remark in report.remarks]
+    parts = [f"{report.good} good", f"{len(report.bad)} bad"]
+    for number, what in (
+        (report.keyed, "not verified: keyed"),
+        (report.unchecked, "without a checksum"),
+        (report.gone, "removed meanwhile"),
+        (report.quarantined, "in quarantine before"),
+        (report.quarantined_now, "put in quarantine"),
+        (report.temporary_removed, "temporary files removed"),
+    ):
+        if number:
+            parts.append(f"{number} {what}")
+    return "\n".join([*lines, ", ".join(parts)])

@@ -1,0 +1,45 @@
+"""The `kvxfer gc` command."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvxfer.backends.file.gc import GarbageCollection, Removed
+from kvxfer.backends.file.space import stop_walk
+from kvxfer.backends.file.tree import BlockTree
+from kvxfer.units import ByteSize, Duration, format_size
+
+
+def main(argv: Sequence[str]) -> int:
+    """Remove what nobody needs from a store; return 0."""
+    parser = argparse.ArgumentParser(
+        prog="kvxfer gc",
+        description="Remove temporary files of dead writers, what is in quarantine, namespaces "
+        "without blocks, and blocks beyond the given bounds.",
+    )
+    parser.add_argument("path", type=Path, help="root of the store")
+    parser.add_argument("--capacity", metavar="SIZE", help="how much may stay, such as 20GiB")
+    parser.add_argument(
+        "--max-age", metavar="AGE", help="how long a block may stay unused, such as 30d"
+    )
+    arguments = parser.parse_args(argv)
+    collection = GarbageCollection(
+        BlockTree(arguments.path, on_error=stop_walk),
+        capacity_bytes=ByteSize.parse(arguments.capacity) if arguments.capacity else None,
+        max_age_s=Duration.parse(arguments.max_age) if arguments.max_age else None,
+    )
+    print(_describe(collection.run()))
+    return 0
+
+
+def _describe(removed: Removed) -> str:
+    numbers = (
+        (removed.num_temporary, "temporary"),
+        (removed.num_quarantined, "in quarantine"),
+        (removed.num_old, "unused for too long"),
+        (removed.num_excess, "beyond the capacity"),
+        (removed.num_folders, "namespaces without blocks"),
+    )
+    said = ", ".join(f"{number} {what}" for number, what in numbers if number)
+    freed, left = format_size(removed.num_bytes), format_size(removed.num_bytes_left)
+    return f"removed: {said or 'nothing'}; {freed} freed, {left} left"

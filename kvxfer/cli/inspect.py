@@ -1,0 +1,77 @@
+"""The `kvxfer inspect` command."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvxfer.backends.file.check import BlockCheck
+from kvxfer.backends.file.digest import Integrity, read_secret
+from kvxfer.backends.file.header import HEADER_BYTES, BlockFileError
+from kvxfer.backends.file.inspection import Inspection, inspect_file
+from kvxfer.cli.text import printable
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, Namespace, group_of
+from kvxfer.units import format_size
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show what a block file holds.
+
+    Returns:
+        1 when it is not a block file, or a seal or a checksum does not hold; 0 otherwise.
+    """
+    parser = argparse.ArgumentParser(
+        prog="kvxfer inspect", description="Show what a block file holds, and whether it is whole."
+    )
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--secret-file", default="", help="secret that the block is sealed with")
+    arguments = parser.parse_args(argv)
+    check = BlockCheck(read_secret(arguments.secret_file))
+    try:
+        found = inspect_file(arguments.file, check)
+    except BlockFileError as exc:
+        sys.stderr.write(f"kvxfer inspect: {printable(f'{arguments.file}: {exc}')}\n")
+        return 1
+    for name, value in _lines(found):
+        print(f"{name:<14}{printable(value)}")
+    return 1 if found.bad else 0
+
+
+def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
+    header = found.header
+    key, size = header.key.hex(), HEADER_BYTES + found.num_bytes
+    if len(header.key) > GROUP_INDEX_BYTES:
+        key += f" (group {group_of(header.key)})"
+    yield "namespace", header.namespace
+    yield "key", key if found.is_named else f"{key}, which is not the name of the file"
+    yield "tensor", f"blocks: U8 [{header.num_blocks}, {header.block_size_bytes}]"
+    yield "in the chunk", f"bytes {header.start} to {header.stop}"
+    yield "data offset", str(HEADER_BYTES)
+    yield "file size", f"{size} ({format_size(size)})"
+    yield "integrity", header.integrity.value
+    yield "seal", _verdict(found.seal_error, is_checked=found.is_sealed)
+    if header.integrity is Integrity.OFF and not found.checksum_error:
+        yield "checksum", "none"
+    else:
+        verdict = _verdict(found.checksum_error, is_checked=found.is_summed)
+        yield "checksum", f"{header.checksum} {verdict}".lstrip()
+    if found.namespace:
+        yield from _describe(found.namespace)
+
+
+def _verdict(error: str, *, is_checked: bool) -> str:
+    if error:
+        return f"does not hold: {error}"
+    return "holds" if is_checked else "not verified: keyed, see --secret-file"
+
+
+def _describe(namespace: Namespace) -> Iterator[tuple[str, str]]:
+    yield "model", namespace.model
+    for name in ("revision", "dtype", "quantization", "layout", "instruction_set"):
+        value: str = getattr(namespace, name)
+        if value:
+            yield name.replace("_", " "), value
+    yield "groups", str(len(namespace.groups))
+    yield "chunk", f"{namespace.blocks_per_chunk} blocks"
+    if namespace.parallel:
+        yield "parallel", ", ".join(f"{name}={n}" for name, n in namespace.parallel.items())

@@ -1,0 +1,69 @@
+"""The `kvxfer ls` command."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from kvxfer.backends.file.space import stop_walk
+from kvxfer.backends.file.tree import BlockTree
+from kvxfer.backends.file.usage import NamespaceUsage, measure_usage
+from kvxfer.cli.text import printable
+from kvxfer.units import format_duration, format_size
+
+COLUMNS = ("NAMESPACE", "MODEL", "DTYPE", "BLOCKS", "SIZE", "OLDEST USE", "NEWEST USE", "BAD")
+
+
+def main(argv: Sequence[str]) -> int:
+    """List the namespaces of a store; return 0."""
+    parser = argparse.ArgumentParser(
+        prog="kvxfer ls", description="List the namespaces of a file store."
+    )
+    parser.add_argument("path", type=Path, help="root of the store")
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    arguments = parser.parse_args(argv)
+    usages = measure_usage(BlockTree(arguments.path, on_error=stop_walk))
+    if arguments.json:
+        print(msgspec.json.encode(usages).decode())
+    else:
+        print(_format_table(usages))
+    return 0
+
+
+def _format_table(usages: Sequence[NamespaceUsage]) -> str:
+    """Lay namespaces out in columns, and a total below."""
+    now = time.time()
+    rows = [COLUMNS, *(_row(usage, now) for usage in usages), _total(usages, now)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = (zip(row, widths, strict=True) for row in rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in line).rstrip() for line in lines
+    )
+
+
+def _row(usage: NamespaceUsage, now: float) -> tuple[str, ...]:
+    known = usage.namespace
+    return (
+        usage.fingerprint,
+        printable(known.model) if known else "?",
+        printable(known.dtype) if known else "?",
+        *_numbers([usage], now),
+    )
+
+
+def _total(usages: Sequence[NamespaceUsage], now: float) -> tuple[str, ...]:
+    return (f"total: {len(usages)}", "", "", *_numbers(usages, now))
+
+
+def _numbers(usages: Sequence[NamespaceUsage], now: float) -> tuple[str, ...]:
+    oldest = [usage.oldest_use for usage in usages if usage.oldest_use is not None]
+    newest = [usage.newest_use for usage in usages if usage.newest_use is not None]
+    return (
+        str(sum(usage.num_blocks for usage in usages)),
+        format_size(sum(usage.num_bytes for usage in usages)),
+        f"{format_duration(now - min(oldest))} ago" if oldest else "-",
+        f"{format_duration(now - max(newest))} ago" if newest else "-",
+        str(sum(usage.num_quarantined for usage in usages)),
+    )

@@ -1,0 +1,92 @@
+"""Real stores for the commands to work on."""
+
+import asyncio
+from pathlib import Path
+
+from kvxfer.backends.file import FileBackend, FileConfig, Integrity
+from kvxfer.backends.file.folder import file_name
+from kvxfer.backends.file.ledger import Ledger
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import make_payload, write_payloads
+from kvxfer.units import ByteSize
+
+PAGES = [[4096, 1000]]
+DATA_BYTES = 5096
+FILE_BYTES = 12288  # on the disk: a header, and the data in whole pages
+NUM_BLOCKS = 8
+
+
+def flip(path: Path, offset: int) -> None:
+    """Flip a bit."""
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def break_seal(path: Path) -> None:
+    """Say something else in the header, in the right form."""
+    data = path.read_bytes()
+    assert data.count(b'"start":"0"') == 1
+    path.write_bytes(data.replace(b'"start":"0"', b'"start":"1"'))
+
+
+class Store:
+    """The root of a store, and what was stored."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.keys = [make_block_key(bytes([number]) * 16, 0) for number in range(NUM_BLOCKS)]
+
+    def fill(
+        self,
+        *,
+        model: str = "example/model",
+        num_blocks: int = NUM_BLOCKS,
+        integrity: Integrity = Integrity.FAST,
+        secret_file: Path | None = None,
+    ) -> Namespace:
+        memory = BlockMemory(PAGES, num_blocks=num_blocks)
+        namespace = memory.namespace(model=model)
+        config = FileConfig(
+            path=str(self.root),
+            capacity=ByteSize(1 << 30),
+            min_free=ByteSize(1),
+            integrity=integrity,
+            secret_file=str(secret_file or ""),
+        )
+
+        async def store() -> None:
+            async with FileBackend(config, namespace) as backend:
+                keys = self.keys[:num_blocks]
+                blocks = memory.describe(0, list(range(num_blocks)))
+                write_payloads(blocks, [make_payload(key, DATA_BYTES) for key in keys])
+                outcomes = await backend.store(keys, blocks)
+                assert all(outcome.done for outcome in outcomes)
+
+        asyncio.run(store())
+        return namespace
+
+    def path(self, namespace: Namespace, key: BlockKey) -> Path:
+        return self.root / self.relative(namespace, key)
+
+    def relative(self, namespace: Namespace, key: BlockKey) -> Path:
+        name = file_name(key)
+        return Path(namespace.fingerprint, name[:2], name)
+
+    def quarantined(self) -> set[str]:
+        return {path.name for path in self.root.glob("*/quarantine/*")}
+
+    def blocks(self) -> set[Path]:
+        found = self.root.glob("*/[0-9a-f][0-9a-f]/*.safetensors")
+        return {path.relative_to(self.root) for path in found}
+
+    @property
+    def counted_bytes(self) -> int:
+        """What the ledger says."""
+        ledger = Ledger(self.root)
+        try:
+            with ledger.locked():
+                return ledger.used
+        finally:
+            ledger.close()

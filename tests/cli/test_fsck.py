@@ -1,0 +1,328 @@
+"""`kvxfer fsck`: what it finds, what it repairs, what it prints and returns."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import Integrity
+from kvxfer.backends.file.folder import open_folder
+from kvxfer.backends.file.ledger import LEDGER_NAME
+from kvxfer.cli import main
+from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
+from tests.cli.stores import flip as flip_bit
+
+COMMAND = [sys.executable, "-c", "import sys; from kvxfer.cli import main; sys.exit(main())"]
+
+Damage = Callable[[Path], None]
+
+
+def flip(offset: int) -> Damage:
+    return lambda path: flip_bit(path, offset)
+
+
+def truncate(num_bytes: int) -> Damage:
+    return lambda path: os.truncate(path, num_bytes)
+
+
+def make_link(path: Path) -> None:
+    target = path.rename(path.parents[2] / "elsewhere")
+    path.symlink_to(target)
+
+
+DAMAGES = [
+    pytest.param(flip(20), "no block file", id="format"),
+    pytest.param(flip(90), "", id="namespace"),
+    pytest.param(flip(4090), "no block file", id="padding"),
+    pytest.param(break_seal, "seal", id="start"),
+    pytest.param(flip(4096), "checksum", id="first byte"),
+    pytest.param(flip(4096 + DATA_BYTES - 1), "checksum", id="last byte"),
+    pytest.param(truncate(0), "too few", id="empty"),
+    pytest.param(truncate(4096), "too few", id="header only"),
+    pytest.param(truncate(8000), "bytes: ", id="truncated"),
+    pytest.param(truncate(1 << 20), "bytes: ", id="extended"),
+    pytest.param(lambda path: path.write_bytes(bytes(9000)), "no block file", id="zeros"),
+]
+
+
+def test_a_store_that_is_whole_is_said_to_be(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill()
+    store.fill(model="another", num_blocks=3)
+    assert main(["fsck", str(store.root)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{NUM_BLOCKS + 3} good, 0 bad\n"
+    assert not printed.err
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_a_damaged_file_is_named_and_repaired(
+    store: Store, capsys: pytest.CaptureFixture[str], damage: Damage, reason: str
+) -> None:
+    namespace = store.fill()
+    relative = store.relative(namespace, store.keys[3])
+    damage(store.root / relative)
+    assert main(["fsck", str(store.root)]) == 1
+    first, summary = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"bad: {relative}: ")
+    assert reason in first
+    assert summary == f"{NUM_BLOCKS - 1} good, 1 bad"
+    assert not store.quarantined()
+    assert main(["fsck", str(store.root), "--repair"]) == 1
+    assert "1 put in quarantine" in capsys.readouterr().out
+    assert store.quarantined() == {relative.name}
+    assert main(["fsck", str(store.root)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == f"{NUM_BLOCKS - 1} good, 0 bad, 1 in quarantine before\n"
+
+
+def test_swapped_files_are_both_found(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace = store.fill()
+    one, other = (store.path(namespace, key) for key in store.keys[:2])
+    data = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(data)
+    assert main(["fsck", str(store.root)]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("key: the file says") == 2
+    assert printed.endswith(f"{NUM_BLOCKS - 2} good, 2 bad\n")
+
+
+def test_a_file_of_another_namespace_is_found(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = store.fill(), store.fill(model="another", num_blocks=1)
+    key = store.keys[0]
+    store.path(ours, key).write_bytes(store.path(theirs, key).read_bytes())
+    assert main(["fsck", str(store.root)]) == 1
+    said = f"namespace: the file says {theirs.fingerprint}, expected {ours.fingerprint}"
+    assert said in capsys.readouterr().out
+
+
+def test_a_file_where_no_lookup_finds_it_is_put_in_quarantine(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill()
+    path = store.path(namespace, store.keys[0])
+    path.rename(path.parent.parent / "01" / path.name)
+    assert main(["fsck", str(store.root), "--repair"]) == 1
+    assert f"01/{path.name}: no lookup finds it in the folder '01'" in capsys.readouterr().out
+    assert store.quarantined() == {path.name}
+    assert main(["fsck", str(store.root)]) == 0
+
+
+def test_foreign_files_and_links_are_left_alone(
+    store: Store, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    namespace = store.fill()
+    folder = store.root / namespace.fingerprint
+    foreign = [
+        store.root / "notes.txt",
+        store.root / ("0" * 32),
+        folder / "weights.safetensors",
+        folder / "01" / "weights.safetensors",
+        folder / "01" / f"01{'AB' * 20}.safetensors",
+        folder / "01" / f"{'01' * 121}.safetensors",
+        folder / "01" / "0102.safetensors",
+    ]
+    for path in foreign:
+        path.write_text("not a block")
+    make_link(store.path(namespace, store.keys[2]))
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / f"{'ff' * 20}.safetensors").write_text("bad")
+    (folder / "ff").symlink_to(tmp_path / "outside")
+    os.mkfifo(folder / "01" / f"{'01' * 20}.safetensors")
+    assert main(["fsck", str(store.root), "--repair"]) == 0
+    assert capsys.readouterr().out == f"{NUM_BLOCKS - 1} good, 0 bad\n"
+    assert all(path.read_text() == "not a block" for path in foreign)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, flip(30), truncate(0), truncate(90)])
+def test_a_damaged_description_does_not_keep_blocks_from_being_verified(
+    store: Store, capsys: pytest.CaptureFixture[str], damage: Damage
+) -> None:
+    namespace = store.fill()
+    damage(store.root / namespace.fingerprint / "namespace.json")
+    assert main(["fsck", str(store.root)]) == 0
+    note, summary = capsys.readouterr().out.splitlines()
+    assert note.startswith(f"note: {namespace.fingerprint}: namespace.json")
+    assert summary == f"{NUM_BLOCKS} good, 0 bad"
+    flip(5000)(store.path(namespace, store.keys[0]))
+    assert main(["fsck", str(store.root)]) == 1
+
+
+def test_keyed_files_are_verified_with_the_secret_only(
+    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill(integrity=Integrity.KEYED, secret_file=secret_file)
+    with_secret = ["fsck", str(store.root), "--secret-file", str(secret_file)]
+    assert main(["fsck", str(store.root)]) == 0
+    assert capsys.readouterr().out == f"0 good, 0 bad, {NUM_BLOCKS} not verified: keyed\n"
+    assert main(with_secret) == 0
+    assert capsys.readouterr().out == f"{NUM_BLOCKS} good, 0 bad\n"
+    flip(5000)(store.path(namespace, store.keys[0]))
+    assert main(["fsck", str(store.root)]) == 0
+    assert main(with_secret) == 1
+
+
+def test_with_a_secret_a_block_that_anybody_could_have_made_is_bad(
+    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill(num_blocks=1)
+    assert main(["fsck", str(store.root), "--secret-file", str(secret_file)]) == 1
+    assert "integrity is 'fast'; expected 'keyed'" in capsys.readouterr().out
+
+
+def test_blocks_without_a_checksum_are_counted(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill(integrity=Integrity.OFF)
+    assert main(["fsck", str(store.root)]) == 0
+    assert capsys.readouterr().out == f"0 good, 0 bad, {NUM_BLOCKS} without a checksum\n"
+    break_seal(store.path(namespace, store.keys[0]))
+    assert main(["fsck", str(store.root)]) == 1
+
+
+def test_repair_removes_temporary_files_of_the_dead_and_counts_anew(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill()
+    path = store.path(namespace, store.keys[0])
+    abandoned = path.with_name(path.name + ".tmp")
+    abandoned.write_bytes(bytes(100))
+    for key in store.keys[:2]:
+        store.path(namespace, key).unlink()  # behind the back of the ledger
+    assert store.counted_bytes == NUM_BLOCKS * FILE_BYTES
+    assert main(["fsck", str(store.root)]) == 0
+    assert abandoned.exists()
+    assert main(["fsck", str(store.root), "--repair"]) == 0
+    assert "1 temporary files removed" in capsys.readouterr().out
+    assert not abandoned.exists()
+    assert store.counted_bytes == (NUM_BLOCKS - 2) * FILE_BYTES
+
+
+def test_json_is_one_object(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace = store.fill()
+    relative = store.relative(namespace, store.keys[0])
+    flip(5000)(store.root / relative)
+    assert main(["fsck", str(store.root), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["good"] == NUM_BLOCKS - 1
+    assert [problem["path"] for problem in report["bad"]] == [str(relative)]
+
+
+def test_a_folder_that_cannot_be_opened_is_bad(
+    store: Store, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.fill()
+
+    def refuse(name: str | Path, parent_fd: int | None = None) -> int:
+        if name == "03":  # as the tests may run as root, no mode refuses them anything
+            raise PermissionError(13, "Permission denied", name)
+        return open_folder(name, parent_fd)
+
+    monkeypatch.setattr("kvxfer.backends.file.tree.open_folder", refuse)
+    assert main(["fsck", str(store.root)]) == 1
+    assert "bad: 03: cannot be opened: Permission denied" in capsys.readouterr().out
+
+
+def test_a_folder_that_holds_no_store_has_nothing_bad_and_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fsck", str(tmp_path), "--repair"]) == 0
+    assert capsys.readouterr().out == "0 good, 0 bad\n"
+    assert not (tmp_path / LEDGER_NAME).exists()
+
+
+def test_control_sequences_in_a_file_do_not_reach_the_terminal(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    path = store.path(namespace, store.keys[0])
+    said = namespace.fingerprint.encode()
+    evil = rb"\u001b[2J".ljust(len(said), b"0")
+    path.write_bytes(path.read_bytes().replace(said, evil, 1))
+    main(["fsck", str(store.root)])
+    main(["inspect", str(path)])
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{}/nothing"], "{}/nothing: No such file or directory"),
+        (["{}/file"], "{}/file: Not a directory"),
+        (["{}", "--secret-file", "{}/nothing"], "secret_file is '{}/nothing'"),
+        (["{}", "--secret-file", "{}/file"], "secret_file is '5 bytes'"),
+    ],
+)
+def test_misuse_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    (tmp_path / "file").write_text("short")
+    assert main(["fsck", *(argument.format(tmp_path) for argument in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith(f"kvxfer fsck: {said.format(tmp_path)}")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["path", "--nothing"]])
+def test_what_cannot_be_parsed_ends_with_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["fsck", *arguments])
+    assert "usage: kvxfer fsck" in capsys.readouterr().err
+
+
+def test_a_process_of_its_own_says_and_returns_the_same(store: Store) -> None:
+    namespace = store.fill()
+    flip(5000)(store.path(namespace, store.keys[0]))
+    command = [*COMMAND, "fsck", str(store.root)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stdout.endswith(f"{NUM_BLOCKS - 1} good, 1 bad\n")
+    assert not result.stderr  # no bar, as nobody looks at one
+
+
+def test_a_terminal_is_shown_a_bar_of_bytes(store: Store) -> None:
+    store.fill()
+    total = sum(path.stat().st_size for path in store.root.glob("*/??/*"))
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    process = subprocess.Popen(
+        [*COMMAND, "fsck", str(store.root)], stdout=subprocess.PIPE, stderr=theirs, text=True
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 4096):
+            shown += piece
+    except OSError:  # how a terminal says that its other end was closed
+        pass
+    finally:
+        os.close(ours)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    assert out == f"{NUM_BLOCKS} good, 0 bad\n"
+    assert b"100%" in shown
+    assert f"{total / 1024:.1f}k".encode() in shown
+
+
+def test_a_reader_who_has_seen_enough_causes_no_traceback(store: Store) -> None:
+    store.fill()
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*COMMAND, "ls", str(store.root)]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert result.returncode == 1
+    assert not result.stderr

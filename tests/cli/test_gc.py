@@ -1,0 +1,182 @@
+"""`kvxfer gc`: what it removes, what it leaves, and engines that go on meanwhile."""
+
+import asyncio
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.backends.file.ledger import LEDGER_NAME
+from kvxfer.cli import main
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing import BlockMemory
+from kvxfer.units import ByteSize
+from tests.cli.stores import FILE_BYTES, NUM_BLOCKS, PAGES, Store
+
+DAY_S = 86400
+
+
+def age(store: Store, namespace: Namespace) -> None:
+    """Let block i have been used i days ago."""
+    for number, key in enumerate(store.keys):
+        used = time.time() - number * DAY_S - 60
+        os.utime(store.path(namespace, key), (used, used))
+
+
+def left(store: Store, namespace: Namespace) -> list[int]:
+    return [i for i, key in enumerate(store.keys) if store.path(namespace, key).exists()]
+
+
+def test_without_bounds_no_block_goes(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    store.fill()
+    before = store.blocks()
+    assert main(["gc", str(store.root)]) == 0
+    assert capsys.readouterr().out == "removed: nothing; 0 B freed, 96.0 KiB left\n"
+    assert store.blocks() == before
+
+
+def test_blocks_that_were_not_used_for_too_long_go(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill()
+    age(store, namespace)
+    assert main(["gc", str(store.root), "--max-age", "3d"]) == 0
+    assert left(store, namespace) == [0, 1, 2]
+    said = "removed: 5 unused for too long; 60.0 KiB freed, 36.0 KiB left\n"
+    assert capsys.readouterr().out == said
+    assert store.counted_bytes == 3 * FILE_BYTES
+    assert main(["fsck", str(store.root)]) == 0
+
+
+def test_beyond_the_capacity_the_least_recently_used_go(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill()
+    age(store, namespace)
+    assert main(["gc", str(store.root), "--capacity", str(4 * FILE_BYTES + 1)]) == 0
+    assert left(store, namespace) == [0, 1, 2, 3]
+    assert "4 beyond the capacity" in capsys.readouterr().out
+    assert store.counted_bytes == 4 * FILE_BYTES
+
+
+def test_capacity_counts_all_namespaces_and_what_goes_by_age(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = store.fill(), store.fill(model="another", num_blocks=2)
+    age(store, first)
+    capacity = str(4 * FILE_BYTES)
+    assert main(["gc", str(store.root), "--max-age", "5d", "--capacity", capacity]) == 0
+    said = "removed: 3 unused for too long, 3 beyond the capacity;"
+    assert capsys.readouterr().out.startswith(said)
+    assert left(store, first) == [0, 1]
+    assert left(store, second) == [0, 1]
+
+
+def test_what_is_in_quarantine_goes_and_is_no_longer_counted(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill()
+    os.truncate(store.path(namespace, store.keys[0]), 9000)
+    main(["fsck", str(store.root), "--repair"])
+    capsys.readouterr()
+    assert main(["gc", str(store.root)]) == 0
+    assert capsys.readouterr().out.startswith("removed: 1 in quarantine; 12.0 KiB freed")
+    assert not store.quarantined()
+    assert store.counted_bytes == (NUM_BLOCKS - 1) * FILE_BYTES
+
+
+def test_temporary_files_of_dead_writers_go_and_those_of_living_ones_stay(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill()
+    folder = store.path(namespace, store.keys[0]).parent
+    dead, living = (folder / f"{name * 20}.safetensors.tmp" for name in ("01", "02"))
+    dead.write_bytes(b"half a block")
+    with living.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(["gc", str(store.root)]) == 0
+    assert capsys.readouterr().out.startswith("removed: 1 temporary;")
+    assert living.exists()
+    assert not dead.exists()
+
+
+def test_a_namespace_without_blocks_goes(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    kept, emptied = store.fill(), store.fill(model="another", num_blocks=2)
+    for key in store.keys[:2]:
+        store.path(emptied, key).unlink()
+    assert main(["gc", str(store.root)]) == 0
+    assert "1 namespaces without blocks" in capsys.readouterr().out
+    assert not (store.root / emptied.fingerprint).exists()
+    assert (store.root / kept.fingerprint / "namespace.json").exists()
+
+
+def test_a_namespace_with_foreign_files_stays_whole(store: Store) -> None:
+    namespace = store.fill(num_blocks=1)
+    store.path(namespace, store.keys[0]).unlink()
+    folder = store.root / namespace.fingerprint
+    (folder / "notes.txt").write_text("mine")
+    assert main(["gc", str(store.root)]) == 0
+    assert {path.name for path in folder.iterdir()} >= {"notes.txt", "namespace.json"}
+
+
+def test_a_foreign_file_among_blocks_keeps_the_description(store: Store) -> None:
+    namespace = store.fill(num_blocks=1)
+    path = store.path(namespace, store.keys[0])
+    path.rename(path.with_name("notes.txt"))
+    description = (store.root / namespace.fingerprint / "namespace.json").read_text()
+    assert main(["gc", str(store.root)]) == 0
+    assert path.with_name("notes.txt").exists()
+    assert (store.root / namespace.fingerprint / "namespace.json").read_text() == description
+
+
+async def test_an_engine_goes_on_when_everything_was_removed(store: Store) -> None:
+    memory = BlockMemory(PAGES, num_blocks=NUM_BLOCKS)
+    namespace = memory.namespace()
+    config = FileConfig(path=str(store.root), capacity=ByteSize(1 << 30), min_free=ByteSize(1))
+    blocks = memory.describe(0, list(range(NUM_BLOCKS)))
+    async with FileBackend(config, namespace) as backend:
+        for _ in range(2):
+            assert all(outcome.done for outcome in await backend.store(store.keys, blocks))
+            arguments = ["gc", str(store.root), "--max-age", "0s"]
+            assert await asyncio.to_thread(main, arguments) == 0
+            assert not (store.root / namespace.fingerprint).exists()
+            assert not any(await backend.lookup(store.keys))
+        assert (await backend.load(store.keys[:1], blocks.select(0, 1)))[0].status.value == (
+            "missing"
+        )
+        assert all(outcome.done for outcome in await backend.store(store.keys, blocks))
+        assert all(outcome.done for outcome in await backend.load(store.keys, blocks))
+    assert (store.root / namespace.fingerprint / "namespace.json").exists()
+    assert store.counted_bytes == NUM_BLOCKS * FILE_BYTES
+    assert await asyncio.to_thread(main, ["fsck", str(store.root)]) == 0
+
+
+def test_a_folder_that_holds_no_store_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file.tmp").write_text("mine")
+    assert main(["gc", str(tmp_path), "--max-age", "0s", "--capacity", "1B"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["file.tmp"]
+    assert not (tmp_path / LEDGER_NAME).exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--capacity", "much"], ["--max-age", "old"], ["--max-age", "3y"]]
+)
+def test_what_is_no_quantity_is_said_in_one_line(
+    store: Store, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    store.fill()
+    before = store.blocks()
+    assert main(["gc", str(store.root), *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("kvxfer gc: ")
+    assert repr(arguments[1]) in printed
+    assert store.blocks() == before
+
+
+def test_no_such_folder_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gc", str(tmp_path / "nothing")]) == 2
+    expected = f"kvxfer gc: {tmp_path}/nothing: No such file or directory\n"
+    assert capsys.readouterr().err == expected

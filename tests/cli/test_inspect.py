@@ -1,0 +1,163 @@
+"""`kvxfer inspect`: good block files, bad ones, and what is none."""
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import Integrity
+from kvxfer.cli import main
+from tests.cli.stores import DATA_BYTES, Store, break_seal, flip
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    lines = capsys.readouterr().out.splitlines()
+    return {line[:14].strip(): line[14:] for line in lines}
+
+
+def test_a_good_block_is_shown_with_its_namespace(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill()
+    path = store.path(namespace, store.keys[3])
+    assert main(["inspect", str(path)]) == 0
+    said = shown(capsys)
+    checksum = said.pop("checksum")
+    assert checksum.endswith(" holds")
+    assert len(checksum) == len("0123456789abcdef holds")
+    assert said == {
+        "namespace": namespace.fingerprint,
+        "key": f"{store.keys[3].hex()} (group 0)",
+        "tensor": f"blocks: U8 [1, {DATA_BYTES}]",
+        "in the chunk": f"bytes 0 to {DATA_BYTES}",
+        "data offset": "4096",
+        "file size": "9192 (9.0 KiB)",
+        "integrity": "fast",
+        "seal": "holds",
+        "model": "example/model",
+        "groups": "1",
+        "chunk": "1 blocks",
+    }
+
+
+def test_a_block_is_shown_wherever_it_lies(
+    store: Store, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    shutil.copy(store.path(namespace, store.keys[0]), tmp_path / "copy")
+    assert main(["inspect", str(tmp_path / "copy")]) == 0
+    said = shown(capsys)
+    assert said["key"].endswith(", which is not the name of the file")
+    assert "model" not in said
+
+
+@pytest.mark.parametrize(
+    ("damage", "seal", "checksum"),
+    [
+        (break_seal, "does not hold: ", " holds"),
+        (lambda path: flip(path, 4096), "holds", "does not hold: "),
+    ],
+)
+def test_a_changed_block_says_what_does_not_hold(
+    store: Store,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], None],
+    seal: str,
+    checksum: str,
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    path = store.path(namespace, store.keys[0])
+    damage(path)
+    assert main(["inspect", str(path)]) == 1
+    said = shown(capsys)
+    assert said["seal"].startswith(seal)
+    assert checksum in said["checksum"]
+
+
+def test_a_truncated_block_says_how_much_is_missing(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    path = store.path(namespace, store.keys[0])
+    os.truncate(path, 5000)
+    assert main(["inspect", str(path)]) == 1
+    assert "904 bytes of data, expected 5096" in shown(capsys)["checksum"]
+
+
+def test_a_keyed_block_needs_the_secret(
+    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill(num_blocks=1, integrity=Integrity.KEYED, secret_file=secret_file)
+    path = store.path(namespace, store.keys[0])
+    assert main(["inspect", str(path)]) == 0
+    said = shown(capsys)
+    assert "not verified: keyed" in said["seal"]
+    assert "not verified: keyed" in said["checksum"]
+    with_secret = ["inspect", str(path), "--secret-file", str(secret_file)]
+    assert main(with_secret) == 0
+    said = shown(capsys)
+    assert said["seal"] == "holds"
+    assert said["checksum"].endswith(" holds")
+    flip(path, 4096)
+    assert main(with_secret) == 1
+
+
+def test_a_block_without_a_checksum_says_so(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill(num_blocks=1, integrity=Integrity.OFF)
+    assert main(["inspect", str(store.path(namespace, store.keys[0]))]) == 0
+    said = shown(capsys)
+    assert said["checksum"] == "none"
+    assert said["seal"] == "holds"
+
+
+def make_safetensors(path: Path, header_bytes: int) -> None:
+    tensor = {"dtype": "U8", "shape": [5000], "data_offsets": [0, 5000]}
+    header = json.dumps({"weights": tensor}).encode().ljust(header_bytes)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(5000))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Path.touch,
+        lambda path: path.write_text("text"),
+        lambda path: path.write_bytes(bytes(10000)),
+        lambda path: path.write_bytes(b"\xff" * 10000),
+        lambda path: make_safetensors(path, 100),
+        lambda path: make_safetensors(path, 4088),
+        lambda path: make_safetensors(path, 1 << 20),
+        Path.mkdir,
+        os.mkfifo,
+    ],
+)
+def test_what_is_no_block_file_is_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "file"
+    make(path)
+    assert main(["inspect", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith(f"kvxfer inspect: {path}: no block file: ")
+    assert printed.err.count("\n") == 1
+
+
+def test_a_link_is_not_followed(
+    store: Store, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    (tmp_path / "link").symlink_to(store.path(namespace, store.keys[0]))
+    assert main(["inspect", str(tmp_path / "link")]) == 2
+    assert "Too many levels of symbolic links" in capsys.readouterr().err
+
+
+def test_no_such_file_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(tmp_path / "nothing")]) == 2
+    expected = f"kvxfer inspect: {tmp_path}/nothing: No such file or directory\n"
+    assert capsys.readouterr().err == expected

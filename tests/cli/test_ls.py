@@ -1,0 +1,81 @@
+"""`kvxfer ls`: the table, and the same as JSON."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvxfer.cli import main
+from tests.cli.stores import FILE_BYTES, NUM_BLOCKS, Store
+
+
+def test_the_table_has_a_line_per_namespace_and_a_total(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespaces = [store.fill(), store.fill(model="another", num_blocks=2)]
+    for key, days in zip(store.keys, (3, 1), strict=False):
+        used = time.time() - days * 86400 - 60
+        os.utime(store.path(namespaces[1], key), (used, used))
+    os.truncate(store.path(namespaces[0], store.keys[0]), 9000)
+    main(["fsck", str(store.root), "--repair"])
+    capsys.readouterr()
+    assert main(["ls", str(store.root)]) == 0
+    header, *lines, total = capsys.readouterr().out.splitlines()
+    assert header.split() == (
+        "NAMESPACE MODEL DTYPE BLOCKS SIZE OLDEST USE NEWEST USE BAD".split()  # noqa: SIM905
+    )
+    by_fingerprint = {line.split()[0]: line for line in lines}
+    assert list(by_fingerprint) == sorted(space.fingerprint for space in namespaces)
+    other = by_fingerprint[namespaces[1].fingerprint].split()
+    assert other[1:] == ["another", "2", "24.0", "KiB", "3", "d", "ago", "1", "d", "ago", "0"]
+    ours = by_fingerprint[namespaces[0].fingerprint].split()
+    assert ours[1:5] == ["example/model", "7", "84.0", "KiB"]
+    assert ours[-1] == "1"
+    assert total.split()[:5] == ["total:", "2", "9", "108.0", "KiB"]
+
+
+def test_json_is_a_list_of_objects(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace = store.fill()
+    began = time.time()
+    assert main(["ls", str(store.root), "--json"]) == 0
+    (usage,) = json.loads(capsys.readouterr().out)
+    assert usage["fingerprint"] == namespace.fingerprint
+    assert usage["namespace"]["model"] == "example/model"
+    assert usage["num_blocks"] == NUM_BLOCKS
+    assert usage["num_bytes"] == NUM_BLOCKS * FILE_BYTES == store.counted_bytes
+    assert usage["num_quarantined"] == usage["quarantined_bytes"] == 0
+    assert 0 <= began - usage["newest_use"] <= began - usage["oldest_use"] < 60
+
+
+def test_a_namespace_without_description_or_blocks_is_listed(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    store.path(namespace, store.keys[0]).unlink()
+    (store.root / namespace.fingerprint / "namespace.json").write_text("{")
+    assert main(["ls", str(store.root)]) == 0
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.split() == [namespace.fingerprint, "?", "?", "0", "0", "B", "-", "-", "0"]
+
+
+def test_a_model_cannot_give_orders_to_the_terminal(
+    store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill(model="\x1b[2Jmodel\nother", num_blocks=1)
+    assert main(["ls", str(store.root)]) == 0
+    assert "  \\x1b[2Jmodel\\nother  " in capsys.readouterr().out
+
+
+def test_an_empty_folder_has_a_total_of_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["total:", "0", "0", "0", "B"]
+
+
+def test_no_such_folder_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(tmp_path / "nothing")]) == 2
+    expected = f"kvxfer ls: {tmp_path}/nothing: No such file or directory\n"
+    assert capsys.readouterr().err == expected
