@@ -1,0 +1,581 @@
+"""The engines of the file backend move the same bytes and report the same failures."""
+
+import errno
+import importlib.util
+import mmap
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvxfer.backends.file.file_io import FileIO, IOVector, NamedFile, PosixFileIO, Result
+from kvxfer.backends.file.nixl_io import POOL_PIECES, QUEUES, NixlFileIO
+from kvxfer.backends.file.uring_io import UringFileIO
+from kvxfer.backends.host.segment import SHARED_MEMORY
+from kvxfer.errors import BackendUnavailableError
+
+PAGE = 4096
+IOV_MAX = 1024
+
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="nixl is not installed"
+)
+
+needs_system_call_numbers = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the numbers of system calls are those of x86-64"
+)
+
+OpenFile = Callable[..., int]
+
+# What a process of its own runs before the script of a test.
+CHILD = """
+import ctypes, struct, sys, tempfile
+import numpy as np
+from kvxfer.backends.file.nixl_io import NixlFileIO
+from kvxfer.errors import BackendUnavailableError
+
+NUMBERS = {"io_setup": 206, "io_submit": 209, "io_uring_setup": 425, "io_uring_enter": 426}
+
+def forbid(*calls):
+    # As container runtimes do it: a seccomp filter answers EPERM.
+    # Source: https://man7.org/linux/man-pages/man2/seccomp.2.html
+    code = struct.pack("HBBI", 0x20, 0, 0, 0)
+    for call in calls:
+        code += struct.pack("HBBIHBBI", 0x15, 0, 1, NUMBERS[call], 0x06, 0, 0, 0x00050001)
+    code += struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
+    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(keep(code)))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, keep(program), 0, 0) == 0
+
+kept = []
+
+def keep(code):
+    kept.append(ctypes.create_string_buffer(code, len(code)))
+    return kept[-1]
+
+def move(engine):
+    source, memory = np.arange(20, dtype=np.uint8), np.zeros(20, np.uint8)
+    with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
+        fds = [first.fileno(), second.fileno()]
+        vectors = [np.array([[array.ctypes.data + start, 10]], np.uint64)
+                   for array in (source, memory) for start in (0, 10)]
+        engine.write(fds, vectors[:2])
+        results = engine.read(fds, vectors[2:])
+    assert (source == memory).all()
+    return results
+
+"""
+
+
+def run_child(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", CHILD + script],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(
+    params=["posix", "uring", *(pytest.param(queue, marks=needs_nixl) for queue in QUEUES)],
+)
+def engine(request: pytest.FixtureRequest) -> Iterator[FileIO]:
+    try:
+        if request.param == "posix":
+            file_io: FileIO = PosixFileIO()
+        elif request.param == "uring":
+            file_io = UringFileIO()
+        else:
+            file_io = NixlFileIO([request.param])
+    except OSError as exc:
+        pytest.skip(str(exc))
+    yield file_io
+    file_io.close()
+
+
+@pytest.fixture(params=["disk", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as path:
+            yield Path(path)
+
+
+@pytest.fixture
+def open_file(folder: Path) -> Iterator[OpenFile]:
+    """Opens a new file with some content; all are closed in the end."""
+    fds: list[int] = []
+
+    def open_new(content: bytes = b"", flags: int = os.O_RDWR) -> int:
+        path = folder / f"file{len(fds)}"
+        path.write_bytes(content)
+        fds.append(os.open(path, flags))
+        return fds[-1]
+
+    yield open_new
+    for fd in fds:
+        os.close(fd)
+
+
+class Memory:
+    """Page-aligned memory, zero at first, and pieces of it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
+
+    def fill(self, seed: int = 0) -> "Memory":
+        self.bytes[:] = np.random.default_rng(seed).integers(1, 256, len(self.bytes), np.uint8)
+        return self
+
+    def vector(self, *pieces: tuple[int, int]) -> IOVector:
+        """Pieces by offset in this memory and length."""
+        vector = np.array(pieces, np.uint64).reshape(-1, 2)
+        vector[:, 0] += np.uint64(self.bytes.ctypes.data)
+        return vector
+
+    def gather(self, *pieces: tuple[int, int]) -> bytes:
+        return b"".join(self.bytes[start : start + length].tobytes() for start, length in pieces)
+
+
+def scattered(num_pieces: int, seed: int = 0) -> tuple[list[tuple[int, int]], int]:
+    """Pieces of odd lengths in odd places, in no order, and the memory they need."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 700, num_pieces)
+    starts = np.cumsum(lengths + rng.integers(0, 50, num_pieces)) - lengths
+    order = rng.permutation(num_pieces)
+    pieces = list(zip(starts[order].tolist(), lengths[order].tolist(), strict=True))
+    return pieces, int(starts[-1] + lengths[-1])
+
+
+def content(fd: int) -> bytes:
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+def errors(results: Sequence[Result]) -> list[int | None]:
+    return [result.errno if isinstance(result, OSError) else None for result in results]
+
+
+@pytest.mark.parametrize("num_pieces", [1, 7, IOV_MAX + 1, 3 * IOV_MAX])
+def test_scattered_pieces_are_written_in_order(
+    engine: FileIO, open_file: OpenFile, num_pieces: int
+) -> None:
+    pieces, num_bytes = scattered(num_pieces)
+    memory, fd = Memory(num_bytes).fill(), open_file()
+    expected = memory.gather(*pieces)
+    assert engine.write([fd], [memory.vector(*pieces)]) == [len(expected)]
+    assert content(fd) == expected
+
+
+@pytest.mark.parametrize("num_pieces", [1, 7, IOV_MAX + 1, 3 * IOV_MAX])
+def test_scattered_pieces_are_read_in_order_and_nothing_between_them_is_touched(
+    engine: FileIO, open_file: OpenFile, num_pieces: int
+) -> None:
+    pieces, num_bytes = scattered(num_pieces)
+    source, memory = Memory(num_bytes).fill(), Memory(num_bytes)
+    fd = open_file(source.gather(*pieces))
+    assert engine.read([fd], [memory.vector(*pieces)]) == [sum(length for _, length in pieces)]
+    expected = np.zeros(num_bytes, np.uint8)
+    for start, length in pieces:
+        expected[start : start + length] = source.bytes[start : start + length]
+    assert (memory.bytes == expected).all()
+
+
+def test_more_pieces_than_one_transfer_holds(engine: FileIO, open_file: OpenFile) -> None:
+    num_pieces = POOL_PIECES + 100
+    source, memory = Memory(8 * num_pieces).fill(), Memory(8 * num_pieces)
+    pieces = [(8 * index, 8) for index in reversed(range(num_pieces))]
+    fds = [open_file(), open_file()]
+    assert engine.write(fds, [source.vector(*pieces)] * 2) == [8 * num_pieces] * 2
+    assert content(fds[1]) == source.gather(*pieces)
+    assert engine.read(fds[:1], [memory.vector(*pieces)]) == [8 * num_pieces]
+    assert (memory.bytes == source.bytes).all()
+
+
+def test_many_files_move_in_one_call(engine: FileIO, open_file: OpenFile) -> None:
+    size, num_files = 3 * PAGE + 5, 100
+    source, memory = Memory(size * num_files).fill(), Memory(size * num_files)
+    fds = [open_file() for _ in range(num_files)]
+    pieces = [[(size * index, PAGE), (size * index + PAGE, size - PAGE)] for index in range(100)]
+    assert engine.write(fds, [source.vector(*piece) for piece in pieces]) == [size] * num_files
+    assert engine.read(fds, [memory.vector(*piece) for piece in pieces]) == [size] * num_files
+    assert (memory.bytes == source.bytes).all()
+
+
+def test_a_file_is_written_from_its_first_byte_whatever_its_position(
+    engine: FileIO, open_file: OpenFile
+) -> None:
+    memory, fd = Memory(PAGE).fill(), open_file(b"0123456789")
+    os.lseek(fd, 5, os.SEEK_SET)
+    assert engine.write([fd], [memory.vector((0, 4))]) == [4]
+    assert content(fd) == memory.gather((0, 4)) + b"456789"
+    assert engine.read([fd], [memory.vector((100, 10))]) == [10]
+    assert memory.gather((104, 6)) == b"456789"
+    assert os.lseek(fd, 0, os.SEEK_CUR) == 5
+
+
+def test_the_same_file_twice_in_a_call(engine: FileIO, open_file: OpenFile) -> None:
+    memory, fd = Memory(PAGE), open_file(b"0123456789")
+    vectors = [memory.vector((0, 10)), memory.vector((20, 10))]
+    assert engine.read([fd, fd], vectors) == [10, 10]
+    assert memory.gather((0, 10), (20, 10)) == b"0123456789" * 2
+
+
+@pytest.mark.parametrize("size", [0, 1, 9, 100, PAGE])
+def test_a_short_file_is_read_to_its_end_and_says_how_much_that_was(
+    engine: FileIO, open_file: OpenFile, size: int
+) -> None:
+    source, memory = Memory(PAGE).fill(), Memory(4 * PAGE)
+    fds = [open_file(source.bytes[:size].tobytes()), open_file(b"whole")]
+    pieces = [(0, 10), (10, PAGE), (10 + PAGE, 20)]
+    results = engine.read(fds, [memory.vector(*pieces), memory.vector((3 * PAGE, 5))])
+    assert results == [size, 5]
+    assert (memory.bytes[:size] == source.bytes[:size]).all()
+    assert not memory.bytes[size : 3 * PAGE].any()
+    assert memory.gather((3 * PAGE, 5)) == b"whole"
+
+
+def test_named_files_are_opened_read_and_closed(engine: FileIO, folder: Path) -> None:
+    num_files, before = 2 * engine.files_per_call + 3, num_fds()
+    memory, folder_fd = Memory(PAGE * num_files), os.open(folder, os.O_RDONLY)
+    for index in range(num_files):
+        if index != 1:
+            (folder / str(index)).write_bytes(b"%d" % index * 10)
+    try:
+        files = [NamedFile(folder_fd, b"%d" % index) for index in range(num_files)]
+        vectors = [memory.vector((PAGE * index, PAGE)) for index in range(num_files)]
+        results = engine.read_named(files, vectors, os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(folder_fd)
+    sizes: list[Result] = [len(str(index)) * 10 for index in range(num_files)]
+    assert errors(results)[:3] == [None, errno.ENOENT, None]
+    assert [*results[:1], *results[2:]] == [*sizes[:1], *sizes[2:]]
+    assert memory.gather((2 * PAGE, 10)) == b"2" * 10
+    assert not memory.bytes[PAGE : 2 * PAGE].any()
+    assert num_fds() == before
+
+
+def test_no_files_no_pieces_and_empty_pieces(engine: FileIO, open_file: OpenFile) -> None:
+    memory, fd = Memory(PAGE).fill(), open_file(b"0123456789")
+    assert engine.read([], []) == engine.write([], []) == []
+    assert engine.read([fd], [memory.vector()]) == engine.write([fd], [memory.vector()]) == [0]
+    vector = memory.vector((0, 0), (0, 3), (50, 0), (3, 7), (60, 0))
+    assert engine.read([fd], [vector]) == [10]
+    assert memory.gather((0, 10)) == b"0123456789"
+    assert content(fd) == b"0123456789"
+
+
+def test_a_file_that_cannot_be_written_fails_alone(engine: FileIO, open_file: OpenFile) -> None:
+    memory = Memory(PAGE).fill()
+    fds = [open_file(), open_file(b"old", os.O_RDONLY), open_file()]
+    results = engine.write(fds, [memory.vector((0, 1000))] * 3)
+    assert errors(results) == [None, errno.EBADF, None]
+    assert results[::2] == [1000, 1000]
+    assert [content(fd) for fd in fds] == [memory.gather((0, 1000)), b"old", content(fds[0])]
+
+
+def test_a_file_that_cannot_be_read_fails_alone(engine: FileIO, open_file: OpenFile) -> None:
+    memory = Memory(PAGE)
+    fds = [open_file(b"first"), open_file(b"other", os.O_WRONLY), open_file(b"third")]
+    results = engine.read(fds, [memory.vector((index * 10, 5)) for index in range(3)])
+    assert errors(results) == [None, errno.EBADF, None]
+    assert memory.gather((0, 5), (20, 5)) == b"firstthird"
+    assert not memory.bytes[10:15].any()
+
+
+@pytest.mark.parametrize("closed", [-1, 1 << 20], ids=["negative", "closed"])
+def test_a_descriptor_that_is_not_open_fails_alone(
+    engine: FileIO, open_file: OpenFile, closed: int
+) -> None:
+    memory, fd = Memory(PAGE).fill(), open_file(b"0123456789")
+    vectors = [memory.vector((0, 10)), memory.vector((20, 10))]
+    read, written = engine.read([closed, fd], vectors), engine.write([fd, closed], vectors)
+    assert errors(read) == [errno.EBADF, None]
+    assert errors(written) == [None, errno.EBADF]
+    assert read[1] == written[0] == 10
+
+
+def test_memory_that_is_not_mapped_fails_its_file_alone(
+    engine: FileIO, open_file: OpenFile
+) -> None:
+    memory, fds = Memory(PAGE), [open_file(b"0123456789"), open_file(b"0123456789")]
+    nowhere = np.array([[1 << 40, 10]], np.uint64)
+    results = engine.read(fds, [nowhere, memory.vector((0, 10))])
+    assert errors(results) == [errno.EFAULT, None]
+    assert memory.gather((0, 10)) == b"0123456789"
+
+
+def test_an_engine_works_on_after_failures(engine: FileIO, open_file: OpenFile) -> None:
+    memory, good = Memory(PAGE).fill(), open_file(b"0123456789")
+    bad = open_file(b"", os.O_RDONLY)
+    for _ in range(5):
+        results = engine.write([good, bad], [memory.vector((0, 10))] * 2)
+        assert errors(results) == [None, errno.EBADF]
+        assert engine.read([good], [memory.vector((20, 10))]) == [10]
+        assert memory.gather((20, 10)) == memory.gather((0, 10))
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE, 3 * PAGE, 3 * PAGE + 1, 4 * PAGE - 1])
+def test_o_direct_reads_padded_tails_of_files_of_any_size(
+    engine: FileIO, tmp_path: Path, size: int
+) -> None:
+    source, memory = Memory(4 * PAGE).fill(), Memory(6 * PAGE)
+    path = tmp_path / "file"
+    path.write_bytes(source.bytes[:size].tobytes())
+    fd = open_or_skip(path, os.O_RDONLY | os.O_DIRECT)
+    pieces = [(5 * PAGE, PAGE), (0, 2 * PAGE), (3 * PAGE, PAGE)]
+    try:
+        results = engine.read([fd], [memory.vector(*pieces)])
+    finally:
+        os.close(fd)
+    assert results == [size]
+    assert memory.gather(*pieces)[:size] == source.gather((0, size))
+    assert not memory.bytes[4 * PAGE : 5 * PAGE].any()
+
+
+def test_o_direct_writes_whole_pages(engine: FileIO, tmp_path: Path) -> None:
+    memory = Memory(8 * PAGE).fill()
+    fd = open_or_skip(tmp_path / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    pieces = [(4 * PAGE, PAGE), (0, 3 * PAGE)]
+    try:
+        assert engine.write([fd], [memory.vector(*pieces)]) == [4 * PAGE]
+        assert errors(engine.write([fd], [memory.vector((1, PAGE))])) == [errno.EINVAL]
+    finally:
+        os.close(fd)
+    assert (tmp_path / "file").read_bytes() == memory.gather(*pieces)
+
+
+def open_or_skip(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as exc:
+        pytest.skip(f"the file system of {path} has no O_DIRECT: {exc}")
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for a mebibyte."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "kvxfer-test", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_fails_the_file_that_does_not_fit(engine: FileIO, small_tmpfs: Path) -> None:
+    memory = Memory(2 << 20).fill()
+    fds = [os.open(small_tmpfs / name, os.O_RDWR | os.O_CREAT, 0o600) for name in "ab"]
+    try:
+        os.pwrite(fds[0], bytes(512 << 10), 0)  # its room is taken before the other's
+        vectors = [memory.vector((0, 512 << 10)), memory.vector((0, 2 << 20))]
+        results = engine.write(fds, vectors)
+        assert errors(results) == [None, errno.ENOSPC]
+        assert results[0] == 512 << 10
+        assert content(fds[0]) == memory.gather((0, 512 << 10))
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def test_several_threads_at_once(engine: FileIO, open_file: OpenFile) -> None:
+    size, num_threads = 20 * PAGE, 8
+    fds = [open_file() for _ in range(4 * num_threads)]
+
+    def hammer(thread: int) -> None:
+        mine = fds[4 * thread : 4 * thread + 4]
+        memory = Memory(size)
+        for repeat in range(10):
+            source = Memory(size).fill(seed=100 * thread + repeat)
+            parts = [(5 * PAGE * part, 5 * PAGE) for part in range(4)]
+            written = engine.write(mine, [source.vector(part) for part in parts])
+            read = engine.read(mine, [memory.vector(part) for part in parts])
+            assert written == read == [5 * PAGE] * 4
+            assert (memory.bytes == source.bytes).all()
+
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(hammer, range(num_threads)))
+
+
+def test_calls_leak_neither_descriptors_nor_memory(engine: FileIO, open_file: OpenFile) -> None:
+    memory, good, bad = Memory(PAGE).fill(), open_file(), open_file(b"", os.O_RDONLY)
+    vectors = [memory.vector((0, 1000))] * 2
+
+    def repeat(times: int) -> None:
+        for index in range(times):
+            engine.write([good, good], vectors)
+            engine.read([good, good], vectors)
+            if index % 20 == 0:
+                engine.write([good, bad], vectors)
+
+    repeat(100)
+    before = num_fds(), resident_bytes()
+    repeat(400)
+    assert num_fds() == before[0]
+    assert resident_bytes() < before[1] + (4 << 20)
+
+
+def num_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_closed_engines_leave_no_descriptor_and_may_be_closed_again(engine: FileIO) -> None:
+    before = num_fds()
+    for _ in range(3):
+        opened = type(engine)()
+        opened.close()
+        opened.close()
+        del opened
+    assert num_fds() == before
+
+
+@needs_nixl
+@pytest.mark.timeout(60)  # other processes import torch
+class TestNixl:
+    def test_says_which_queue_it_uses(self) -> None:
+        engine = NixlFileIO()
+        assert any(repr(engine) == f"NixlFileIO(queue={queue!r})" for queue in QUEUES)
+        engine.close()
+
+    @pytest.mark.parametrize("queue", QUEUES)
+    @pytest.mark.parametrize("flags", [0, os.O_DIRECT], ids=["buffered", "direct"])
+    def test_moves_bytes_itself(
+        self, queue: str, flags: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without this test NIXL could always fail, and `PosixFileIO` do all the work."""
+        engine = NixlFileIO([queue])
+        for name in ("read", "write"):
+            monkeypatch.delattr(PosixFileIO, name)
+        fd = open_or_skip(tmp_path / "file", os.O_RDWR | os.O_CREAT | flags)
+        try:
+            memory = Memory(6 * PAGE).fill()
+            assert engine.write([fd], [memory.vector((0, 3 * PAGE))]) == [3 * PAGE]
+            os.ftruncate(fd, 2 * PAGE + 5)
+            assert engine.read([fd], [memory.vector((3 * PAGE, 3 * PAGE))]) == [2 * PAGE + 5]
+            expected = memory.gather((0, 2 * PAGE + 5))
+            assert memory.gather((3 * PAGE, 2 * PAGE + 5)) == expected
+        finally:
+            os.close(fd)
+            engine.close()
+
+    @pytest.mark.parametrize("queue", QUEUES)
+    def test_an_interrupted_call_leaves_the_memory_quiet(
+        self, queue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        size, num_files = 2 << 20, 16
+        source, memory = Memory(size).fill(), Memory(size * num_files)
+        fds = []
+        for index in range(num_files):
+            (tmp_path / str(index)).write_bytes(source.bytes.tobytes())
+            fds.append(open_or_skip(tmp_path / str(index), os.O_RDONLY | os.O_DIRECT))
+
+        def interrupt(seconds: float) -> None:
+            raise KeyboardInterrupt
+
+        engine = NixlFileIO([queue])
+        monkeypatch.setattr(time, "sleep", interrupt)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                engine.read(fds, [memory.vector((i * size, size)) for i in range(num_files)])
+            assert (memory.bytes.reshape(num_files, size) == source.bytes).all()
+        finally:
+            engine.close()
+            for fd in fds:
+                os.close(fd)
+
+    def test_importing_and_using_nixl_leaves_the_process_as_it_was(self) -> None:
+        child = run_child("""
+import logging
+engine = NixlFileIO()
+assert move(engine) == [10, 10]
+assert logging.raiseExceptions
+engine.close()
+""")
+        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+
+    def test_an_engine_that_is_not_closed_lets_the_process_end(self) -> None:
+        child = run_child("engine = NixlFileIO(); move(engine)")
+        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+
+    @needs_system_call_numbers
+    def test_where_io_uring_is_forbidden_aio_takes_its_place(self) -> None:
+        child = run_child("""
+forbid("io_uring_setup")
+engine = NixlFileIO()
+print(engine, move(engine))
+""")
+        assert child.stdout == "NixlFileIO(queue='AIO') [10, 10]\n"
+
+    @needs_system_call_numbers
+    def test_without_a_queue_the_error_names_the_way_out(self) -> None:
+        child = run_child("""
+forbid("io_uring_setup", "io_setup")
+try:
+    NixlFileIO()
+except BackendUnavailableError as exc:
+    print(exc)
+""")
+        assert "io_uring" in child.stdout
+        assert "AIO" in child.stdout
+        assert "use engine=posix" in child.stdout
+
+    @needs_system_call_numbers
+    @pytest.mark.parametrize(
+        ("queue", "call"), [("io_uring", "io_uring_enter"), ("AIO", "io_submit")]
+    )
+    def test_files_are_moved_and_the_user_told_once_when_the_queue_breaks(
+        self, queue: str, call: str
+    ) -> None:
+        child = run_child(f"""
+import logging, os
+logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+engine = NixlFileIO([{queue!r}])
+forbid({call!r})
+print(move(engine))
+before = len(os.listdir("/proc/self/fd"))
+print(*(move(engine) for _ in range(5)), len(os.listdir("/proc/self/fd")) - before)
+engine.close()
+""")
+        assert child.returncode == 0
+        warned, first, others = child.stdout.splitlines()
+        assert warned.startswith(f"WARNING NixlFileIO(queue={queue!r}) failed to move files")
+        assert first == "[10, 10]"
+        assert others == "[10, 10] " * 5 + "0"
+
+    def test_without_the_plug_in_the_error_names_the_way_out(self, tmp_path: Path) -> None:
+        child = run_child(
+            """
+try:
+    NixlFileIO()
+except BackendUnavailableError as exc:
+    print(exc)
+""",
+            NIXL_PLUGIN_DIR=str(tmp_path),
+        )
+        assert "POSIX plug-in is missing" in child.stdout
+        assert "use engine=posix" in child.stdout
+
+    def test_without_nixl_the_error_names_the_way_out(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "nixl", None)
+        with pytest.raises(BackendUnavailableError, match=r"install nixl, or use engine=posix"):
+            NixlFileIO()
