@@ -56,11 +56,13 @@ class Store:
             secret_file=str(secret_file or ""),
         )
 
+        # Not in the event loop, which must not wait for the disk.
+        backend = FileBackend(config, namespace)
+        keys, blocks = self.keys[:num_blocks], memory.describe(0, list(range(num_blocks)))
+        write_payloads(blocks, [make_payload(key, DATA_BYTES) for key in keys])
+
         async def store() -> None:
-            async with FileBackend(config, namespace) as backend:
-                keys = self.keys[:num_blocks]
-                blocks = memory.describe(0, list(range(num_blocks)))
-                write_payloads(blocks, [make_payload(key, DATA_BYTES) for key in keys])
+            async with backend:
                 outcomes = await backend.store(keys, blocks)
                 assert all(outcome.done for outcome in outcomes)
 

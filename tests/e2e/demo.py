@@ -2,12 +2,15 @@
 
 Four questions about this repository, each after the same long text from it, go to a real model:
 computed, found in the engine's own prefix cache, and, after that cache was reset, found in the host
-memory that kvxfer keeps.
+memory that kvxfer keeps. Then the engine is stopped and started again, and the first question is
+found in the files that kvxfer keeps.
 """
 
+import contextlib
 import statistics
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -22,13 +25,10 @@ SHARED_TOKENS = 19 * 128
 TOKENS_PER_BLOCK = 128
 MAX_TOKENS = 16
 CAPACITY = "1GiB"
+FILE_CAPACITY = "4GiB"
+HITS = "vllm:external_prefix_cache_hits"
+AFTER_RESTART = "disk hit"
 NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
-
-CONNECTOR = {
-    "spec_name": "KVXferOffloadingSpec",
-    "spec_module_path": "kvxfer.integrations.vllm",
-    "backend": f"host://?capacity={CAPACITY}",
-}
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
     dtype = "bfloat16" if _has_native_bfloat16() else "float32"
     console.print(
         f"SmolLM2-135M-Instruct in {dtype} on vLLM, {NUM_PROMPTS} prompts that share "
-        f"{SHARED_TOKENS} tokens of this repository's text, host pool of {CAPACITY}"
+        f"{SHARED_TOKENS} tokens of this repository's text, host pool of {CAPACITY}, files below"
     )
     try:
         runs, external_hits = _run(folder, dtype, prompts, console)
@@ -62,7 +62,6 @@ def _run(
     folder: Path, dtype: str, prompts: Sequence[Sequence[int]], console: Console
 ) -> tuple[dict[str, list[Generation]], float]:
     """Each way of getting to the first token, and the tokens that came from kvxfer."""
-    config = EngineConfig(model=str(folder), dtype=dtype, connector=CONNECTOR)
     runs: dict[str, list[Generation]] = {}
     columns = (
         TextColumn("{task.description:<13}"),
@@ -70,12 +69,12 @@ def _run(
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
-        starting = progress.add_task("starting vLLM", total=1)
-        with EngineProcess(config) as engine:
-            engine.generate([prompts[0][:300]], max_tokens=2, read_cache=False)  # warms up
-            engine.reset(connector=True)
-            progress.advance(starting)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as files,
+        Progress(*columns, console=console) as progress,
+    ):
+        config = _engine_config(folder, dtype, files)
+        with _started(config, "starting vLLM", prompts[0], progress) as engine:
             for name, read_cache, forget in (
                 ("computed", False, False),
                 ("device hit", True, False),
@@ -91,8 +90,33 @@ def _run(
                     )
                     progress.advance(task)
                 engine.settle()
-            external_hits = engine.metrics()["vllm:external_prefix_cache_hits"]
+            external_hits = engine.metrics()[HITS]
+        with _started(config, "once more", prompts[0], progress) as engine:
+            task = progress.add_task(AFTER_RESTART, total=1)
+            runs[AFTER_RESTART] = engine.generate(prompts[:1], max_tokens=MAX_TOKENS)
+            progress.advance(task)
     return runs, external_hits
+
+
+def _engine_config(folder: Path, dtype: str, files: str) -> EngineConfig:
+    connector = {
+        "spec_name": "KVXferOffloadingSpec",
+        "spec_module_path": "kvxfer.integrations.vllm",
+        "backend": [f"host://?capacity={CAPACITY}", f"file://{files}?capacity={FILE_CAPACITY}"],
+    }
+    return EngineConfig(model=str(folder), dtype=dtype, connector=connector)
+
+
+@contextlib.contextmanager
+def _started(
+    config: EngineConfig, description: str, prompt: Sequence[int], progress: Progress
+) -> Iterator[EngineProcess]:
+    """Start an engine and warm it up, with tokens that are no prefix of any prompt."""
+    task = progress.add_task(description, total=1)
+    with EngineProcess(config) as engine:
+        engine.generate([prompt[299::-1]], max_tokens=2, read_cache=False)
+        progress.advance(task)
+        yield engine
 
 
 def _table(runs: dict[str, list[Generation]]) -> Table:
@@ -110,7 +134,7 @@ def _table(runs: dict[str, list[Generation]]) -> Table:
             f"{seconds * 1e3:.0f} ms",
             f"{computed_s / seconds:.1f} x",
             " to ".join(str(count) for count in sorted({min(cached), max(cached)})),
-            "yes" if _tokens(generations) == _tokens(truth) else "NO",
+            "yes" if _tokens(generations) == _tokens(truth[: len(generations)]) else "NO",
         )
     return table
 
@@ -121,7 +145,7 @@ def _problems(runs: dict[str, list[Generation]], external_hits: float) -> list[s
     if external_hits < whole_blocks * NUM_PROMPTS:
         problems.append(f"kvxfer gave back {external_hits:.0f} tokens only")
     for name, generations in runs.items():
-        if _tokens(generations) != _tokens(runs["computed"]):
+        if _tokens(generations) != _tokens(runs["computed"][: len(generations)]):
             problems.append(f"{name}: the tokens differ from those that were computed")
         if name != "computed" and min(one.cached_tokens for one in generations) < whole_blocks:
             problems.append(f"{name}: fewer than {whole_blocks} tokens came from the cache")
