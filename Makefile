@@ -23,9 +23,9 @@ setup: $(INSTALLED)
 
 demo: $(SMOLLM2) ; $(BIN)/python -m tests.e2e.demo
 
-test: $(INSTALLED) ; $(BIN)/pytest -m "not e2e" --ignore=tests/typing --ignore=tests/test_dist.py
+test: $(INSTALLED) ; $(BIN)/pytest -m "not e2e and not slow" --ignore=tests/typing --ignore=tests/test_dist.py
 
-e2e: $(MODELS) ; $(BIN)/pytest tests/e2e -m e2e
+e2e: $(MODELS) ; $(BIN)/pytest -m "e2e or slow" --ignore=tests/typing --ignore=tests/test_dist.py
 
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 

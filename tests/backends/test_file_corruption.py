@@ -1,0 +1,375 @@
+"""Whatever became of stored files, a load gives the stored bytes or none."""
+
+import logging
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import SENTINEL
+from kvxfer.testing.payloads import make_payload, read_payloads
+from tests.backends.file_store import (
+    ENGINES,
+    bytes_on_disk,
+    counted_bytes,
+    flip_bit,
+    hashed_keys,
+    load_verified,
+    open_store,
+    path_of,
+    quarantine_of,
+    store,
+    temporary_folder,
+    until_scanned,
+)
+
+SOURCE, TARGET = [0, 1], [2, 3]
+NEVER_DONE = {Status.MISSING, Status.CORRUPT}
+
+
+class Store:
+    """A backend in a folder, with blocks of odd size in chunks of two."""
+
+    def __init__(self, root: Path, **fields: object) -> None:
+        self.root = root
+        self.memory = BlockMemory([[512, 7, 4096], [64]], num_blocks=8, blocks_per_chunk=2)
+        self.namespace = self.memory.namespace()
+        self.backend = open_store(root, self.namespace, **fields)
+        (self.key,) = hashed_keys(1)
+        self.path = path_of(root, self.namespace, self.key)
+        self.away = quarantine_of(root, self.namespace, self.key)
+
+    async def store(self) -> bytes:
+        (outcome,) = await store(self.backend, [self.key], self.memory.describe(0, SOURCE))
+        assert outcome.done, outcome
+        return self.path.read_bytes()
+
+    async def load(self) -> Status:
+        self.memory.fill(SENTINEL)
+        target = self.memory.describe(0, TARGET)
+        (status,) = await load_verified(self.backend, [self.key], target)
+        return status
+
+    async def require_quarantine(self, num_corrupt: int) -> None:
+        """Check that the file is found no more, and was counted and put away."""
+        assert await self.backend.lookup([self.key]) == [False]
+        assert await self.load() is Status.MISSING
+        assert self.backend.num_corrupt == num_corrupt
+        assert self.away.exists()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("direct", ["auto", "off"])
+async def test_no_flipped_bit_is_ever_loaded(tmp_path: Path, engine: str, direct: str) -> None:
+    rng = random.Random(f"{engine}/{direct}")
+    memory, keys = (
+        BlockMemory([[512, 7, 4096]], num_blocks=200, blocks_per_chunk=2),
+        hashed_keys(50),
+    )
+    namespace = memory.namespace()
+    source, target = memory.describe(0, range(100)), memory.describe(0, range(100, 200))
+    async with open_store(tmp_path, namespace, engine=engine, direct=direct) as backend:
+        for turn in range(1, 5):  # 200 files
+            assert {outcome.status for outcome in await store(backend, keys, source)} == {
+                Status.DONE
+            }
+            stored = [path_of(tmp_path, namespace, key).read_bytes() for key in keys]
+            for index, key in enumerate(keys):
+                # Half of them in the header's text, which is a small part of the file.
+                end = 600 if index % 2 else len(stored[index])
+                flip_bit(path_of(tmp_path, namespace, key), rng.randrange(8 * end))
+            assert set(await load_verified(backend, keys, target)) == {Status.CORRUPT}
+            assert backend.num_corrupt == 50 * turn
+            assert await backend.lookup(keys) == [False] * 50
+            assert set(await load_verified(backend, keys, target)) == {Status.MISSING}
+            assert all(quarantine_of(tmp_path, namespace, key).exists() for key in keys)
+
+
+async def test_no_flipped_bit_of_a_part_of_a_chunk_is_ever_loaded(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    made = Store(tmp_path)
+    async with made.backend:
+        stored = await made.store()
+        target = made.memory.describe(0, TARGET[:1], first_block_index=1)
+        assert await load_part(made, target) is Status.DONE
+        for _ in range(50):  # also in the half that is not asked for
+            flip_bit(made.path, rng.randrange(8 * len(stored)))
+            assert await load_part(made, target) is Status.CORRUPT
+            assert await made.store() == stored
+
+
+async def load_part(made: Store, target: Descriptors) -> Status:
+    (outcome,) = await made.backend.load([made.key], target)
+    if outcome.done:
+        whole = make_payload(made.key, made.memory.chunk_size_bytes(0))
+        assert read_payloads(target) == [whole[len(whole) // 2 :]]
+    return outcome.status
+
+
+async def test_large_blocks_read_straight_into_memory_are_verified_too(tmp_path: Path) -> None:
+    rng = random.Random(8)
+    memory = BlockMemory([[256 << 10, 256 << 10]], num_blocks=4, padding_bytes=4096)
+    (key,) = hashed_keys(1)
+    path = path_of(tmp_path, memory.namespace(), key)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        for _ in range(20):
+            assert [o.done for o in await store(backend, [key], memory.describe(0, [0]))] == [True]
+            flip_bit(path, rng.randrange(8 * path.stat().st_size))
+            assert await load_verified(backend, [key], memory.describe(0, [1])) == [Status.CORRUPT]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_no_file_of_another_length_is_ever_loaded(tmp_path: Path, engine: str) -> None:
+    rng = random.Random(9)
+    made = Store(tmp_path, engine=engine)
+    async with made.backend:
+        stored = await made.store()
+        lengths = [0, 1, 7, 8, 4095, 4096, 4097, len(stored) - 1, len(stored) + 1]
+        lengths += [rng.randrange(len(stored)) for _ in range(20)]
+        lengths += [len(stored) + rng.randrange(1 << 20) for _ in range(10)]
+        for turn, length in enumerate(lengths, 1):
+            padding = rng.randbytes(max(0, length - len(stored)))
+            made.path.write_bytes(stored[:length] + padding)
+            assert await made.load() is Status.CORRUPT
+            await made.require_quarantine(turn)
+            assert await made.store() == stored
+
+
+async def test_no_zeroed_part_of_a_file_is_ever_loaded(tmp_path: Path) -> None:
+    rng = random.Random(10)
+    made = Store(tmp_path)
+    async with made.backend:
+        stored = await made.store()
+        places = [(0, len(stored)), (0, 4096), (4096, len(stored)), (8, 4096), (0, 8)]
+        places += [(4096 + start, 4096 + start + 512) for start in rng.sample(range(8000), 20)]
+        for turn, (start, stop) in enumerate(places, 1):
+            zeros = bytes(min(stop, len(stored)) - start)
+            made.path.write_bytes(stored[:start] + zeros + stored[start + len(zeros) :])
+            assert await made.load() is Status.CORRUPT
+            await made.require_quarantine(turn)
+            assert await made.store() == stored
+
+
+async def test_files_that_changed_places_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+    memory = BlockMemory([[512]], num_blocks=8)
+    keys = hashed_keys(2)
+    paths = [path_of(tmp_path, memory.namespace(), key) for key in keys]
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, [0, 1]))
+        paths[0].rename(tmp_path / "other")
+        paths[1].rename(paths[0])
+        (tmp_path / "other").rename(paths[1])
+        loaded = await load_verified(backend, keys, memory.describe(0, [2, 3]))
+        assert loaded == [Status.CORRUPT] * 2
+        assert await backend.lookup(keys) == [False] * 2
+        assert backend.num_corrupt == 2
+
+
+async def test_a_file_of_another_namespace_is_not_loaded(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
+    ours, theirs = memory.namespace(), memory.namespace(revision="another")
+    async with open_store(tmp_path, theirs) as backend:
+        await store(backend, keys, memory.describe(0, [0]), version=1)
+    path = path_of(tmp_path, ours, keys[0])
+    path.parent.mkdir(parents=True)
+    shutil.copy(path_of(tmp_path, theirs, keys[0]), path)
+    async with open_store(tmp_path, ours) as backend:
+        assert await backend.lookup(keys) == [True]
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
+        assert await backend.lookup(keys) == [False]
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "file").write_bytes(b"0")
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        folder = os.open(path.parent, os.O_RDONLY)  # a socket's address is a short path
+        listener.bind(f"/proc/self/fd/{folder}/{path.name}")
+        os.close(folder)
+
+
+def link_to_itself(path: Path) -> None:
+    elsewhere = path.with_name("elsewhere")
+    shutil.copy(path.with_name("kept"), elsewhere)
+    path.symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [make_socket, link_to_itself, os.mkfifo])
+async def test_what_is_no_file_is_never_loaded_and_a_store_replaces_it(
+    tmp_path: Path, make: Callable[[Path], None], engine: str
+) -> None:
+    with temporary_folder("ext4") as root:
+        made = Store(root, engine=engine)
+        async with made.backend:
+            stored = await made.store()
+            made.path.rename(made.path.with_name("kept"))
+            make(made.path)
+            assert await made.backend.lookup([made.key]) == [False]
+            assert await made.load() in NEVER_DONE | {Status.FAILED}
+            assert await made.load() in NEVER_DONE | {Status.FAILED}
+            assert await made.backend.lookup([made.key]) == [False]
+            assert await made.store() == stored
+            assert await made.load() is Status.DONE
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_folder_in_a_files_place_is_never_loaded_and_stays(
+    tmp_path: Path, engine: str
+) -> None:
+    made = Store(tmp_path, engine=engine)
+    async with made.backend:
+        await made.store()
+        made.path.unlink()
+        make_folder(made.path)
+        assert await made.load() in NEVER_DONE | {Status.FAILED}
+        assert await made.load() in NEVER_DONE | {Status.FAILED}
+        assert await made.backend.lookup([made.key]) == [False]
+        assert bytes_on_disk(tmp_path) == 0
+        (outcome,) = await store(made.backend, [made.key], made.memory.describe(0, SOURCE))
+        assert outcome.status in {Status.DONE, Status.FAILED}
+        assert await made.load() in NEVER_DONE | {Status.FAILED, Status.DONE}
+
+
+async def test_a_store_full_of_quarantined_oddities_still_makes_room(tmp_path: Path) -> None:
+    made = Store(tmp_path, capacity=3 * 16384)
+    async with made.backend:
+        await made.store()
+        made.path.unlink()
+        make_folder(made.path)
+        await made.load()
+        for key in hashed_keys(9, first=1):
+            (outcome,) = await store(made.backend, [key], made.memory.describe(0, SOURCE))
+            assert outcome.done, outcome
+
+
+async def test_a_corrupt_block_is_logged_once_with_its_key_and_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Store(tmp_path)
+    async with made.backend:
+        await made.store()
+        flip_bit(made.path, 8 * 5000)
+        with caplog.at_level(logging.WARNING):
+            await made.load()
+            await made.load()
+        (record,) = [record for record in caplog.records if record.name.startswith("kvxfer")]
+        assert made.key.hex() in record.getMessage()
+        assert "checksum" in record.getMessage()
+
+
+async def test_quarantine_counts_and_is_the_first_to_go(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[4096]], num_blocks=8), hashed_keys(5)
+    async with open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as backend:
+        await until_scanned(backend)
+        for key in keys[:4]:
+            await store(backend, [key], memory.describe(0, [0]))
+        flip_bit(path_of(tmp_path, memory.namespace(), keys[3]), 8 * 4100)
+        assert await load_verified(backend, [keys[3]], memory.describe(0, [1])) == [Status.CORRUPT]
+        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 4 * 8192
+        await store(backend, [keys[4]], memory.describe(0, [0]))
+        assert not quarantine_of(tmp_path, memory.namespace(), keys[3]).exists()
+        assert await backend.lookup(keys) == [True, True, True, False, True]
+        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 4 * 8192
+
+
+async def test_a_block_that_is_corrupt_twice_takes_room_in_quarantine_once(tmp_path: Path) -> None:
+    made = Store(tmp_path)
+    async with made.backend:
+        await until_scanned(made.backend)
+        for _ in range(3):
+            await made.store()
+            flip_bit(made.path, 8 * 4100)
+            assert await made.load() is Status.CORRUPT
+        assert counted_bytes(made.backend) == bytes_on_disk(tmp_path)
+        await made.backend.purge()
+        assert counted_bytes(made.backend) == bytes_on_disk(tmp_path)
+
+
+async def test_a_damaged_count_is_recounted_before_it_is_trusted(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[4096]], num_blocks=8), hashed_keys(8)
+    ledger = tmp_path / "usage.ledger"
+    async with open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as backend:
+        await until_scanned(backend)
+        for index, damage in enumerate((b"", b"short", b"x" * 24, b"")):
+            await store(backend, keys[:4], memory.describe(0, range(4)))
+            ledger.write_bytes(damage)
+            if index == 3:
+                ledger.unlink()
+            outcomes = await store(backend, keys[4:], memory.describe(0, range(4)))
+            assert all(outcome.done for outcome in outcomes)
+            assert bytes_on_disk(tmp_path) <= 4 * 8192
+            assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+            await backend.delete(keys)
+
+
+async def open_keyed(root: Path, name: str, memory: BlockMemory, tmp_path: Path) -> FileBackend:
+    secret = tmp_path / name
+    secret.write_bytes(name.encode().ljust(32))
+    return open_store(root, memory.namespace(), integrity=Integrity.KEYED, secret_file=str(secret))
+
+
+async def test_a_block_made_with_another_secret_is_not_loaded(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
+    root = tmp_path / "store"
+    async with await open_keyed(root, "theirs", memory, tmp_path) as backend:
+        await store(backend, keys, memory.describe(0, [0]))
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.DONE]
+    async with await open_keyed(root, "ours", memory, tmp_path) as backend:
+        assert await backend.lookup(keys) == [True]
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
+
+
+async def test_with_a_secret_a_block_without_one_is_not_loaded(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
+    root = tmp_path / "store"
+    async with open_store(root, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, [0]))
+    async with await open_keyed(root, "ours", memory, tmp_path) as backend:
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
+
+
+async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
+    root = tmp_path / "store"
+    path = path_of(root, memory.namespace(), keys[0])
+    async with await open_keyed(root, "ours", memory, tmp_path) as backend:
+        await store(backend, keys, memory.describe(0, [0]))
+        flip_bit(path, 8 * 4100)
+        data = path.read_bytes()
+        forger = Digester(Integrity.KEYED, b"a guess".ljust(32))
+        old = BlockHeader.decode(data[:4096])
+        forged = BlockHeader(
+            namespace=old.namespace,
+            key=old.key,
+            start=old.start,
+            num_blocks=old.num_blocks,
+            block_size_bytes=old.block_size_bytes,
+            integrity=old.integrity,
+            checksum=forger.checksum([memoryview(data[4096:])]),
+        )
+        path.write_bytes(forged.encode(forger) + data[4096:])
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
+
+
+async def test_without_integrity_blocks_of_any_kind_are_loaded(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(2)
+    root = tmp_path / "store"
+    async with open_store(root, memory.namespace()) as backend:
+        await store(backend, keys[:1], memory.describe(0, [0]))
+    async with await open_keyed(root, "ours", memory, tmp_path) as backend:
+        await store(backend, keys[1:], memory.describe(0, [0]))
+    async with open_store(root, memory.namespace(), integrity=Integrity.OFF) as backend:
+        loaded = await load_verified(backend, keys, memory.describe(0, [1, 2]))
+        assert loaded == [Status.DONE] * 2

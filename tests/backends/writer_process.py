@@ -1,0 +1,80 @@
+"""A process that stores blocks without end; `python -m tests.backends.writer_process ROOT ...`."""
+
+# ruff: noqa: T201 - it talks to who started it through pipes
+
+import asyncio
+import itertools
+import random
+import sys
+from pathlib import Path
+
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
+from kvxfer.units import ByteSize
+from tests.backends.file_store import hashed_keys, load_verified, open_store, store
+
+BATCH = 4
+
+
+def crash_memory() -> BlockMemory:
+    """Caches whose blocks take some system calls to write."""
+    return BlockMemory([[64 << 10, 1000]], num_blocks=16)
+
+
+def shared_memory() -> BlockMemory:
+    """Caches for those who share a folder."""
+    return BlockMemory([[12 << 10]], num_blocks=16)
+
+
+async def write_on(root: Path, first: int) -> None:
+    """Store new blocks until killed."""
+    memory = crash_memory()
+    async with open_store(root, memory.namespace(), write_threads=2) as backend:
+        for batch in itertools.count():
+            keys = hashed_keys(BATCH, first=first + BATCH * batch)
+            await store(backend, keys, memory.describe(0, range(BATCH)))
+
+
+async def hammer(root: Path, capacity: int, num_keys: int, seed: int) -> None:
+    """Store, load and sometimes delete the same keys as others, until told to stop."""
+    memory, keys, rng = shared_memory(), hashed_keys(num_keys), random.Random(seed)
+    counts = {"stored": 0, "loaded": 0, "missed": 0, "failed": 0}
+    stop = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read))
+    async with open_store(root, memory.namespace(), capacity=ByteSize(capacity)) as backend:
+        while not stop.done():
+            chosen = rng.sample(keys, BATCH)
+            if rng.random() < 0.5:
+                outcomes = await store(backend, chosen, memory.describe(0, range(BATCH)))
+                for outcome in outcomes:
+                    counts["stored" if outcome.done else "failed"] += 1
+                    if not outcome.done:
+                        print(outcome.reason, file=sys.stderr)
+            else:
+                target = memory.describe(0, range(8, 8 + BATCH))
+                for status in await load_verified(backend, chosen, target):
+                    assert status in {Status.DONE, Status.MISSING}, status
+                    counts["loaded" if status is Status.DONE else "missed"] += 1
+            if rng.random() < 0.02:
+                await backend.delete(chosen)
+    print(counts)
+
+
+async def store_once(root: Path, num_keys: int) -> None:
+    """Store some keys at the moment that somebody says so, and say how many are there."""
+    memory, keys = crash_memory(), hashed_keys(num_keys)
+    async with open_store(root, memory.namespace()) as backend:
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        outcomes = [
+            outcome
+            for index in range(0, num_keys, BATCH)
+            for outcome in await store(
+                backend, keys[index : index + BATCH], memory.describe(0, range(BATCH))
+            )
+        ]
+        print(sum(outcome.done for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    name, folder, *numbers = sys.argv[1:]
+    asyncio.run(globals()[name](Path(folder), *map(int, numbers)))
