@@ -34,11 +34,19 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found out about one file, and why."""
+    """What was found out about one file.
+
+    Attributes:
+        block: The file.
+        verdict: What was found out.
+        reason: Why it is bad, empty when it is not.
+        put_away: Whether it was put in quarantine.
+    """
 
     block: FoundBlock
     verdict: Verdict
     reason: str = ""
+    put_away: bool = False
 
     @property
     def bad(self) -> bool:
@@ -70,6 +78,9 @@ class BlockCheck:
             folder: Folder of the block's namespace.
             block: The block.
             repair: Put the file in quarantine when it is corrupt.
+
+        Raises:
+            OSError: It cannot be put there.
         """
         try:
             fd = folder.open_found(block.key, block.folder)
@@ -80,9 +91,8 @@ class BlockCheck:
         try:
             return Finding(block, self._verify(fd, block))
         except BlockFileError as exc:
-            if repair:
-                folder.quarantine(block.key, fd, found_in=block.folder)
-            return Finding(block, Verdict.CORRUPT, str(exc))
+            put_away = repair and folder.quarantine(block.key, fd, found_in=block.folder)
+            return Finding(block, Verdict.CORRUPT, str(exc), put_away)
         except OSError as exc:
             return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
         finally:

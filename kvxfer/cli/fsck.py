@@ -77,6 +77,7 @@ def _verify(check: StoreCheck, *, repair: bool, quiet: bool) -> Report:
             note(Problem(str(error.filename), f"cannot be opened: {error.strerror}"))
         for finding in check.verify(repair=repair):
             counts[finding.verdict] += 1
+            report.quarantined_now += finding.put_away
             if finding.bad:
                 note(_problem(finding))
             bar.update(finding.block.num_bytes)
@@ -84,7 +85,6 @@ def _verify(check: StoreCheck, *, repair: bool, quiet: bool) -> Report:
     report.keyed = counts[Verdict.KEYED]
     report.unchecked = counts[Verdict.UNCHECKED]
     report.gone = counts[Verdict.GONE]
-    report.quarantined_now = counts[Verdict.CORRUPT] if repair else 0
     return report
 
 

@@ -132,6 +132,30 @@ def test_a_foreign_file_among_blocks_keeps_the_description(store: Store) -> None
     assert (store.root / namespace.fingerprint / "namespace.json").read_text() == description
 
 
+def test_a_block_that_is_stored_meanwhile_keeps_its_folder_and_the_description(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    path = store.path(namespace, store.keys[0])
+    block = path.read_bytes()
+    path.unlink()
+    description = store.root / namespace.fingerprint / "namespace.json"
+    before = description.read_text()
+    really_remove = os.rmdir
+
+    def store_first(name: str, *, dir_fd: int) -> None:
+        if name == namespace.fingerprint:
+            assert not description.exists()
+            path.parent.mkdir()
+            path.write_bytes(block)
+        really_remove(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr("kvxfer.backends.file.folder.os.rmdir", store_first)
+    assert main(["gc", str(store.root)]) == 0
+    assert path.read_bytes() == block
+    assert description.read_text() == before
+
+
 async def test_an_engine_goes_on_when_everything_was_removed(store: Store) -> None:
     memory = BlockMemory(PAGES, num_blocks=NUM_BLOCKS)
     namespace = memory.namespace()
