@@ -114,6 +114,11 @@ class LowerTier:
             return False
         return self._answers.get(key, req_id)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the backend was asked for keys and did not answer yet."""
+        return bool(self._lookups)
+
     def flush(self) -> None:
         """Ask the backend for all the keys that were looked up since the last call."""
         keys = self._answers.take_unasked()

@@ -1,6 +1,7 @@
 """The scheduler's side of two tiers: host memory, and a slower place below it."""
 
 import logging
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ from kvxfer.transfer.job import Direction
 
 MAX_SHARE_ON_THE_WAY_DOWN = 0.5
 """Of the slots: those being copied to the tier below cannot be evicted, and stores need room."""
+YIELD_S = 0.001
+"""What a step without a model gives away while requests wait: in one process, vLLM polls in a
+tight loop, and the thread that moves chunks would get the interpreter lock every 5 ms only."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._num_going_down = 0
         self._kept_out: dict[int, BlockKey] = {}
         self._polled = False
+        self._step_ended_s = 0.0
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
         """Say whether a chunk is there, in either tier; `RETRY` while the lower one is asked."""
@@ -100,6 +105,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         if self._to_load:
             self._tier.submit_load(list(self._to_load), list(self._to_load.values()))
             self._to_load.clear()
+        self._yield()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Let go of what a request holds and waits for; loads on their way end by themselves."""
@@ -122,6 +128,12 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """Finish the copies to the lower tier, as far as time allows, and let go of the pool."""
         self._tier.close()
         super().shutdown()
+
+    def _yield(self) -> None:
+        step_s = time.monotonic() - self._step_ended_s
+        if step_s < YIELD_S and (self._waiting or self._tier.is_asked):
+            time.sleep(YIELD_S)
+        self._step_ended_s = time.monotonic()
 
     def _make_room(self, key: BlockKey) -> bool:
         """Give a slot to a chunk that the lower tier has; loads begin when the step ends."""
