@@ -27,7 +27,7 @@ MAX_TOKENS = 16
 CAPACITY = "1GiB"
 FILE_CAPACITY = "4GiB"
 HITS = "vllm:external_prefix_cache_hits"
-AFTER_RESTART = "disk hit"
+AFTER_RESTART = "after restart"
 NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 

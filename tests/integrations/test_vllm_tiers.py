@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.host import HostPool, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.storage.backend import Backend
@@ -15,6 +17,7 @@ from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_k
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.faulty_backend import Operation
 from kvxfer.testing.payloads import make_payload, write_payloads
+from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
@@ -408,6 +411,31 @@ def test_a_reset_keeps_slots_out_that_the_lower_tier_may_still_touch(
         payloads_of(other) for other in others[:-1]
     ]
     assert scheduler.resolve([key]) == [MISS]
+
+
+def test_files_are_found_by_the_next_engine_until_a_reset(start: Start, tmp_path: Path) -> None:
+    def open_files() -> FileBackend:
+        config = FileConfig(path=str(tmp_path), capacity=ByteSize(64 << 20))
+        return FileBackend(config, make_namespace())
+
+    keys = [*keys_of(2), *keys_of(1, group=1)]
+    before = start(open_files(), num_slots=8)
+    before.store(keys)
+    before.manager.shutdown()
+
+    after = start(open_files())
+    assert after.resolve(keys) == [HIT] * 3
+    assert [after.bytes_of(key) for key in keys] == [payloads_of(key) for key in keys]
+    after.manager.on_request_finished(ReqContext("request"))
+    after.manager.reset_cache()
+    after.until(lambda: not list(tmp_path.rglob("*.safetensors")))
+    after.store(keys[:2], version=1)
+    after.forget()
+    assert after.resolve(keys) == [HIT, HIT, MISS]
+    assert after.bytes_of(keys[0]) == payloads_of(keys[0], version=1)
+    after.manager.shutdown()
+    assert list(tmp_path.rglob("*.safetensors"))
+    assert start(open_files()).resolve(keys) == [MISS]
 
 
 def test_a_shutdown_waits_for_copies_and_not_for_ever(start: Start) -> None:
