@@ -21,7 +21,14 @@ from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    Medium,
+    ReqContext,
+    ScheduleEndContext,
+    TierFilter,
+    TierMatcher,
+)
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, metrics
 from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
@@ -193,6 +200,15 @@ def test_a_chunk_that_is_nowhere_is_a_miss_once_the_lower_tier_said_so(start: St
     scheduler = start(KeepingBackend())
     assert scheduler.lookup(keys_of(2)) == [RETRY] * 2
     assert scheduler.resolve(keys_of(2)) == [MISS]
+
+
+def test_a_request_that_may_not_read_storage_is_not_given_what_is_below(start: Start) -> None:
+    scheduler, keys = start(KeepingBackend()), keys_of(2)
+    scheduler.store(keys)
+    scheduler.forget()
+    only_cpu = TierFilter(matchers=(TierMatcher(medium=Medium.CPU),))
+    context = ReqContext("request", load_tier_filter=only_cpu)
+    assert scheduler.manager.lookup(keys[0], context) is MISS
 
 
 def test_the_keys_of_one_step_are_asked_for_in_one_call(start: Start) -> None:

@@ -10,6 +10,7 @@ from kvxfer.backends.host import HostPool
 from kvxfer.integrations.vllm import metrics
 from kvxfer.integrations.vllm.interface import (
     LookupResult,
+    Medium,
     PrepareStoreOutput,
     ReqContext,
 )
@@ -71,6 +72,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             if key in self._waiting:
                 self._waiting[key].add(req_context.req_id)
             return result
+        if not req_context.load_tier_filter.allows(Medium.STORAGE, None):
+            return LookupResult.MISS
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
@@ -172,16 +175,19 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             else:
                 self._copied.append(moved)
         landed: list[BlockKey] = []
+        failed: list[Moved] = []
         while self._loaded and self._bytes_to_verify > 0:
             moved = self._loaded.popleft()
             if not moved.outcome.done:
-                self._end_load_in_vain(moved)
+                failed.append(moved)
                 continue
             self._bytes_to_verify -= self._pool.shape.slot_size_bytes
             self._pool.seal([moved.row], [moved.key])
             landed.append(moved.key)
         if landed:
             self._land(landed)
+        if failed:
+            self._drop_failed(failed)
 
     def _end_stores(self) -> None:
         """Let go of chunks that were copied down, and see that the copies are of sound bytes.
@@ -201,11 +207,12 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._counters.add(metrics.FILE_STORED if sound else metrics.FILE_STORES_FAILED)
             self._index.unpin([moved.key])
 
-    def _end_load_in_vain(self, moved: Moved) -> None:
-        self._counters.add(metrics.FILE_LOADS_FAILED)
-        logger.warning("chunk %s was not loaded: %s", moved.key.hex(), moved.outcome)
-        self._index.finish_store([moved.key], stored=False)
-        self._waiting.pop(moved.key, None)
+    def _drop_failed(self, loads: Sequence[Moved]) -> None:
+        self._counters.add(metrics.FILE_LOADS_FAILED, len(loads))
+        logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
+        self._index.finish_store([moved.key for moved in loads], stored=False)
+        for moved in loads:
+            self._waiting.pop(moved.key, None)
 
     def _land(self, keys: Sequence[BlockKey]) -> None:
         """Make chunks loadable, held for the requests that wait: nothing may evict them now."""
