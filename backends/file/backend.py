@@ -1,6 +1,7 @@
 """Blocks in files: verified, bounded, shared between processes."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -164,14 +165,28 @@ class FileBackend(Backend):
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> int:
-        """See `Backend.delete`."""
+        """See `Backend.delete`.
+
+        Raises:
+            BackendUnavailableError: The file system lets nothing be removed.
+        """
         self._check(keys)
-        return await self._writers.run(self._space.remove, keys)
+        try:
+            return await self._writers.run(self._space.remove, keys)
+        except OSError as exc:
+            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
     async def purge(self) -> int:
-        """Remove every block of this namespace, of whoever stored it; return how many."""
+        """Remove every block of this namespace, of whoever stored it; return how many.
+
+        Raises:
+            BackendUnavailableError: The file system lets nothing be removed.
+        """
         self._check()
-        return await self._writers.run(self._purge)
+        try:
+            return await self._writers.run(self._purge)
+        except OSError as exc:
+            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
@@ -188,7 +203,8 @@ class FileBackend(Backend):
             return [DONE if there else _PAUSED for there in await self.lookup(keys)]
         reservation = _Reservation()
         try:
-            await self._writers.run(self._reserve, reservation, keys, blocks)
+            with self._watched():
+                await self._writers.run(self._reserve, reservation, keys, blocks)
         except asyncio.CancelledError:
             self._breaker.abandon()
             await self._writers.run(self._give_back, reservation)
@@ -211,23 +227,20 @@ class FileBackend(Backend):
 
     async def _write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Write files for which there is room; every share settles its own."""
-        began = time.monotonic()
-        self._writing_since.append(began)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                shares = [
-                    tasks.create_task(
-                        self._writers.run(
-                            self._write_share, keys[start:stop], blocks.select(start, stop)
+            with self._watched():
+                async with asyncio.TaskGroup() as tasks:
+                    shares = [
+                        tasks.create_task(
+                            self._writers.run(
+                                self._write_share, keys[start:stop], blocks.select(start, stop)
+                            )
                         )
-                    )
-                    for start, stop in _shares(blocks, self._num_writers)
-                ]
+                        for start, stop in _shares(blocks, self._num_writers)
+                    ]
         except BaseException:
             self._breaker.abandon()
             raise
-        finally:
-            self._writing_since.remove(began)
         outcomes = [outcome for share in shares for outcome in share.result()]
         errors = [o.reason for o in outcomes if not o.done and o is not BUSY]
         self._breaker.record(errors[0] if errors else "")
@@ -246,6 +259,16 @@ class FileBackend(Backend):
             if not busy:
                 return
             await asyncio.sleep(BUSY_PAUSE_S)
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Know since when something has been waiting for the disk."""
+        began = time.monotonic()
+        self._writing_since.append(began)
+        try:
+            yield
+        finally:
+            self._writing_since.remove(began)
 
     def _may_write(self) -> bool:
         if self._writing_since and time.monotonic() - min(self._writing_since) > STALLED_S:

@@ -310,9 +310,10 @@ class BlockFolder:
         with self._lock:
             if all(os.fstat(fd).st_nlink for fd in self._folders.values()):
                 return False
-            self._stale += self._folders.values()
             self.root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            self._folders = {"": open_folder(self.root)}
+            root = open_folder(self.root)
+            self._stale += self._folders.values()
+            self._folders = {"": root}
             return True
 
 
@@ -342,12 +343,13 @@ def remove_if_abandoned(temporary: str, folder_fd: int) -> bool:
 
 
 def _write_text(name: str, text: str, folder_fd: int) -> None:
-    temporary = f"{name}.{os.getpid()}{TEMPORARY}"
+    temporary = name + TEMPORARY
     flags = _CREATE_FLAGS & ~os.O_EXCL | os.O_TRUNC
     fd = os.open(temporary, flags, FILE_MODE, dir_fd=folder_fd)
     with open(fd, "w", encoding="utf-8") as file:
         file.write(text)
-    os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    with contextlib.suppress(FileNotFoundError):  # others write the same, and one was faster
+        os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
 def _lock(fd: int) -> bool:

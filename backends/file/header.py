@@ -13,8 +13,8 @@ HEADER_BYTES = 4096
 """Every header fills one page, so that the data starts on a page: O_DIRECT and GDS need it."""
 
 FORMAT_VERSION = "1"
-MAX_KEY_BYTES = 120
-"""A key in hexadecimal with the file's suffix is a file name, of at most 255 bytes."""
+MAX_KEY_BYTES = 119
+"""A key in hexadecimal with the suffixes of an unfinished file is a name of at most 255 bytes."""
 
 _LENGTH_PREFIX = struct.pack("<Q", HEADER_BYTES - 8)
 

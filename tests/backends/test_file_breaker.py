@@ -1,0 +1,108 @@
+"""The circuit breaker: opens after errors in a row, probes after a pause, says so once."""
+
+import logging
+
+import pytest
+
+from kvxfer.backends.file.breaker import MAX_ERRORS, PAUSE_S, CircuitBreaker
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def fail(breaker: CircuitBreaker, num_errors: int) -> None:
+    for _ in range(num_errors):
+        assert breaker.allows()
+        breaker.record("no luck")
+
+
+def test_it_opens_after_errors_in_a_row_and_not_before() -> None:
+    breaker = CircuitBreaker("test", clock=Clock())
+    fail(breaker, MAX_ERRORS - 1)
+    assert breaker.allows()
+    breaker.record("")
+    fail(breaker, MAX_ERRORS - 1)
+    assert breaker.allows(), "a success in between begins the count anew"
+    breaker.record("no luck")
+    assert not breaker.closed
+    assert not breaker.allows()
+
+
+def test_one_probe_is_let_through_after_the_pause() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker("test", clock=clock)
+    fail(breaker, MAX_ERRORS)
+    clock.now = PAUSE_S - 0.001
+    assert not breaker.allows()
+    clock.now = PAUSE_S
+    assert [breaker.allows() for _ in range(3)] == [True, False, False]
+    breaker.record("still no luck")
+    assert not breaker.allows()
+    clock.now = 2 * PAUSE_S
+    assert breaker.allows()
+    breaker.record("")
+    assert breaker.closed
+    assert [breaker.allows() for _ in range(3)] == [True] * 3
+
+
+def test_an_abandoned_probe_is_made_again_at_once() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker("test", clock=clock)
+    fail(breaker, MAX_ERRORS)
+    clock.now = PAUSE_S
+    assert breaker.allows()
+    breaker.abandon()
+    assert [breaker.allows() for _ in range(2)] == [True, False]
+
+
+def test_an_abandoned_call_does_not_open_or_close_it() -> None:
+    breaker = CircuitBreaker("test", clock=Clock())
+    fail(breaker, MAX_ERRORS - 1)
+    breaker.abandon()
+    assert breaker.closed
+    fail(breaker, 1)
+    breaker.abandon()
+    assert not breaker.closed
+
+
+def test_it_says_once_that_it_stops_and_once_that_it_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+    breaker = CircuitBreaker("storing to /nowhere", clock=clock)
+    with caplog.at_level(logging.WARNING):
+        fail(breaker, MAX_ERRORS)
+        for _ in range(3):
+            clock.now += PAUSE_S
+            assert breaker.allows()
+            breaker.record("no luck")
+        assert len(caplog.records) == 1
+        assert "storing to /nowhere" in caplog.text
+        assert "no luck" in caplog.text
+        clock.now += PAUSE_S
+        assert breaker.allows()
+        breaker.record("")
+        breaker.record("")
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "storing to /nowhere: works again"
+    ]
+
+
+def test_tripping_opens_it_whatever_was_counted() -> None:
+    clock = Clock()
+    breaker = CircuitBreaker("test", clock=clock)
+    breaker.trip("hangs")
+    assert not breaker.allows()
+    clock.now = PAUSE_S - 1
+    breaker.trip("hangs still")
+    clock.now = PAUSE_S
+    assert not breaker.allows(), "the pause begins with the last word of it"
+    clock.now = 2 * PAUSE_S - 1
+    assert breaker.allows()

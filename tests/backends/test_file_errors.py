@@ -1,0 +1,442 @@
+"""What goes wrong on a real file system is an outcome, and the backend goes on afterwards."""
+
+import asyncio
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import backend as backend_module
+from kvxfer.backends.file.breaker import CircuitBreaker
+from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.testing import BlockMemory
+from kvxfer.transfer.engine import TransferEngine
+from tests.backends.file_store import (
+    ENGINES,
+    bytes_on_disk,
+    counted_bytes,
+    flip_bit,
+    hashed_keys,
+    load_verified,
+    mounted,
+    one_page_memory,
+    open_store,
+    path_of,
+    store,
+    temporary_files,
+    temporary_folder,
+    tmpfs,
+    until_scanned,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+MIB = 1 << 20
+DONE, FAILED, MISSING = Status.DONE, Status.FAILED, Status.MISSING
+
+
+def call(*arguments: str | Path) -> None:
+    subprocess.run(arguments, check=True)
+
+
+def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
+    assert all(outcome.memory_safe for outcome in outcomes)
+    assert all(outcome.reason for outcome in outcomes if not outcome.done)
+    return [outcome.status for outcome in outcomes]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_full_disk_fails_blocks_and_leaves_no_part_of_one(engine: str) -> None:
+    memory, keys = BlockMemory([[MIB]], num_blocks=16), hashed_keys(8)
+    with tmpfs(4 * MIB) as folder:
+        async with open_store(folder / "store", memory.namespace(), engine=engine) as backend:
+            await until_scanned(backend)
+            filler = folder / "filler"
+            filler.write_bytes(bytes(2 * MIB))  # behind the back of the free-space floor
+            backend._space._min_free_bytes = -(1 << 40)
+            outcomes = await store(backend, keys, memory.describe(0, range(8)))
+            assert set(statuses(outcomes)) == {DONE, FAILED}
+            reasons = {outcome.reason for outcome in outcomes if not outcome.done}
+            assert any("No space left" in reason or "short write" in reason for reason in reasons)
+            assert temporary_files(folder) == []
+            assert counted_bytes(backend) == bytes_on_disk(folder)
+            loaded = await load_verified(backend, keys, memory.describe(0, range(8, 16)))
+            assert [status is DONE for status in loaded] == [o.done for o in outcomes]
+            filler.unlink()
+            missing = [index for index, status in enumerate(loaded) if status is MISSING][:2]
+            again = await store(backend, [keys[i] for i in missing], memory.describe(0, missing))
+            assert statuses(again) == [DONE] * 2
+
+
+async def test_a_disk_whose_file_system_broke_fails_stores_and_still_loads(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    image = make_image(tmp_path)
+    with mounted("-o", "loop,errors=remount-ro", str(image)) as folder:
+        root = folder / "store"
+        async with open_store(root, memory.namespace(), capacity=2 * 8192) as backend:
+            await until_scanned(backend)
+            blocks, target = memory.describe(0, [0, 1]), memory.describe(0, [2, 3])
+            assert statuses(await store(backend, keys[:2], blocks)) == [DONE] * 2
+            flip_bit(path_of(root, memory.namespace(), keys[1]), 8 * 4100)
+            call("sync", "-f", folder)
+            break_file_system(folder)
+            outcomes = await store(backend, keys[2:], blocks)
+            assert statuses(outcomes) == [FAILED] * 2
+            assert "Read-only file system" in outcomes[0].reason
+            for _ in range(2):  # it cannot be put away
+                loaded = await load_verified(backend, keys[:2], target)
+                assert loaded == [DONE, Status.CORRUPT]
+            with pytest.raises(BackendUnavailableError, match="Read-only"):
+                await backend.delete(keys[:1])
+            with pytest.raises(BackendUnavailableError, match="Read-only"):
+                await backend.purge()
+            with pytest.raises(BackendUnavailableError, match="Read-only"):
+                open_store(root, memory.namespace(revision="another"))
+
+
+def make_image(tmp_path: Path) -> Path:
+    """Make a disk with a file system."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(32 * MIB)
+    call("mkfs.ext4", "-q", image)
+    return image
+
+
+def freeze(folder: Path) -> None:
+    """Let every write to a file system hang until it is thawed."""
+    done = subprocess.run(["fsfreeze", "-f", folder], capture_output=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot freeze a file system here: {done.stderr.decode().strip()}")
+
+
+def break_file_system(folder: Path) -> None:
+    """Let the kernel find an error, upon which it writes no more."""
+    device = Path("/dev/block") / f"{os.major(dev := folder.stat().st_dev)}:{os.minor(dev)}"
+    name = device.resolve().name if device.exists() else f"loop{os.minor(dev)}"
+    trigger = Path("/sys/fs/ext4") / name / "trigger_fs_error"
+    if not trigger.exists():
+        pytest.skip("this kernel cannot be made to find errors")
+    trigger.write_text("test")
+
+
+class Clock:
+    """Time that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+AS_NOBODY = """
+import asyncio, os, sys
+from pathlib import Path
+from kvxfer.storage.backend import Status
+from tests.backends.file_store import hashed_keys, load_verified, one_page_memory, open_store
+from tests.backends.file_store import store
+from kvxfer.errors import BackendUnavailableError
+
+async def main(root):
+    memory, keys = one_page_memory(), hashed_keys(3)
+    os.chmod(root, 0o777)
+    os.setgid(65534)
+    os.setuid(65534)
+    path = root / "store"
+    async with open_store(path, memory.namespace()) as backend:
+        await store(backend, keys[:1], memory.describe(0, [0]))
+        folder = path / memory.namespace().fingerprint
+        (file,) = folder.rglob("*.safetensors")
+        file.chmod(0)
+        print([o.reason for o in await backend.load(keys[:1], memory.describe(0, [1]))])
+        file.chmod(0o600)
+        for inner in [*folder.iterdir(), folder]:
+            if inner.is_dir():
+                inner.chmod(0o500)
+        print([o.reason for o in await store(backend, keys[1:], memory.describe(0, [0, 1]))])
+        print(await load_verified(backend, keys, memory.describe(0, [1, 2, 3])))
+        try:
+            print("deleted", await backend.delete(keys[:1]))
+        except BackendUnavailableError as exc:
+            print(exc)
+        folder.chmod(0o700)
+    os.chmod(path, 0o500)
+    try:
+        open_store(path, memory.namespace(revision="another"))
+    except BackendUnavailableError as exc:
+        print(exc)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become nobody")
+def test_missing_permissions_are_outcomes() -> None:
+    with temporary_folder("ext4") as folder:  # not below pytest's, which only its owner may enter
+        done = run_python(AS_NOBODY, folder)
+    cannot_load, cannot_store, loaded, cannot_delete, cannot_open = done.splitlines()
+    assert cannot_load == "['PermissionError: Permission denied']"
+    assert cannot_store == str(["PermissionError: Permission denied"] * 2)
+    assert loaded.count("DONE") == 1
+    assert loaded.count("MISSING") == 2
+    assert "Permission denied" in cannot_delete
+    assert "Permission denied" in cannot_open
+
+
+SMALL_FILES_ONLY = """
+import asyncio, resource, signal, sys
+from pathlib import Path
+from kvxfer.testing import BlockMemory
+from tests.backends.file_store import hashed_keys, open_store, store, temporary_files
+
+async def main(root):
+    memory, keys = BlockMemory([[100_000], [64]], num_blocks=4), hashed_keys(2)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    async with open_store(root, memory.namespace(), engine=sys.argv[2]) as backend:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+        print([o.reason for o in await store(backend, keys, memory.describe(0, [0, 1]))])
+        small = hashed_keys(2, group=1)
+        print([o.reason for o in await store(backend, small, memory.describe(1, [0, 1]))])
+    print(temporary_files(root))
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_short_write_fails_its_block_only(tmp_path: Path, engine: str) -> None:
+    failed, stored, left = run_python(SMALL_FILES_ONLY, tmp_path, engine).splitlines()
+    assert "File too large" in failed or "short write" in failed
+    assert stored == "['', '']"
+    assert left == "[]"
+
+
+def run_python(code: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Truncating(PosixFileIO):
+    """Cuts files off before they are read, as another program might."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+
+    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        for fd in fds:
+            os.truncate(f"/proc/self/fd/{fd}", self._num_bytes)
+        return super().read(fds, vectors)
+
+
+class Failing(PosixFileIO):
+    """What a disk with bad sectors does; there is no way to make a real one here."""
+
+    def __init__(self) -> None:
+        self.failing = True
+
+    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        results = super().read(fds, vectors)
+        return [OSError(5, os.strerror(5)) for _ in results] if self.failing else results
+
+    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        results = super().write(fds, vectors)
+        return [OSError(5, os.strerror(5)) for _ in results] if self.failing else results
+
+
+async def test_an_input_output_error_is_an_outcome_and_the_file_stays(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        await until_scanned(backend)
+        await store(backend, keys[:2], memory.describe(0, [0, 1]))
+        backend._files.file_io = failing = Failing()
+        stored = await store(backend, keys[2:], memory.describe(0, [0, 1]))
+        assert statuses(stored) == [FAILED] * 2
+        assert "Input/output error" in stored[0].reason
+        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 2 * 8192
+        outcomes = await backend.load(keys[:2], memory.describe(0, [4, 5]))
+        assert statuses(outcomes) == [FAILED] * 2
+        assert "Input/output error" in outcomes[0].reason
+        failing.failing = False
+        loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
+        assert loaded == [DONE, DONE, MISSING, MISSING]
+
+
+async def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2)
+    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        for num_bytes in (0, 100, 4096, 4097, 8191):
+            await store(backend, keys, memory.describe(0, [0, 1]))
+            posix, backend._files.file_io = backend._files.file_io, Truncating(num_bytes)
+            loaded = await load_verified(backend, keys, memory.describe(0, [2, 3]))
+            assert loaded == [Status.CORRUPT] * 2
+            backend._files.file_io = posix
+            assert await backend.lookup(keys) == [False] * 2
+
+
+async def test_a_file_that_vanishes_after_the_lookup_is_missing(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, range(4)))
+        assert await backend.lookup(keys) == [True] * 4
+        for key in keys[::2]:
+            path_of(tmp_path, memory.namespace(), key).unlink()
+        loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
+        assert loaded == [MISSING, DONE] * 2
+        assert statuses(await store(backend, keys, memory.describe(0, range(4)))) == [DONE] * 4
+
+
+@pytest.mark.parametrize("removed", ["store", "store/{}", "store/{}/{}"])
+async def test_folders_removed_while_running_are_made_anew(tmp_path: Path, removed: str) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    root = tmp_path / "store"
+    capacity = 4 * 8192
+    async with open_store(root, memory.namespace(), capacity=capacity) as backend:
+        await until_scanned(backend)
+        await store(backend, keys, memory.describe(0, range(4)))
+        victim = tmp_path / removed.format(memory.namespace().fingerprint, keys[0].hex()[:2])
+        await asyncio.to_thread(shutil.rmtree, victim)
+        assert (await backend.lookup(keys))[0] is False
+        loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
+        assert loaded[0] is MISSING
+        for _ in range(2):
+            assert statuses(await store(backend, keys, memory.describe(0, range(4)))) == [DONE] * 4
+            loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
+            assert loaded == [DONE] * 4
+        assert bytes_on_disk(tmp_path) <= capacity
+    async with open_store(root, memory.namespace(), capacity=capacity) as backend:
+        await until_scanned(backend)
+        assert counted_bytes(backend) == bytes_on_disk(root) == capacity
+
+
+async def test_a_root_replaced_by_a_file_fails_stores_and_misses_loads(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2)
+    root = tmp_path / "store"
+    async with open_store(root, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, [0, 1]))
+        await asyncio.to_thread(shutil.rmtree, root)
+        root.write_text("in the way")
+        assert statuses(await store(backend, keys, memory.describe(0, [0, 1]))) == [FAILED] * 2
+        assert await backend.lookup(keys) == [False] * 2
+        outcomes = await backend.load(keys, memory.describe(0, [2, 3]))
+        assert not any(outcome.done for outcome in outcomes)
+
+
+def test_a_root_that_cannot_be_is_reported_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BackendUnavailableError, match="file"):
+        open_store(tmp_path / "file", one_page_memory().namespace())
+
+
+async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, keys, clock = one_page_memory(), hashed_keys(20), Clock()
+    blocks, target = memory.describe(0, [0]), memory.describe(0, [1])
+    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
+        await store(backend, keys[:1], blocks)
+        backend._breaker = CircuitBreaker("storing", clock=clock)
+        posix, backend._files.file_io = backend._files.file_io, Failing()
+        with caplog.at_level(logging.WARNING, logger="kvxfer"):
+            for key in keys[1:6]:
+                (outcome,) = await store(backend, [key], blocks)
+                assert "Input/output error" in outcome.reason
+            assert [r.getMessage() for r in caplog.records if "stopped" in r.getMessage()]
+            for key in keys[6:10]:
+                (outcome,) = await store(backend, [key], blocks)
+                assert "paused" in outcome.reason
+            assert statuses(await store(backend, keys[:1], blocks)) == [DONE], "it is there"
+            clock.now += 30.0  # the probe fails, and the pause begins anew
+            (outcome,) = await store(backend, keys[10:11], blocks)
+            assert "Input/output error" in outcome.reason
+            (outcome,) = await store(backend, keys[11:12], blocks)
+            assert "paused" in outcome.reason
+            backend._files.file_io = posix
+            assert await load_verified(backend, keys[:1], target) == [DONE], "loads go on"
+            clock.now += 29.0
+            (outcome,) = await store(backend, keys[12:13], blocks)
+            assert "paused" in outcome.reason
+            clock.now += 1.0
+            assert statuses(await store(backend, keys[13:14], blocks)) == [DONE]
+            assert statuses(await store(backend, keys[14:15], blocks)) == [DONE]
+        messages = [record.getMessage() for record in caplog.records]
+        assert [("stopped" in m, "works again" in m) for m in messages] == [
+            (True, False),
+            (False, True),
+        ]
+
+
+async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = make_image(tmp_path)
+    memory, keys = BlockMemory([[65536]], num_blocks=16), hashed_keys(8)
+    with mounted("-o", "loop", str(image)) as folder:
+        backend = open_store(folder / "store", memory.namespace())
+        await until_scanned(backend)
+        clock = Clock()
+        backend._breaker = CircuitBreaker("storing", clock=clock)
+        async with TransferEngine(memory.caches, backend) as engine:
+            assert statuses(await engine.store(keys[:2], [[0, 1]])) == [DONE] * 2
+            freeze(folder)
+            try:
+                outcomes = await engine.store(keys[2:4], [[2, 3]], timeout_s=0.2)
+                assert [o.status for o in outcomes] == [Status.TIMED_OUT] * 2
+                assert not any(outcome.memory_safe for outcome in outcomes)
+                loaded = await engine.load(keys[:2], [[8, 9]], timeout_s=10)
+                assert statuses(loaded) == [DONE] * 2, "loads go on"
+                assert await engine.lookup(keys[:3]) == [True, True, False]
+                monkeypatch.setattr(backend_module, "STALLED_S", 0.0)
+                outcomes = await engine.store(keys[4:5], [[4]], timeout_s=5)
+                assert statuses(outcomes) == [FAILED], "a stalled write opens the breaker"
+                assert "paused" in outcomes[0].reason
+            finally:
+                call("fsfreeze", "-u", folder)
+            await asyncio.wait_for(engine.drain(), 10)
+            monkeypatch.undo()
+            clock.now += 30.0
+            assert statuses(await engine.store(keys[5:], [[5, 6, 7]])) == [DONE] * 3
+            assert statuses(await engine.load(keys[5:], [[10, 11, 12]])) == [DONE] * 3
+
+
+async def test_a_batch_of_many_blocks_does_not_block_the_event_loop(tmp_path: Path) -> None:
+    memory = BlockMemory([[4096]], num_blocks=4000)
+    keys = hashed_keys(2000)
+    longest = await longest_step(tmp_path, memory, keys)
+    assert longest < 0.5, f"the event loop was blocked for {longest:.2f} s"
+
+
+async def longest_step(root: Path, memory: BlockMemory, keys: Sequence[object]) -> float:
+    loop, longest, stop = asyncio.get_running_loop(), 0.0, False
+
+    async def watch() -> None:
+        nonlocal longest
+        last = loop.time()
+        while not stop:
+            await asyncio.sleep(0)
+            longest, last = max(longest, loop.time() - last), loop.time()
+
+    chosen = hashed_keys(len(keys))
+    async with open_store(root, memory.namespace()) as backend:
+        source = memory.describe(0, range(len(keys)))
+        target = memory.describe(0, range(len(keys), 2 * len(keys)))
+        watcher = asyncio.create_task(watch())
+        stored = await backend.store(chosen, source)
+        loaded = await backend.load(chosen, target)
+        stop = True
+        await watcher
+    assert all(outcome.done for outcome in [*stored, *loaded])
+    return longest

@@ -1,0 +1,260 @@
+"""Stored files are safetensors that anyone can read, with modes and names that are safe."""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors import safe_open
+
+from kvxfer.backends.file import BlockFileError, BlockHeader, Digester, Integrity
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import make_payload
+from tests.backends.file_store import (
+    ENGINES,
+    flip_bit,
+    hashed_keys,
+    load_verified,
+    open_store,
+    path_of,
+    store,
+)
+
+FAST = Digester(Integrity.FAST)
+PAGE_BYTES = 4096
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def make_header(**changes: object) -> BlockHeader:
+    fields = {
+        "namespace": "0" * 32,
+        "key": hashed_keys(1)[0],
+        "start": 0,
+        "num_blocks": 2,
+        "block_size_bytes": 512,
+        "integrity": Integrity.FAST,
+        "checksum": "0123456789abcdef",
+    }
+    return BlockHeader(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_a_stored_block_is_a_safetensors_file_of_its_payload(
+    tmp_path: Path, engine: str
+) -> None:
+    memory, keys = BlockMemory([[300, 7]], num_blocks=4, blocks_per_chunk=2), hashed_keys(1)
+    async with open_store(tmp_path, memory.namespace(), engine=engine) as backend:
+        await store(backend, keys, memory.describe(0, [0, 1]))
+    path = path_of(tmp_path, memory.namespace(), keys[0])
+    payload = make_payload(keys[0], 614)
+    with safe_open(path, framework="numpy") as file:
+        assert list(file.keys()) == ["blocks"]
+        blocks = file.get_tensor("blocks")
+        metadata = file.metadata()
+    assert blocks.shape == (2, 307)
+    assert blocks.tobytes() == payload
+    assert metadata["key"] == keys[0].hex()
+    assert metadata["namespace"] == memory.namespace().fingerprint
+    assert metadata["format"] == "kvxfer-block"
+    data = path.read_bytes()
+    assert data[PAGE_BYTES:] == payload, "data begins on a page"
+
+
+async def test_files_and_folders_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=4), hashed_keys(2)
+    for umask in (0, 0o022, 0o077):
+        root = tmp_path / f"{umask:o}"
+        old = os.umask(umask)
+        try:
+            async with open_store(root, memory.namespace()) as backend:
+                await store(backend, keys, memory.describe(0, [0, 1]))
+                flip_bit(path_of(root, memory.namespace(), keys[0]), 0)
+                await load_verified(backend, keys, memory.describe(0, [2, 3]))
+                modes = {
+                    path: path.stat().st_mode & 0o7777
+                    for folder, _, names in os.walk(root)
+                    for path in (Path(folder), *(Path(folder) / name for name in names))
+                }
+        finally:
+            os.umask(old)
+        for path, mode in modes.items():
+            assert mode == (0o700 if path.is_dir() else 0o600), path
+        assert any("quarantine" in path.parts for path in modes)
+
+
+async def test_namespace_json_says_what_the_namespace_is(tmp_path: Path) -> None:
+    memory = BlockMemory([[512], [64, 64]], num_blocks=4)
+    namespace = memory.namespace(model='a/b: ü \n"quoted"')
+    async with open_store(tmp_path, namespace):
+        pass
+    text = (tmp_path / namespace.fingerprint / "namespace.json").read_text()
+    assert msgspec.convert(json.loads(text), Namespace) == namespace
+    assert text.count("\n") > 5, "for people, on several lines"
+
+
+@pytest.mark.parametrize(
+    "content", [b"../../../etc/passwd", b"/etc/passwd", b"..", b"\0", b"a\0b", b"\n", b"\xff" * 9]
+)
+async def test_no_key_leads_out_of_the_root(tmp_path: Path, content: bytes) -> None:
+    memory, key = BlockMemory([[512]], num_blocks=4), make_block_key(content, 0)
+    root = tmp_path / "store"
+    async with open_store(root, memory.namespace()) as backend:
+        outcomes = await store(backend, [key], memory.describe(0, [0]))
+        assert [outcome.status for outcome in outcomes] == [Status.DONE]
+        assert await load_verified(backend, [key], memory.describe(0, [1])) == [Status.DONE]
+        assert path_of(root, memory.namespace(), key).exists()
+    assert names_in(tmp_path) == {"store"}
+
+
+@pytest.mark.parametrize("key", [bytes(300), bytes(120), b"", b"abcd", "text", None])
+async def test_a_key_that_is_none_or_too_long_is_refused(tmp_path: Path, key: Any) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=4), [key]
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        with pytest.raises(InvalidArgumentError):
+            await backend.lookup(keys)
+        with pytest.raises(InvalidArgumentError):
+            await backend.store(keys, memory.describe(0, [0]))
+        with pytest.raises(InvalidArgumentError):
+            await backend.load(keys, memory.describe(0, [0]))
+        with pytest.raises(InvalidArgumentError):
+            await backend.delete(keys)
+
+
+async def test_the_longest_key_that_is_accepted_can_be_stored(tmp_path: Path) -> None:
+    memory, key = BlockMemory([[512]], num_blocks=4), make_block_key(b"x" * 115, 0)
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        outcomes = await store(backend, [key], memory.describe(0, [0]))
+        assert [outcome.status for outcome in outcomes] == [Status.DONE]
+        assert await load_verified(backend, [key], memory.describe(0, [1])) == [Status.DONE]
+
+
+async def test_a_model_named_like_a_path_stays_in_the_root(tmp_path: Path) -> None:
+    memory, root = BlockMemory([[512]], num_blocks=4), tmp_path / "store"
+    for model in ("../../escape", "/etc", "a\0b", "x" * 5000):
+        async with open_store(root, memory.namespace(model=model)) as backend:
+            outcomes = await store(backend, hashed_keys(1), memory.describe(0, [0]))
+            assert [outcome.status for outcome in outcomes] == [Status.DONE]
+    assert names_in(tmp_path) == {"store"}
+
+
+async def test_a_namespace_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    memory, root, elsewhere = BlockMemory([[512]], num_blocks=4), tmp_path / "a", tmp_path / "b"
+    root.mkdir()
+    elsewhere.mkdir()
+    (root / memory.namespace().fingerprint).symlink_to(elsewhere)
+    with pytest.raises(BackendUnavailableError):
+        open_store(root, memory.namespace())
+    assert list(elsewhere.iterdir()) == []
+
+
+async def test_inner_folders_that_are_links_are_not_followed(tmp_path: Path) -> None:
+    memory, root, elsewhere = BlockMemory([[512]], num_blocks=4), tmp_path / "a", tmp_path / "b"
+    elsewhere.mkdir()
+    (key,) = hashed_keys(1)
+    async with open_store(root, memory.namespace()) as backend:
+        path_of(root, memory.namespace(), key).parent.symlink_to(elsewhere)
+        outcomes = await store(backend, [key], memory.describe(0, [0]))
+        assert [outcome.status for outcome in outcomes] == [Status.FAILED]
+        assert await backend.lookup([key]) == [False]
+    assert list(elsewhere.iterdir()) == []
+
+
+def pages(text: bytes) -> bytes:
+    return struct.pack("<Q", PAGE_BYTES - 8) + text.ljust(PAGE_BYTES - 8)
+
+
+def tensors(num: int) -> bytes:
+    one = {"dtype": "U8", "shape": [1, 1], "data_offsets": [0, 1]}
+    return json.dumps({f"t{index}": one for index in range(num)}).encode()
+
+
+HOSTILE = {
+    "length 0": struct.pack("<Q", 0) + b"{}",
+    "length 2**64 - 1": struct.pack("<Q", 2**64 - 1) + b"{}",
+    "length 2**63": struct.pack("<Q", 2**63) + b"{" * 5000,
+    "length 100 MB": struct.pack("<Q", 10**8) + b" " * 9000,
+    "huge JSON": struct.pack("<Q", 1 << 20) + b"{" + b" " * (1 << 20),
+    "thousands of tensors": struct.pack("<Q", len(tensors(5000))) + tensors(5000),
+    "many tensors in one page": pages(tensors(40)),
+    "nested arrays": pages(b"[" * 4000),
+    "nested objects": pages(b'{"a":' * 700),
+    "nested in place of a field": pages(b'{"__metadata__":' + b"[" * 4000),
+    "nested in a field": pages(b'{"__metadata__":{"format":' + b"[" * 3900),
+    "huge numbers": pages(b'{"blocks":{"dtype":"U8","shape":[1e999,' + b"9" * 3000 + b"]}}"),
+    "no JSON": pages(b"\xff" * 4000),
+    "nothing": b"",
+    "seven bytes": b"1234567",
+    "null": pages(b"null"),
+    "same key many times": pages(b"{" + b'"blocks":{},' * 300 + b'"blocks":{}}'),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_hostile_header_is_corrupt_and_harms_nobody(tmp_path: Path, name: str) -> None:
+    memory, keys = BlockMemory([[1 << 20]], num_blocks=4), hashed_keys(1)
+    path = path_of(tmp_path, memory.namespace(), keys[0])
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        path.parent.mkdir(mode=0o700)
+        path.write_bytes(HOSTILE[name].ljust(9000))
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
+        assert await backend.lookup(keys) == [False]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_header_is_a_typed_error(name: str) -> None:
+    with pytest.raises(BlockFileError):
+        BlockHeader.verify(HOSTILE[name][:PAGE_BYTES], FAST)
+
+
+def test_a_header_that_was_written_is_read_back() -> None:
+    for integrity, secret in ((Integrity.OFF, None), (Integrity.FAST, None), (Integrity.KEYED, 1)):
+        digester = Digester(integrity, bytes(32) if secret else None)
+        header = make_header(integrity=integrity)
+        page = header.encode(digester)
+        assert len(page) == PAGE_BYTES
+        assert BlockHeader.verify(page, digester) == header
+
+
+def test_every_changed_byte_of_a_header_is_noticed() -> None:
+    page = make_header().encode(FAST)
+    for index in range(PAGE_BYTES):
+        changed = bytearray(page)
+        changed[index] ^= 1
+        with pytest.raises(BlockFileError):
+            BlockHeader.verify(bytes(changed), FAST)
+
+
+def test_the_longest_header_fills_less_than_its_page() -> None:
+    header = make_header(
+        key=BlockKey(b"\xff" * 119),
+        start=2**63,
+        num_blocks=2**62,
+        block_size_bytes=2**62,
+        integrity=Integrity.KEYED,
+        checksum="f" * 64,
+    )
+    digester = Digester(Integrity.KEYED, bytes(32))
+    assert len(header.encode(digester)) == PAGE_BYTES
+
+
+@pytest.mark.parametrize("secret", [None, b"", b"x" * 31, b"x" * 33])
+def test_a_keyed_store_wants_a_secret_of_32_bytes(tmp_path: Path, secret: bytes | None) -> None:
+    path = tmp_path / "secret"
+    if secret is not None:
+        path.write_bytes(secret)
+    with pytest.raises(InvalidArgumentError, match="secret_file"):
+        open_store(
+            tmp_path / "store",
+            BlockMemory([[512]], num_blocks=1).namespace(),
+            integrity=Integrity.KEYED,
+            secret_file=str(path),
+        )
