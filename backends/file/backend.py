@@ -101,10 +101,12 @@ class FileBackend(Backend):
             min_free_bytes=config.min_free,
         )
         self._breaker = CircuitBreaker(f"storing to {self._root}")
-        self._readers = Threads("kvxfer-file-read", config.read_threads)
-        self._writers = Threads("kvxfer-file-write", config.write_threads)
+        most = self._files.file_io.max_threads
+        self._num_readers = min(config.read_threads, most)
+        self._num_writers = min(config.write_threads, most)
+        self._readers = Threads("kvxfer-file-read", self._num_readers)
+        self._writers = Threads("kvxfer-file-write", self._num_writers)
         self._lookups = Threads("kvxfer-file-lookup", 1)
-        self._num_readers, self._num_writers = config.read_threads, config.write_threads
         self._stores: dict[BlockKey, asyncio.Event] = {}
         self._writing_since: list[float] = []
         self._num_corrupt = 0
@@ -158,7 +160,7 @@ class FileBackend(Backend):
                         self._read_share, keys[start:stop], blocks.select(start, stop)
                     )
                 )
-                for start, stop in _shares(blocks, self._num_readers)
+                for start, stop in _shares(blocks, self._num_readers, self._readers)
             ]
         outcomes = [outcome for share in shares for outcome in share.result()]
         self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
@@ -236,7 +238,7 @@ class FileBackend(Backend):
                                 self._write_share, keys[start:stop], blocks.select(start, stop)
                             )
                         )
-                        for start, stop in _shares(blocks, self._num_writers)
+                        for start, stop in _shares(blocks, self._num_writers, self._writers)
                     ]
         except BaseException:
             self._breaker.abandon()
@@ -332,20 +334,25 @@ class FileBackend(Backend):
         if keys is None:
             return
         require_batch(keys, blocks)
-        for key in keys:
-            file_name(key)
-            if group_of(key) >= self._files.num_groups:
-                raise InvalidArgumentError("key", key, f"a group below {self._files.num_groups}")
+        file_name(max(keys, key=len))
+        last = max(keys, key=group_of)
+        if group_of(last) >= self._files.num_groups:
+            raise InvalidArgumentError("key", last, f"a group below {self._files.num_groups}")
         if blocks is not None:
             self._require_whole_blocks(keys, blocks)
 
     def _require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        starts, sizes = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
-        for key, start, size in zip(keys, starts, sizes, strict=True):
-            block, chunk = self._files.block_size(key), self._files.chunk_size(key)
-            if not 0 < size <= chunk - start or size % block or start % block:
-                wanted = f"whole blocks of {block} bytes, up to {chunk} in all"
-                raise InvalidArgumentError(f"block of {key!r}", (start, start + size), wanted)
+        block = np.array([self._files.block_size(key) for key in keys])
+        chunk = np.array([self._files.chunk_size(key) for key in keys])
+        starts, sizes = blocks.payload_starts, blocks.block_sizes
+        good = (
+            (sizes > 0) & (starts + sizes <= chunk) & (sizes % block == 0) & (starts % block == 0)
+        )
+        if not good.all():
+            at = int(good.argmin())
+            wanted = f"whole blocks of {block[at]} bytes, up to {chunk[at]} in all"
+            extent = int(starts[at]), int(starts[at] + sizes[at])
+            raise InvalidArgumentError(f"block of {keys[at]!r}", extent, wanted)
 
 
 @dataclass(slots=True)
@@ -357,10 +364,10 @@ class _Reservation:
     refused: list[int] = field(default_factory=list)
 
 
-def _shares(blocks: Descriptors, num_threads: int) -> Iterator[tuple[int, int]]:
-    """Cut a batch into runs of blocks of about equal bytes, at most one per thread."""
+def _shares(blocks: Descriptors, num_threads: int, threads: Threads) -> Iterator[tuple[int, int]]:
+    """Cut a batch into runs of blocks of about equal bytes, one for each idle thread."""
     ends = np.cumsum(blocks.block_sizes)
-    num_shares = max(1, min(num_threads, int(ends[-1]) // SHARE_BYTES))
+    num_shares = max(1, min(num_threads - threads.num_running, int(ends[-1]) // SHARE_BYTES))
     limits = int(ends[-1]) * np.arange(1, num_shares + 1) // num_shares
     stops = np.unique(np.searchsorted(ends, limits) + 1).tolist()
     yield from pairwise([0, *stops])

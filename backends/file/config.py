@@ -31,8 +31,8 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         engine: What moves the bytes: `uring` is io_uring, `posix` the kernel's vectored calls,
             `nixl` the POSIX plug-in of NIXL. `auto` is the first one where the kernel permits it,
             else the second.
-        read_threads: Files that are read at one time.
-        write_threads: Files that are written at one time.
+        read_threads: Threads that read; `uring` uses at most 4, with 64 files in flight each.
+        write_threads: Threads that write, likewise.
     """
 
     path: str

@@ -63,6 +63,8 @@ class Digester:
         """Hexadecimal digits over the concatenation of `data`; none when integrity is off."""
         if self.integrity is Integrity.OFF:
             return ""
+        if self._secret is None and isinstance(data, list) and len(data) == 1:
+            return xxhash.xxh3_64_hexdigest(data[0])
         hasher = self._hasher()
         for piece in data:
             hasher.update(piece)

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from pathlib import Path
@@ -19,18 +20,16 @@ def probe_direct(root: Path) -> int:
     Raises:
         OSError: The folder cannot be written to.
     """
-    path = root / f".direct-{os.getpid()}.tmp"
+    path = root / ".direct.tmp"
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(path, flags, 0o600))
+    fd = os.open(path, flags, 0o600)
+    with contextlib.suppress(FileNotFoundError):  # another process probes at the same moment
+        path.unlink()
     try:
-        fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+        return next((size for size in (SECTOR_BYTES, PAGE_BYTES) if _works(fd, size)), 0)
     except OSError:
         return 0
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-    try:
-        return next((size for size in (SECTOR_BYTES, PAGE_BYTES) if _works(fd, size)), 0)
     finally:
         os.close(fd)
 

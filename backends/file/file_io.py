@@ -40,9 +40,11 @@ class FileIO(ABC):
 
     Attributes:
         files_per_call: Files that are best given at one time.
+        max_threads: Threads beyond which calls only get in each other's way.
     """
 
     files_per_call: int = 1
+    max_threads: int = 64
 
     @abstractmethod
     def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:

@@ -113,6 +113,11 @@ class Ring:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+            nothing = np.zeros(0, np.uint32)
+            self._submitted = self._taken = self._completed = nothing
+            self._operations = self._completions = np.zeros(0, OPERATION)
+            for memory in self._maps:  # which hold descriptors of their own
+                memory.close()
 
     def _enter(self, num_submitted: int, num_awaited: int) -> int:
         try:
@@ -140,6 +145,7 @@ class Ring:
             mmap.MAP_SHARED | mmap.MAP_POPULATE,
             offset=_SQES_OFFSET,
         )
+        self._maps = queues, entries
         words = np.frombuffer(queues, np.uint32, num_bytes // 4)
         self._submitted = words[int(sq[_TAIL]) // 4 :][:1]
         self._taken = words[int(cq[_HEAD]) // 4 :][:1]

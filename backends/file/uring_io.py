@@ -20,6 +20,9 @@ from kvxfer.backends.file.ring import (
 )
 
 FILES_PER_CALL = 64
+
+MAX_THREADS = 4
+"""Files in flight come from the ring; more threads wait for the interpreter lock."""
 _READ_STEPS = 3
 
 
@@ -32,6 +35,7 @@ class UringFileIO(FileIO):
     """
 
     files_per_call = FILES_PER_CALL
+    max_threads = MAX_THREADS
 
     def __init__(self) -> None:
         self._posix = PosixFileIO()

@@ -9,7 +9,7 @@ import msgspec
 
 from kvxfer.bench.report import Row
 
-BENCHES = ("describe", "copy", "vllm")
+BENCHES = ("describe", "copy", "file", "vllm")
 COLUMNS = Row.__struct_fields__
 
 

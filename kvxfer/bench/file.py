@@ -1,0 +1,301 @@
+"""Files on a real disk: against fio, vLLM's own file tier, and one call per block."""
+
+import asyncio
+import functools
+import hashlib
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+
+import aiofiles
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.backends.file import FileBackend, FileConfig, Integrity
+from kvxfer.bench import fio
+from kvxfer.bench.report import Row, compare
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.units import ByteSize
+
+FOLDER_VARIABLE = "KVXFER_BENCH_DIR"
+NUM_BLOCKS = 1024
+NUM_BATCHES = 16
+NUM_THREADS = 16
+KIB = 1 << 10
+SETTLE_S = 0.5
+
+FIO_GOALS = {256 * KIB: 0.7, 2048 * KIB: 0.9}
+ONE_BATCH_GOALS = {64 * KIB: 1.3, 2048 * KIB: 1.0}
+MANY_BATCHES_GOAL = 1.0
+AIOFILES_GOAL = 3.0
+
+
+def run(*, quick: bool) -> list[Row]:
+    """Measure stores and loads of blocks in files, checksums on.
+
+    Everything takes turns in one folder, named by the environment variable `KVXFER_BENCH_DIR`
+    (`build/bench` by default), past the page cache where the file system allows it. Rows against
+    fio are left out, with a note, where fio is not installed.
+    """
+    rounds = 2 if quick else 7
+    parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
+    parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="file-", dir=parent))
+    rows: list[Row] = []
+    try:
+        for block_bytes in (64 * KIB, 256 * KIB, 2048 * KIB):
+            num_blocks = min(NUM_BLOCKS, (256 << 20) // block_bytes) if quick else NUM_BLOCKS
+            rows += _Bench(folder, block_bytes, num_blocks).run(rounds)
+    finally:
+        shutil.rmtree(folder)
+    return rows
+
+
+class _Bench:
+    """All contenders for blocks of one size.
+
+    Args:
+        folder: Where files go.
+        block_bytes: Bytes of a block, contiguous and page-aligned as in a host pool.
+        num_blocks: Blocks of a round.
+    """
+
+    def __init__(self, folder: Path, block_bytes: int, num_blocks: int) -> None:
+        self._folder = folder
+        self._block_bytes = block_bytes
+        self._num_blocks = num_blocks
+        self._total = block_bytes * num_blocks
+        self._memory = np.frombuffer(mmap.mmap(-1, self._total), np.uint8)
+        words = self._memory.view(np.uint64)
+        words[:] = np.random.default_rng(block_bytes).integers(0, 1 << 63, len(words), np.uint64)
+        self._nth = count()
+
+    def run(self, rounds: int) -> list[Row]:
+        """Let the contenders take turns, one round uncounted, and compare them."""
+        contenders = self._contenders()
+        seconds: dict[str, tuple[list[float], list[float]]] = {n: ([], []) for n in contenders}
+        for nth in range(rounds + 1):
+            order = list(contenders)
+            for name in order[nth % len(order) :] + order[: nth % len(order)]:
+                stored, loaded = contenders[name]()
+                if nth:
+                    seconds[name][0].append(stored)
+                    seconds[name][1].append(loaded)
+        return self._rows(seconds)
+
+    def _contenders(self) -> dict[str, Callable[[], tuple[float, float]]]:
+        contenders = {
+            "kvxfer": lambda: self._kvxfer(1),
+            "kvxfer, no checksums": lambda: self._kvxfer(1, integrity=Integrity.OFF),
+        }
+        if self._block_bytes in FIO_GOALS:
+            if shutil.which("fio"):
+                contenders["fio"] = self._fio
+            else:
+                sys.stderr.write("fio is not installed: its rows are left out\n")
+        if self._block_bytes in ONE_BATCH_GOALS:
+            contenders["kvxfer, batches"] = lambda: self._kvxfer(NUM_BATCHES)
+            contenders["vLLM"] = lambda: self._vllm(1)
+            contenders["vLLM, batches"] = lambda: self._vllm(NUM_BATCHES)
+        if self._block_bytes == 64 * KIB:
+            contenders["aiofiles"] = self._aiofiles
+        return contenders
+
+    def _rows(self, seconds: Mapping[str, tuple[list[float], list[float]]]) -> list[Row]:
+        size = f"{self._block_bytes // KIB} KiB"
+        comparisons: list[tuple[str, str, str, float | None]] = [
+            (
+                "kvxfer",
+                "kvxfer, no checksums",
+                f"{self._num_blocks} x {size}, with checksums against without",
+                None,
+            ),
+            ("kvxfer", "fio", f"{size} against fio", FIO_GOALS.get(self._block_bytes)),
+            (
+                "kvxfer",
+                "vLLM",
+                f"one batch of {self._num_blocks} x {size} against vLLM",
+                ONE_BATCH_GOALS.get(self._block_bytes),
+            ),
+            (
+                "kvxfer, batches",
+                "vLLM, batches",
+                f"{NUM_BATCHES} batches of {self._num_blocks // NUM_BATCHES} x {size} against vLLM",
+                MANY_BATCHES_GOAL,
+            ),
+            (
+                "kvxfer",
+                "aiofiles",
+                f"{self._num_blocks} x {size} against a call of aiofiles per block",
+                AIOFILES_GOAL,
+            ),
+        ]
+        return [
+            compare(
+                f"{direction} {case}",
+                seconds[ours][which],
+                seconds[theirs][which],
+                unit="ns/B",
+                goal=f">= {goal}" if goal else "",
+                scale=1e9 / self._total,
+            )
+            for ours, theirs, case, goal in comparisons
+            if theirs in seconds
+            for which, direction in enumerate(("store", "load"))
+        ]
+
+    def _kvxfer(
+        self, num_batches: int, *, integrity: Integrity = Integrity.FAST
+    ) -> tuple[float, float]:
+        return asyncio.run(self._kvxfer_round(num_batches, integrity))
+
+    async def _kvxfer_round(self, num_batches: int, integrity: Integrity) -> tuple[float, float]:
+        namespace = Namespace(
+            model=f"bench-{integrity.value}",
+            groups=(GroupIdentity(page_sizes_bytes=(self._block_bytes,)),),
+        )
+        config = FileConfig(
+            path=str(self._folder / "kvxfer"),
+            capacity=ByteSize(4 * self._total + (1 << 30)),
+            integrity=integrity,
+            read_threads=NUM_THREADS,
+            write_threads=NUM_THREADS,
+        )
+        keys = self._keys()
+        per_batch = self._num_blocks // num_batches
+        batches = [
+            (keys[start : start + per_batch], self._describe(start, start + per_batch))
+            for start in range(0, self._num_blocks, per_batch)
+        ]
+        async with FileBackend(config, namespace) as backend:
+            # As in an engine that has run for a while: folders are there, threads are started.
+            warm = self._keys()
+            for move in (backend.store, backend.load):
+                await move(warm, self._describe(0, self._num_blocks))
+            await backend.delete(warm)
+            _settle()
+            seconds = []
+            for move in (backend.store, backend.load):
+                began = time.perf_counter()
+                outcomes = await asyncio.gather(*(move(*batch) for batch in batches))
+                seconds.append(time.perf_counter() - began)
+                if not all(outcome.done for batch in outcomes for outcome in batch):
+                    raise RuntimeError(f"a block was not done: {outcomes[0][0]}")
+            await backend.delete(keys)
+        return seconds[0], seconds[1]
+
+    def _vllm(self, num_batches: int) -> tuple[float, float]:
+        from vllm.v1.kv_offload.tiering.fs.io import batch_load_block, batch_store_block
+        from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
+
+        root = self._folder / "vllm"
+        paths = [str(root / key[:1].hex() / f"{key.hex()}.bin") for key in self._keys()]
+        for byte in range(256):
+            (root / f"{byte:02x}").mkdir(parents=True, exist_ok=True)
+        view, per_batch = self._memory.data, self._num_blocks // num_batches
+        pool = DualQueueThreadPool(NUM_THREADS, NUM_THREADS, thread_name_prefix="bench")
+        for job in range(2 * NUM_THREADS):  # its threads are started, too
+            pool.enqueue_load(job, 1, [lambda: None])
+        pool.wait_idle()
+        pool.get_finished()
+        _settle()
+        seconds = []
+        try:
+            for move, enqueue in (
+                (batch_store_block, pool.enqueue_store),
+                (batch_load_block, pool.enqueue_load),
+            ):
+                began = time.perf_counter()
+                for job, start in enumerate(range(0, self._num_blocks, per_batch)):
+                    offsets = [
+                        block * self._block_bytes for block in range(start, start + per_batch)
+                    ]
+                    some = paths[start : start + per_batch]
+                    task = functools.partial(move, some, view, offsets, self._block_bytes, True)
+                    enqueue(job, 1, [task])
+                pool.wait_idle()
+                seconds.append(time.perf_counter() - began)
+                if not all(success for _, success, _ in pool.get_finished()):
+                    raise RuntimeError("vLLM's file tier failed")
+        finally:
+            pool.shutdown(wait=True)
+        for path in paths:
+            Path(path).unlink()
+        return seconds[0], seconds[1]
+
+    def _fio(self) -> tuple[float, float]:
+        folder = self._folder / "fio"
+        folder.mkdir()
+        _settle()
+        size, total = self._block_bytes, self._total
+        stored = fio.seconds(folder, direction="write", block_bytes=size, total_bytes=total)
+        loaded = fio.seconds(folder, direction="read", block_bytes=size, total_bytes=total)
+        shutil.rmtree(folder)
+        return stored, loaded
+
+    def _aiofiles(self) -> tuple[float, float]:
+        return asyncio.run(self._aiofiles_round())
+
+    async def _aiofiles_round(self) -> tuple[float, float]:
+        """What most would write: a file opened, written or read, and closed per block."""
+        folder = self._folder / "aiofiles"
+        folder.mkdir(exist_ok=True)
+        paths = [folder / key.hex() for key in self._keys()]
+        rows = self._memory.reshape(self._num_blocks, self._block_bytes)
+
+        async def store(path: Path, row: NDArray[np.uint8]) -> None:
+            async with aiofiles.open(path, "wb") as file:
+                await file.write(row.data)
+
+        async def load(path: Path, row: NDArray[np.uint8]) -> None:
+            async with aiofiles.open(path, "rb") as file:
+                row[:] = np.frombuffer(await file.read(), np.uint8)
+
+        _settle()
+        seconds = []
+        for move in (store, load):
+            began = time.perf_counter()
+            await asyncio.gather(*(move(*each) for each in zip(paths, rows, strict=True)))
+            seconds.append(time.perf_counter() - began)
+            for path in paths:
+                _drop_from_cache(path)
+        for path in paths:
+            path.unlink()
+        return seconds[0], seconds[1]
+
+    def _keys(self) -> list[BlockKey]:
+        nth = next(self._nth).to_bytes(4, "big")
+        hashes = (hashlib.sha256(nth + b.to_bytes(4, "big")) for b in range(self._num_blocks))
+        return [make_block_key(each.digest(), 0) for each in hashes]
+
+    def _describe(self, start: int, stop: int) -> Descriptors:
+        size, count_ = np.uint64(self._block_bytes), stop - start
+        return Descriptors(
+            addresses=np.uint64(self._memory.ctypes.data)
+            + np.arange(start, stop, dtype=np.uint64) * size,
+            lengths=np.full(count_, size),
+            block_offsets=np.arange(count_ + 1),
+            payload_starts=np.zeros(count_, np.int64),
+            device=torch.device("cpu"),
+            owners=(self._memory,),
+        )
+
+
+def _settle() -> None:
+    """Let the disk finish what the last contender left to it, removed files above all."""
+    os.sync()
+    time.sleep(SETTLE_S)
+
+
+def _drop_from_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
