@@ -4,10 +4,13 @@
 
 import asyncio
 import itertools
+import json
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
@@ -39,6 +42,7 @@ async def hammer(root: Path, capacity: int, num_keys: int, seed: int) -> None:
     """Store, load and sometimes delete the same keys as others, until told to stop."""
     memory, keys, rng = shared_memory(), hashed_keys(num_keys), random.Random(seed)
     counts = {"stored": 0, "loaded": 0, "missed": 0, "failed": 0}
+    print("ready", flush=True)
     stop = asyncio.ensure_future(asyncio.to_thread(sys.stdin.read))
     async with open_store(root, memory.namespace(), capacity=ByteSize(capacity)) as backend:
         while not stop.done():
@@ -56,23 +60,33 @@ async def hammer(root: Path, capacity: int, num_keys: int, seed: int) -> None:
                     counts["loaded" if status is Status.DONE else "missed"] += 1
             if rng.random() < 0.02:
                 await backend.delete(chosen)
-    print(counts)
+    print(json.dumps(counts))
+
+
+class Counting(PosixFileIO):
+    """Counts the files that it writes."""
+
+    def __init__(self) -> None:
+        self.num_written = 0
+
+    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        self.num_written += len(fds)
+        return super().write(fds, vectors)
 
 
 async def store_once(root: Path, num_keys: int) -> None:
-    """Store some keys at the moment that somebody says so, and say how many are there."""
+    """Store some keys when somebody says so, and say how many are there and were written."""
     memory, keys = crash_memory(), hashed_keys(num_keys)
-    async with open_store(root, memory.namespace()) as backend:
+    async with open_store(root, memory.namespace(), write_threads=1) as backend:
+        counting = backend._files.file_io = Counting()
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
-        outcomes = [
-            outcome
-            for index in range(0, num_keys, BATCH)
-            for outcome in await store(
-                backend, keys[index : index + BATCH], memory.describe(0, range(BATCH))
-            )
-        ]
-        print(sum(outcome.done for outcome in outcomes))
+        num_done = 0
+        for index in range(0, num_keys, BATCH):
+            batch = keys[index : index + BATCH]
+            outcomes = await store(backend, batch, memory.describe(0, range(BATCH)))
+            num_done += sum(outcome.done for outcome in outcomes)
+        print(num_done, counting.num_written)
 
 
 if __name__ == "__main__":

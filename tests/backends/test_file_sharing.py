@@ -1,0 +1,203 @@
+"""Processes that share a folder never harm each other, and keep its bounds together."""
+
+import asyncio
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file.contents import size_on_disk
+from kvxfer.storage.backend import Status
+from tests.backends.file_store import (
+    bytes_on_disk,
+    counted_bytes,
+    flip_bit,
+    hashed_keys,
+    load_verified,
+    one_page_memory,
+    open_store,
+    path_of,
+    store,
+    temporary_files,
+    until_scanned,
+)
+from tests.backends.writer_process import shared_memory
+
+BLOCK_BYTES = 16 << 10
+NUM_KEYS = 120
+REPOSITORY = Path(__file__).parents[2]
+SLOW = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@contextmanager
+def processes(
+    name: str, root: Path, *arguments: object, num: int = 2
+) -> Iterator[list["subprocess.Popen[str]"]]:
+    command = [sys.executable, "-m", "tests.backends.writer_process", name, str(root)]
+    started = [
+        subprocess.Popen(
+            [*command, *map(str, arguments), *([str(seed)] if name == "hammer" else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+        for seed in range(num)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+async def until_ready(started: list["subprocess.Popen[str]"]) -> None:
+    for process in started:
+        assert process.stdout
+        assert await asyncio.to_thread(process.stdout.readline) == "ready\n"
+
+
+def bytes_at_one_moment(root: Path) -> int:
+    """Sum up the files while nobody can make room or take any; finished under one name or two."""
+    with (root / "usage.ledger").open("rb") as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        sizes: dict[int, int] = {}
+        for folder, _, names in os.walk(root):
+            for name in names:
+                if ".safetensors" in name:
+                    try:
+                        found = (Path(folder) / name).stat()
+                    except FileNotFoundError:  # it has another name now
+                        continue
+                    sizes[found.st_ino] = size_on_disk(found.st_size)
+        return sum(sizes.values())
+
+
+def watch_capacity(root: Path, capacity: int, duration_s: float) -> int:
+    """Look at a folder all the time; return how often it was full."""
+    num_full, pause = 0, threading.Event()
+    end = time.monotonic() + duration_s
+    while time.monotonic() < end:
+        if (root / "usage.ledger").exists():
+            total = bytes_at_one_moment(root)
+            assert total <= capacity, f"{total} bytes, capacity {capacity}"
+            num_full += total > capacity - 8 * BLOCK_BYTES
+            pause.wait(0.005)  # those who are watched need the lock, too
+    return num_full
+
+
+@pytest.mark.parametrize("duration_s", [5, pytest.param(60, marks=SLOW)])
+async def test_two_processes_in_one_small_folder_never_err_and_keep_its_capacity(
+    tmp_path: Path, duration_s: int
+) -> None:
+    capacity = NUM_KEYS // 3 * BLOCK_BYTES
+    root = tmp_path / "store"
+    with processes("hammer", root, capacity, NUM_KEYS) as started:
+        await until_ready(started)
+        num_full = await asyncio.to_thread(watch_capacity, root, capacity, duration_s)
+        ends = [await asyncio.to_thread(process.communicate) for process in started]
+        assert [process.returncode for process in started] == [0, 0], ends
+    for out, err in ends:
+        counts = json.loads(out)
+        assert counts["failed"] == 0, err
+        assert min(counts["stored"], counts["loaded"], counts["missed"]) > 10, counts
+    assert num_full > 3, "the folder was never full"
+    memory = shared_memory()
+    async with open_store(root, memory.namespace(), capacity=capacity) as backend:
+        await until_scanned(backend)
+        assert counted_bytes(backend) == bytes_on_disk(root) <= capacity
+        assert temporary_files(root) == []
+        keys = hashed_keys(NUM_KEYS)
+        found = [k for k, there in zip(keys, await backend.lookup(keys), strict=True) if there]
+        assert len(found) > 20
+        for key in found:
+            assert await load_verified(backend, [key], memory.describe(0, [0])) == [Status.DONE]
+
+
+async def test_two_processes_that_store_the_same_keys_write_each_once(tmp_path: Path) -> None:
+    root, num_keys = tmp_path / "store", 200
+    with processes("store_once", root, num_keys) as started:
+        await until_ready(started)
+        for process in started:
+            assert process.stdin
+            process.stdin.write("now\n")
+            process.stdin.flush()
+        ends = [await asyncio.to_thread(process.communicate) for process in started]
+    done, written = zip(*(map(int, out.split()) for out, _ in ends), strict=True)
+    assert done == (num_keys, num_keys)
+    assert sum(written) == num_keys
+    assert len(list(root.rglob("*.safetensors"))) == num_keys
+
+
+async def test_a_block_stored_since_it_was_looked_for_is_not_written_again(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(1)
+    async with (
+        open_store(tmp_path, memory.namespace()) as ours,
+        open_store(tmp_path, memory.namespace()) as theirs,
+    ):
+        await until_scanned(ours)
+        await until_scanned(theirs)
+        assert ours._space.reserve(keys, [8192]) == 1  # it is not there
+        await store(theirs, keys, memory.describe(0, [0]), version=1)
+        inode = path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino
+        (outcome,) = ours._write_share(keys, memory.describe(0, [1]))
+        assert not outcome.done, "to be asked for again: another process has it"
+        assert path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino == inode
+        assert counted_bytes(ours) == bytes_on_disk(tmp_path)
+        assert temporary_files(tmp_path) == []
+
+
+async def test_what_another_process_reserved_outlives_a_recount(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    async with (
+        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as ours,
+        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as theirs,
+    ):
+        await until_scanned(ours)
+        await until_scanned(theirs)
+        assert theirs._space.reserve(keys[:3], [8192] * 3) == 3
+        ours._space.scan()
+        assert counted_bytes(ours) == 3 * 8192
+        assert ours._space.reserve(keys[3:], [8192]) == 1
+        assert ours._space.reserve(hashed_keys(1, first=9), [8192]) == 0
+        theirs._space.settle(keys[:3], stored=[False] * 3)
+        assert ours._space.reserve(hashed_keys(3, first=9), [8192] * 3) == 3
+
+
+async def test_files_of_others_are_found_and_evicted_when_ours_are_gone(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(8)
+    async with (
+        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as ours,
+        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as theirs,
+    ):
+        await store(theirs, keys[:4], memory.describe(0, range(4)))
+        outcomes = await store(ours, keys[4:], memory.describe(0, range(4)))
+        assert all(outcome.done for outcome in outcomes)
+        assert await theirs.lookup(keys) == [False] * 4 + [True] * 4
+        assert counted_bytes(ours) == bytes_on_disk(tmp_path) == 4 * 8192
+
+
+async def test_what_others_put_in_quarantine_is_counted_and_goes_first(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(6)
+    async with (
+        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as ours,
+        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as theirs,
+    ):
+        await store(theirs, keys[:4], memory.describe(0, range(4)))
+        flip_bit(path_of(tmp_path, memory.namespace(), keys[0]), 8 * 4100)
+        assert await load_verified(ours, keys[:1], memory.describe(0, [5])) == [Status.CORRUPT]
+        assert counted_bytes(ours) == bytes_on_disk(tmp_path)
+        outcomes = await store(ours, keys[4:5], memory.describe(0, [0]))
+        assert all(outcome.done for outcome in outcomes)
+        assert await ours.lookup(keys) == [False, True, True, True, True, False]
+        assert counted_bytes(ours) == bytes_on_disk(tmp_path) == 4 * 8192
