@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.file_io import IOV_MAX, FileIO, IOVector
 from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.header import HEADER_BYTES, BlockHeader
+from kvxfer.backends.file.header import HEADER_BYTES, HeaderFrame
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 
 STRAIGHT_BYTES = 64 << 10
 """Mean fragment from which on memory is given to the kernel as it is. Smaller ones are gathered
@@ -86,9 +86,17 @@ class BlockFiles:
         self.copy_engine = copy_engine
         self.flags = os.O_DIRECT if alignment else 0
         self._alignment = alignment
-        self._block_sizes = [group.block_size_bytes for group in namespace.groups]
-        self._blocks_per_chunk = namespace.blocks_per_chunk
+        # By the last bytes of a key, which are its group.
+        self._block_sizes = {
+            index.to_bytes(GROUP_INDEX_BYTES, "big"): group.block_size_bytes
+            for index, group in enumerate(namespace.groups)
+        }
+        self._chunk_sizes = {
+            group: size * namespace.blocks_per_chunk for group, size in self._block_sizes.items()
+        }
         self._scratches = threading.local()
+        # As many as ways to cut a chunk at its blocks.
+        self._frames: dict[tuple[bytes, int, int], HeaderFrame] = {}
 
     @property
     def num_groups(self) -> int:
@@ -97,11 +105,11 @@ class BlockFiles:
 
     def block_size(self, key: BlockKey) -> int:
         """Bytes of one block of a key's group."""
-        return self._block_sizes[group_of(key)]
+        return self._block_sizes[key[-GROUP_INDEX_BYTES:]]
 
     def chunk_size(self, key: BlockKey) -> int:
         """Bytes of a whole chunk of a key's group."""
-        return self.block_size(key) * self._blocks_per_chunk
+        return self._chunk_sizes[key[-GROUP_INDEX_BYTES:]]
 
     def rounds(self, blocks: Descriptors) -> Iterator[tuple[int, int]]:
         """Runs of blocks whose files are open, and whose scratch memory is needed, at one time."""
@@ -134,17 +142,14 @@ class BlockFiles:
 
     def header(self, key: BlockKey, start: int, num_bytes: int, checksum: str) -> bytes:
         """What the header of a file with this data is."""
-        block_size = self.block_size(key)
-        header = BlockHeader(
-            namespace=self.fingerprint,
-            key=key,
-            start=start,
-            num_blocks=num_bytes // block_size,
-            block_size_bytes=block_size,
-            integrity=self.digester.integrity,
-            checksum=checksum,
-        )
-        return header.encode(self.digester)
+        group = key[-GROUP_INDEX_BYTES:]
+        frame = self._frames.get((group, start, num_bytes))
+        if frame is None:
+            block_size = self.block_size(key)
+            frame = self._frames[group, start, num_bytes] = HeaderFrame(
+                self.fingerprint, start, num_bytes // block_size, block_size, self.digester
+            )
+        return frame.fill(key, checksum, self.digester.integrity)
 
     def close(self) -> None:
         """Release every resource; may be called again. No other call may be under way."""
@@ -197,7 +202,7 @@ def straight_vectors(scratch: Scratch, blocks: Descriptors, *, tail: bool) -> li
         pieces[ends - 1, 0], pieces[ends - 1, 1] = scratch.addresses + HEADER_BYTES, PAGE_BYTES
         is_data[ends - 1] = False
     pieces[is_data, 0], pieces[is_data, 1] = blocks.addresses, blocks.lengths
-    return np.split(pieces, ends[:-1])
+    return [pieces[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
 
 
 def describe_scratch(

@@ -91,17 +91,10 @@ class BlockHeader:
 
     def encode(self, digester: Digester) -> bytes:
         """Write the header, `HEADER_BYTES` long."""
-        head = (
-            f'{{"__metadata__":{{"format":"kvxfer-block","version":"{FORMAT_VERSION}",'
-            f'"namespace":"{self.namespace}","key":"{self.key.hex()}","start":"{self.start}",'
-            f'"integrity":"{self.integrity.value}","checksum":"{self.checksum}"'
+        frame = HeaderFrame(
+            self.namespace, self.start, self.num_blocks, self.block_size_bytes, digester
         )
-        tail = (
-            f'}},"blocks":{{"dtype":"U8","shape":[{self.num_blocks},{self.block_size_bytes}],'
-            f'"data_offsets":[0,{self.num_bytes}]}}}}'
-        )
-        text = f'{head},"seal":"{digester.seal(head + tail)}"{tail}'
-        return _LENGTH_PREFIX + text.encode().ljust(HEADER_BYTES - len(_LENGTH_PREFIX))
+        return frame.fill(self.key, self.checksum, self.integrity)
 
     @classmethod
     def decode(cls, page: bytes) -> "BlockHeader":
@@ -148,3 +141,42 @@ class BlockHeader:
         if (has_secret or not sealed_by_secret) and header.encode(digester) != page:
             raise BlockFileError("the header does not match its seal")
         return header
+
+
+class HeaderFrame:
+    """What the headers of many blocks have in common: all but the key and the checksums.
+
+    Args:
+        namespace: See `BlockHeader`, as the next three.
+        start: As above.
+        num_blocks: As above.
+        block_size_bytes: As above.
+        digester: Makes the seals.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        start: int,
+        num_blocks: int,
+        block_size_bytes: int,
+        digester: Digester,
+    ) -> None:
+        self._digester = digester
+        self._before_key = (
+            f'{{"__metadata__":{{"format":"kvxfer-block","version":"{FORMAT_VERSION}",'
+            f'"namespace":"{namespace}","start":"{start}","key":"'
+        )
+        self._after_seal = (
+            f'}},"blocks":{{"dtype":"U8","shape":[{num_blocks},{block_size_bytes}],'
+            f'"data_offsets":[0,{num_blocks * block_size_bytes}]}}}}'
+        )
+
+    def fill(self, key: BlockKey, checksum: str, integrity: Integrity) -> bytes:
+        """Write the header of one block, `HEADER_BYTES` long."""
+        head = (
+            f'{self._before_key}{key.hex()}","integrity":"{integrity.value}",'
+            f'"checksum":"{checksum}"'
+        )
+        text = f'{head},"seal":"{self._digester.seal(head + self._after_seal)}"{self._after_seal}'
+        return _LENGTH_PREFIX + text.encode().ljust(HEADER_BYTES - len(_LENGTH_PREFIX))
