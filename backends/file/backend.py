@@ -291,6 +291,8 @@ class FileBackend(Backend):
             )
             reservation.keys = [keys[index] for index in absent[:fitting]]
             reservation.accepted, reservation.refused = absent[:fitting], absent[fitting:]
+        else:
+            self._space.touch(keys)
 
     def _give_back(self, reservation: "_Reservation") -> None:
         self._space.settle(reservation.keys, stored=[False] * len(reservation.keys))

@@ -109,7 +109,9 @@ async def test_two_processes_in_one_small_folder_never_err_and_keep_its_capacity
         assert [process.returncode for process in started] == [0, 0], ends
     for out, err in ends:
         counts = json.loads(out)
-        assert counts["failed"] == 0, err
+        # Stored by the other one, who was waited for, and evicted before it could be seen.
+        assert counts["failed"] == err.count("another process is storing this block\n"), err
+        assert counts["failed"] <= counts["stored"] // 100, counts
         assert min(counts["stored"], counts["loaded"], counts["missed"]) > 10, counts
     assert num_full > 3, "the folder was never full"
     memory = shared_memory()

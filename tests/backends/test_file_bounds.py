@@ -1,0 +1,362 @@
+"""A file store keeps its capacity and the free space, and evicts in the right order."""
+
+import asyncio
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file.contents import Contents, file_id
+from kvxfer.backends.file.folder import BlockFolder, file_name
+from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.space import Space
+from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import Status
+from kvxfer.storage.eviction import ARC, LRU, POLICIES, PolicyName
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.units import ByteSize
+from tests.backends.file_store import (
+    ENGINES,
+    bytes_on_disk,
+    counted_bytes,
+    flip_bit,
+    hashed_keys,
+    load_verified,
+    one_page_memory,
+    open_store,
+    path_of,
+    store,
+    tmpfs,
+    until_scanned,
+)
+
+FILE_BYTES = 8192
+NAMESPACE = "0" * 32
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+async def test_whatever_happens_the_capacity_is_kept_and_the_count_is_right(
+    tmp_path: Path, eviction: str, engine: str
+) -> None:
+    rng = random.Random(11)
+    memory = BlockMemory([[30_000], [64], [5000]], num_blocks=16)
+    capacity = 200_000
+    keys = [hashed_keys(24, group=group) for group in range(3)]
+    fields = {"capacity": ByteSize(capacity), "eviction": eviction, "engine": engine}
+    async with (
+        open_store(tmp_path, memory.namespace(), **fields) as ours,
+        open_store(tmp_path, memory.namespace(revision="other"), **fields) as theirs,
+    ):
+        await until_scanned(ours)
+        await until_scanned(theirs)
+        for _ in range(150):
+            backend = rng.choice([ours, theirs])
+            namespace = memory.namespace(revision="" if backend is ours else "other")
+            group = rng.randrange(3)
+            chosen = rng.sample(keys[group], rng.randint(1, 4))
+            action = rng.random()
+            if action < 0.6:
+                outcomes = await store(backend, chosen, memory.describe(group, range(len(chosen))))
+                assert all(outcome.done for outcome in outcomes)
+            elif action < 0.8:
+                target = memory.describe(group, range(len(chosen)))
+                await load_verified(backend, chosen, target)
+            elif action < 0.9:
+                await backend.delete(chosen)
+            else:
+                path = path_of(tmp_path, namespace, chosen[0])
+                if path.exists():
+                    flip_bit(path, 8 * 4100)
+                    target = memory.describe(group, [0])
+                    assert await load_verified(backend, chosen[:1], target) == [Status.CORRUPT]
+            assert bytes_on_disk(tmp_path) <= capacity
+            assert counted_bytes(ours) == bytes_on_disk(tmp_path)
+
+
+async def test_lru_evicts_what_was_used_the_longest_time_ago(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(6)
+    async with open_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:
+        await until_scanned(backend)
+        for key in keys[:4]:
+            await store(backend, [key], memory.describe(0, [0]))
+        await load_verified(backend, keys[:1], memory.describe(0, [1]))
+        await store(backend, keys[4:5], memory.describe(0, [0]))
+        assert await backend.lookup(keys) == [True, False, True, True, True, False]
+        await store(backend, keys[2:3], memory.describe(0, [0]))  # present: a use
+        await store(backend, keys[5:], memory.describe(0, [0]))
+        assert await backend.lookup(keys) == [True, False, True, False, True, True]
+
+
+async def test_arc_keeps_what_is_used_again_through_a_long_scan(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(60)
+    async with open_store(
+        tmp_path, memory.namespace(), capacity=8 * FILE_BYTES, eviction="arc"
+    ) as backend:
+        await until_scanned(backend)
+        await store(backend, keys[:3], memory.describe(0, range(3)))
+        await load_verified(backend, keys[:3], memory.describe(0, range(8, 11)))
+        for key in keys[3:]:
+            await store(backend, [key], memory.describe(0, [0]))
+        assert await backend.lookup(keys[:3]) == [True] * 3
+        assert bytes_on_disk(tmp_path) == 8 * FILE_BYTES
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+async def test_a_batch_never_evicts_its_own_blocks(tmp_path: Path, eviction: str) -> None:
+    memory, keys = one_page_memory(), hashed_keys(6)
+    async with open_store(
+        tmp_path, memory.namespace(), capacity=4 * FILE_BYTES, eviction=eviction
+    ) as backend:
+        await until_scanned(backend)
+        await store(backend, keys[:3], memory.describe(0, range(3)))
+        outcomes = await store(backend, [*keys[:2], *keys[3:]], memory.describe(0, range(5)))
+        done = [outcome.done for outcome in outcomes]
+        assert done == [True, True, True, True, False]
+        assert await backend.lookup(keys) == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, eviction: str) -> None:
+    memory, keys = one_page_memory(), hashed_keys(7)
+    fields = {"capacity": ByteSize(4 * FILE_BYTES), "eviction": eviction}
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await store(backend, keys[:4], memory.describe(0, range(4)))
+    ages = [200, 400, 100, 300]
+    for key, age in zip(keys, ages, strict=False):
+        os.utime(path_of(tmp_path, memory.namespace(), key), (time.time() - age,) * 2)
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await until_scanned(backend)
+        for number, key in enumerate(keys[4:], 1):
+            await store(backend, [key], memory.describe(0, [0]))
+            there = await backend.lookup(keys[:4])
+            gone = sorted((age for age, found in zip(ages, there, strict=True) if not found))
+            assert gone == sorted(ages)[-number:]
+
+
+async def test_the_free_space_floor_is_kept_by_evicting(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[256 << 10]], num_blocks=4), hashed_keys(30)
+    floor = 3 * MIB
+    with tmpfs(8 * MIB) as folder:
+        async with open_store(folder, memory.namespace(), min_free=ByteSize(floor)) as backend:
+            for key in keys:
+                (outcome,) = await store(backend, [key], memory.describe(0, [0]))
+                assert outcome.done, outcome
+                found = os.statvfs(folder)
+                assert found.f_bavail * found.f_frsize >= floor
+            assert sum(await backend.lookup(keys)) > 10
+            num_before = sum(await backend.lookup(keys))
+            (folder / "filler").write_bytes(bytes(5 * MIB // 2))  # somebody else takes the room
+            (outcome,) = await store(backend, keys[:1], memory.describe(0, [0]))
+            assert outcome.done
+            found = os.statvfs(folder)
+            assert found.f_bavail * found.f_frsize >= floor
+            assert 0 < sum(await backend.lookup(keys)) < num_before
+        async with open_store(folder, memory.namespace(), min_free=ByteSize(8 * MIB)) as backend:
+            (outcome,) = await store(backend, keys[1:2], memory.describe(0, [0]))
+            assert "no room" in outcome.reason
+            assert outcome.status is Status.FAILED
+
+
+async def test_batches_at_one_time_keep_the_free_space_floor_together(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[256 << 10]], num_blocks=32), hashed_keys(32)
+    floor = 3 * MIB
+    with tmpfs(8 * MIB) as folder:
+        async with open_store(folder, memory.namespace(), min_free=ByteSize(floor)) as backend:
+            await until_scanned(backend)
+            assert sum(
+                backend._space.reserve([key], [(256 << 10) + 4096]) for key in keys
+            ) <= 5 * MIB // (260 << 10)
+
+
+async def test_files_of_a_dead_namespace_make_room(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(6)
+    capacity = ByteSize(4 * FILE_BYTES)
+    dead = memory.namespace(model="dead")
+    async with open_store(tmp_path, dead, capacity=capacity) as backend:
+        await store(backend, keys[:4], memory.describe(0, range(4)))
+        flip_bit(path_of(tmp_path, dead, keys[0]), 8 * 4100)
+        await load_verified(backend, keys[:1], memory.describe(0, [5]))
+    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        for key in keys:
+            assert all(o.done for o in await store(backend, [key], memory.describe(0, [0])))
+            assert bytes_on_disk(tmp_path) <= capacity
+        assert sum(await backend.lookup(keys)) == 4
+        assert not list(tmp_path.glob(f"{dead.fingerprint}/*/*.safetensors"))  # noqa: ASYNC240 - few
+
+
+async def test_arc_copes_with_more_blocks_than_it_was_made_for(tmp_path: Path) -> None:
+    memory = BlockMemory([[1 << 20], [64]], num_blocks=8)
+    small = hashed_keys(400, group=1)
+    capacity = ByteSize(256 * FILE_BYTES)  # two of the large ones
+    async with open_store(
+        tmp_path, memory.namespace(), capacity=capacity, eviction="arc"
+    ) as backend:
+        for start in range(0, 400, 8):
+            batch = small[start : start + 8]
+            outcomes = await store(backend, batch, memory.describe(1, range(8)))
+            assert all(outcome.done for outcome in outcomes)
+            await load_verified(backend, batch[:2], memory.describe(1, [0, 1]))
+        assert bytes_on_disk(tmp_path) == capacity
+
+
+async def test_foreign_files_in_the_tree_are_left_alone_and_harm_nobody(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(8)
+    fingerprint = memory.namespace().fingerprint
+    folder = tmp_path / fingerprint / "ab"
+    folder.mkdir(parents=True, mode=0o700)
+    (tmp_path / ("f" * 32)).symlink_to("/etc")
+    (tmp_path / "README").write_text("hello")
+    foreign = [
+        f"{'ab' * 121}.safetensors",
+        "ab cd.safetensors",
+        "ABCDEF0123.safetensors",
+        "abc.safetensors",
+        ".safetensors",
+        f"{'cd' * 12}.safetensors",  # in the wrong folder
+        "notes.txt",
+    ]
+    for name in foreign:
+        (folder / name).write_text("mine")
+    capacity = ByteSize(5 * FILE_BYTES)
+    async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
+        await until_scanned(backend)
+        for key in keys:
+            assert all(o.done for o in await store(backend, [key], memory.describe(0, [0])))
+        await backend.purge()
+    assert {path.name for path in folder.iterdir()} >= set(foreign)
+
+
+def test_a_capacity_below_one_block_is_refused_with_what_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="8192 bytes or more"):
+        open_store(tmp_path, one_page_memory().namespace(), capacity=ByteSize(8191))
+
+
+def make_empty_files(folder: Path, keys: list[BlockKey]) -> None:
+    for number in range(256):
+        (folder / f"{number:02x}").mkdir(parents=True, mode=0o700)
+    for key in keys:
+        name = file_name(key)
+        (folder / name[:2] / name).touch(mode=0o600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_an_index_of_100_000_blocks_is_rebuilt_in_ten_seconds(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[64]], num_blocks=4), hashed_keys(100_000)
+    namespace = memory.namespace()
+    await asyncio.to_thread(make_empty_files, tmp_path / namespace.fingerprint, keys)
+    began = time.monotonic()
+    async with open_store(tmp_path, namespace, capacity=ByteSize(1 << 40)) as backend:
+        num_lookups, slowest_s = 0, 0.0
+        while not backend._scan.done():
+            asked = time.monotonic()
+            assert await backend.lookup(keys[:50]) == [True] * 50
+            slowest_s = max(slowest_s, time.monotonic() - asked)
+            num_lookups += 1
+        took_s = time.monotonic() - began
+        assert len(backend._space._contents._entries) == 100_000
+    assert took_s < 10
+    assert num_lookups > 5
+    assert slowest_s < 5
+
+
+def make_space(root: Path, *, num_files: int, eviction: PolicyName = "lru") -> Space:
+    space = Space(
+        BlockTree(root),
+        BlockFolder(root, NAMESPACE),
+        Ledger(root),
+        POLICIES[eviction](num_files),
+        capacity_bytes=num_files * FILE_BYTES,
+        min_free_bytes=0,
+    )
+    space.scan()
+    return space
+
+
+def write_file(space: Space, key: BlockKey) -> None:
+    os.close(space._folder.create_block(key))
+    space._folder.publish(key)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_a_walk_does_not_forget_what_is_reserved(tmp_path: Path, eviction: PolicyName) -> None:
+    space, keys = make_space(tmp_path, num_files=5, eviction=eviction), hashed_keys(9)
+    assert space.reserve(keys[:3], [FILE_BYTES] * 3) == 3
+    space.scan()
+    assert space.reserve(keys[3:], [FILE_BYTES] * 6) == 2
+    space.settle(keys[:5], stored=[False] * 5)
+    assert space.reserve(keys[3:], [FILE_BYTES] * 6) == 5
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_a_block_deleted_while_it_is_stored_is_forgotten(
+    tmp_path: Path, eviction: PolicyName
+) -> None:
+    space, keys = make_space(tmp_path, num_files=3, eviction=eviction), hashed_keys(6)
+    assert space.reserve(keys[:3], [FILE_BYTES] * 3) == 3
+    for key in keys[:3]:
+        write_file(space, key)
+    assert space.remove(keys[:2]) == 2
+    space.put_away(keys[2])  # not in quarantine: replaced before it could be
+    space.settle(keys[:3], stored=[True] * 3)
+    assert space.reserve(keys[3:], [FILE_BYTES] * 3) == 3
+    space.settle(keys[3:], stored=[False] * 3)
+    assert space.reserve(keys[:3], [FILE_BYTES] * 3) == 3
+
+
+class Stubborn(BlockFolder):
+    """Nothing can be removed from it."""
+
+    def remove(self, key: BlockKey) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+def test_an_eviction_that_fails_leaves_no_reservation(tmp_path: Path, eviction: PolicyName) -> None:
+    space, keys = make_space(tmp_path, num_files=3, eviction=eviction), hashed_keys(6)
+    assert space.reserve(keys[:2], [FILE_BYTES] * 2) == 2
+    space.settle(keys[:2], stored=[True] * 2)
+    good, space._folder = space._folder, Stubborn(tmp_path, NAMESPACE)
+    with pytest.raises(PermissionError):
+        space.reserve(keys[2:5], [FILE_BYTES] * 3, spare=keys[:1])
+    space._folder = good
+    assert space._ledger.reserved == 0
+    space.scan()
+    assert space.reserve(keys[2:5], [FILE_BYTES] * 3) == 3
+
+
+@pytest.mark.parametrize("policy", [LRU, ARC])
+def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]) -> None:
+    contents, keys = Contents(policy(20)), hashed_keys(8)
+    files = [file_id(NAMESPACE, key) for key in keys]
+
+    def found(index: int, *, away: bool = False) -> FoundBlock:
+        folder = "quarantine" if away else keys[index].hex()[:2]
+        return FoundBlock(NAMESPACE, folder, keys[index], FILE_BYTES, float(index))
+
+    for file in files[:5]:
+        contents.admit(file, FILE_BYTES)
+    contents.settle(files[:4], stored=[True] * 4)  # the fifth one is on its way
+    contents.begin_walk()
+    contents.admit(files[5], FILE_BYTES)
+    contents.admit(files[6], FILE_BYTES)
+    contents.settle(files[4:6], stored=[True, False])
+    contents.remove(files[0])
+    contents.put_away(files[1], FILE_BYTES)
+    walk = [found(index) for index in (0, 1, 2, 3, 4)]
+    total, reserved = contents.end_walk([*walk, found(7), found(1, away=True)])
+    # In quarantine: 1. Stored: 2, 3 and 4. On its way: 6. Another process's: 7.
+    assert total == 6 * FILE_BYTES
+    assert reserved == 2 * FILE_BYTES
+    contents.settle(files[6:7], stored=[True])
+    victims = []
+    while (victim := contents.choose_victim()) is not None:
+        victims.append(victim)
+    assert victims[0].quarantined
+    assert {keys.index(victim.key) for victim in victims} == {1, 2, 3, 4, 6, 7}
