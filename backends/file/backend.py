@@ -107,6 +107,7 @@ class FileBackend(Backend):
         self._readers = Threads("kvxfer-file-read", self._num_readers)
         self._writers = Threads("kvxfer-file-write", self._num_writers)
         self._lookups = Threads("kvxfer-file-lookup", 1)
+        self._reservers = Threads("kvxfer-file-reserve", 1)  # must not wait behind the writers
         self._stores: dict[BlockKey, asyncio.Event] = {}
         self._writing_since: list[float] = []
         self._num_corrupt = 0
@@ -174,7 +175,7 @@ class FileBackend(Backend):
         """
         self._check(keys)
         try:
-            return await self._writers.run(self._space.remove, keys)
+            return await self._reservers.run(self._space.remove, keys)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
@@ -186,7 +187,7 @@ class FileBackend(Backend):
         """
         self._check()
         try:
-            return await self._writers.run(self._purge)
+            return await self._reservers.run(self._purge)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
@@ -194,7 +195,7 @@ class FileBackend(Backend):
         """See `Backend.aclose`."""
         if not self._closed:
             self._closed = True
-            for threads in (self._readers, self._writers, self._lookups):
+            for threads in (self._readers, self._writers, self._lookups, self._reservers):
                 await threads.aclose()
             await asyncio.wrap_future(self._scan)
             self._files.close()
@@ -206,10 +207,10 @@ class FileBackend(Backend):
         reservation = _Reservation()
         try:
             with self._watched():
-                await self._writers.run(self._reserve, reservation, keys, blocks)
+                await self._reservers.run(self._reserve, reservation, keys, blocks)
         except asyncio.CancelledError:
             self._breaker.abandon()
-            await self._writers.run(self._give_back, reservation)
+            await self._reservers.run(self._give_back, reservation)
             raise
         except OSError as exc:
             self._breaker.record(str(exc))
