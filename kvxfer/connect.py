@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeAlias
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
@@ -182,7 +182,9 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     except ValueError as exc:
         raise InvalidArgumentError("backend", url, "parameters as name=value") from exc
     query += [
-        (name, text) for name, text in (("address", parts.netloc), ("path", parts.path)) if text
+        (name, text)
+        for name, text in (("address", parts.netloc), ("path", unquote(parts.path)))
+        if text
     ]
     parameters: dict[str, Any] = dict(query)
     if len(parameters) < len(query):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.connect import complete_namespace, connect, open_backend, parse_backend
 from kvxfer.errors import CapacityError, InvalidArgumentError, NamespaceMismatchError
@@ -68,6 +69,12 @@ def test_every_parameter_reaches_the_backend() -> None:
     _, config = parse_backend("host://?capacity=1MiB&eviction=arc&integrity=off")
     assert isinstance(config, HostConfig)
     assert (config.eviction, config.integrity.value) == ("arc", "off")
+
+
+def test_the_path_of_a_url_may_have_any_characters() -> None:
+    _, config = parse_backend("file:///var/my%20cache/%25?capacity=1GiB")
+    assert isinstance(config, FileConfig)
+    assert config.path == "/var/my cache/%"
 
 
 def test_the_mapping_is_left_as_it_was() -> None:
