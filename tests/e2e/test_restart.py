@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import models, text
-from tests.e2e.harness import REPOSITORY, AuditedEngine, require_same
+from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts, require_same
 
 pytestmark = pytest.mark.e2e
 
@@ -15,9 +15,14 @@ SHARED_TOKENS = 400
 WHOLE_BLOCKS_TOKENS = 384
 MAX_TOKENS = 8
 NUM_PROMPTS = 2
+PROCESSES = pytest.mark.parametrize(
+    "processes",
+    [{"multiprocessing": False}, {"multiprocessing": True}],
+    ids=["one-process", "several-processes"],
+)
 HITS = "vllm:external_prefix_cache_hits"
 
-Start = Callable[[], AuditedEngine]
+Start = Callable[..., AuditedEngine]
 
 
 @pytest.fixture
@@ -26,11 +31,11 @@ def prompts() -> list[list[int]]:
     return text.prompts(folder / "tokenizer.json", NUM_PROMPTS, shared_tokens=SHARED_TOKENS)
 
 
-@pytest.fixture(params=[False, True], ids=["one-process", "several-processes"])
-def settings(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, Any]:
     files, directory = tmp_path / "files", tmp_path / "audit"
     directory.mkdir()
-    return {"files": files, "directory": directory, "multiprocessing": request.param}
+    return {"files": files, "directory": directory}
 
 
 @pytest.fixture
@@ -38,10 +43,10 @@ def start_again(settings: dict[str, Any]) -> Iterator[Start]:
     """Start an engine over the same files; the one before it is stopped first."""
     engines: list[AuditedEngine] = []
 
-    def start_again() -> AuditedEngine:
+    def start_again(model: str = "smollm2", **more: Any) -> AuditedEngine:
         for engine in engines:
             engine.close()
-        engines.append(AuditedEngine("smollm2", **settings))
+        engines.append(AuditedEngine(model, **(settings | more)))
         return engines[-1]
 
     yield start_again
@@ -50,14 +55,15 @@ def start_again(settings: dict[str, Any]) -> Iterator[Start]:
         assert "Traceback" not in engine.log(), engine.log()
 
 
+@PROCESSES
 def test_a_restarted_engine_gets_the_shared_prefix_from_disk(
-    start_again: Start, prompts: list[list[int]]
+    start_again: Start, prompts: list[list[int]], processes: dict[str, bool]
 ) -> None:
-    first = start_again()
+    first = start_again(**processes)
     computed = first.computed(prompts, max_tokens=MAX_TOKENS)
     first.settle()
 
-    second = start_again()
+    second = start_again(**processes)
     returned = second.generate(prompts, max_tokens=MAX_TOKENS)
 
     require_same(returned, computed, dtype=second.dtype)
@@ -68,10 +74,40 @@ def test_a_restarted_engine_gets_the_shared_prefix_from_disk(
     assert second.audit().clean, second.audit()
 
 
-def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_again(
-    start_again: Start, prompts: list[list[int]], settings: dict[str, Any]
+@pytest.mark.parametrize(
+    ("model", "settings_of_model"),
+    [
+        ("llama", {"tensor_parallel_size": 2, "multiprocessing": True}),
+        ("gemma3", {"blocks_per_chunk": 2}),
+    ],
+)
+def test_parts_of_two_workers_and_chunks_of_six_groups_come_back_from_disk(
+    start_again: Start, model: str, settings_of_model: dict[str, Any]
 ) -> None:
-    first = start_again()
+    settings_of_model |= {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 2048}
+    prompts = random_prompts(2, shared_tokens=600, own_tokens=205)
+    first = start_again(model, **settings_of_model)
+    computed = first.computed(prompts, max_tokens=MAX_TOKENS)
+    first.settle()
+
+    second = start_again(model, **settings_of_model)
+    returned = second.generate(prompts, max_tokens=MAX_TOKENS)
+
+    require_same(returned, computed, dtype=second.dtype)
+    assert [one.cached_tokens for one in returned] == [768] * 2
+    audit = second.audit()
+    assert audit.clean, audit
+    assert audit.ranks == frozenset(range(settings_of_model.get("tensor_parallel_size", 1)))
+
+
+@PROCESSES
+def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_again(
+    start_again: Start,
+    prompts: list[list[int]],
+    settings: dict[str, Any],
+    processes: dict[str, bool],
+) -> None:
+    first = start_again(**processes)
     computed = first.computed(prompts, max_tokens=MAX_TOKENS)
     first.settle()
     first.close()
@@ -80,11 +116,11 @@ def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_aga
     for file in files:
         _flip_a_bit(file)
 
-    second = start_again()
+    second = start_again(**processes)
     recomputed = second.generate(prompts, max_tokens=MAX_TOKENS)
     metrics = second.metrics()
     second.settle()
-    third = start_again()
+    third = start_again(**processes)
     returned = third.generate(prompts, max_tokens=MAX_TOKENS)
 
     require_same([*recomputed, *returned], computed * 2, dtype=second.dtype)
