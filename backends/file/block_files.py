@@ -31,7 +31,7 @@ PAGE_BYTES = 4096
 
 # All of this process's memory as one view: a slice of it is a view of raw memory, made in a
 # fraction of the time that an object of its own would take.
-_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0))
+_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
 
 
 class Scratch:

@@ -57,16 +57,13 @@ class TestFileBackend(FileBackendTests):
             yield
 
 
-class TestFileBackendBuffered(FileBackendTests):
-    """Through the page cache, with ARC."""
-
-    fields: ClassVar[dict[str, Any]] = {"direct": "off", "eviction": "arc", "engine": "posix"}
-
-
 class TestFileBackendKeyed(FileBackendTests):
-    """With a secret, and durable; one thread each way."""
+    """With everything that is not the default: a secret, durable, ARC, no O_DIRECT, one thread."""
 
     fields: ClassVar[dict[str, Any]] = {
+        "direct": "off",
+        "eviction": "arc",
+        "engine": "posix",
         "durability": "fsync",
         "read_threads": 1,
         "write_threads": 1,

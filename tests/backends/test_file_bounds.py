@@ -55,7 +55,7 @@ async def test_whatever_happens_the_capacity_is_kept_and_the_count_is_right(
     ):
         await until_scanned(ours)
         await until_scanned(theirs)
-        for _ in range(150):
+        for _ in range(60):
             backend = rng.choice([ours, theirs])
             namespace = memory.namespace(revision="" if backend is ours else "other")
             group = rng.randrange(3)
