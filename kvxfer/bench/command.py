@@ -4,6 +4,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -24,11 +25,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--check", action="store_true", help="fail when a ratio misses its goal")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, less memory")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the ratios, e.g. as .svg")
     arguments = parser.parse_args(argv)
     bench = importlib.import_module(f"kvxfer.bench.{arguments.name}")
     rows: list[Row] = bench.run(quick=arguments.quick)
     sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
     sys.stdout.write("\n")
+    if arguments.chart:
+        from kvxfer.bench.chart import draw  # matplotlib is slow to import, and seldom wanted
+
+        draw(rows, arguments.chart)
     missed = [row for row in rows if not row.meets_goal]
     for row in missed:
         sys.stderr.write(f"missed: {row.case}: ratio {row.ratio:.3f}, goal {row.goal}\n")
