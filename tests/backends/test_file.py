@@ -110,7 +110,7 @@ class PosixFileStateMachine(FileStateMachine):
 
 
 # Every example opens backends, with their threads, in a folder of its own.
-_SETTINGS = settings(max_examples=8, stateful_step_count=20)
+_SETTINGS = settings(max_examples=6, stateful_step_count=20)
 
 TestFileStateMachine = FileStateMachine.TestCase
 TestFileStateMachine.settings = _SETTINGS

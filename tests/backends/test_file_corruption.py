@@ -67,9 +67,9 @@ class Store:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("direct", ["auto", "off"])
-async def test_no_flipped_bit_is_ever_loaded(tmp_path: Path, engine: str, direct: str) -> None:
-    rng = random.Random(f"{engine}/{direct}")
+async def test_no_flipped_bit_is_ever_loaded(tmp_path: Path, engine: str) -> None:
+    rng = random.Random(engine)
+    direct = "off" if engine == "posix" else "auto"
     memory, keys = (
         BlockMemory([[512, 7, 4096]], num_blocks=200, blocks_per_chunk=2),
         hashed_keys(50),
@@ -133,8 +133,8 @@ async def test_no_file_of_another_length_is_ever_loaded(tmp_path: Path, engine: 
     async with made.backend:
         stored = await made.store()
         lengths = [0, 1, 7, 8, 4095, 4096, 4097, len(stored) - 1, len(stored) + 1]
-        lengths += [rng.randrange(len(stored)) for _ in range(20)]
-        lengths += [len(stored) + rng.randrange(1 << 20) for _ in range(10)]
+        lengths += [rng.randrange(len(stored)) for _ in range(8)]
+        lengths += [len(stored) + rng.randrange(1 << 20) for _ in range(4)]
         for turn, length in enumerate(lengths, 1):
             padding = rng.randbytes(max(0, length - len(stored)))
             made.path.write_bytes(stored[:length] + padding)
