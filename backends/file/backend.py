@@ -36,8 +36,8 @@ from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.threads import Threads
 
-SHARE_BYTES = 1 << 20
-"""What a thread is given at least: smaller batches are not worth a second one."""
+SHARE_BYTES = 4 << 20
+"""What makes a second thread worth its while, where its files do not."""
 
 STALLED_S = 30.0
 """A write that takes longer than this counts as a failure before it ends."""
@@ -161,7 +161,9 @@ class FileBackend(Backend):
                         self._read_share, keys[start:stop], blocks.select(start, stop)
                     )
                 )
-                for start, stop in _shares(blocks, self._num_readers, self._readers)
+                for start, stop in _shares(
+                    blocks, self._num_readers, self._files.file_io.files_per_call
+                )
             ]
         outcomes = [outcome for share in shares for outcome in share.result()]
         self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
@@ -239,7 +241,9 @@ class FileBackend(Backend):
                                 self._write_share, keys[start:stop], blocks.select(start, stop)
                             )
                         )
-                        for start, stop in _shares(blocks, self._num_writers, self._writers)
+                        for start, stop in _shares(
+                            blocks, self._num_writers, self._files.file_io.files_per_call
+                        )
                     ]
         except BaseException:
             self._breaker.abandon()
@@ -367,10 +371,13 @@ class _Reservation:
     refused: list[int] = field(default_factory=list)
 
 
-def _shares(blocks: Descriptors, num_threads: int, threads: Threads) -> Iterator[tuple[int, int]]:
-    """Cut a batch into runs of blocks of about equal bytes, one for each idle thread."""
+def _shares(
+    blocks: Descriptors, num_threads: int, files_per_call: int
+) -> Iterator[tuple[int, int]]:
+    """Cut a batch into runs of blocks of about equal bytes, at most one per thread."""
     ends = np.cumsum(blocks.block_sizes)
-    num_shares = max(1, min(num_threads - threads.num_running, int(ends[-1]) // SHARE_BYTES))
+    worth = max(blocks.num_blocks // files_per_call, int(ends[-1]) // SHARE_BYTES)
+    num_shares = max(1, min(num_threads, worth))
     limits = int(ends[-1]) * np.arange(1, num_shares + 1) // num_shares
     stops = np.unique(np.searchsorted(ends, limits) + 1).tolist()
     yield from pairwise([0, *stops])

@@ -31,6 +31,7 @@ NUM_BATCHES = 16
 NUM_THREADS = 16
 KIB = 1 << 10
 SETTLE_S = 0.5
+FRAGMENT_BYTES = 4 * KIB
 
 FIO_GOALS = {256 * KIB: 0.7, 2048 * KIB: 0.9}
 ONE_BATCH_GOALS = {64 * KIB: 1.3, 2048 * KIB: 1.0}
@@ -89,7 +90,28 @@ class _Bench:
                 if nth:
                     seconds[name][0].append(stored)
                     seconds[name][1].append(loaded)
-        return self._rows(seconds)
+        rows = self._rows(seconds)
+        return [*rows, asyncio.run(self._memory_row())]
+
+    async def _memory_row(self) -> Row:
+        """Measure the memory that one batch of small fragments takes: the worst case, gathered."""
+        fragments = self._describe(0, self._num_blocks, fragment_bytes=FRAGMENT_BYTES)
+        keys = self._keys()
+        async with FileBackend(self._config(), self._namespace("memory")) as backend:
+            before = _reset_peak_rss()
+            await backend.store(keys, fragments)
+            await backend.load(keys, fragments)
+            in_flight = _peak_rss() - before
+        _empty(self._folder)
+        size = f"{self._num_blocks} x {self._block_bytes // KIB} KiB in pieces of 4 KiB"
+        return Row(
+            case=f"memory in flight, {size}, against the batch",
+            value=in_flight / (1 << 20),
+            unit="MiB",
+            baseline=self._total / (1 << 20),
+            ratio=in_flight / self._total,
+            spread=0.0,
+        )
 
     def _contenders(self) -> dict[str, Callable[[], tuple[float, float]]]:
         contenders = {
@@ -158,24 +180,13 @@ class _Bench:
         return asyncio.run(self._kvxfer_round(num_batches, integrity))
 
     async def _kvxfer_round(self, num_batches: int, integrity: Integrity) -> tuple[float, float]:
-        namespace = Namespace(
-            model=f"bench-{integrity.value}",
-            groups=(GroupIdentity(page_sizes_bytes=(self._block_bytes,)),),
-        )
-        config = FileConfig(
-            path=str(self._folder / "kvxfer"),
-            capacity=ByteSize(4 * self._total + (1 << 30)),
-            integrity=integrity,
-            read_threads=NUM_THREADS,
-            write_threads=NUM_THREADS,
-        )
-        keys = self._keys()
+        keys, namespace = self._keys(), self._namespace(integrity.value)
         per_batch = self._num_blocks // num_batches
         batches = [
             (keys[start : start + per_batch], self._describe(start, start + per_batch))
             for start in range(0, self._num_blocks, per_batch)
         ]
-        async with FileBackend(config, namespace) as backend:
+        async with FileBackend(self._config(integrity), namespace) as backend:
             # As in an engine that has run for a while: folders are there, threads are started.
             warm = self._keys()
             for move in (backend.store, backend.load):
@@ -274,17 +285,44 @@ class _Bench:
         hashes = (hashlib.sha256(nth + b.to_bytes(4, "big")) for b in range(self._num_blocks))
         return [make_block_key(each.digest(), 0) for each in hashes]
 
-    def _describe(self, start: int, stop: int) -> Descriptors:
-        size, count_ = np.uint64(self._block_bytes), stop - start
+    def _namespace(self, name: str) -> Namespace:
+        groups = (GroupIdentity(page_sizes_bytes=(self._block_bytes,)),)
+        return Namespace(model=f"bench-{name}", groups=groups)
+
+    def _config(self, integrity: Integrity = Integrity.FAST) -> FileConfig:
+        return FileConfig(
+            path=str(self._folder / "kvxfer"),
+            capacity=ByteSize(1 << 40),  # what is stored is emptied behind the backend's back
+            integrity=integrity,
+            read_threads=NUM_THREADS,
+            write_threads=NUM_THREADS,
+        )
+
+    def _describe(self, start: int, stop: int, *, fragment_bytes: int | None = None) -> Descriptors:
+        length = fragment_bytes or self._block_bytes
+        per_block = self._block_bytes // length
+        first, last = start * per_block, stop * per_block
         return Descriptors(
             addresses=np.uint64(self._memory.ctypes.data)
-            + np.arange(start, stop, dtype=np.uint64) * size,
-            lengths=np.full(count_, size),
-            block_offsets=np.arange(count_ + 1),
-            payload_starts=np.zeros(count_, np.int64),
+            + np.arange(first, last, dtype=np.uint64) * np.uint64(length),
+            lengths=np.full(last - first, length, np.uint64),
+            block_offsets=np.arange(stop - start + 1) * per_block,
+            payload_starts=np.zeros(stop - start, np.int64),
             device=torch.device("cpu"),
             owners=(self._memory,),
         )
+
+
+def _reset_peak_rss() -> int:
+    """Forget the peak of this process's memory; return what it has now, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak_rss()
+
+
+def _peak_rss() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
+    return int(peak) << 10
 
 
 def _settle() -> None:

@@ -23,11 +23,6 @@ class Threads:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._running: set[asyncio.Future[Any]] = set()
 
-    @property
-    def num_running(self) -> int:
-        """Calls that run or wait for a thread."""
-        return len(self._running)
-
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
 
