@@ -33,7 +33,7 @@ type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
 
 docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict
 
-bench: $(SMOLLM2) ; for name in describe copy vllm; do $(BIN)/kvxfer bench $$name --check || exit 1; done
+bench: $(SMOLLM2) ; for name in describe copy file vllm; do $(BIN)/kvxfer bench $$name --check || exit 1; done
 
 check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
 

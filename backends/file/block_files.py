@@ -24,7 +24,7 @@ STRAIGHT_BYTES = 64 << 10
 """Mean fragment from which on memory is given to the kernel as it is. Smaller ones are gathered
 first: hashing them one by one would cost more than copying them."""
 
-ROUND_BYTES = 4 << 20
+ROUND_BYTES = 8 << 20
 ROUND_FILES = 64
 
 PAGE_BYTES = 4096
@@ -114,7 +114,7 @@ class BlockFiles:
     def rounds(self, blocks: Descriptors) -> Iterator[tuple[int, int]]:
         """Runs of blocks whose files are open, and whose scratch memory is needed, at one time."""
         most = max(1, ROUND_BYTES // int(blocks.block_sizes.max()))
-        step = min(ROUND_FILES, max(most, self.file_io.files_per_call))
+        step = min(ROUND_FILES, most)
         for start in range(0, blocks.num_blocks, step):
             yield start, min(start + step, blocks.num_blocks)
 

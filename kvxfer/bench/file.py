@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
+from kvxfer.backends.file.folder import file_name
 from kvxfer.bench import fio
 from kvxfer.bench.report import Row, compare
 from kvxfer.kvcache.descriptors import Descriptors
@@ -46,7 +47,7 @@ def run(*, quick: bool) -> list[Row]:
     (`build/bench` by default), past the page cache where the file system allows it. Rows against
     fio are left out, with a note, where fio is not installed.
     """
-    rounds = 2 if quick else 7
+    rounds = 2 if quick else 5
     parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="file-", dir=parent))
@@ -102,7 +103,7 @@ class _Bench:
             await backend.store(keys, fragments)
             await backend.load(keys, fragments)
             in_flight = _peak_rss() - before
-        _empty(self._folder)
+            await backend.delete(keys)
         size = f"{self._num_blocks} x {self._block_bytes // KIB} KiB in pieces of 4 KiB"
         return Row(
             case=f"memory in flight, {size}, against the batch",
@@ -191,7 +192,7 @@ class _Bench:
             warm = self._keys()
             for move in (backend.store, backend.load):
                 await move(warm, self._describe(0, self._num_blocks))
-            _empty(self._folder)
+            _empty(self._paths(namespace, warm))
             _settle()
             seconds = []
             for move in (backend.store, backend.load):
@@ -200,7 +201,7 @@ class _Bench:
                 seconds.append(time.perf_counter() - began)
                 if not all(outcome.done for batch in outcomes for outcome in batch):
                     raise RuntimeError(f"a block was not done: {outcomes[0][0]}")
-        _empty(self._folder)
+        _empty(self._paths(namespace, keys))
         return seconds[0], seconds[1]
 
     def _vllm(self, num_batches: int) -> tuple[float, float]:
@@ -208,7 +209,7 @@ class _Bench:
         from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 
         root = self._folder / "vllm"
-        paths = [str(root / key[:1].hex() / f"{key.hex()}.bin") for key in self._keys()]
+        paths = [root / key[:1].hex() / f"{key.hex()}.bin" for key in self._keys()]
         for byte in range(256):
             (root / f"{byte:02x}").mkdir(parents=True, exist_ok=True)
         view, per_batch = self._memory.data, self._num_blocks // num_batches
@@ -229,7 +230,7 @@ class _Bench:
                     offsets = [
                         block * self._block_bytes for block in range(start, start + per_batch)
                     ]
-                    some = paths[start : start + per_batch]
+                    some = [str(path) for path in paths[start : start + per_batch]]
                     task = functools.partial(move, some, view, offsets, self._block_bytes, True)
                     enqueue(job, 1, [task])
                 pool.wait_idle()
@@ -238,7 +239,7 @@ class _Bench:
                     raise RuntimeError("vLLM's file tier failed")
         finally:
             pool.shutdown(wait=True)
-        _empty(self._folder)
+        _empty(paths)
         return seconds[0], seconds[1]
 
     def _fio(self) -> tuple[float, float]:
@@ -248,7 +249,7 @@ class _Bench:
         size, total = self._block_bytes, self._total
         stored = fio.seconds(folder, direction="write", block_bytes=size, total_bytes=total)
         loaded = fio.seconds(folder, direction="read", block_bytes=size, total_bytes=total)
-        _empty(self._folder)
+        _empty(folder.iterdir())
         return stored, loaded
 
     def _aiofiles(self) -> tuple[float, float]:
@@ -277,11 +278,17 @@ class _Bench:
             seconds.append(time.perf_counter() - began)
             for path in paths:
                 _drop_from_cache(path)
-        _empty(self._folder)
+        _empty(paths)
         return seconds[0], seconds[1]
 
+    def _paths(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[Path]:
+        """Where `FileBackend` keeps the blocks."""
+        for key in keys:
+            name = file_name(key)
+            yield self._folder / "kvxfer" / namespace.fingerprint / name[:2] / name
+
     def _keys(self) -> list[BlockKey]:
-        nth = next(self._nth).to_bytes(4, "big")
+        nth = f"{self._block_bytes} {next(self._nth)} ".encode()
         hashes = (hashlib.sha256(nth + b.to_bytes(4, "big")) for b in range(self._num_blocks))
         return [make_block_key(each.digest(), 0) for each in hashes]
 
@@ -331,15 +338,14 @@ def _settle() -> None:
     time.sleep(SETTLE_S)
 
 
-def _empty(folder: Path) -> None:
-    """Free the room of all files, but keep them.
+def _empty(paths: Iterable[Path]) -> None:
+    """Free the room of files, but keep them.
 
     Without a journal ext4 searches past every inode that was freed in the last minutes when it
     makes a file, which would burden the next contender.
     """
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_size > 1 << 12:
-            os.truncate(path, 0)
+    for path in paths:
+        os.truncate(path, 0)
 
 
 def _drop_from_cache(path: Path) -> None:
