@@ -15,6 +15,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests
 from tests.backends.file_store import (
     ENGINES,
+    HAS_NIXL,
     capacity_of,
     flip_bit,
     open_store,
@@ -78,10 +79,11 @@ class TestFileBackendKeyed(FileBackendTests):
 
 class FileStateMachine(BackendStateMachine):
     persistent = True
+    place: ClassVar[str | None] = None
     fields: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="kvxfer-test-"))
+        self.root = Path(tempfile.mkdtemp(prefix="kvxfer-test-", dir=self.place))
         super().__init__()
 
     def teardown(self) -> None:
@@ -109,6 +111,11 @@ class PosixFileStateMachine(FileStateMachine):
     fields: ClassVar[dict[str, Any]] = {"engine": "posix", "direct": "off"}
 
 
+class NixlFileStateMachine(FileStateMachine):
+    place: ClassVar[str] = "/dev/shm"  # noqa: S108 - a tmpfs on purpose
+    fields: ClassVar[dict[str, Any]] = {"engine": "nixl"}
+
+
 # Every example opens backends, with their threads, in a folder of its own.
 _SETTINGS = settings(max_examples=6, stateful_step_count=20)
 
@@ -116,6 +123,9 @@ TestFileStateMachine = FileStateMachine.TestCase
 TestFileStateMachine.settings = _SETTINGS
 TestPosixFileStateMachine = PosixFileStateMachine.TestCase
 TestPosixFileStateMachine.settings = _SETTINGS
+if HAS_NIXL:
+    TestNixlFileStateMachine = NixlFileStateMachine.TestCase
+    TestNixlFileStateMachine.settings = _SETTINGS
 TestBoundedFileStateMachine = BoundedFileStateMachine.TestCase
 TestBoundedFileStateMachine.settings = _SETTINGS
 TestBoundedARCFileStateMachine = BoundedARCFileStateMachine.TestCase
