@@ -42,7 +42,7 @@ class UringFileIO(FileIO):
         self._local = threading.local()
         self._lock = threading.Lock()
         self._rings: list[Ring] = []
-        self._ring()
+        self._add_ring()
 
     def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
         """See `FileIO.read`; for single files, hence no better than the kernel's plain call."""
@@ -50,6 +50,9 @@ class UringFileIO(FileIO):
 
     def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
         """See `FileIO.write`."""
+        ring = self._ring()
+        if ring is None:
+            return self._posix.write(fds, vectors)
         results: list[Result] = []
         for start in range(0, len(fds), FILES_PER_CALL):
             some = slice(start, start + FILES_PER_CALL)
@@ -58,7 +61,7 @@ class UringFileIO(FileIO):
             operations["fd"] = fds[some]
             _point_at(operations, vectors[some])
             for fd, vector, done in zip(
-                fds[some], vectors[some], self._ring().run(operations).tolist(), strict=True
+                fds[some], vectors[some], ring.run(operations).tolist(), strict=True
             ):
                 if done == int(vector[:, 1].sum()):
                     results.append(done)
@@ -70,10 +73,13 @@ class UringFileIO(FileIO):
         self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
     ) -> list[Result]:
         """See `FileIO.read_named`."""
+        ring = self._ring()
+        if ring is None:
+            return self._posix.read_named(files, vectors, flags)
         results: list[Result] = []
         for start in range(0, len(files), FILES_PER_CALL):
             some = slice(start, start + FILES_PER_CALL)
-            results += self._read_some(files[some], vectors[some], flags)
+            results += _read_by(ring, files[some], vectors[some], flags)
         return results
 
     def close(self) -> None:
@@ -83,33 +89,20 @@ class UringFileIO(FileIO):
                 ring.close()
             self._rings.clear()
 
-    def _read_some(
-        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
-    ) -> list[Result]:
-        names = [file.name + b"\0" for file in files]
-        joined = np.frombuffer(b"".join(names), np.uint8)
-        ends = np.cumsum([len(name) for name in names])
-        starts = ends - [len(name) for name in names]
-        slots = np.arange(len(files))
-        steps = np.zeros((len(files), _READ_STEPS), OPERATION)
-        opening, reading, closing = steps[:, 0], steps[:, 1], steps[:, 2]
-        opening["opcode"], opening["flags"] = OPENAT, LINK
-        opening["fd"] = [file.folder_fd for file in files]
-        opening["address"] = joined.ctypes.data + starts
-        opening["op_flags"] = flags & ~os.O_CLOEXEC  # what is in a slot has no number to inherit
-        opening["file_index"] = slots + 1
-        reading["opcode"], reading["flags"], reading["fd"] = READV, FIXED_FILE | HARD_LINK, slots
-        _point_at(reading, vectors)
-        closing["opcode"], closing["file_index"] = CLOSE, slots + 1
-        results = self._ring().run(steps.reshape(-1)).reshape(steps.shape)
-        return [_result(opened if opened < 0 else read) for opened, read in results[:, :2].tolist()]
-
-    def _ring(self) -> Ring:
+    def _ring(self) -> Ring | None:
+        """The ring of this thread; None where no more can be had, of descriptors for example."""
         ring: Ring | None = getattr(self._local, "ring", None)
-        if ring is None:
-            ring = self._local.ring = Ring(4 * FILES_PER_CALL, FILES_PER_CALL)
-            with self._lock:
-                self._rings.append(ring)
+        if ring is not None:
+            return ring
+        try:
+            return self._add_ring()
+        except OSError:
+            return None
+
+    def _add_ring(self) -> Ring:
+        ring = self._local.ring = Ring(4 * FILES_PER_CALL, FILES_PER_CALL)
+        with self._lock:
+            self._rings.append(ring)
         return ring
 
 
@@ -120,3 +113,25 @@ def _point_at(operations: np.ndarray, vectors: Sequence[IOVector]) -> None:
 
 def _result(code: int) -> Result:
     return code if code >= 0 else OSError(-code, os.strerror(-code))
+
+
+def _read_by(
+    ring: Ring, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
+) -> list[Result]:
+    names = [file.name + b"\0" for file in files]
+    joined = np.frombuffer(b"".join(names), np.uint8)
+    ends = np.cumsum([len(name) for name in names])
+    starts = ends - [len(name) for name in names]
+    slots = np.arange(len(files))
+    steps = np.zeros((len(files), _READ_STEPS), OPERATION)
+    opening, reading, closing = steps[:, 0], steps[:, 1], steps[:, 2]
+    opening["opcode"], opening["flags"] = OPENAT, LINK
+    opening["fd"] = [file.folder_fd for file in files]
+    opening["address"] = joined.ctypes.data + starts
+    opening["op_flags"] = flags & ~os.O_CLOEXEC  # what is in a slot has no number to inherit
+    opening["file_index"] = slots + 1
+    reading["opcode"], reading["flags"], reading["fd"] = READV, FIXED_FILE | HARD_LINK, slots
+    _point_at(reading, vectors)
+    closing["opcode"], closing["file_index"] = CLOSE, slots + 1
+    results = ring.run(steps.reshape(-1)).reshape(steps.shape)
+    return [_result(opened if opened < 0 else read) for opened, read in results[:, :2].tolist()]

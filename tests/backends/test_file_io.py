@@ -22,6 +22,7 @@ from kvxfer.backends.file.nixl_io import POOL_PIECES, QUEUES, NixlFileIO
 from kvxfer.backends.file.uring_io import UringFileIO
 from kvxfer.backends.host.segment import SHARED_MEMORY
 from kvxfer.errors import BackendUnavailableError
+from tests.backends.file_store import has_uring
 
 PAGE = 4096
 IOV_MAX = 1024
@@ -42,6 +43,7 @@ import ctypes, struct, sys, tempfile
 import numpy as np
 from kvxfer.backends.file.nixl_io import NixlFileIO
 from kvxfer.errors import BackendUnavailableError
+from tests.backends.file_store import has_uring
 
 NUMBERS = {"io_setup": 206, "io_submit": 209, "io_uring_setup": 425, "io_uring_enter": 426}
 
@@ -579,3 +581,29 @@ except BackendUnavailableError as exc:
         monkeypatch.setitem(sys.modules, "nixl", None)
         with pytest.raises(BackendUnavailableError, match=r"install nixl, or use engine=posix"):
             NixlFileIO()
+
+
+@pytest.mark.skipif(not has_uring(), reason="needs io_uring")
+def test_where_no_more_rings_can_be_had_plain_calls_take_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(num_operations: int, num_files: int) -> None:
+        raise OSError(errno.EMFILE, "no more descriptors")
+
+    engine = UringFileIO()
+    monkeypatch.setattr("kvxfer.backends.file.uring_io.Ring", refuse)
+    memory = np.frombuffer(bytearray(b"blocks in files "), np.uint8)
+    vector = np.array([[memory.ctypes.data, len(memory)]], np.uint64)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    folder_fd = os.open(tmp_path, os.O_RDONLY)
+    with ThreadPoolExecutor(1) as other_thread:
+        assert other_thread.submit(engine.write, [fd], [vector]).result() == [16]
+        stored = memory.tobytes()
+        memory[:] = 0
+        named = NamedFile(folder_fd, b"file")
+        read = other_thread.submit(engine.read_named, [named], [vector], os.O_RDONLY)
+        assert read.result() == [16]
+    assert memory.tobytes() == stored
+    for each in (fd, folder_fd):
+        os.close(each)
+    engine.close()
