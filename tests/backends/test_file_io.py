@@ -43,7 +43,6 @@ import ctypes, struct, sys, tempfile
 import numpy as np
 from kvxfer.backends.file.nixl_io import NixlFileIO
 from kvxfer.errors import BackendUnavailableError
-from tests.backends.file_store import has_uring
 
 NUMBERS = {"io_setup": 206, "io_submit": 209, "io_uring_setup": 425, "io_uring_enter": 426}
 
