@@ -1,0 +1,292 @@
+"""What peers say to each other.
+
+Every message is a tagged struct in one frame of MessagePack. Arrays of numbers travel as their
+little-endian bytes. A field may be added with a default; anything else needs a new
+`PROTOCOL_VERSION`.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey, Namespace
+
+PROTOCOL_VERSION = 1
+NONCE_BYTES = 32
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of every message."""
+
+
+class Hello(Message):
+    """First message of either side: who it is and what it holds.
+
+    Attributes:
+        version: `PROTOCOL_VERSION`; compared before anything else.
+        incarnation: 16 random bytes of this process; a restarted peer is another peer.
+        nonce: 32 random bytes of this connection.
+        namespace: What the blocks are, layout and parallel topology included; None from a peer
+            that takes any.
+        boot_id: Tells machines apart, and boots of one. Empty where it is not known.
+        pid: Process of the sender, in the namespace `pid_namespace`.
+        pid_namespace: Tells containers of one machine apart. Empty where it is not known.
+    """
+
+    version: int
+    incarnation: bytes
+    nonce: bytes
+    namespace: Namespace | None
+    boot_id: str = ""
+    pid: int = 0
+    pid_namespace: str = ""
+
+
+class Proof(Message):
+    """Second message of either side: that it knows the key, and then how its memory is reached.
+
+    Attributes:
+        mac: HMAC-SHA256 over both greetings; see `handshake`.
+        metadata: What NIXL needs to reach the sender's registered memory; empty when it has none
+            to offer. Reaches NIXL only after `mac` was verified.
+        region_sizes: Bytes of each registered region, in the order of `Extents.regions`.
+    """
+
+    mac: bytes
+    metadata: bytes = b""
+    region_sizes: list[int] = []
+
+
+class Refusal(Message):
+    """Why the other side closes the connection.
+
+    Attributes:
+        field: What the two do not agree on.
+        ours: Value at the sender.
+        theirs: Value at the receiver.
+    """
+
+    field: str
+    ours: str
+    theirs: str
+
+
+class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the bytes of blocks are in the sender's registered memory: never an address.
+
+    Attributes:
+        regions: uint32, one per extent: index of the region.
+        offsets: uint64, one per extent, bytes from the start of the region.
+        lengths: uint64, one per extent, bytes.
+        block_offsets: int64, `(num_blocks + 1,)`: the extents of block b are
+            `block_offsets[b]:block_offsets[b + 1]`.
+    """
+
+    regions: bytes
+    offsets: bytes
+    lengths: bytes
+    block_offsets: bytes
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one block; `Outcome` on the wire. The sender no longer touches its memory."""
+
+    status: Status
+    reason: str = ""
+
+
+class Lookup(Message):
+    """Ask which keys are there; answered by `Found`."""
+
+    request_id: int
+    keys: list[BlockKey]
+
+
+class Found(Message):
+    """Answer `Lookup`: for each key whether it is there."""
+
+    request_id: int
+    there: list[bool]
+
+
+class Pin(Message):
+    """Ask for blocks to be kept where they are, so that the asking side can read them.
+
+    Attributes:
+        starts: Byte of its chunk at which each block is wanted from.
+        sizes: Bytes wanted of each block.
+    """
+
+    request_id: int
+    keys: list[BlockKey]
+    starts: list[int]
+    sizes: list[int]
+
+
+class Pinned(Message):
+    """Answer `Pin`; the blocks that are `DONE` stay until `Unpin`, or until the lease expires.
+
+    Attributes:
+        endings: One per key; `DONE` says that it is pinned.
+        checksums: XXH3-64 of the wanted bytes of each pinned block, in order; zeros where the
+            holder keeps none.
+        extents: Where the pinned blocks are, in order.
+    """
+
+    request_id: int
+    endings: list[Ending]
+    checksums: list[int]
+    extents: Extents
+
+
+class Unpin(Message):
+    """Let go what the `Pin` of this number asked for; not answered."""
+
+    request_id: int
+
+
+class Push(Message):
+    """Ask the holder to write blocks into the memory of the asking side; answered by `Moved`.
+
+    Attributes:
+        starts: Byte of its chunk at which each block is wanted from.
+        extents: Where each block belongs.
+    """
+
+    request_id: int
+    keys: list[BlockKey]
+    starts: list[int]
+    extents: Extents
+
+
+class Pull(Message):
+    """Ask the holder to read blocks out of the memory of the asking side; answered by `Moved`.
+
+    Attributes:
+        starts: Byte of its chunk at which each block begins.
+        checksums: XXH3-64 of each block.
+        extents: Where each block is.
+    """
+
+    request_id: int
+    keys: list[BlockKey]
+    starts: list[int]
+    checksums: list[int]
+    extents: Extents
+
+
+class Moved(Message):
+    """Answer `Push`, `Pull` and `Receive`: the holder no longer touches the memory.
+
+    Attributes:
+        endings: One per key.
+        checksums: XXH3-64 of each block that was written, in order of the keys that are `DONE`;
+            empty for what was read.
+    """
+
+    request_id: int
+    endings: list[Ending]
+    checksums: list[int] = []
+
+
+class Cancel(Message):
+    """Ask the holder to end a `Push` or `Pull` soon; that request is answered all the same."""
+
+    request_id: int
+
+
+class Delete(Message):
+    """Ask the holder to forget keys; answered by `Deleted`."""
+
+    request_id: int
+    keys: list[BlockKey]
+
+
+class Deleted(Message):
+    """Answer `Delete`: how many of the keys were there."""
+
+    request_id: int
+    num_deleted: int
+
+
+class Ping(Message):
+    """Say that the sender is alive, and renew its leases; answered by `Pong`."""
+
+    request_id: int
+
+
+class Pong(Message):
+    """Answer `Ping`."""
+
+    request_id: int
+
+
+class Attach(Message):
+    """First message of a data connection: which control connection it belongs to.
+
+    Attributes:
+        session: What the holder called the control connection in its `Hello`: its nonce.
+        serial: Larger than that of any data connection of this session before.
+        mac: See `handshake`.
+    """
+
+    session: bytes
+    serial: int
+    mac: bytes
+
+
+class Send(Message):
+    """Ask for blocks on a data connection; answered by `Sending`.
+
+    Attributes:
+        starts: Byte of its chunk at which each block is wanted from.
+        sizes: Bytes wanted of each block.
+    """
+
+    request_id: int
+    keys: list[BlockKey]
+    starts: list[int]
+    sizes: list[int]
+
+
+class Sending(Message):
+    """Answer `Send`; the bytes of the blocks that are `DONE` follow, one after the other.
+
+    Attributes:
+        endings: One per key.
+        checksums: XXH3-64 of each block that follows.
+    """
+
+    request_id: int
+    endings: list[Ending]
+    checksums: list[int]
+
+
+class Receive(Message):
+    """Offer blocks on a data connection; answered by `Wanted`.
+
+    Attributes:
+        starts: Byte of its chunk at which each block begins.
+        sizes: Bytes of each block.
+        checksums: XXH3-64 of each block.
+    """
+
+    request_id: int
+    keys: list[BlockKey]
+    starts: list[int]
+    sizes: list[int]
+    checksums: list[int]
+
+
+class Wanted(Message):
+    """Answer `Receive`: which blocks to send; their bytes follow, then `Moved` answers them."""
+
+    request_id: int
+    wanted: list[bool]
+
+
+Handshake: TypeAlias = Hello | Proof | Refusal | Attach
+Request: TypeAlias = Lookup | Pin | Unpin | Push | Pull | Cancel | Delete | Ping
+Answer: TypeAlias = Found | Pinned | Moved | Deleted | Pong
+Data: TypeAlias = Send | Sending | Receive | Wanted | Moved
