@@ -2,6 +2,7 @@
 
 from kvxfer.connect import connect
 from kvxfer.errors import (
+    AllocationRefusedError,
     AmbiguousLayoutError,
     AttestationError,
     BackendUnavailableError,
@@ -22,6 +23,13 @@ from kvxfer.errors import (
     UnknownLayoutError,
     UnsupportedEngineError,
 )
+from kvxfer.kvcache.allocation import CanonicalAllocation, allocate_canonical
+from kvxfer.kvcache.allocation_refusal import (
+    AllocationCondition,
+    AllocationRefusal,
+    why_not_canonical,
+)
+from kvxfer.kvcache.attention_backend import AttentionBackend, AttentionLayout
 from kvxfer.kvcache.attestation import attest
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
@@ -52,7 +60,12 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId
 
 __all__ = [
+    "AllocationCondition",
+    "AllocationRefusal",
+    "AllocationRefusedError",
     "AmbiguousLayoutError",
+    "AttentionBackend",
+    "AttentionLayout",
     "AttentionSpec",
     "AttestationError",
     "Backend",
@@ -60,6 +73,7 @@ __all__ = [
     "BlockIdError",
     "BlockKey",
     "BlockStateError",
+    "CanonicalAllocation",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
     "CanonicalKVCaches",
@@ -98,10 +112,12 @@ __all__ = [
     "UnknownGroupError",
     "UnknownLayoutError",
     "UnsupportedEngineError",
+    "allocate_canonical",
     "attest",
     "canonicalize",
     "connect",
     "describe",
     "group_of",
     "make_block_key",
+    "why_not_canonical",
 ]

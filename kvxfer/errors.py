@@ -1,6 +1,10 @@
 """Every error kvxfer raises. Data is in fields; the message only repeats it."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvxfer.kvcache.allocation_refusal import AllocationRefusal
 
 
 class KVXferError(Exception):
@@ -96,6 +100,18 @@ class UnknownLayoutError(LayoutError):
         self.expected = tuple(expected)
         wanted = "; ".join(self.expected)
         super().__init__(f"layer {layer_name!r}: got {actual}; expected one of: {wanted}")
+
+
+class AllocationRefusedError(KVXferError, ValueError):
+    """Report that blocks of all layers cannot be allocated; register per-layer tensors instead.
+
+    Attributes:
+        refusals: Every condition that does not hold, as `why_not_canonical` lists them.
+    """
+
+    def __init__(self, refusals: "Sequence[AllocationRefusal]") -> None:
+        self.refusals = tuple(refusals)
+        super().__init__("; ".join(map(str, self.refusals)))
 
 
 class SpecMergeError(KVXferError, ValueError):
@@ -219,4 +235,45 @@ class PageBoundsError(LayoutError):
         super().__init__(
             f"layer {layer_name!r}: pages end at byte {needed_bytes} of a storage of "
             f"{storage_bytes} bytes"
+        )
+
+
+class BatchOrderError(KVXferError, ValueError):
+    """Report a KV-cache group whose attention backend wants a batch in an order it cannot have.
+
+    Attributes:
+        group: The group.
+        builder: Its metadata builder.
+        order: The order that it wants: for each place the request that is to be there.
+    """
+
+    def __init__(self, group: int, builder: str, order: Sequence[int], detail: str) -> None:
+        self.group = group
+        self.builder = builder
+        self.order = tuple(order)
+        super().__init__(
+            f"group {group}: {builder} wants the requests in the order {order!r}; {detail}"
+        )
+
+
+class TooManyGroupsError(InvalidArgumentError):
+    """Report a model with more KV-cache groups than an attention backend serves.
+
+    Attributes:
+        group: The group whose backend it is.
+        builder: The backend's metadata builder.
+        max_num_groups: Groups that it serves.
+        num_groups: Groups of the model.
+    """
+
+    def __init__(self, group: int, builder: str, max_num_groups: int, num_groups: int) -> None:
+        self.group = group
+        self.builder = builder
+        self.max_num_groups = max_num_groups
+        self.num_groups = num_groups
+        super().__init__(
+            "num_groups",
+            num_groups,
+            f"at most {max_num_groups}: that is all that {builder}, the "
+            f"metadata builder of group {group}, serves",
         )

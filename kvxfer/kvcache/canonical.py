@@ -150,17 +150,23 @@ def _ref(tensor_idx: int, row: Row, members: Sequence[Pages]) -> CanonicalKVCach
 
 
 def _require_shared(pages: Sequence[Pages], config: KVCacheConfig) -> None:
-    """Check the engine's word on which layers share a tensor."""
-    addresses: dict[str, set[int]] = {}
+    """Check the engine's word on which layers share a tensor.
+
+    Groups whose kernels use blocks of different sizes cut the same row differently, so that what
+    they have at one position begins at different bytes.
+    """
+    starts: dict[str, set[int]] = {}
+    num_fragments = {name: page.num_fragments for page in pages for name in page.layer_names}
     for page in pages:
         for name in page.layer_names:
-            addresses.setdefault(name, set()).add(page.address)
+            starts.setdefault(name, set()).add(page.address)
     for names in config.shared_tensors:
         for name in names[1:]:
-            if addresses[name] != addresses[names[0]]:
+            first = names[0]
+            if num_fragments[name] == num_fragments[first] and starts[name] != starts[first]:
                 raise LayoutError(
-                    f"layers {names[0]!r} and {name!r} share a tensor according to the config, "
-                    f"but begin at {sorted(addresses[names[0]])} and {sorted(addresses[name])}"
+                    f"layers {first!r} and {name!r} share a tensor according to the config, "
+                    f"but begin at {sorted(starts[first])} and {sorted(starts[name])}"
                 )
 
 

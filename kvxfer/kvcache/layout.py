@@ -95,9 +95,14 @@ class LayoutReading:
         return 1 + sum((self.sizes[axis] - 1) * self.strides[axis] for axis in inner)
 
     def __str__(self) -> str:
-        if self.kernel_blocks_per_block == 1:
-            return str(self.layout)
-        return f"{self.layout}, {self.kernel_blocks_per_block} kernel blocks per block"
+        return page_layout(self.layout, self.kernel_blocks_per_block)
+
+
+def page_layout(layout: KVLayout, kernel_blocks_per_block: int) -> str:
+    """What a ref says of its pages: their axes, and the kernel blocks that they are made of."""
+    if kernel_blocks_per_block == 1:
+        return str(layout)
+    return f"{layout}, {kernel_blocks_per_block} kernel blocks per block"
 
 
 def recognise(

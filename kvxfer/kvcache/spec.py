@@ -359,15 +359,20 @@ class KVCacheConfig:
         groups: KV-cache groups; the index is the group index everywhere.
         shared_tensors: For each shared tensor (position) the layers whose bytes it holds;
             empty when the engine did not say.
+        shared_tensor_sizes_bytes: Bytes that the engine planned for each of them; empty when it
+            did not say.
     """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     shared_tensors: tuple[tuple[str, ...], ...] = field(default=())
+    shared_tensor_sizes_bytes: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "shared_tensors", tuple(map(tuple, self.shared_tensors)))
+        sizes = tuple(self.shared_tensor_sizes_bytes)
+        object.__setattr__(self, "shared_tensor_sizes_bytes", sizes)
         require_positive("num_blocks", self.num_blocks)
         if not self.groups:
             raise InvalidArgumentError("groups", self.groups, "at least one KVCacheGroup")
@@ -383,6 +388,11 @@ class KVCacheConfig:
                 raise InvalidArgumentError("shared_tensors", name, "a layer of one of the groups")
             if shared.count(name) > 1:
                 raise InvalidArgumentError("shared_tensors", name, "each layer at most once")
+        if sizes and len(sizes) != len(self.shared_tensors):
+            expected = f"one size for each of {len(self.shared_tensors)} shared tensors"
+            raise InvalidArgumentError("shared_tensor_sizes_bytes", sizes, expected)
+        for index, size in enumerate(sizes):
+            require_positive(f"shared_tensor_sizes_bytes[{index}]", size)
 
     @property
     def layer_names(self) -> tuple[str, ...]:

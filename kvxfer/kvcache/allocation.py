@@ -1,0 +1,177 @@
+"""Canonical allocation: one buffer in which every block of all layers is one piece of memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvxfer.errors import AllocationRefusedError, InvalidArgumentError
+from kvxfer.kvcache.allocation_refusal import AllocationRequest, why_not_canonical
+from kvxfer.kvcache.attention_backend import AttentionBackend, kernel_spec, memory_axes
+from kvxfer.kvcache.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+from kvxfer.kvcache.layout import KVLayout, page_layout
+from kvxfer.kvcache.spec import AttentionSpec, KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalAllocation:
+    """KV caches whose blocks are contiguous over all layers.
+
+    Attributes:
+        buffer: int8, `(num_positions * tensor_size_bytes,)`; owns the memory.
+        kv_caches: For each layer the view that its attention backend expects. Layers of different
+            groups may lie over each other, since their block ids never meet.
+        caches: The same memory as one tensor `(num_blocks, page_size_bytes * num_positions)` and
+            one ref per group.
+    """
+
+    buffer: torch.Tensor
+    kv_caches: Mapping[str, torch.Tensor]
+    caches: CanonicalKVCaches
+
+
+def allocate_canonical(
+    config: KVCacheConfig,
+    backends: Sequence[AttentionBackend],
+    *,
+    kernel_tokens_per_block: Sequence[int] | None = None,
+    wants_cross_layer_blocks: bool = True,
+    supports_hybrid_groups: bool = True,
+    device: torch.device | str = "cpu",
+    pinned: bool = False,
+) -> CanonicalAllocation:
+    """Allocate one zeroed buffer whose rows are blocks of all layers, and view it per layer.
+
+    A row has one page for each position, that is, for each of `config.shared_tensors`. Where
+    kernel blocks are smaller than blocks, a row is its kernel blocks, and each of them has its
+    part of every position. A padded page ends in its padding; when the layer axis is not the one
+    next to the blocks, pages of a row interleave and the padding is at the row's end.
+
+    A group's ref is the leading bytes of the row, up to the last one of its layers.
+
+    Args:
+        config: The blocks, groups and specs, and which layers share a tensor.
+        backends: The attention backend of each group.
+        kernel_tokens_per_block: Tokens of a kernel block, for each group; as many as the block
+            has unless given.
+        wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
+        supports_hybrid_groups: Whether the connector can tell several groups apart.
+        device: Where to allocate.
+        pinned: Lock the pages of host memory, so that a GPU copies from and to them directly.
+
+    Raises:
+        AllocationRefusedError: A condition does not hold; has what `why_not_canonical` lists.
+        InvalidArgumentError: There is not one backend and one kernel block per group, a backend
+            contradicts itself, or memory is to be pinned that is not the host's, or without CUDA.
+    """
+    refusals = why_not_canonical(
+        config,
+        backends,
+        kernel_tokens_per_block=kernel_tokens_per_block,
+        wants_cross_layer_blocks=wants_cross_layer_blocks,
+        supports_hybrid_groups=supports_hybrid_groups,
+    )
+    if refusals:
+        raise AllocationRefusedError(refusals)
+    request = AllocationRequest.of(config, backends, kernel_tokens_per_block)
+    slices = {name: _slice_of(request, group, name) for group, name, _ in request.layers()}
+    row_bytes = len(request.positions) * _page_size_bytes(request)
+    _require_pinnable(torch.device(device), pinned=pinned)
+    buffer = torch.zeros(
+        config.num_blocks * row_bytes, dtype=torch.int8, device=device, pin_memory=pinned
+    )
+    rows = CanonicalKVCacheTensor(buffer.view(config.num_blocks, row_bytes), row_bytes)
+    return CanonicalAllocation(
+        buffer=buffer,
+        kv_caches={name: each.view(buffer) for name, each in slices.items()},
+        caches=CanonicalKVCaches(
+            tensors=(rows,),
+            group_data_refs=tuple((_ref(group.layer_names, slices),) for group in config.groups),
+            group_specs=tuple(group.spec for group in config.groups),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """One layer's part of the buffer.
+
+    Attributes:
+        dtype: Type of the elements; shape and strides count them.
+        shape: What the attention backend expects.
+        strides: Of each dimension of the shape.
+        offset: First element.
+        end_bytes: From the start of a row to the last byte of the layer's page.
+        layout: How a row reads.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    end_bytes: int
+    layout: str
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The layer's view of the buffer; no copy."""
+        return buffer.view(self.dtype).as_strided(self.shape, self.strides, self.offset)
+
+
+def _slice_of(request: AllocationRequest, group: int, layer_name: str) -> _Slice:
+    spec = request.config.groups[group].spec.for_layer(layer_name)
+    backend, ratio = request.backends[group], request.kernel_blocks_per_block(group)
+    memory = memory_axes(backend)
+    assert isinstance(spec, AttentionSpec), "refused otherwise"
+    assert memory is not None, "refused otherwise"
+    position = next(i for i, names in enumerate(request.positions) if layer_name in names)
+    shape = backend.cache_shape(kernel_spec(spec, ratio), request.config.num_blocks * ratio)
+    sizes = {**dict(zip(backend.axes, shape, strict=True)), "layer": len(request.positions)}
+    item = spec.dtype.itemsize
+    strides = _strides(memory, sizes, spec.page_size_bytes // (ratio * item))
+    offset = position * strides["layer"]
+    inside = sum((sizes[a] - 1) * strides[a] for a in memory if a not in {"block", "layer"})
+    return _Slice(
+        dtype=spec.dtype,
+        shape=shape,
+        strides=tuple(strides[axis] for axis in backend.axes),
+        offset=offset,
+        end_bytes=((ratio - 1) * strides["block"] + offset + inside + 1) * item,
+        layout=page_layout(KVLayout(memory), ratio),
+    )
+
+
+def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int) -> dict[str, int]:
+    """Stride of each axis, elements, when `page_elements` of a kernel block are a layer's."""
+    strides, dense = {}, 1
+    for axis in reversed(memory):
+        strides[axis] = dense
+        dense *= sizes[axis]
+    if memory[1] == "layer":
+        strides["layer"] = page_elements
+    strides["block"] = page_elements * sizes["layer"]
+    return strides
+
+
+def _page_size_bytes(request: AllocationRequest) -> int:
+    _, _, spec = next(request.layers())
+    return spec.page_size_bytes
+
+
+def _ref(layer_names: Sequence[str], slices: Mapping[str, _Slice]) -> CanonicalKVCacheRef:
+    return CanonicalKVCacheRef(
+        tensor_idx=0,
+        page_size_bytes=max(slices[name].end_bytes for name in layer_names),
+        layer_names=tuple(layer_names),
+        layout=slices[layer_names[0]].layout,
+    )
+
+
+def _require_pinnable(device: torch.device, *, pinned: bool) -> None:
+    if pinned and device.type != "cpu":
+        raise InvalidArgumentError("pinned", pinned, f"False on {device}: it is not host memory")
+    if pinned and not torch.cuda.is_available():
+        raise InvalidArgumentError("pinned", pinned, "False without CUDA, which pins the memory")

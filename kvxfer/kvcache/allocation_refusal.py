@@ -1,0 +1,256 @@
+"""Refusals: why a model's blocks cannot be allocated as one contiguous piece each."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.attention_backend import AttentionBackend, kernel_spec, memory_axes
+from kvxfer.kvcache.checks import require_instance, require_positive
+from kvxfer.kvcache.spec import AttentionSpec, KVCacheConfig, KVCacheSpec
+
+
+class AllocationCondition(Enum):
+    """What a canonical allocation needs; the value says it in words."""
+
+    CROSS_LAYER_WANTED = "the connector wants blocks of all layers"
+    HYBRID_SUPPORTED = "the connector supports several KV-cache groups"
+    ATTENTION = "every layer is an attention layer"
+    ONE_PAGE_SIZE = "all pages have one size, in bytes"
+    SHARED_TENSORS = "the config says which layers share a tensor"
+    TENSOR_SIZE = "a shared tensor has one page for each block, in bytes"
+    LAYER_DIMENSION = "the attention backend takes a layer dimension"
+    ONE_ORDER = "all attention backends order memory alike"
+    BLOCK_OUTERMOST = "blocks are outermost in memory"
+    KERNEL_BLOCKS = "kernel blocks divide a block and its page"
+    CACHE_SHAPE = "the attention backend's shape has the elements of a page"
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationRefusal:
+    """One condition that does not hold, and for whom.
+
+    Attributes:
+        condition: What does not hold.
+        found: The value that clashes.
+        expected: What it clashes with.
+        group: Index of the KV-cache group, where it is about one.
+        layer_name: The layer, where it is about one.
+        tensor_index: Index into `KVCacheConfig.shared_tensors`, where it is about one.
+    """
+
+    condition: AllocationCondition
+    found: object
+    expected: object
+    group: int | None = None
+    layer_name: str | None = None
+    tensor_index: int | None = None
+
+    def __str__(self) -> str:
+        places = {"group": self.group, "layer": self.layer_name, "tensor": self.tensor_index}
+        named = [f"{what} {place!r}" for what, place in places.items() if place is not None]
+        where = f" ({', '.join(named)})" if named else ""
+        return f"{self.condition.value}{where}: found {self.found}, expected {self.expected}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocationRequest:
+    """What a canonical allocation is asked for, checked for misuse only.
+
+    Attributes:
+        config: The blocks, groups and specs.
+        backends: The attention backend of each group.
+        kernel_tokens_per_block: Tokens of a kernel block, for each group.
+    """
+
+    config: KVCacheConfig
+    backends: tuple[AttentionBackend, ...]
+    kernel_tokens_per_block: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        config: KVCacheConfig,
+        backends: Sequence[AttentionBackend],
+        kernel_tokens_per_block: Sequence[int] | None,
+    ) -> "AllocationRequest":
+        """Check the arguments; kernel blocks are as large as blocks unless the caller says so."""
+        require_instance("config", config, KVCacheConfig)
+        num_groups = len(config.groups)
+        if kernel_tokens_per_block is None:
+            kernel_tokens_per_block = [group.spec.tokens_per_block for group in config.groups]
+        for name, given in (
+            ("backends", backends),
+            ("kernel_tokens_per_block", kernel_tokens_per_block),
+        ):
+            if len(given) != num_groups:
+                raise InvalidArgumentError(name, given, f"one for each of {num_groups} groups")
+        for group, tokens in enumerate(kernel_tokens_per_block):
+            require_positive(f"kernel_tokens_per_block[{group}]", tokens)
+        return cls(
+            config=config,
+            backends=tuple(backends),
+            kernel_tokens_per_block=tuple(kernel_tokens_per_block),
+        )
+
+    @property
+    def positions(self) -> tuple[tuple[str, ...], ...]:
+        """Layers at each position of a block; each its own in a group that shares nothing."""
+        if self.config.shared_tensors or len(self.config.groups) > 1:
+            return self.config.shared_tensors
+        return tuple((name,) for name in self.config.layer_names)
+
+    def kernel_blocks_per_block(self, group: int) -> int:
+        """Kernel blocks in a block of `group`; meaningful where they divide it."""
+        spec = self.config.groups[group].spec
+        return spec.tokens_per_block // self.kernel_tokens_per_block[group]
+
+    def layers(self) -> Iterator[tuple[int, str, KVCacheSpec]]:
+        """Group, name and spec of every layer, group by group."""
+        for index, group in enumerate(self.config.groups):
+            for name in group.layer_names:
+                yield index, name, group.spec.for_layer(name)
+
+
+def why_not_canonical(
+    config: KVCacheConfig,
+    backends: Sequence[AttentionBackend],
+    *,
+    kernel_tokens_per_block: Sequence[int] | None = None,
+    wants_cross_layer_blocks: bool = True,
+    supports_hybrid_groups: bool = True,
+) -> tuple[AllocationRefusal, ...]:
+    """List everything that stands against allocating blocks of all layers; nothing if they can be.
+
+    Args:
+        config: The blocks, groups and specs, and which layers share a tensor. A single group may
+            leave that out; that there is a group, the config itself sees to.
+        backends: The attention backend of each group.
+        kernel_tokens_per_block: Tokens of a kernel block, for each group; as many as the block
+            has unless given.
+        wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
+        supports_hybrid_groups: Whether the connector can tell several groups apart; not asked of
+            it for a single group.
+
+    Raises:
+        InvalidArgumentError: There is not one backend and one kernel block per group, or a
+            backend contradicts itself.
+    """
+    request = AllocationRequest.of(config, backends, kernel_tokens_per_block)
+    return (
+        *_of_connector(
+            request, wanted=wants_cross_layer_blocks, hybrid_supported=supports_hybrid_groups
+        ),
+        *_of_layers(request),
+        *_of_tensors(request),
+        *_of_backends(request),
+        *_of_kernel_blocks(request),
+    )
+
+
+def _of_connector(
+    request: AllocationRequest, *, wanted: bool, hybrid_supported: bool
+) -> Iterator[AllocationRefusal]:
+    num_groups = len(request.config.groups)
+    if not wanted:
+        yield AllocationRefusal(AllocationCondition.CROSS_LAYER_WANTED, "no", "yes")
+    if num_groups > 1 and not hybrid_supported:
+        yield AllocationRefusal(
+            AllocationCondition.HYBRID_SUPPORTED, f"{num_groups} groups", "1 group"
+        )
+
+
+def _of_layers(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+    _, first_name, first = next(request.layers())
+    for group, name, spec in request.layers():
+        if not isinstance(spec, AttentionSpec):
+            yield AllocationRefusal(
+                AllocationCondition.ATTENTION, type(spec).__name__, "an AttentionSpec", group, name
+            )
+        if spec.page_size_bytes != first.page_size_bytes:
+            expected = f"{first.page_size_bytes} like layer {first_name!r}"
+            yield AllocationRefusal(
+                AllocationCondition.ONE_PAGE_SIZE, spec.page_size_bytes, expected, group, name
+            )
+
+
+def _of_tensors(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+    config, positions = request.config, request.positions
+    if not positions:
+        yield AllocationRefusal(
+            AllocationCondition.SHARED_TENSORS, "no shared tensor", "at least one"
+        )
+        return
+    placed = {name for names in positions for name in names}
+    for group, name, _ in request.layers():
+        if name not in placed:
+            yield AllocationRefusal(
+                AllocationCondition.SHARED_TENSORS, "no tensor", "one", group, name
+            )
+    _, _, first = next(request.layers())
+    needed = first.page_size_bytes * config.num_blocks
+    expected = f"{needed}, which is {config.num_blocks} pages of {first.page_size_bytes}"
+    for index, size in enumerate(config.shared_tensor_sizes_bytes):
+        if size != needed:
+            yield AllocationRefusal(
+                AllocationCondition.TENSOR_SIZE, size, expected, tensor_index=index
+            )
+
+
+def _of_backends(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+    orders = [memory_axes(backend) for backend in request.backends]
+    stated = [(group, axes) for group, axes in enumerate(orders) if axes is not None]
+    for group, axes in enumerate(orders):
+        if axes is None:
+            found = f"none for {' '.join(request.backends[group].axes)!r}"
+            yield AllocationRefusal(
+                AllocationCondition.LAYER_DIMENSION, found, "a stride order", group
+            )
+            continue
+        first_group, first = stated[0]
+        if axes != first:
+            expected = f"{' '.join(first)!r} like group {first_group}"
+            yield AllocationRefusal(
+                AllocationCondition.ONE_ORDER, repr(" ".join(axes)), expected, group
+            )
+        if axes[0] != "block":
+            yield AllocationRefusal(
+                AllocationCondition.BLOCK_OUTERMOST, repr(" ".join(axes)), "'block' first", group
+            )
+
+
+def _of_kernel_blocks(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+    for group, each in enumerate(request.config.groups):
+        tokens, kernel_tokens = each.spec.tokens_per_block, request.kernel_tokens_per_block[group]
+        if tokens % kernel_tokens:
+            found, expected = f"{kernel_tokens} tokens", f"a divisor of {tokens} tokens"
+            yield AllocationRefusal(AllocationCondition.KERNEL_BLOCKS, found, expected, group)
+            continue
+        for name in each.layer_names:
+            spec = each.spec.for_layer(name)
+            if isinstance(spec, AttentionSpec):
+                yield from _of_page(request, group, name, spec)
+
+
+def _of_page(
+    request: AllocationRequest, group: int, layer_name: str, spec: AttentionSpec
+) -> Iterator[AllocationRefusal]:
+    """Whether a page falls into equal kernel blocks of whole elements, in the backend's shape."""
+    ratio, item = request.kernel_blocks_per_block(group), spec.dtype.itemsize
+    if spec.page_size_bytes % (ratio * item):
+        found = f"a page of {spec.page_size_bytes} bytes"
+        expected = f"{ratio} kernel blocks of whole {spec.dtype} elements"
+        yield AllocationRefusal(
+            AllocationCondition.KERNEL_BLOCKS, found, expected, group, layer_name
+        )
+        return
+    backend, needed = request.backends[group], spec.unpadded_page_size_bytes // item
+    shape = backend.cache_shape(kernel_spec(spec, ratio), ratio)
+    sizes = dict(zip(backend.axes, shape, strict=False))
+    fits = len(shape) == len(backend.axes) and sizes["block"] == ratio and prod(shape) == needed
+    if not fits:
+        found = f"{shape} as {' '.join(backend.axes)!r} for {ratio} kernel blocks"
+        yield AllocationRefusal(
+            AllocationCondition.CACHE_SHAPE, found, f"{needed} elements", group, layer_name
+        )

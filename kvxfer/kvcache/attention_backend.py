@@ -1,0 +1,101 @@
+"""Attention backends: how a kernel wants its cache shaped, and in which order it reads memory."""
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Protocol
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.layout import KVLayout
+from kvxfer.kvcache.spec import AttentionSpec
+
+
+class AttentionBackend(Protocol):
+    """What an engine knows about its attention kernel, and an allocation must know."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """What each dimension of the shape is, named as in `KVLayout`; `block` is one of them."""
+
+    def cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's cache, elements.
+
+        Args:
+            spec: The layer's spec; its blocks have as many tokens as the kernel's.
+            num_blocks: Blocks of that size.
+        """
+
+    def stride_order(self) -> tuple[int, ...] | None:
+        """The dimensions of `(num_layers, *cache_shape)` from the outermost in memory inwards.
+
+        None when the kernel cannot read a cache that has a layer dimension.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    """An attention backend described by the names of its axes.
+
+    Attributes:
+        shape: Axes in the order of the shape, e.g. `"kv block token head dim"`.
+        memory: The same axes and `layer`, outermost first in memory, e.g.
+            `"block layer kv token head dim"`; None when the kernel takes no layer dimension.
+    """
+
+    shape: str
+    memory: str | None
+
+    def __post_init__(self) -> None:
+        axes = KVLayout.parse(self.shape).axes
+        if self.memory is None:
+            return
+        if sorted(KVLayout.parse(self.memory).axes) != sorted(("layer", *axes)):
+            expected = f"the axes of {self.shape!r} and 'layer'"
+            raise InvalidArgumentError("memory", self.memory, expected)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes in the order of the shape."""
+        return tuple(self.shape.split())
+
+    def cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's cache, elements.
+
+        Raises:
+            InvalidArgumentError: The spec has no such axes.
+        """
+        (form,) = spec.cache_tensors
+        sizes = {**form.axis_sizes, "block": num_blocks}
+        for axis in self.axes:
+            if axis not in sizes and not sizes.keys() >= set(axis.split("*")):
+                raise InvalidArgumentError("shape", self.shape, f"axes of {sorted(sizes)}")
+        return tuple(
+            sizes[axis] if axis in sizes else prod(sizes[factor] for factor in axis.split("*"))
+            for axis in self.axes
+        )
+
+    def stride_order(self) -> tuple[int, ...] | None:
+        """The dimensions of `(num_layers, *cache_shape)` from the outermost in memory inwards."""
+        if self.memory is None:
+            return None
+        logical = ("layer", *self.axes)
+        return tuple(logical.index(axis) for axis in self.memory.split())
+
+
+def memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
+    """Axes of a cache of several layers, outermost first in memory; None when there are none.
+
+    Raises:
+        InvalidArgumentError: The stride order is not one of the backend's axes and `layer`.
+    """
+    order, logical = backend.stride_order(), ("layer", *backend.axes)
+    if order is None:
+        return None
+    if sorted(order) != list(range(len(logical))):
+        raise InvalidArgumentError("stride_order", order, f"each dimension of {logical} once")
+    return tuple(logical[dim] for dim in order)
+
+
+def kernel_spec(spec: AttentionSpec, kernel_blocks_per_block: int) -> AttentionSpec:
+    """The spec of a kernel block, `kernel_blocks_per_block` of which make up a block."""
+    tokens = spec.tokens_per_block // kernel_blocks_per_block
+    return replace(spec, tokens_per_block=tokens, page_size_padded=None)

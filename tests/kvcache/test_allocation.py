@@ -1,0 +1,141 @@
+"""Canonical allocation: every byte of every layer is where a slow reference says."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvxfer.kvcache.allocation import allocate_canonical
+from kvxfer.kvcache.attention_backend import AttentionLayout
+from kvxfer.kvcache.attestation import attest
+from kvxfer.kvcache.canonical import canonicalize
+from kvxfer.kvcache.descriptors import describe
+from kvxfer.kvcache.spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    MLASpec,
+)
+
+NHD = AttentionLayout("kv block token head dim", "block layer kv token head dim")
+BACKENDS = [
+    NHD,
+    AttentionLayout("kv block token head dim", "block head layer kv token dim"),
+    AttentionLayout("block kv token head dim", "block layer kv head token dim"),
+    AttentionLayout("block kv token head dim", "block kv head layer token dim"),
+    AttentionLayout("block head token kv*dim", "block layer head token kv*dim"),
+    AttentionLayout("block head token kv*dim", "block layer token head kv*dim"),
+    AttentionLayout("block head token kv*dim", "block head layer token kv*dim"),
+]
+LATENT = AttentionLayout("block token dim", "block layer token dim")
+INTEGERS = {torch.int8: torch.int8, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[str, Any]:
+    """Any model: groups of any number of layers, their own kernel blocks, padded or not."""
+    latent = draw(st.integers(0, 4)) == 0
+    backend = LATENT if latent else draw(st.sampled_from(BACKENDS))
+    dtype = draw(st.sampled_from([torch.int8, torch.float16, torch.float32]))
+    heads, dim = 1 if latent else draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    tokens, padding = draw(st.sampled_from([6, 12])), draw(st.sampled_from([0, 0, 12]))
+    sizes: dict[str, Any] = {"tokens_per_block": tokens, "head_dim": dim, "dtype": dtype}
+    spec: AttentionSpec = (
+        MLASpec(**sizes) if latent else FullAttentionSpec(**sizes, num_kv_heads=heads)
+    )
+    page = spec.unpadded_page_size_bytes + padding * dtype.itemsize
+    spec = replace(spec, page_size_padded=page if padding else None)
+    layers_of = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    groups = tuple(
+        KVCacheGroup(spec, tuple(f"{group}.{layer}" for layer in range(num_layers)))
+        for group, num_layers in enumerate(layers_of)
+    )
+    positions = [
+        tuple(group.layer_names[index] for group in groups if index < len(group.layer_names))
+        for index in range(max(layers_of))
+    ]
+    shuffled = draw(st.permutations(positions))
+    return {
+        "config": KVCacheConfig(draw(st.integers(1, 4)), groups, tuple(shuffled)),
+        "backends": [backend] * len(groups),
+        "kernel_tokens": [tokens // draw(st.sampled_from([1, 2, 3])) for _ in groups],
+    }
+
+
+def slow_offset(model: dict[str, Any], group: int, name: str, at: dict[str, int]) -> int:
+    """Byte of a row at which an element lies, axis by axis from the inside."""
+    config, backend = model["config"], model["backends"][group]
+    spec = config.groups[group].spec
+    sizes = dict(zip(backend.axes, at["shape"], strict=True))  # type: ignore[call-overload]
+    positions = config.shared_tensors
+    ratio = spec.tokens_per_block // model["kernel_tokens"][group]
+    axes = backend.memory.split()
+    at = at | {"layer": next(i for i, names in enumerate(positions) if name in names)}
+    page = spec.page_size_bytes // ratio
+    offset, step = 0, spec.dtype.itemsize
+    for axis in reversed(axes[1:]):
+        step = page if axis == "layer" and axes[1] == "layer" else step
+        offset += at[axis] * step
+        step *= len(positions) if axis == "layer" else sizes[axis]
+    return int(offset + at["block"] % ratio * page * len(positions))
+
+
+@settings(max_examples=300)
+@given(model=models(), data=st.data())
+def test_an_element_is_found_where_a_slow_reference_says(
+    model: dict[str, Any], data: st.DataObject
+) -> None:
+    config = model["config"]
+    allocation = allocate_canonical(
+        config, model["backends"], kernel_tokens_per_block=model["kernel_tokens"]
+    )
+    name = data.draw(st.sampled_from(config.layer_names))
+    group = int(name.split(".")[0])
+    view, backend = allocation.kv_caches[name], model["backends"][group]
+    index = tuple(data.draw(st.integers(0, size - 1)) for size in view.shape)
+    view.view(INTEGERS[view.dtype])[index] = -1
+
+    spec = config.groups[group].spec
+    ratio = spec.tokens_per_block // model["kernel_tokens"][group]
+    at = dict(zip(backend.axes, index, strict=True))
+    offset = slow_offset(model, group, name, at | {"shape": view.shape})
+    (rows,) = allocation.caches.tensors
+    (ref,) = allocation.caches.group_data_refs[group]
+    found = [tuple(place) for place in rows.tensor.nonzero().tolist()]
+    assert found == [(at["block"] // ratio, offset + i) for i in range(spec.dtype.itemsize)]
+    assert offset + spec.dtype.itemsize <= ref.page_size_bytes
+
+
+def registered_layout(backend: AttentionLayout) -> str | None:
+    """Axes of one layer in memory, where its page is one piece of the row."""
+    assert backend.memory is not None
+    axes = backend.memory.split()
+    return " ".join(axis for axis in axes if axis != "layer") if axes[1] == "layer" else None
+
+
+@settings(max_examples=150)
+@given(model=models())
+def test_views_registered_per_layer_canonicalize_into_the_same_rows(model: dict[str, Any]) -> None:
+    config, backends = model["config"], model["backends"]
+    layout = registered_layout(backends[0])
+    # The stride of a single block means nothing, so it does not join the layers.
+    assume(layout is not None and config.num_blocks > 1)
+    allocation = allocate_canonical(
+        config, backends, kernel_tokens_per_block=model["kernel_tokens"]
+    )
+    layouts = dict.fromkeys(config.layer_names, str(layout))
+    attest(allocation.kv_caches, config, allocation.caches, layouts=layouts)
+    assert not allocation.buffer.any()
+    registered = canonicalize(allocation.kv_caches, config, layouts=layouts)
+    assert len(registered.tensors) == 1
+    for group in range(len(config.groups)):
+        ours, theirs = allocation.caches.group_data_refs[group], registered.group_data_refs[group]
+        assert [ref.page_size_bytes for ref in ours] == [ref.page_size_bytes for ref in theirs]
+        block_ids = list(range(config.num_blocks))
+        one = describe(allocation.caches, group, block_ids)
+        other = describe(registered, group, block_ids)
+        assert one.addresses.tolist() == other.addresses.tolist()
+        assert one.lengths.tolist() == other.lengths.tolist()
