@@ -9,6 +9,7 @@ from typing import Self
 
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import BlockKey, group_of
 
 
@@ -30,7 +31,7 @@ class Outcome:
     Attributes:
         status: `DONE` only when every byte landed and was verified.
         memory_safe: False while hardware or a thread may still touch the described memory;
-            such blocks must be neither freed nor reused.
+            such blocks must be neither freed nor reused until `Backend.drain` returns.
         reason: Why the block is not done, for logs; empty when it is.
     """
 
@@ -59,8 +60,9 @@ class Backend(ABC):
     - return exactly one outcome per key, in order; a miss is an outcome, not an exception;
     - report `DONE` for a load only after the bytes were verified where the medium allows it,
       and never write to the described memory of a block that is not there;
-    - not touch the described memory after the call returned or raised. When cancelled, wait
-      until the memory is quiet, then raise `CancelledError`;
+    - not touch the described memory after the call returned or raised, but for blocks whose
+      outcome says that it is not safe. When cancelled, wait until the memory is quiet, then
+      raise `CancelledError`; what cannot be waited for is for `drain` to wait for;
     - keep no reference to the descriptors past the call;
     - raise only for misuse and when the backend as a whole is gone;
     - run `kvxfer.testing.BackendTests` in their own test suite.
@@ -70,6 +72,12 @@ class Backend(ABC):
     """
 
     memory_kinds: frozenset[str] = frozenset({"cpu"})
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:  # noqa: B027 - most have no use for it
+        """Take note of memory that blocks will be in, e.g. to register it with hardware.
+
+        May be called several times, before any other method. Blocks may be elsewhere, too.
+        """
 
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -97,6 +105,9 @@ class Backend(ABC):
     @abstractmethod
     async def delete(self, keys: Sequence[BlockKey]) -> int:
         """Forget the keys that are there and not in use; return how many that were."""
+
+    async def drain(self) -> None:  # noqa: B027 - most never leave memory unsafe
+        """Wait until memory that earlier calls left unsafe is quiet, or the backend closed."""
 
     @abstractmethod
     async def aclose(self) -> None:

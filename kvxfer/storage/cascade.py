@@ -10,7 +10,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.storage.tier import Tier
+from kvxfer.storage.tier import Tier, drain
 
 MAX_PENDING = 1 << 16
 
@@ -106,7 +106,7 @@ class Cascade:
                 for tier in self._tiers[source.index + 1 :]:
                     outcomes += await tier.store(keys, carried)
             if not all(outcome.memory_safe for outcome in outcomes):
-                self._staging.retire(blocks)
+                self._staging.retire(blocks, drain(self._tiers))
 
     def _next_batch(self) -> list[_Pending]:
         """Those that wait longest, of one tier, as many as fit into a buffer."""

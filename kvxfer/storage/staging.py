@@ -1,15 +1,17 @@
 """Host memory that blocks pass through on their way from one medium to another."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate, takewhile
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
 
 ALIGNMENT_BYTES = 4096
 """Block size of media and page size of memory: what O_DIRECT and DMA ask for."""
@@ -21,8 +23,8 @@ MIN_BUFFERS = 2  # one that waits for a medium must not keep the others from mov
 class StagingMemory:
     """A bounded number of buffers, each for one batch of blocks at a time.
 
-    Owned by one event loop. A buffer is allocated when it is first needed. Every block in it
-    begins on a multiple of `ALIGNMENT_BYTES`.
+    Owned by one event loop. The system gives the memory when it is first touched. Every block in
+    a buffer begins on a multiple of `ALIGNMENT_BYTES`.
 
     Args:
         max_bytes: Bound on all buffers together; raised to two of the largest block.
@@ -31,15 +33,19 @@ class StagingMemory:
     Attributes:
         buffer_bytes: Bytes of one buffer.
         num_buffers: Buffers that are in use at one time.
+        region: The memory of all buffers.
     """
 
     def __init__(self, max_bytes: int, largest_block_bytes: int) -> None:
         share = max_bytes // NUM_BUFFERS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.buffer_bytes = max(share, _aligned(largest_block_bytes))
         self.num_buffers = max(max_bytes // self.buffer_bytes, MIN_BUFFERS)
+        memory = _allocate(self.num_buffers * self.buffer_bytes)
+        self.region = MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
+        self._idle = list(memory.reshape(self.num_buffers, self.buffer_bytes))
         self._available = asyncio.Semaphore(self.num_buffers)
-        self._idle: list[NDArray[np.uint8]] = []
-        self._retired: list[object] = []
+        self._unsafe: dict[int, Coroutine[Any, Any, None]] = {}
+        self._settling: set[asyncio.Task[None]] = set()
 
     def num_fitting(self, sizes: Iterable[int]) -> int:
         """Count the leading blocks, of `sizes` bytes, that fit into one buffer together."""
@@ -54,17 +60,40 @@ class StagingMemory:
             sizes: Bytes of each block; together they fit into a buffer.
             starts: Where in its chunk each block begins, in bytes.
         """
-        async with self._available:
-            buffer = self._idle.pop() if self._idle else _allocate(self.buffer_bytes)
-            try:
-                yield _describe(buffer, sizes, starts)
-            finally:
-                if not any(buffer is retired for retired in self._retired):
-                    self._idle.append(buffer)
+        await self._available.acquire()
+        buffer = self._idle.pop()
+        try:
+            yield _describe(buffer, sizes, starts)
+        finally:
+            quiet = self._unsafe.pop(buffer.ctypes.data, None)
+            if quiet is None:
+                self._give_back(buffer)
+            else:
+                task = asyncio.create_task(self._settle(buffer, quiet))
+                self._settling.add(task)
+                task.add_done_callback(self._settling.discard)
 
-    def retire(self, blocks: Descriptors) -> None:
-        """Never use the memory of `blocks` again, nor free it: hardware may still write to it."""
-        self._retired += blocks.owners
+    def retire(self, blocks: Descriptors, quiet: Coroutine[Any, Any, None]) -> None:
+        """Keep the buffer of `blocks`, which is held, from being used again before `quiet` ends.
+
+        Until then something may still write to it.
+        """
+        (buffer,) = blocks.owners
+        assert isinstance(buffer, np.ndarray)
+        self._unsafe[buffer.ctypes.data] = quiet
+
+    async def aclose(self) -> None:
+        """Wait for retired buffers."""
+        while self._settling:
+            await asyncio.wait(self._settling)
+
+    async def _settle(self, buffer: NDArray[np.uint8], quiet: Coroutine[Any, Any, None]) -> None:
+        await quiet
+        self._give_back(buffer)
+
+    def _give_back(self, buffer: NDArray[np.uint8]) -> None:
+        self._idle.append(buffer)
+        self._available.release()
 
 
 def _describe(

@@ -12,6 +12,12 @@ logger = logging.getLogger(__name__)
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 
 
+async def drain(tiers: "Sequence[Tier]") -> None:
+    """See `Backend.drain`."""
+    for tier in tiers:
+        await tier.backend.drain()
+
+
 class Tier:
     """A backend that holds nothing while it fails: what it raises is logged and goes no further.
 

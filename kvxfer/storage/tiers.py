@@ -6,12 +6,13 @@ from contextlib import AsyncExitStack
 
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status, require_batch
 from kvxfer.storage.cascade import Cascade
 from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.storage.tier import Tier
+from kvxfer.storage.tier import Tier, drain
 
 DEFAULT_STAGING_BYTES = 64 << 20
 
@@ -81,6 +82,12 @@ class TieredBackend(Backend):
         self._staging = StagingMemory(staging_bytes, max(self._chunk_sizes))
         self._cascade = Cascade(self._tiers, self._staging, self._claims)
         self._closed = False
+        self.attach([self._staging.region])
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`."""
+        for tier in self.tiers:
+            tier.attach(memory)
 
     @property
     def tiers(self) -> list[Backend]:
@@ -149,12 +156,17 @@ class TieredBackend(Backend):
                 after |= await tier.lookup(keys)
         return len(before - after)
 
+    async def drain(self) -> None:
+        """See `Backend.drain`."""
+        await drain(self._tiers)
+
     async def aclose(self) -> None:
         """See `Backend.aclose`. First carries down what still waits, unless cancelled."""
         if self._closed:
             return
         self._closed = True
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._staging.aclose)  # once no tier uses it any more
             for tier in reversed(self._tiers):
                 stack.push_async_callback(tier.backend.aclose)
             try:
@@ -193,7 +205,7 @@ class TieredBackend(Backend):
             # What the first tier has no room for was verified all the same, and stays below.
             stored = await self._first.store(verified, blocks.take(intact)) if intact else []
             if not all(outcome.memory_safe for outcome in (*loaded, *stored)):
-                self._staging.retire(blocks)
+                self._staging.retire(blocks, drain(self._tiers))
         return set(verified)
 
     async def _find_below(self, keys: Sequence[BlockKey]) -> set[BlockKey]:

@@ -12,6 +12,7 @@ import xxhash
 
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import copy_blocks, flip_bit
@@ -136,6 +137,10 @@ class FaultyBackend(Backend):
         if not await asyncio.to_thread(self._someone_waits.wait, UNTIL_WAITING_TIMEOUT_S):
             raise TimeoutError("no call hangs")
 
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`."""
+        self.inner.attach(memory)
+
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         if await self._begin(Operation.LOOKUP, keys, self._tickets(Operation.LOOKUP, keys)):
@@ -155,6 +160,10 @@ class FaultyBackend(Backend):
         if await self._begin(Operation.DELETE, keys, self._tickets(Operation.DELETE, keys)):
             raise asyncio.CancelledError
         return await self.inner.delete(keys)
+
+    async def drain(self) -> None:
+        """See `Backend.drain`."""
+        await self.inner.drain()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""

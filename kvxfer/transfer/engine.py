@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 from kvxfer.errors import ClosedError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
+from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.storage.backend import Backend, Outcome, Status, require_batch
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.admission import Admission
@@ -71,6 +72,7 @@ class TransferEngine:
             reachable = ", ".join(sorted(backend.memory_kinds))
             raise InvalidArgumentError("device of caches", sorted(kinds), f"one of {reachable}")
         self.backend = backend
+        backend.attach(memory_regions(caches))
         self._describer = BlockDescriber(caches, blocks_per_chunk=blocks_per_chunk)
         self._admission = Admission(max_bytes_in_flight)
         self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
@@ -79,7 +81,8 @@ class TransferEngine:
         self._start_lock = threading.Lock()
         self._home: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
-        self._lingering: dict[asyncio.Task[None], JobId] = {}
+        self._moving: dict[asyncio.Task[None], JobId] = {}
+        self._settling: dict[asyncio.Task[None], JobId] = {}
         self._calls: set[asyncio.Task[Any]] = set()
         self._submitted: dict[JobId, Submission] = {}
         self._finished: deque[FinishedJob] = deque()
@@ -217,7 +220,7 @@ class TransferEngine:
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
-        return job_id in list(self._lingering.values())
+        return job_id in [*list(self._moving.values()), *list(self._settling.values())]
 
     async def drain(self) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included."""
@@ -315,8 +318,8 @@ class TransferEngine:
         """Hand every piece to the backend, until they end, the deadline or a cancellation."""
         tasks = [asyncio.create_task(self._move(job, piece)) for piece in job.cut(self._max_piece)]
         for task in tasks:
-            self._lingering[task] = job.job_id
-            task.add_done_callback(self._lingering.pop)
+            self._moving[task] = job.job_id
+            task.add_done_callback(self._moving.pop)
         status, reason = Status.TIMED_OUT, "deadline passed"
         try:
             left = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
@@ -335,10 +338,22 @@ class TransferEngine:
         blocks = job.blocks.select(piece.start, piece.stop)
         async with self._admission.admit(job.direction, piece.num_bytes):
             job.entered[piece.start : piece.stop] = [True] * len(keys)
-            outcomes = await self._call_backend(job.direction, keys, blocks)
+            try:
+                outcomes = await self._call_backend(job.direction, keys, blocks)
+            except asyncio.CancelledError:
+                self._settle(job)
+                raise
         for index, outcome in enumerate(outcomes, piece.start):
             if job.outcomes[index] is None:
                 job.outcomes[index] = outcome
+        if not all(outcome.memory_safe for outcome in outcomes):
+            self._settle(job)
+
+    def _settle(self, job: Job) -> None:
+        """Count the job's memory as in use until the backend says that it is quiet."""
+        task = asyncio.create_task(self.backend.drain())
+        self._settling[task] = job.job_id
+        task.add_done_callback(self._settling.pop)
 
     async def _call_backend(
         self, direction: Direction, keys: Sequence[BlockKey], blocks: Descriptors
@@ -361,18 +376,18 @@ class TransferEngine:
         return await task
 
     async def _drain(self) -> None:
-        while self._lingering:
-            await asyncio.wait(self._lingering)
+        while in_use := [*self._moving, *self._settling]:
+            await asyncio.wait(in_use)
 
     async def _shut_down(self) -> None:
         for submission in list(self._submitted.values()):
             submission.cancel()
         for call in self._calls:
             call.cancel()
-        await self._drain()
-        if self._calls:
-            await asyncio.wait(self._calls)
+        if active := [*self._moving, *self._calls]:
+            await asyncio.wait(active)
         await self.backend.aclose()
+        await self._drain()
 
     async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
         here = asyncio.get_running_loop()

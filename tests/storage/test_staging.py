@@ -48,11 +48,28 @@ async def test_who_comes_when_all_buffers_are_in_use_waits_for_one() -> None:
         await task
 
 
-async def test_retired_memory_is_replaced() -> None:
+async def test_retired_memory_comes_back_when_it_is_quiet() -> None:
     staging = StagingMemory(1, 4096)
-    seen = set()
-    for _ in range(5):
+    quiet = asyncio.Event()
+
+    async def until_quiet() -> None:
+        await quiet.wait()
+
+    async with staging.hold([1], [0]) as blocks:
+        retired = int(blocks.addresses[0])
+        staging.retire(blocks, until_quiet())
+    for _ in range(3):
         async with staging.hold([1], [0]) as blocks:
-            seen.add(int(blocks.addresses[0]))
-            staging.retire(blocks)
-    assert len(seen) == 5
+            assert int(blocks.addresses[0]) != retired
+    quiet.set()
+    await staging.aclose()
+    async with staging.hold([1], [0]) as one, staging.hold([1], [0]) as other:
+        assert retired in {int(one.addresses[0]), int(other.addresses[0])}
+
+
+async def test_all_buffers_are_in_one_region() -> None:
+    staging = StagingMemory(1 << 20, 4096)
+    async with staging.hold([1], [0]) as one, staging.hold([1], [0]) as other:
+        for blocks in (one, other):
+            offset = int(blocks.addresses[0]) - staging.region.address
+            assert 0 <= offset <= staging.region.num_bytes - staging.buffer_bytes

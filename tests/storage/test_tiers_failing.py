@@ -84,32 +84,61 @@ async def test_memory_that_is_not_safe_is_not_given_to_another_tier(memory: Bloc
         assert [tier.num_loads for tier in tiers] == [1, 1, 0]
 
 
+class Unsafe(DictBackend):
+    """Leaves memory in use until it is told that it is quiet."""
+
+    def __init__(self, config: None, namespace: Namespace) -> None:
+        super().__init__(config, namespace)
+        self.quiet = asyncio.Event()
+        self.addresses: set[int] = set()
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return self._leave(blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return self._leave(blocks)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [True] * len(keys)
+
+    async def drain(self) -> None:
+        await self.quiet.wait()
+
+    def _leave(self, blocks: Descriptors) -> list[Outcome]:
+        self.addresses |= set(blocks.addresses.tolist())
+        return [Outcome(Status.TIMED_OUT, memory_safe=False)] * blocks.num_blocks
+
+
 async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_down(
     memory: BlockMemory,
 ) -> None:
-    class Unsafe(DictBackend):
-        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            return [Outcome(Status.TIMED_OUT, memory_safe=False)] * len(keys)
+    class Cold(Unsafe):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            return [False] * len(keys)
 
     namespace = memory.namespace()
-    async with TieredBackend([open_dict(namespace), Unsafe(None, namespace)], namespace) as backend:
+    lower = Cold(None, namespace)
+    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
+        idle = backend._staging.num_buffers
         await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
         await backend._cascade.settle()
-        assert len(backend._staging._retired) == 1
-        assert backend._staging._idle == []
+        assert len(backend._staging._idle) == idle - 1
+        lower.quiet.set()
+        await backend.drain()
+        await backend._staging.aclose()
+        assert len(backend._staging._idle) == idle
 
 
 async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_up(
     memory: BlockMemory,
 ) -> None:
     namespace = memory.namespace()
-    lower = Answering(namespace, Outcome(Status.TIMED_OUT, memory_safe=False))
+    lower = Unsafe(None, namespace)
     async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
-        await store_made_up(lower, KEYS[:2], memory.describe(0, [0, 1]))
-        assert await backend.lookup(KEYS[:2]) == [False, False]
-        assert await backend.lookup(KEYS[:2]) == [False, False]
-        assert len(backend._staging._retired) == 2
-        assert backend._staging._idle == []
+        assert await backend.lookup(KEYS[:1]) == [False]
+        assert await backend.lookup(KEYS[1:2]) == [False]
+        assert len(lower.addresses) == 2, "the same buffer twice"
+        lower.quiet.set()
 
 
 # Failures

@@ -16,6 +16,7 @@ from kvxfer.errors import (
     LengthMismatchError,
 )
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -488,3 +489,42 @@ async def test_a_job_that_ended_touches_memory_until_its_backend_lets_go(
         assert engine.may_touch(job)
         faulty.release()
         await until(lambda: not engine.may_touch(job))
+
+
+async def test_a_job_touches_memory_until_the_backend_says_that_it_is_quiet(
+    memory: BlockMemory,
+) -> None:
+    class Unsafe(DictBackend):
+        quiet = asyncio.Event()
+
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            return [Outcome(Status.TIMED_OUT, memory_safe=False)] * len(keys)
+
+        async def drain(self) -> None:
+            await self.quiet.wait()
+
+    backend = Unsafe(DictConfig(), memory.namespace())
+    async with TransferEngine(memory.caches, backend) as engine:
+        job = engine.submit_load(keys_of(1), [[1]])
+        (finished,) = (await collect(engine, 1)).values()
+        assert finished.outcomes == (Outcome(Status.TIMED_OUT, memory_safe=False),)
+        assert engine.may_touch(job)
+        backend.quiet.set()
+        await until(lambda: not engine.may_touch(job))
+
+
+async def test_the_backend_learns_where_blocks_will_be(memory: BlockMemory) -> None:
+    class Attached(DictBackend):
+        regions: Sequence[MemoryRegion] = ()
+
+        def attach(self, memory: Sequence[MemoryRegion]) -> None:
+            self.regions = memory
+
+    backend = Attached(DictConfig(), memory.namespace())
+    async with TransferEngine(memory.caches, backend):
+        blocks = memory.describe(0, range(4))
+        for address, length in zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True):
+            assert any(
+                region.address <= address and address + length <= region.address + region.num_bytes
+                for region in backend.regions
+            )
