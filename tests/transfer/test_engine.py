@@ -503,13 +503,16 @@ async def test_a_job_touches_memory_until_the_backend_says_that_it_is_quiet(
         async def drain(self) -> None:
             await self.quiet.wait()
 
+        async def let_go(self) -> None:
+            self.quiet.set()
+
     backend = Unsafe(DictConfig(), memory.namespace())
     async with TransferEngine(memory.caches, backend) as engine:
         job = engine.submit_load(keys_of(1), [[1]])
         (finished,) = (await collect(engine, 1)).values()
         assert finished.outcomes == (Outcome(Status.TIMED_OUT, memory_safe=False),)
         assert engine.may_touch(job)
-        backend.quiet.set()
+        engine.submit_call(backend.let_go())
         await until(lambda: not engine.may_touch(job))
 
 
