@@ -503,6 +503,10 @@ async def test_a_job_touches_memory_until_the_backend_says_that_it_is_quiet(
         async def drain(self) -> None:
             await self.quiet.wait()
 
+        async def aclose(self) -> None:
+            self.quiet.set()
+            await super().aclose()
+
         async def let_go(self) -> None:
             self.quiet.set()
 
@@ -510,7 +514,7 @@ async def test_a_job_touches_memory_until_the_backend_says_that_it_is_quiet(
     async with TransferEngine(memory.caches, backend) as engine:
         job = engine.submit_load(keys_of(1), [[1]])
         (finished,) = (await collect(engine, 1)).values()
-        assert finished.outcomes == (Outcome(Status.TIMED_OUT, memory_safe=False),)
+        assert list(finished.outcomes) == [Outcome(Status.TIMED_OUT, memory_safe=False)]
         assert engine.may_touch(job)
         engine.submit_call(backend.let_go())
         await until(lambda: not engine.may_touch(job))
