@@ -132,9 +132,9 @@ def _pages(
             f"layer {cache.name!r}: blocks are {step_bytes * ratio} bytes apart and need "
             f"{padded_bytes * ratio} with padding ({describe_tensor(tensor)})"
         )
-    if reading.layout.axes[reading.block_axis + 1 : reading.block_axis + 2] == ("layer",):
+    if "layer" in reading.layout.axes[reading.block_axis :]:
         unused = len(cache.positions) - 1 - last_position
-        data_bytes -= unused * reading.strides[reading.block_axis + 1] * item
+        data_bytes -= unused * reading.strides[reading.layout.axes.index("layer")] * item
     whole = padded_bytes == step_bytes
     return Pages(
         group=places[0].group,

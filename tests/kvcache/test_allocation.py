@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,8 @@ from kvxfer.kvcache.spec import (
     KVCacheConfig,
     KVCacheGroup,
     MLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 NHD = AttentionLayout("kv block token head dim", "block layer kv token head dim")
@@ -32,6 +35,11 @@ BACKENDS = [
 ]
 LATENT = AttentionLayout("block token dim", "block layer token dim")
 INTEGERS = {torch.int8: torch.int8, torch.float16: torch.int16, torch.float32: torch.int32}
+FULL = FullAttentionSpec(tokens_per_block=16, num_kv_heads=2, head_dim=8, dtype=torch.float16)
+SLIDING = SlidingWindowSpec(
+    tokens_per_block=16, num_kv_heads=2, head_dim=8, dtype=torch.float16, sliding_window=32
+)
+NHD_PAGE = "block kv token head dim"
 
 
 @st.composite
@@ -139,3 +147,84 @@ def test_views_registered_per_layer_canonicalize_into_the_same_rows(model: dict[
         other = describe(registered, group, block_ids)
         assert one.addresses.tolist() == other.addresses.tolist()
         assert one.lengths.tolist() == other.lengths.tolist()
+
+
+GEMMA = KVCacheConfig(
+    6,
+    (
+        KVCacheGroup(FULL, ("0", "1", "2")),
+        KVCacheGroup(SLIDING, ("3", "4")),
+        KVCacheGroup(SLIDING, ("5", "6")),
+    ),
+    (("0", "3", "5"), ("1", "4", "6"), ("2",)),
+)
+
+
+def test_a_block_of_any_group_is_one_piece() -> None:
+    allocation = allocate_canonical(GEMMA, [NHD] * 3, kernel_tokens_per_block=[16, 8, 16])
+    row = 3 * FULL.page_size_bytes
+    (tensor,) = allocation.caches.tensors
+    assert tuple(tensor.tensor.shape) == (6, row)
+    assert allocation.buffer.shape == (6 * row,)
+    assert not allocation.buffer.any()
+    for group, num_layers in enumerate((3, 2, 2)):
+        blocks = describe(allocation.caches, group, [4, 1])
+        assert blocks.addresses.tolist() == [
+            allocation.buffer.data_ptr() + block * row for block in (4, 1)
+        ]
+        # The second group's kernel blocks spread its two layers over the whole row.
+        end = row - (3 - num_layers) * FULL.page_size_bytes // (2 if group == 1 else 1)
+        assert blocks.lengths.tolist() == [end, end]
+
+
+def test_layers_of_different_groups_at_one_position_are_the_same_bytes() -> None:
+    allocation = allocate_canonical(GEMMA, [NHD] * 3)
+    for names in GEMMA.shared_tensors:
+        assert len({allocation.kv_caches[name].data_ptr() for name in names}) == 1
+    allocation.kv_caches["4"][0, 5] = 1
+    assert allocation.kv_caches["1"][0, 5].eq(1).all()
+    assert not allocation.kv_caches["1"][0, 4].any()
+
+
+def test_the_refs_say_whose_pages_they_are_and_how_they_read() -> None:
+    allocation = allocate_canonical(GEMMA, [NHD] * 3, kernel_tokens_per_block=[16, 8, 16])
+    (first,), (second,), _ = allocation.caches.group_data_refs
+    assert (first.layer_names, first.layout) == (("0", "1", "2"), NHD.memory)
+    assert second.layout == f"{NHD.memory}, 2 kernel blocks per block"
+    assert allocation.caches.group_specs == (FULL, SLIDING, SLIDING)
+
+
+def test_layers_of_one_group_may_have_their_own_specs() -> None:
+    narrow = replace(FULL, num_kv_heads=4, head_dim=4)
+    specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs={"a": FULL, "b": narrow})
+    config = KVCacheConfig(6, (KVCacheGroup(specs, ("a", "b")),))
+    allocation = allocate_canonical(config, [NHD])
+    assert tuple(allocation.kv_caches["a"].shape) == (2, 6, 16, 2, 8)
+    assert tuple(allocation.kv_caches["b"].shape) == (2, 6, 16, 4, 4)
+    attest(allocation.kv_caches, config, allocation.caches, layouts={"a": NHD_PAGE})
+
+
+def test_a_tensor_of_all_layers_canonicalizes_into_the_same_caches() -> None:
+    backend = AttentionLayout("kv block token head dim", "block head layer kv token dim")
+    allocation = allocate_canonical(GEMMA, [backend] * 3)
+    layered = {"all": allocation.buffer.view(FULL.dtype).view(6, 2, 3, 2, 16, 8)}
+    ours = allocation.caches
+    theirs = canonicalize(layered, GEMMA, layouts={"all": str(backend.memory)})
+    assert ours.group_data_refs == theirs.group_data_refs
+    (our_rows,), (their_rows,) = ours.tensors, theirs.tensors
+    assert our_rows.tensor.data_ptr() == their_rows.tensor.data_ptr()
+    assert our_rows.tensor.stride() == their_rows.tensor.stride()
+    attest(layered, GEMMA, ours, layouts={"all": str(backend.memory)})
+
+
+@pytest.mark.gpu
+def test_a_block_is_one_piece_of_device_memory() -> None:
+    allocation = allocate_canonical(GEMMA, [NHD] * 3, device="cuda")
+    assert allocation.buffer.is_cuda
+    layouts = dict.fromkeys(GEMMA.layer_names, NHD_PAGE)
+    attest(allocation.kv_caches, GEMMA, allocation.caches, layouts=layouts)
+
+
+@pytest.mark.gpu
+def test_host_memory_is_pinned() -> None:
+    assert allocate_canonical(GEMMA, [NHD] * 3, pinned=True).buffer.is_pinned()
