@@ -175,6 +175,22 @@ class BackendUnavailableError(KVXferError, ConnectionError):
     """Report a backend that is gone: no block of any batch can be served."""
 
 
+class TransferFailedError(KVXferError):
+    """Report bytes that were not all moved; the memory on this side is quiet.
+
+    Attributes:
+        peer: Name of the other side's agent.
+    """
+
+    def __init__(self, peer: str, detail: str) -> None:
+        self.peer = peer
+        super().__init__(f"transfer with {peer}: {detail}")
+
+
+class PeerLostError(TransferFailedError, ConnectionError):
+    """Report a peer whose memory can no longer be reached, or never could."""
+
+
 class UnsupportedEngineError(KVXferError, RuntimeError):
     """Report a serving-engine release whose interface kvxfer does not speak.
 
