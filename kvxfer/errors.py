@@ -191,6 +191,54 @@ class PeerLostError(TransferFailedError, ConnectionError):
     """Report a peer whose memory can no longer be reached, or never could."""
 
 
+class PeerError(KVXferError, ConnectionError):
+    """Base of errors that end a connection to a peer; no block is lost by one, only its copy.
+
+    Attributes:
+        peer: Address of the other side.
+    """
+
+    def __init__(self, peer: str, detail: str) -> None:
+        self.peer = peer
+        super().__init__(f"peer {peer}: {detail}")
+
+
+class PeerClosedError(PeerError):
+    """Report a connection that the other side, or the network, ended between two messages."""
+
+
+class PeerTimeoutError(PeerError, TimeoutError):
+    """Report a peer that did not say in time what it had to.
+
+    Attributes:
+        timeout_s: How long it had.
+    """
+
+    def __init__(self, peer: str, what: str, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(peer, f"{what} took longer than {timeout_s:g} s")
+
+
+class ProtocolError(PeerError):
+    """Report bytes that no honest peer sends: cut, changed, repeated, too long or meaningless."""
+
+
+class HandshakeError(PeerError):
+    """Report a peer that one must not talk to.
+
+    Attributes:
+        field: What the two do not agree on.
+        ours: Value on this side; of a secret only whether there is one.
+        theirs: Value on the other side.
+    """
+
+    def __init__(self, peer: str, field: str, ours: str, theirs: str) -> None:
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+        super().__init__(peer, f"{field} differs: ours is {ours!r}, theirs is {theirs!r}")
+
+
 class UnsupportedEngineError(KVXferError, RuntimeError):
     """Report a serving-engine release whose interface kvxfer does not speak.
 

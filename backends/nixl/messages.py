@@ -20,13 +20,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base of every message."""
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of either side: who it is and what it holds.
 
     Attributes:
         version: `PROTOCOL_VERSION`; compared before anything else.
         incarnation: 16 random bytes of this process; a restarted peer is another peer.
-        nonce: 32 random bytes of this connection.
+        nonce: 32 random bytes of this connection; whoever greets makes them.
         namespace: What the blocks are, layout and parallel topology included; None from a peer
             that takes any.
         boot_id: Tells machines apart, and boots of one. Empty where it is not known.
@@ -36,29 +36,37 @@ class Hello(Message):
 
     version: int
     incarnation: bytes
-    nonce: bytes
     namespace: Namespace | None
+    nonce: bytes = b""
     boot_id: str = ""
     pid: int = 0
     pid_namespace: str = ""
 
 
-class Proof(Message):
-    """Second message of either side: that it knows the key, and then how its memory is reached.
+class Proof(Message, frozen=True):
+    """Second message of either side: that it knows the secret.
 
     Attributes:
         mac: HMAC-SHA256 over both greetings; see `handshake`.
-        metadata: What NIXL needs to reach the sender's registered memory; empty when it has none
-            to offer. Reaches NIXL only after `mac` was verified.
-        region_sizes: Bytes of each registered region, in the order of `Extents.regions`.
     """
 
     mac: bytes
+
+
+class Reach(Message, frozen=True):
+    """Third message of either side, in the first sealed frame: how its memory is reached.
+
+    Attributes:
+        metadata: What NIXL needs to reach the sender's registered memory; empty when it has none
+            to offer. Whoever has it can read and write that memory.
+        region_sizes: Bytes of each registered region, in the order of `Extents.regions`.
+    """
+
     metadata: bytes = b""
     region_sizes: list[int] = []
 
 
-class Refusal(Message):
+class Refusal(Message, frozen=True):
     """Why the other side closes the connection.
 
     Attributes:
@@ -96,21 +104,21 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-class Lookup(Message):
+class Lookup(Message, frozen=True):
     """Ask which keys are there; answered by `Found`."""
 
     request_id: int
     keys: list[BlockKey]
 
 
-class Found(Message):
+class Found(Message, frozen=True):
     """Answer `Lookup`: for each key whether it is there."""
 
     request_id: int
     there: list[bool]
 
 
-class Pin(Message):
+class Pin(Message, frozen=True):
     """Ask for blocks to be kept where they are, so that the asking side can read them.
 
     Attributes:
@@ -124,7 +132,7 @@ class Pin(Message):
     sizes: list[int]
 
 
-class Pinned(Message):
+class Pinned(Message, frozen=True):
     """Answer `Pin`; the blocks that are `DONE` stay until `Unpin`, or until the lease expires.
 
     Attributes:
@@ -140,13 +148,13 @@ class Pinned(Message):
     extents: Extents
 
 
-class Unpin(Message):
+class Unpin(Message, frozen=True):
     """Let go what the `Pin` of this number asked for; not answered."""
 
     request_id: int
 
 
-class Push(Message):
+class Push(Message, frozen=True):
     """Ask the holder to write blocks into the memory of the asking side; answered by `Moved`.
 
     Attributes:
@@ -160,7 +168,7 @@ class Push(Message):
     extents: Extents
 
 
-class Pull(Message):
+class Pull(Message, frozen=True):
     """Ask the holder to read blocks out of the memory of the asking side; answered by `Moved`.
 
     Attributes:
@@ -176,7 +184,7 @@ class Pull(Message):
     extents: Extents
 
 
-class Moved(Message):
+class Moved(Message, frozen=True):
     """Answer `Push`, `Pull` and `Receive`: the holder no longer touches the memory.
 
     Attributes:
@@ -190,39 +198,39 @@ class Moved(Message):
     checksums: list[int] = []
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Ask the holder to end a `Push` or `Pull` soon; that request is answered all the same."""
 
     request_id: int
 
 
-class Delete(Message):
+class Delete(Message, frozen=True):
     """Ask the holder to forget keys; answered by `Deleted`."""
 
     request_id: int
     keys: list[BlockKey]
 
 
-class Deleted(Message):
+class Deleted(Message, frozen=True):
     """Answer `Delete`: how many of the keys were there."""
 
     request_id: int
     num_deleted: int
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Say that the sender is alive, and renew its leases; answered by `Pong`."""
 
     request_id: int
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     """Answer `Ping`."""
 
     request_id: int
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """First message of a data connection: which control connection it belongs to.
 
     Attributes:
@@ -236,7 +244,7 @@ class Attach(Message):
     mac: bytes
 
 
-class Send(Message):
+class Send(Message, frozen=True):
     """Ask for blocks on a data connection; answered by `Sending`.
 
     Attributes:
@@ -250,7 +258,7 @@ class Send(Message):
     sizes: list[int]
 
 
-class Sending(Message):
+class Sending(Message, frozen=True):
     """Answer `Send`; the bytes of the blocks that are `DONE` follow, one after the other.
 
     Attributes:
@@ -263,7 +271,7 @@ class Sending(Message):
     checksums: list[int]
 
 
-class Receive(Message):
+class Receive(Message, frozen=True):
     """Offer blocks on a data connection; answered by `Wanted`.
 
     Attributes:
@@ -279,14 +287,14 @@ class Receive(Message):
     checksums: list[int]
 
 
-class Wanted(Message):
+class Wanted(Message, frozen=True):
     """Answer `Receive`: which blocks to send; their bytes follow, then `Moved` answers them."""
 
     request_id: int
     wanted: list[bool]
 
 
-Handshake: TypeAlias = Hello | Proof | Refusal | Attach
+Handshake: TypeAlias = Hello | Proof | Reach | Refusal | Attach
 Request: TypeAlias = Lookup | Pin | Unpin | Push | Pull | Cancel | Delete | Ping
 Answer: TypeAlias = Found | Pinned | Moved | Deleted | Pong
 Data: TypeAlias = Send | Sending | Receive | Wanted | Moved

@@ -1,0 +1,138 @@
+"""Configuration of the NIXL backend."""
+
+import os
+from typing import Literal
+
+import msgspec
+
+from kvxfer.backends.file.digest import read_secret
+from kvxfer.backends.host.pool import Integrity
+from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.units import ByteSize
+
+SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
+MIN_SECRET_BYTES = 16
+
+Transport = Literal["auto", "nixl", "socket"]
+Direction = Literal["auto", "read", "write"]
+
+
+class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `nixl://host:port,host:port`.
+
+    Attributes:
+        address: Peers that hold blocks, as `host:port`, with commas between.
+        listen: `host:port` at which blocks of this process are served to others.
+        capacity: Bytes of host memory for the blocks that are served; with `listen` only.
+        secret_file: File with what all peers know, at least 16 bytes, better 32 random ones; the
+            line end at its end does not count. Without a file the environment variable
+            `KVXFER_SECRET` is taken. Without both, and without TLS, every address must be a
+            loopback one.
+        tls_cert: File with the certificate of this process, PEM. All three of TLS or none.
+        tls_key: File with the private key of that certificate, PEM.
+        tls_ca: File with the certificate of the authority that signs those of all peers, PEM.
+            Who has a certificate of it is a peer: use one that signs nothing else.
+        transport: What moves the bytes: `nixl`, or TCP connections of our own, `socket`. `auto`
+            chooses for each peer.
+        direction: Who moves them: the holder (`write`), or who asks for them (`read`). `auto`
+            chooses for each peer.
+        replicas: Peers that each block is stored at.
+        timeout_s: Time that a request to a peer may take.
+        integrity: `fast` verifies an XXH3 checksum of every block that arrives; `off` does not.
+        quarantine: Bytes that transfers whose end is not known may keep from use.
+        lease_s: Time for which blocks are kept for a peer that is not heard of.
+        heartbeat_s: Time between two signs of life.
+
+    Raises:
+        InvalidArgumentError: Names the parameter that cannot be used, and its value.
+    """
+
+    address: str = ""
+    listen: str = ""
+    capacity: ByteSize | None = None
+    secret_file: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    transport: Transport = "auto"
+    direction: Direction = "auto"
+    replicas: int = 1
+    timeout_s: float = 10.0
+    integrity: Integrity = Integrity.FAST
+    quarantine: ByteSize = ByteSize(256 << 20)
+    lease_s: float = 30.0
+    heartbeat_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without reading a file."""
+        peers = self.peers
+        if not peers and self.listen_endpoint is None:
+            raise InvalidArgumentError("address", self.address, "peers, or listen=HOST:PORT")
+        if len(set(peers)) < len(peers):
+            raise InvalidArgumentError("address", self.address, "each peer once")
+        if bool(self.listen) != (self.capacity is not None):
+            wanted = "a size with listen=HOST:PORT, and only then"
+            raise InvalidArgumentError("capacity", self.capacity, wanted)
+        tls = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(tls) and not all(tls):
+            raise InvalidArgumentError("tls_cert, tls_key, tls_ca", tls, "all three, or none")
+        if self.replicas < 1 or (peers and self.replicas > len(peers)):
+            wanted = f"1 to {len(peers)}, the number of peers"
+            raise InvalidArgumentError("replicas", self.replicas, wanted)
+        for name in ("timeout_s", "lease_s", "heartbeat_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
+        if self.lease_s < 2 * self.heartbeat_s:
+            wanted = f"at least twice heartbeat_s={self.heartbeat_s:g}, which renews leases"
+            raise InvalidArgumentError("lease_s", self.lease_s, wanted)
+
+    @property
+    def peers(self) -> tuple[Endpoint, ...]:
+        """Peers that hold blocks."""
+        if not self.address:
+            return ()
+        return tuple(Endpoint.parse("address", text) for text in self.address.split(","))
+
+    @property
+    def listen_endpoint(self) -> Endpoint | None:
+        """Where blocks of this process are served; None where they are not."""
+        return Endpoint.parse("listen", self.listen) if self.listen else None
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether connections are encrypted, and peers prove themselves by certificate."""
+        return bool(self.tls_ca)
+
+    def read_secret(self) -> bytes | None:
+        """Read what all peers know from the file or the environment.
+
+        Returns:
+            The secret, without the line end at its end; None without one.
+
+        Raises:
+            InvalidArgumentError: The file cannot be read, the secret is too short, or there is
+                neither a secret nor TLS and an address is not a loopback one.
+        """
+        secret = read_secret(self.secret_file)
+        argument, source = "secret_file", self.secret_file
+        if secret is None and SECRET_VARIABLE in os.environ:
+            secret = os.environb[SECRET_VARIABLE.encode()]
+            argument, source = "environment variable", SECRET_VARIABLE
+        if secret is None:
+            self._require_loopback()
+            return None
+        secret = secret.rstrip(b"\r\n")
+        if len(secret) < MIN_SECRET_BYTES:
+            wanted = f"at least {MIN_SECRET_BYTES} bytes in it, such as openssl rand -hex 32 makes"
+            raise InvalidArgumentError(argument, source, wanted)
+        return secret
+
+    def _require_loopback(self) -> None:
+        addresses = [("address", peer) for peer in self.peers]
+        if self.listen_endpoint is not None:
+            addresses.append(("listen", self.listen_endpoint))
+        for argument, endpoint in addresses:
+            if not self.uses_tls and not endpoint.is_loopback:
+                wanted = "a loopback address; any other needs secret_file or TLS"
+                raise InvalidArgumentError(argument, str(endpoint), wanted)
