@@ -11,7 +11,6 @@ from kvxfer.errors import (
     CapacityError,
     ClosedError,
     DuplicateError,
-    HandshakeError,
     InvalidArgumentError,
     KVXferError,
     LayoutError,
@@ -19,10 +18,6 @@ from kvxfer.errors import (
     NamespaceMismatchError,
     OverlapError,
     PageBoundsError,
-    PeerClosedError,
-    PeerError,
-    PeerTimeoutError,
-    ProtocolError,
     SpecMergeError,
     UnknownGroupError,
     UnknownLayoutError,
@@ -42,6 +37,7 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCacheTensor,
     canonicalize,
 )
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import Descriptors, describe
 from kvxfer.kvcache.layout import KVLayout
 from kvxfer.kvcache.spec import (
@@ -49,8 +45,6 @@ from kvxfer.kvcache.spec import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
     KVCacheSpec,
     MambaSpec,
     MLASpec,
@@ -91,7 +85,6 @@ __all__ = [
     "FinishedJob",
     "FullAttentionSpec",
     "GroupIdentity",
-    "HandshakeError",
     "InvalidArgumentError",
     "JobId",
     "KVCacheConfig",
@@ -108,10 +101,6 @@ __all__ = [
     "Outcome",
     "OverlapError",
     "PageBoundsError",
-    "PeerClosedError",
-    "PeerError",
-    "PeerTimeoutError",
-    "ProtocolError",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "SpecMergeError",

@@ -13,8 +13,9 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import KVLayout, page_layout
-from kvxfer.kvcache.spec import AttentionSpec, KVCacheConfig
+from kvxfer.kvcache.spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def allocate_canonical(
     config: KVCacheConfig,
     backends: Sequence[AttentionBackend],
     *,
-    kernel_tokens_per_block: Sequence[int] | None = None,
+    tokens_per_kernel_block: Sequence[int] | None = None,
     wants_cross_layer_blocks: bool = True,
     supports_hybrid_groups: bool = True,
     device: torch.device | str = "cpu",
@@ -56,7 +57,7 @@ def allocate_canonical(
     Args:
         config: The blocks, groups and specs, and which layers share a tensor.
         backends: The attention backend of each group.
-        kernel_tokens_per_block: Tokens of a kernel block, for each group; as many as the block
+        tokens_per_kernel_block: Tokens of a kernel block, for each group; as many as the block
             has unless given.
         wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
         supports_hybrid_groups: Whether the connector can tell several groups apart.
@@ -71,13 +72,13 @@ def allocate_canonical(
     refusals = why_not_canonical(
         config,
         backends,
-        kernel_tokens_per_block=kernel_tokens_per_block,
+        tokens_per_kernel_block=tokens_per_kernel_block,
         wants_cross_layer_blocks=wants_cross_layer_blocks,
         supports_hybrid_groups=supports_hybrid_groups,
     )
     if refusals:
         raise AllocationRefusedError(refusals)
-    request = AllocationRequest.of(config, backends, kernel_tokens_per_block)
+    request = AllocationRequest.of(config, backends, tokens_per_kernel_block)
     slices = {name: _slice_of(request, group, name) for group, name, _ in request.layers()}
     row_bytes = len(request.positions) * _page_size_bytes(request)
     _require_pinnable(torch.device(device), pinned=pinned)

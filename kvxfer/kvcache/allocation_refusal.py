@@ -8,7 +8,8 @@ from math import prod
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.attention_backend import AttentionBackend, kernel_spec, memory_axes
 from kvxfer.kvcache.checks import require_instance, require_positive
-from kvxfer.kvcache.spec import AttentionSpec, KVCacheConfig, KVCacheSpec
+from kvxfer.kvcache.config import KVCacheConfig
+from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
 
 
 class AllocationCondition(Enum):
@@ -61,37 +62,37 @@ class AllocationRequest:
     Attributes:
         config: The blocks, groups and specs.
         backends: The attention backend of each group.
-        kernel_tokens_per_block: Tokens of a kernel block, for each group.
+        tokens_per_kernel_block: Tokens of a kernel block, for each group.
     """
 
     config: KVCacheConfig
     backends: tuple[AttentionBackend, ...]
-    kernel_tokens_per_block: tuple[int, ...]
+    tokens_per_kernel_block: tuple[int, ...]
 
     @classmethod
     def of(
         cls,
         config: KVCacheConfig,
         backends: Sequence[AttentionBackend],
-        kernel_tokens_per_block: Sequence[int] | None,
+        tokens_per_kernel_block: Sequence[int] | None,
     ) -> "AllocationRequest":
         """Check the arguments; kernel blocks are as large as blocks unless the caller says so."""
         require_instance("config", config, KVCacheConfig)
         num_groups = len(config.groups)
-        if kernel_tokens_per_block is None:
-            kernel_tokens_per_block = [group.spec.tokens_per_block for group in config.groups]
+        if tokens_per_kernel_block is None:
+            tokens_per_kernel_block = [group.spec.tokens_per_block for group in config.groups]
         for name, given in (
             ("backends", backends),
-            ("kernel_tokens_per_block", kernel_tokens_per_block),
+            ("tokens_per_kernel_block", tokens_per_kernel_block),
         ):
             if len(given) != num_groups:
                 raise InvalidArgumentError(name, given, f"one for each of {num_groups} groups")
-        for group, tokens in enumerate(kernel_tokens_per_block):
-            require_positive(f"kernel_tokens_per_block[{group}]", tokens)
+        for group, tokens in enumerate(tokens_per_kernel_block):
+            require_positive(f"tokens_per_kernel_block[{group}]", tokens)
         return cls(
             config=config,
             backends=tuple(backends),
-            kernel_tokens_per_block=tuple(kernel_tokens_per_block),
+            tokens_per_kernel_block=tuple(tokens_per_kernel_block),
         )
 
     @property
@@ -104,7 +105,7 @@ class AllocationRequest:
     def kernel_blocks_per_block(self, group: int) -> int:
         """Kernel blocks in a block of `group`; meaningful where they divide it."""
         spec = self.config.groups[group].spec
-        return spec.tokens_per_block // self.kernel_tokens_per_block[group]
+        return spec.tokens_per_block // self.tokens_per_kernel_block[group]
 
     def layers(self) -> Iterator[tuple[int, str, KVCacheSpec]]:
         """Group, name and spec of every layer, group by group."""
@@ -117,7 +118,7 @@ def why_not_canonical(
     config: KVCacheConfig,
     backends: Sequence[AttentionBackend],
     *,
-    kernel_tokens_per_block: Sequence[int] | None = None,
+    tokens_per_kernel_block: Sequence[int] | None = None,
     wants_cross_layer_blocks: bool = True,
     supports_hybrid_groups: bool = True,
 ) -> tuple[AllocationRefusal, ...]:
@@ -127,7 +128,7 @@ def why_not_canonical(
         config: The blocks, groups and specs, and which layers share a tensor. A single group may
             leave that out; that there is a group, the config itself sees to.
         backends: The attention backend of each group.
-        kernel_tokens_per_block: Tokens of a kernel block, for each group; as many as the block
+        tokens_per_kernel_block: Tokens of a kernel block, for each group; as many as the block
             has unless given.
         wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
         supports_hybrid_groups: Whether the connector can tell several groups apart; not asked of
@@ -137,7 +138,7 @@ def why_not_canonical(
         InvalidArgumentError: There is not one backend and one kernel block per group, or a
             backend contradicts itself.
     """
-    request = AllocationRequest.of(config, backends, kernel_tokens_per_block)
+    request = AllocationRequest.of(config, backends, tokens_per_kernel_block)
     return (
         *_of_connector(
             request, wanted=wants_cross_layer_blocks, hybrid_supported=supports_hybrid_groups
@@ -222,7 +223,7 @@ def _of_backends(request: AllocationRequest) -> Iterator[AllocationRefusal]:
 
 def _of_kernel_blocks(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     for group, each in enumerate(request.config.groups):
-        tokens, kernel_tokens = each.spec.tokens_per_block, request.kernel_tokens_per_block[group]
+        tokens, kernel_tokens = each.spec.tokens_per_block, request.tokens_per_kernel_block[group]
         if tokens % kernel_tokens:
             found, expected = f"{kernel_tokens} tokens", f"a divisor of {tokens} tokens"
             yield AllocationRefusal(AllocationCondition.KERNEL_BLOCKS, found, expected, group)

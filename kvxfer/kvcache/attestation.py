@@ -7,9 +7,9 @@ import torch
 
 from kvxfer.errors import AttestationError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import LayoutReading
 from kvxfer.kvcache.registered import KVCaches, Layouts, RegisteredCache, read_registered
-from kvxfer.kvcache.spec import KVCacheConfig
 
 SENTINELS = range(1, 60)
 """Byte values to write: never zero, and never the upper byte of a NaN in any float format."""

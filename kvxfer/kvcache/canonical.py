@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 
 from kvxfer.errors import InvalidArgumentError, LayoutError
+from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.pages import Pages, find_pages
 from kvxfer.kvcache.registered import KVCaches, Layouts, read_registered
 from kvxfer.kvcache.rows import Row, join_rows
-from kvxfer.kvcache.spec import KVCacheConfig, KVCacheSpec
+from kvxfer.kvcache.spec import KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)

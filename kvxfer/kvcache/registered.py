@@ -7,6 +7,7 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.checks import require_instance
+from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import (
     KVLayout,
     LayoutReading,
@@ -14,7 +15,7 @@ from kvxfer.kvcache.layout import (
     fitting_readings,
     unknown_layout,
 )
-from kvxfer.kvcache.spec import KVCacheConfig, KVCacheSpec
+from kvxfer.kvcache.spec import KVCacheSpec
 
 KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 Layouts = Mapping[str, str | KVLayout]

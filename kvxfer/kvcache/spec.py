@@ -1,8 +1,8 @@
-"""KV-cache specs: what a layer keeps per block, how layers form groups, and how specs merge."""
+"""KV-cache specs: what a layer keeps per block, and how specs merge."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -325,79 +325,6 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         if layer_name not in self.layer_specs:
             raise InvalidArgumentError("layer_name", layer_name, f"one of {list(self.layer_specs)}")
         return self.layer_specs[layer_name]
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheGroup:
-    """Layers that share a block table.
-
-    Attributes:
-        spec: What each layer keeps; a `UniformTypeKVCacheSpecs` has a spec for each of them.
-        layer_names: The layers, in the order in which their pages make up a block.
-    """
-
-    spec: KVCacheSpec
-    layer_names: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_names", tuple(self.layer_names))
-        require_instance("spec", self.spec, KVCacheSpec)
-        if not self.layer_names or len(set(self.layer_names)) != len(self.layer_names):
-            raise InvalidArgumentError(
-                "layer_names", self.layer_names, "at least one layer, each of them once"
-            )
-        for layer_name in self.layer_names:
-            self.spec.for_layer(layer_name)
-
-
-@dataclass(frozen=True, slots=True)
-class KVCacheConfig:
-    """The KV cache of one worker, as the engine planned it.
-
-    Attributes:
-        num_blocks: Blocks in the block pool, the null block included.
-        groups: KV-cache groups; the index is the group index everywhere.
-        shared_tensors: For each shared tensor (position) the layers whose bytes it holds;
-            empty when the engine did not say.
-        shared_tensor_sizes_bytes: Bytes that the engine planned for each of them; empty when it
-            did not say.
-    """
-
-    num_blocks: int
-    groups: tuple[KVCacheGroup, ...]
-    shared_tensors: tuple[tuple[str, ...], ...] = field(default=())
-    shared_tensor_sizes_bytes: tuple[int, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "shared_tensors", tuple(map(tuple, self.shared_tensors)))
-        sizes = tuple(self.shared_tensor_sizes_bytes)
-        object.__setattr__(self, "shared_tensor_sizes_bytes", sizes)
-        require_positive("num_blocks", self.num_blocks)
-        if not self.groups:
-            raise InvalidArgumentError("groups", self.groups, "at least one KVCacheGroup")
-        for index, group in enumerate(self.groups):
-            require_instance(f"groups[{index}]", group, KVCacheGroup)
-        names = self.layer_names
-        for name in names:
-            if names.count(name) > 1:
-                raise InvalidArgumentError("groups", name, "each layer in one group only")
-        shared = [name for names in self.shared_tensors for name in names]
-        for name in shared:
-            if name not in names:
-                raise InvalidArgumentError("shared_tensors", name, "a layer of one of the groups")
-            if shared.count(name) > 1:
-                raise InvalidArgumentError("shared_tensors", name, "each layer at most once")
-        if sizes and len(sizes) != len(self.shared_tensors):
-            expected = f"one size for each of {len(self.shared_tensors)} shared tensors"
-            raise InvalidArgumentError("shared_tensor_sizes_bytes", sizes, expected)
-        for index, size in enumerate(sizes):
-            require_positive(f"shared_tensor_sizes_bytes[{index}]", size)
-
-    @property
-    def layer_names(self) -> tuple[str, ...]:
-        """Every layer, group by group."""
-        return tuple(name for group in self.groups for name in group.layer_names)
 
 
 def _one_window(name: str, specs: Sequence[KVCacheSpec]) -> int | None:

@@ -8,13 +8,8 @@ import torch
 from kvxfer.kvcache.canonical import (
     CanonicalKVCaches,
 )
-from kvxfer.kvcache.spec import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    KVCacheSpec,
-    MambaSpec,
-)
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 
 
 def engine_view(

@@ -12,12 +12,11 @@ from kvxfer.kvcache.allocation import allocate_canonical
 from kvxfer.kvcache.attention_backend import AttentionLayout
 from kvxfer.kvcache.attestation import attest
 from kvxfer.kvcache.canonical import canonicalize
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import describe
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
     MLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -98,7 +97,7 @@ def test_an_element_is_found_where_a_slow_reference_says(
 ) -> None:
     config = model["config"]
     allocation = allocate_canonical(
-        config, model["backends"], kernel_tokens_per_block=model["kernel_tokens"]
+        config, model["backends"], tokens_per_kernel_block=model["kernel_tokens"]
     )
     name = data.draw(st.sampled_from(config.layer_names))
     group = int(name.split(".")[0])
@@ -132,7 +131,7 @@ def test_views_registered_per_layer_canonicalize_into_the_same_rows(model: dict[
     # The stride of a single block means nothing, so it does not join the layers.
     assume(layout is not None and config.num_blocks > 1)
     allocation = allocate_canonical(
-        config, backends, kernel_tokens_per_block=model["kernel_tokens"]
+        config, backends, tokens_per_kernel_block=model["kernel_tokens"]
     )
     layouts = dict.fromkeys(config.layer_names, str(layout))
     attest(allocation.kv_caches, config, allocation.caches, layouts=layouts)
@@ -161,7 +160,7 @@ GEMMA = KVCacheConfig(
 
 
 def test_a_block_of_any_group_is_one_piece() -> None:
-    allocation = allocate_canonical(GEMMA, [NHD] * 3, kernel_tokens_per_block=[16, 8, 16])
+    allocation = allocate_canonical(GEMMA, [NHD] * 3, tokens_per_kernel_block=[16, 8, 16])
     row = 3 * FULL.page_size_bytes
     (tensor,) = allocation.caches.tensors
     assert tuple(tensor.tensor.shape) == (6, row)
@@ -187,7 +186,7 @@ def test_layers_of_different_groups_at_one_position_are_the_same_bytes() -> None
 
 
 def test_the_refs_say_whose_pages_they_are_and_how_they_read() -> None:
-    allocation = allocate_canonical(GEMMA, [NHD] * 3, kernel_tokens_per_block=[16, 8, 16])
+    allocation = allocate_canonical(GEMMA, [NHD] * 3, tokens_per_kernel_block=[16, 8, 16])
     (first,), (second,), _ = allocation.caches.group_data_refs
     assert (first.layer_names, first.layout) == (("0", "1", "2"), NHD.memory)
     assert second.layout == f"{NHD.memory}, 2 kernel blocks per block"

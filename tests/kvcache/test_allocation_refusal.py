@@ -14,11 +14,10 @@ from kvxfer.kvcache.allocation_refusal import (
     why_not_canonical,
 )
 from kvxfer.kvcache.attention_backend import AttentionBackend, AttentionLayout
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -196,7 +195,7 @@ def test_blocks_must_be_outermost() -> None:
 
 
 def test_kernel_blocks_must_divide_a_block() -> None:
-    refusal = only_refusal(CONFIG, kernel_tokens_per_block=[16, 6])
+    refusal = only_refusal(CONFIG, tokens_per_kernel_block=[16, 6])
     assert refusal.condition is AllocationCondition.KERNEL_BLOCKS
     assert str(refusal) == (
         "kernel blocks divide a block and its page (group 1): "
@@ -207,13 +206,13 @@ def test_kernel_blocks_must_divide_a_block() -> None:
 def test_kernel_blocks_must_divide_a_padded_page() -> None:
     spec = replace(FULL, page_size_padded=PAGE + 8)
     config = KVCacheConfig(5, (KVCacheGroup(spec, ("a",)),))
-    refusal = only_refusal(config, kernel_tokens_per_block=[2])
+    refusal = only_refusal(config, tokens_per_kernel_block=[2])
     assert refusal.condition is AllocationCondition.KERNEL_BLOCKS
     assert str(refusal) == (
         "kernel blocks divide a block and its page (group 0, layer 'a'): found a page of "
         f"{PAGE + 8} bytes, expected 8 kernel blocks of whole torch.float16 elements"
     )
-    assert why_not_canonical(config, [NHD], kernel_tokens_per_block=[4]) == ()
+    assert why_not_canonical(config, [NHD], tokens_per_kernel_block=[4]) == ()
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 31), (2, 8, 32), (1, 16, 32, 1)], ids=str)
@@ -236,7 +235,7 @@ def test_every_reason_is_listed() -> None:
     refusals = why_not_canonical(
         config,
         backends,
-        kernel_tokens_per_block=[16, 16, 5],
+        tokens_per_kernel_block=[16, 16, 5],
         wants_cross_layer_blocks=False,
         supports_hybrid_groups=False,
     )
@@ -258,8 +257,8 @@ def test_every_reason_is_listed() -> None:
     ("options", "argument"),
     [
         ({"backends": [NHD]}, "backends"),
-        ({"kernel_tokens_per_block": [16]}, "kernel_tokens_per_block"),
-        ({"kernel_tokens_per_block": [16, 0]}, r"kernel_tokens_per_block\[1\]"),
+        ({"tokens_per_kernel_block": [16]}, "tokens_per_kernel_block"),
+        ({"tokens_per_kernel_block": [16, 0]}, r"tokens_per_kernel_block\[1\]"),
         ({"config": GROUPS}, "config"),
         ({"backends": [Odd(order=(1, 0, 0, 2)), NHD]}, "stride_order"),
         ({"backends": [AttentionLayout("block token dim state", None), NHD]}, "shape"),

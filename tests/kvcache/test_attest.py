@@ -17,14 +17,8 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCacheTensor,
     canonicalize,
 )
-from kvxfer.kvcache.spec import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    KVCacheSpec,
-    MambaSpec,
-    MLASpec,
-)
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, MLASpec
 from tests.kvcache.engine_views import engine_view
 
 NUM_BLOCKS = 7

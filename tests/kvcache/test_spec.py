@@ -10,13 +10,12 @@ import torch
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.canonical import canonicalize
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
     KVCacheSpec,
     MambaSpec,
     MLASpec,
