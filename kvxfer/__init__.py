@@ -6,6 +6,7 @@ from kvxfer.errors import (
     AmbiguousLayoutError,
     AttestationError,
     BackendUnavailableError,
+    BatchOrderError,
     BlockIdError,
     BlockStateError,
     CapacityError,
@@ -19,6 +20,7 @@ from kvxfer.errors import (
     OverlapError,
     PageBoundsError,
     SpecMergeError,
+    TooManyGroupsError,
     UnknownGroupError,
     UnknownLayoutError,
     UnsupportedEngineError,
@@ -30,7 +32,14 @@ from kvxfer.kvcache.allocation_refusal import (
     why_not_canonical,
 )
 from kvxfer.kvcache.attention_backend import AttentionBackend, AttentionLayout
+from kvxfer.kvcache.attention_metadata import (
+    AttentionMetadataBuilder,
+    MultiGroupMetadataBuilder,
+    TokenBatch,
+    decodes_first,
+)
 from kvxfer.kvcache.attestation import attest
+from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT, BlockTable
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -40,6 +49,7 @@ from kvxfer.kvcache.canonical import (
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import Descriptors, describe
 from kvxfer.kvcache.layout import KVLayout
+from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -59,19 +69,24 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId
 
 __all__ = [
+    "NULL_BLOCK_ID",
+    "PAD_SLOT",
     "AllocationCondition",
     "AllocationRefusal",
     "AllocationRefusedError",
     "AmbiguousLayoutError",
     "AttentionBackend",
     "AttentionLayout",
+    "AttentionMetadataBuilder",
     "AttentionSpec",
     "AttestationError",
     "Backend",
     "BackendUnavailableError",
+    "BatchOrderError",
     "BlockIdError",
     "BlockKey",
     "BlockStateError",
+    "BlockTable",
     "CanonicalAllocation",
     "CanonicalKVCacheRef",
     "CanonicalKVCacheTensor",
@@ -96,6 +111,8 @@ __all__ = [
     "LengthMismatchError",
     "MLASpec",
     "MambaSpec",
+    "MultiGroupBlockTable",
+    "MultiGroupMetadataBuilder",
     "Namespace",
     "NamespaceMismatchError",
     "Outcome",
@@ -106,6 +123,8 @@ __all__ = [
     "SpecMergeError",
     "Status",
     "TieredBackend",
+    "TokenBatch",
+    "TooManyGroupsError",
     "TransferEngine",
     "UniformTypeKVCacheSpecs",
     "UnknownGroupError",
@@ -115,6 +134,7 @@ __all__ = [
     "attest",
     "canonicalize",
     "connect",
+    "decodes_first",
     "describe",
     "group_of",
     "make_block_key",

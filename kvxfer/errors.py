@@ -341,3 +341,44 @@ class TooManyGroupsError(InvalidArgumentError):
             f"at most {max_num_groups}: that is all that {builder}, the "
             f"metadata builder of group {group}, serves",
         )
+
+
+class BatchOrderError(KVXferError, ValueError):
+    """Report a KV-cache group whose attention backend wants a batch in an order it cannot have.
+
+    Attributes:
+        group: The group.
+        builder: Its metadata builder.
+        order: The order that it wants: for each place the request that is to be there.
+    """
+
+    def __init__(self, group: int, builder: str, order: Sequence[int], detail: str) -> None:
+        self.group = group
+        self.builder = builder
+        self.order = tuple(order)
+        super().__init__(
+            f"group {group}: {builder} wants the requests in the order {order!r}; {detail}"
+        )
+
+
+class TooManyGroupsError(InvalidArgumentError):
+    """Report a model with more KV-cache groups than an attention backend serves.
+
+    Attributes:
+        group: The group whose backend it is.
+        builder: The backend's metadata builder.
+        max_num_groups: Groups that it serves.
+        num_groups: Groups of the model.
+    """
+
+    def __init__(self, group: int, builder: str, max_num_groups: int, num_groups: int) -> None:
+        self.group = group
+        self.builder = builder
+        self.max_num_groups = max_num_groups
+        self.num_groups = num_groups
+        super().__init__(
+            "num_groups",
+            num_groups,
+            f"at most {max_num_groups}: that is all that {builder}, the "
+            f"metadata builder of group {group}, serves",
+        )

@@ -1,0 +1,179 @@
+"""What the attention layers of each KV-cache group are told about a batch."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.errors import BatchOrderError, InvalidArgumentError, TooManyGroupsError
+from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenBatch:
+    """The tokens that one step computes, request after request; on the host.
+
+    Attributes:
+        query_start_loc: int64, `(num_requests + 1,)`: the tokens of request r are those from
+            `query_start_loc[r]` to `query_start_loc[r + 1]`.
+        positions: int64, `(num_tokens,)`: the index of each token within its request.
+    """
+
+    query_start_loc: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the batch."""
+        return len(self.query_start_loc) - 1
+
+    @property
+    def query_lens(self) -> NDArray[np.int64]:
+        """Tokens that are computed of each request, `(num_requests,)`."""
+        return np.diff(self.query_start_loc)
+
+    def reorder(self, order: NDArray[np.int64]) -> "TokenBatch":
+        """The same batch with request `order[i]` at place i."""
+        lens = self.query_lens[order]
+        starts = np.concatenate(([0], np.cumsum(lens)))
+        within = np.arange(starts[-1]) - np.repeat(starts[:-1], lens)
+        tokens = np.repeat(self.query_start_loc[:-1][order], lens) + within
+        return TokenBatch(starts, self.positions[tokens])
+
+
+def decodes_first(batch: TokenBatch, *, max_decode_tokens: int = 1) -> NDArray[np.int64]:
+    """Order requests of few tokens before the others, and leave them in order otherwise.
+
+    Returns:
+        int64, `(num_requests,)`, as `AttentionMetadataBuilder.reorder` does.
+    """
+    return np.argsort(batch.query_lens > max_decode_tokens, kind="stable")
+
+
+class AttentionMetadataBuilder(ABC, Generic[M]):
+    """Builds what the kernels of one KV-cache group need for a batch.
+
+    Implementors must build from the arguments alone: the tensors are reused by the next batch.
+
+    Attributes:
+        max_num_groups: KV-cache groups that the backend can serve, None for any number. Backends
+            that keep one block table per batch, as those for TPUs do, say 1.
+    """
+
+    max_num_groups: int | None = None
+
+    def reorder(self, batch: TokenBatch) -> NDArray[np.int64]:
+        """Choose the order of the requests: request `order[i]` is to be at place i.
+
+        All groups compute the same batch, so only group 0 gets what it wants. Another group must
+        want the order that group 0 chose.
+
+        Returns:
+            A permutation, int64, `(num_requests,)`; the order they are in unless overridden.
+        """
+        return np.arange(batch.num_requests)
+
+    @abstractmethod
+    def build(self, batch: TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> M:
+        """Build the metadata of one batch.
+
+        Args:
+            batch: The tokens, in their final order.
+            block_table: The group's, on the device, see `BlockTable.commit`.
+            slot_mapping: The group's, on the device, see `BlockTable.compute_slot_mapping`.
+        """
+
+
+class MultiGroupMetadataBuilder(Generic[M]):
+    """One metadata builder per KV-cache group, over the block tables of all of them.
+
+    Args:
+        builders: For each group its builder.
+        block_tables: The tables; row r is that of the batch's request r.
+
+    Raises:
+        InvalidArgumentError: There is not one builder per group.
+        TooManyGroupsError: A builder's backend serves fewer groups.
+    """
+
+    def __init__(
+        self,
+        builders: Sequence[AttentionMetadataBuilder[M]],
+        block_tables: MultiGroupBlockTable,
+    ) -> None:
+        num_groups = len(block_tables)
+        if len(builders) != num_groups:
+            raise InvalidArgumentError("builders", builders, f"one for each of {num_groups} groups")
+        for group, builder in enumerate(builders):
+            limit = builder.max_num_groups
+            if limit is not None and limit < num_groups:
+                raise TooManyGroupsError(group, type(builder).__name__, limit, num_groups)
+        self._builders = tuple(builders)
+        self._block_tables = block_tables
+
+    def reorder(self, batch: TokenBatch) -> tuple[TokenBatch, NDArray[np.int64]]:
+        """Let group 0 reorder the batch and the rows of the block tables.
+
+        Returns:
+            The batch in its final order, and the order: what the engine keeps for each request
+            has to follow it.
+
+        Raises:
+            BatchOrderError: Another group wants another order, or an order is not a permutation.
+                The block tables are as they were.
+        """
+        order = self._wanted(0, batch)
+        reordered = batch.reorder(order)
+        for group in range(1, len(self._builders)):
+            wanted = self._wanted(group, reordered)
+            if not _is_sorted(wanted):
+                raise self._refusal(group, wanted, "only group 0 may reorder the batch")
+        for first, second in _swaps(order):
+            self._block_tables.swap_row(first, second)
+        return reordered, order
+
+    def build(self, batch: TokenBatch) -> list[M]:
+        """Commit the block tables, map the tokens to slots, and build each group's metadata.
+
+        Raises:
+            InvalidArgumentError: The batch does not fit the block tables.
+        """
+        block_tables = self._block_tables.commit(batch.num_requests)
+        slot_mappings = self._block_tables.compute_slot_mapping(
+            batch.query_start_loc, batch.positions
+        )
+        return [
+            builder.build(batch, block_table, slot_mapping)
+            for builder, block_table, slot_mapping in zip(
+                self._builders, block_tables, slot_mappings, strict=True
+            )
+        ]
+
+    def _wanted(self, group: int, batch: TokenBatch) -> NDArray[np.int64]:
+        order = self._builders[group].reorder(batch)
+        if len(order) != batch.num_requests or not _is_sorted(np.sort(order)):
+            raise self._refusal(group, order, f"not an order of {batch.num_requests} requests")
+        return order
+
+    def _refusal(self, group: int, order: NDArray[np.int64], detail: str) -> BatchOrderError:
+        return BatchOrderError(group, type(self._builders[group]).__name__, order.tolist(), detail)
+
+
+def _is_sorted(order: NDArray[np.int64]) -> bool:
+    return np.array_equal(order, np.arange(len(order)))
+
+
+def _swaps(order: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Swaps of rows that bring row `order[i]` to row i."""
+    for row in range(len(order)):
+        source = int(order[row])
+        while source < row:  # its content was swapped away from there before
+            source = int(order[source])
+        if source != row:
+            yield row, source

@@ -1,0 +1,277 @@
+"""Block tables: which blocks hold the tokens of each request, and which slot a token goes to."""
+
+from math import gcd
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from kvxfer.errors import BlockIdError, InvalidArgumentError
+from kvxfer.kvcache.checks import require_positive
+from kvxfer.kvcache.device_array import DeviceArray
+
+NULL_BLOCK_ID = 0
+"""The block that stands where a request has none, e.g. outside of a sliding window."""
+
+PAD_SLOT = -1
+"""The slot of a token that is not to be written.
+
+Source: `vllm/v1/attention/backends/utils.py`, `PAD_SLOT_ID`.
+"""
+
+ROW_ALIGNMENT_TOKENS = 128
+"""Kernels read a row in steps of so many tokens, the last one included.
+
+Source: `vllm/v1/worker/block_table.py`, `get_block_table_width`.
+"""
+
+CPU = torch.device("cpu")
+
+
+class BlockTable:
+    """The blocks of every request of a batch, one row each, for one KV-cache group.
+
+    The table is written on the host; what the device sees changes at `commit` only. Where
+    the kernel's blocks are smaller than the block, the table has the kernel's: block b is the
+    kernel blocks `b * ratio` to `b * ratio + ratio - 1`. What a row does not use is the null
+    block, so rows beyond the batch may be committed as padding.
+
+    Args:
+        tokens_per_block: Tokens of a block.
+        num_blocks: Blocks of the cache, the null block included.
+        max_num_requests: Rows.
+        max_tokens_per_request: Tokens that a row must have room for.
+        max_num_batched_tokens: Tokens of the largest batch.
+        tokens_per_kernel_block: Tokens of the kernel's blocks, `tokens_per_block` unless given.
+        row_alignment_tokens: Rows are padded to a multiple of so many tokens.
+        tokens_have_slots: False for recurrent layers, which keep states and no tokens.
+        group: Index of the KV-cache group, for errors.
+        device: Where the kernel reads.
+
+    Attributes:
+        device_table: int32, `(max_num_requests, num_columns)`, on the device, as committed.
+        slot_mapping: int64, `(max_num_batched_tokens,)`, on the device, of the last batch.
+
+    Raises:
+        InvalidArgumentError: A count is not positive, the kernel's blocks do not fill a block, or
+            ids of kernel blocks do not fit in 32 bits.
+    """
+
+    def __init__(
+        self,
+        tokens_per_block: int,
+        *,
+        num_blocks: int,
+        max_num_requests: int,
+        max_tokens_per_request: int,
+        max_num_batched_tokens: int,
+        tokens_per_kernel_block: int | None = None,
+        row_alignment_tokens: int = ROW_ALIGNMENT_TOKENS,
+        tokens_have_slots: bool = True,
+        group: int = 0,
+        device: torch.device = CPU,
+    ) -> None:
+        kernel_tokens = tokens_per_kernel_block or tokens_per_block
+        for name, value in (
+            ("tokens_per_block", tokens_per_block),
+            ("num_blocks", num_blocks),
+            ("max_num_requests", max_num_requests),
+            ("max_tokens_per_request", max_tokens_per_request),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            (f"tokens_per_kernel_block[{group}]", kernel_tokens),
+            ("row_alignment_tokens", row_alignment_tokens),
+        ):
+            require_positive(name, value)
+        if tokens_per_block % kernel_tokens:
+            raise InvalidArgumentError(
+                f"tokens_per_kernel_block[{group}]",
+                kernel_tokens,
+                f"a divisor of the {tokens_per_block} tokens of a block",
+            )
+        self.group = group
+        self.num_blocks = num_blocks
+        self.kernel_blocks_per_block = tokens_per_block // kernel_tokens
+        self.tokens_per_kernel_block = kernel_tokens
+        if num_blocks * self.kernel_blocks_per_block > np.iinfo(np.int32).max:
+            limit = np.iinfo(np.int32).max // self.kernel_blocks_per_block
+            raise InvalidArgumentError("num_blocks", num_blocks, f"at most {limit}")
+        self.max_blocks_per_request = -(-max_tokens_per_request // tokens_per_block)
+        columns = self.max_blocks_per_request * self.kernel_blocks_per_block
+        step = row_alignment_tokens // gcd(row_alignment_tokens, kernel_tokens)
+        columns = -(-columns // step) * step
+        self._table = DeviceArray((max_num_requests, columns), torch.int32, device)
+        self._slots = DeviceArray((max_num_batched_tokens,), torch.int64, device)
+        self.device_table, self.slot_mapping = self._table.device, self._slots.device
+        self._rows: NDArray[np.int32] = self._table.host.numpy()
+        self._num_blocks = np.zeros(max_num_requests, np.int64)
+        self._tokens_have_slots = tokens_have_slots
+        self.slot_mapping.fill_(PAD_SLOT)
+
+    def row(self, row_index: int) -> NDArray[np.int32]:
+        """The block ids of a row, in request order; not those of the kernel, and a copy.
+
+        Raises:
+            InvalidArgumentError: There is no such row; so for every method that takes one.
+        """
+        ratio = self.kernel_blocks_per_block
+        return self._rows[row_index, : self.num_blocks_of(row_index) * ratio : ratio] // ratio
+
+    def num_blocks_of(self, row_index: int) -> int:
+        """Blocks of a row, null blocks included."""
+        self._require_row(row_index)
+        return int(self._num_blocks[row_index])
+
+    def append_row(self, block_ids: ArrayLike, row_index: int) -> None:
+        """Add blocks to the end of a row.
+
+        Args:
+            block_ids: Integers, `(n,)`, in request order; may be empty.
+            row_index: The row.
+
+        Raises:
+            InvalidArgumentError: `block_ids` is not one-dimensional or not integers, or the row
+                has no room for them. The row stays as it was.
+            BlockIdError: A block id is negative or past the end of the cache.
+        """
+        num_before, ratio = self.num_blocks_of(row_index), self.kernel_blocks_per_block
+        ids = self._checked_ids(block_ids)
+        num_after = num_before + len(ids)
+        if num_after > self.max_blocks_per_request:
+            room = self.max_blocks_per_request - num_before
+            raise InvalidArgumentError(
+                f"block_ids[{self.group}]", ids.tolist(), f"at most {room} more in row {row_index}"
+            )
+        kernel_ids = ids[:, None] * ratio + np.arange(ratio)
+        self._rows[row_index, num_before * ratio : num_after * ratio] = kernel_ids.reshape(-1)
+        self._num_blocks[row_index] = num_after
+
+    def truncate_row(self, row_index: int, num_blocks: int) -> None:
+        """Forget the blocks of a row past the first `num_blocks`.
+
+        Raises:
+            InvalidArgumentError: `num_blocks` is negative.
+        """
+        self._require_row(row_index)
+        if num_blocks < 0:
+            raise InvalidArgumentError("num_blocks", num_blocks, "0 or more")
+        self._rows[row_index, num_blocks * self.kernel_blocks_per_block :] = NULL_BLOCK_ID
+        self._num_blocks[row_index] = min(num_blocks, self._num_blocks[row_index])
+
+    def clear_row(self, row_index: int) -> None:
+        """Forget the blocks of a row."""
+        self.truncate_row(row_index, 0)
+
+    def add_row(self, block_ids: ArrayLike, row_index: int) -> None:
+        """Make these blocks the only ones of a row; errors as `append_row`, on an empty row."""
+        self.clear_row(row_index)
+        self.append_row(block_ids, row_index)
+
+    def move_row(self, source: int, target: int) -> None:
+        """Make row `target` what row `source` is, and clear `source`."""
+        self.swap_row(source, target)
+        if source != target:
+            self.clear_row(source)
+
+    def swap_row(self, first: int, second: int) -> None:
+        """Exchange two rows."""
+        self._require_row(first)
+        self._require_row(second)
+        for array in (self._rows, self._num_blocks):
+            array[[first, second]] = array[[second, first]]
+
+    def commit(self, num_requests: int) -> torch.Tensor:
+        """Show the first rows to the device, in the order of its stream.
+
+        Returns:
+            Kernel block ids, int32, `(num_requests, num_columns)`: a view of `device_table`.
+
+        Raises:
+            InvalidArgumentError: There are not so many rows.
+        """
+        if not 0 <= num_requests <= len(self._rows):
+            raise InvalidArgumentError("num_requests", num_requests, f"0 to {len(self._rows)}")
+        return self._table.commit(num_requests)
+
+    def compute_slot_mapping(
+        self, query_start_loc: ArrayLike, positions: ArrayLike
+    ) -> torch.Tensor:
+        """Say where the keys and values of a batch's tokens go, and show it to the device.
+
+        The tokens of request r are those from `query_start_loc[r]` to `query_start_loc[r + 1]`,
+        and its blocks those of row r as they are on the host. The slot of a token is its kernel
+        block's id times `tokens_per_kernel_block` plus its place in there. A token in the null
+        block has none: nothing is ever written there. What the batch leaves of `slot_mapping`
+        is padded.
+
+        Args:
+            query_start_loc: Integers, `(num_requests + 1,)`, rising from 0 to `num_tokens`.
+            positions: Integers, `(num_tokens,)`: the index of each token within its request.
+
+        Returns:
+            int64, `(num_tokens,)`: a view of `slot_mapping`.
+
+        Raises:
+            InvalidArgumentError: The arrays do not fit together, there are too many requests or
+                tokens, or a position is past the blocks of its row.
+        """
+        starts = _as_integers("query_start_loc", query_start_loc)
+        places = _as_integers("positions", positions)
+        self._require_batch(starts, places)
+        slots = self._slots_of(starts, places) if self._tokens_have_slots else PAD_SLOT
+        padded = self._slots.host.numpy()
+        padded[: len(places)] = slots
+        padded[len(places) :] = PAD_SLOT
+        self._slots.commit(len(padded))
+        return self.slot_mapping[: len(places)]
+
+    def _slots_of(
+        self, starts: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+        columns, offsets = np.divmod(positions, self.tokens_per_kernel_block)
+        num_columns = self._num_blocks * self.kernel_blocks_per_block
+        outside = (columns < 0) | (columns >= num_columns[rows])
+        if outside.any():
+            token = int(outside.argmax())
+            row = int(rows[token])
+            limit = int(num_columns[row]) * self.tokens_per_kernel_block
+            raise InvalidArgumentError(
+                f"positions[{token}]",
+                int(positions[token]),
+                f"one of the {limit} tokens that row {row} of group {self.group} has blocks for",
+            )
+        blocks = self._rows[rows, columns].astype(np.int64)
+        slots: NDArray[np.int64] = blocks * self.tokens_per_kernel_block + offsets
+        slots[blocks < self.kernel_blocks_per_block] = PAD_SLOT
+        return slots
+
+    def _require_batch(self, starts: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        if len(positions) > len(self.slot_mapping):
+            limit = len(self.slot_mapping)
+            raise InvalidArgumentError("positions", len(positions), f"at most {limit} tokens")
+        if not 1 <= len(starts) <= len(self._rows) + 1:
+            limit = len(self._rows)
+            raise InvalidArgumentError("query_start_loc", len(starts) - 1, f"0 to {limit} requests")
+        if starts[0] != 0 or starts[-1] != len(positions) or (np.diff(starts) < 0).any():
+            wanted = f"numbers that rise from 0 to {len(positions)}"
+            raise InvalidArgumentError("query_start_loc", starts.tolist(), wanted)
+
+    def _require_row(self, row_index: int) -> None:
+        if not 0 <= row_index < len(self._rows):
+            limit = len(self._rows)
+            raise InvalidArgumentError("row_index", row_index, f"0 <= row index < {limit}")
+
+    def _checked_ids(self, block_ids: ArrayLike) -> NDArray[np.int64]:
+        ids = _as_integers(f"block_ids[{self.group}]", block_ids)
+        if ids.size:
+            for extreme in (int(ids.min()), int(ids.max())):
+                if not 0 <= extreme < self.num_blocks:
+                    raise BlockIdError(self.group, extreme, self.num_blocks)
+        return ids
+
+
+def _as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(name, values, "integers in one dimension")
+    return array.astype(np.int64, copy=False)

@@ -1,0 +1,146 @@
+"""vLLM's own block tables, given the same requests, have the same ids and slots."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm.v1.worker.block_table", reason="needs vLLM")
+
+from vllm.v1.worker import block_table as vllm_tables
+
+from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT
+from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
+from kvxfer.kvcache.spec import FullAttentionSpec
+from tests.kvcache.engine_views import config_of
+
+NUM_BLOCKS = 50
+MAX_REQUESTS = 4
+MAX_TOKENS = 200
+MAX_BATCHED_TOKENS = 96
+TOKENS_PER_BLOCK = (16, 48)
+KERNEL_TOKENS = (4, 16)
+
+pytestmark = [
+    pytest.mark.timeout(120),  # importing vLLM takes ten seconds of a busy machine
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # of torch.distributed, in vLLM's dispatch
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _slot_kernels_of_the_cpu() -> None:
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+
+
+def make_theirs() -> Any:
+    return vllm_tables.MultiGroupBlockTable(
+        max_num_reqs=MAX_REQUESTS,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        pin_memory=False,
+        device=torch.device("cpu"),
+        block_sizes=list(TOKENS_PER_BLOCK),
+        max_num_blocks=[-(-MAX_TOKENS // tokens) for tokens in TOKENS_PER_BLOCK],
+    )
+
+
+def make_ours(kernel_tokens: tuple[int, ...] = TOKENS_PER_BLOCK) -> MultiGroupBlockTable:
+    specs = [
+        FullAttentionSpec(tokens_per_block=t, num_kv_heads=1, head_dim=1, dtype=torch.int8)
+        for t in TOKENS_PER_BLOCK
+    ]
+    return MultiGroupBlockTable(
+        config_of((specs[0], "a"), (specs[1], "b"), num_blocks=NUM_BLOCKS),
+        max_num_requests=MAX_REQUESTS,
+        max_tokens_per_request=MAX_TOKENS,
+        max_num_batched_tokens=MAX_BATCHED_TOKENS,
+        tokens_per_kernel_block=kernel_tokens,
+    )
+
+
+def draw_requests(data: st.DataObject) -> tuple[list[list[list[int]]], list[list[int]]]:
+    """For each request its block ids per group, and the positions of its tokens in the batch."""
+    num_requests = data.draw(st.integers(1, MAX_REQUESTS))
+    blocks, positions = [], []
+    for _ in range(num_requests):
+        num_tokens = data.draw(st.integers(1, MAX_TOKENS))
+        start = data.draw(st.integers(max(0, num_tokens - 24), num_tokens - 1))
+        ids = st.integers(1, NUM_BLOCKS - 1)
+        counts = [-(-num_tokens // tokens) for tokens in TOKENS_PER_BLOCK]
+        blocks.append([data.draw(st.lists(ids, min_size=n, max_size=n)) for n in counts])
+        positions.append(list(range(start, num_tokens)))
+    return blocks, positions
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_rows_and_slots_are_vllms(data: st.DataObject) -> None:
+    blocks, positions = draw_requests(data)
+    ours, theirs = make_ours(), make_theirs()
+    for row, block_ids in enumerate(blocks):
+        split = data.draw(st.integers(0, 2))
+        for tables in (ours, theirs):
+            tables.add_row([ids[:split] for ids in block_ids], row)
+            tables.append_row([ids[split:] for ids in block_ids], row)
+    rows = st.integers(0, len(blocks) - 1)
+    first, second = data.draw(rows), data.draw(rows)
+    blocks[first], blocks[second] = blocks[second], blocks[first]
+    positions[first], positions[second] = positions[second], positions[first]
+    for tables in (ours, theirs):
+        tables.swap_row(first, second)
+
+    starts = np.cumsum([0, *map(len, positions)])
+    places = [place for request in positions for place in request]
+    mappings = ours.compute_slot_mapping(starts, places)
+    theirs.commit_block_table(len(blocks))
+    theirs.compute_slot_mapping(
+        len(blocks), torch.tensor(starts, dtype=torch.int32), torch.tensor(places)
+    )
+    for group, committed in enumerate(ours.commit(len(blocks))):
+        table = theirs[group]
+        assert torch.equal(committed, table.get_device_tensor(len(blocks)))
+        assert torch.equal(mappings[group], table.slot_mapping.gpu[: len(places)])
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_kernel_blocks_are_vllms(data: st.DataObject) -> None:
+    from vllm.v1.worker.utils import AttentionGroup
+
+    blocks, _ = draw_requests(data)
+    ours, theirs = make_ours(KERNEL_TOKENS), make_theirs()
+    for row, block_ids in enumerate(blocks):
+        ours.add_row(block_ids, row)
+        theirs.add_row(block_ids, row)
+    theirs.commit_block_table(len(blocks))
+    for group, committed in enumerate(ours.commit(len(blocks))):
+        whole = theirs[group].get_device_tensor(len(blocks))
+        ratio = TOKENS_PER_BLOCK[group] // KERNEL_TOKENS[group]
+        attention_group = AttentionGroup(
+            backend=None,
+            layer_names=[],
+            kv_cache_spec=type("Spec", (), {"block_size": TOKENS_PER_BLOCK[group]}),
+            kv_cache_group_id=group,
+            kernel_block_size=KERNEL_TOKENS[group],
+            kernel_block_table=torch.zeros(
+                1, len(blocks), whole.shape[1] * ratio, dtype=torch.int32
+            ),
+            kernel_block_offsets=torch.arange(ratio, dtype=torch.int32),
+        )
+        expanded = attention_group.map_to_kernel_block_table(whole)
+        # Theirs has the kernel blocks of the null block where a row ends, ours its first one.
+        used = expanded >= ratio
+        width = committed.shape[1]
+        assert torch.equal(committed[used[:, :width]], expanded[used])
+        assert not committed[~used[:, :width]].any()
+
+
+def test_the_null_block_and_the_padding_are_vllms() -> None:
+    from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+    from vllm.v1.worker.gpu_model_runner import NULL_BLOCK_ID as THEIR_NULL_BLOCK_ID
+
+    assert (PAD_SLOT, NULL_BLOCK_ID) == (PAD_SLOT_ID, THEIR_NULL_BLOCK_ID)
