@@ -22,7 +22,7 @@ from kvxfer.integrations.vllm.identity import (
 )
 from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
 from kvxfer.testing import BlockMemory
-from tests.integrations.test_vllm import as_vllm_caches, make_config
+from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
 
 Change = Callable[[Any], None]
 
@@ -183,8 +183,9 @@ def test_what_cannot_be_told_apart_is_refused(vllm_config: Any, change: Change, 
 def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> None:
     identity = ModelIdentity(revision="r")
     one = row_namespace(make_config(), identity, row_size_bytes=4096)
-    assert [group.layer_names for group in one.groups] == [("a",), (), ("b",)]
-    assert {one.chunk_size_bytes(group) for group in range(3)} == {4096}
+    unused = [()] * (SECOND_GROUP_ID - 1)
+    assert [group.layer_names for group in one.groups] == [("a",), *unused, ("b",)]
+    assert {one.chunk_size_bytes(group) for group in range(len(one.groups))} == {4096}
     others = [
         row_namespace(make_config(), identity, row_size_bytes=8192),
         row_namespace(make_config(world_size=2), identity, row_size_bytes=4096),

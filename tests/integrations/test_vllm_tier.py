@@ -2,11 +2,16 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    InvalidArgumentError,
+    UnsupportedEngineError,
+)
 from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
@@ -24,7 +29,7 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier, interface
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4
@@ -105,6 +110,10 @@ def faulty() -> FaultyBackend:
 
 @pytest.fixture
 def tiers(faulty: FaultyBackend) -> Iterator[Tiers]:
+    try:
+        interface.require_tiering()
+    except UnsupportedEngineError as exc:
+        pytest.skip(str(exc))
     tiers = Tiers(f"kvxfer-test-{time.time_ns()}", faulty)
     yield tiers
     faulty.release()
@@ -185,3 +194,16 @@ def test_a_backend_by_url_needs_to_know_the_revision_of_the_model(tiers: Tiers) 
     with pytest.raises(InvalidArgumentError, match="revision"):
         KVXferTier(spec, view, "KVXferTier", backend=url)
     KVXferTier(spec, view, "KVXferTier", backend=url, revision="c0ffee").shutdown()
+
+
+def test_a_vllm_whose_tiers_are_told_less_of_is_named_with_the_supported_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @dataclass
+    class JobResult:
+        job_id: int
+        success: bool
+
+    monkeypatch.setattr(interface, "JobResult", JobResult)
+    with pytest.raises(UnsupportedEngineError, match=r"supported: 0\.31 and 0\.32"):
+        KVXferTier(None, memoryview(b""), "KVXferTier", backend="host://?capacity=1MiB")

@@ -13,7 +13,10 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.interface import (
     OffloadingConfig,
     current_platform,
+    group_ids,
+    host_layout,
     installed_version,
+    layout_name,
 )
 from kvxfer.storage.keys import GroupIdentity, Namespace
 
@@ -80,12 +83,12 @@ def row_namespace(
     nowhere and has changed between releases.
     """
     known = {
-        group.group_id: GroupIdentity(
+        group_id: GroupIdentity(
             page_sizes_bytes=(row_size_bytes,),
             layer_names=group.layer_names,
             spec=f"{config.cache.blocks_per_chunk} blocks of {group.tokens_per_block} tokens",
         )
-        for group in config.groups
+        for group_id, group in zip(group_ids(config), config.groups, strict=True)
     }
     unused = GroupIdentity(page_sizes_bytes=(row_size_bytes,), spec="not offloaded")
     parallel = config.parallel
@@ -96,7 +99,7 @@ def row_namespace(
         dtype=config.model.dtype,
         quantization=identity.quantization,
         config_hash=identity.config_hash,
-        layout=f"{config.kv_cache_layout} of vLLM {installed_version()}",
+        layout=f"{layout_name(config)} of vLLM {installed_version()}",
         groups=tuple(known.get(group, unused) for group in range(max(known) + 1)),
         parallel={
             "world_size": parallel.world_size,
@@ -104,9 +107,8 @@ def row_namespace(
             "pp_size": parallel.pp_size,
             "pcp_size": parallel.pcp_size,
             "dcp_size": parallel.dcp_size,
-            "replicated": int(config.replicated_layout),
-            "canonical": int(config.canonical_layout),
             "bytes_per_block": config.worker_kv_bytes_per_block,
+            **host_layout(config),
         },
         instruction_set=(
             torch.backends.cpu.get_cpu_capability() if is_cpu else current_platform.device_name

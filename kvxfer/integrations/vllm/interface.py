@@ -1,10 +1,19 @@
-"""vLLM's offloading interface: everything kvxfer imports from vLLM, checked at import."""
+"""vLLM's offloading interface: all that kvxfer imports from vLLM, and what its releases change.
 
+The newest release is what the adapter is written for; older ones are made to look like it here,
+by looking for what they have, never by their number.
+"""
+
+import enum
 import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
 
 from kvxfer.errors import UnsupportedEngineError
 
-SUPPORTED = "0.32"
+SUPPORTED = "0.26 to 0.32"
+SUPPORTED_TIERING = "0.31 and 0.32"
 
 
 def installed_version() -> str:
@@ -18,17 +27,18 @@ def installed_version() -> str:
 
 
 try:
+    from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
     )
     from vllm.platforms import current_platform
+    from vllm.v1.kv_offload import base
     from vllm.v1.kv_offload.base import (
         CanonicalKVCaches,
         GPULoadStoreSpec,
         LoadStoreSpec,
         LookupResult,
-        Medium,
         OffloadingCounterMetadata,
         OffloadingEvent,
         OffloadingGaugeMetadata,
@@ -39,17 +49,67 @@ try:
         PrepareStoreOutput,
         ReqContext,
         RequestOffloadingContext,
+        ScheduleEndContext,
         TransferResult,
     )
     from vllm.v1.kv_offload.config import OffloadingConfig
-    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+    from vllm.v1.kv_offload.tiering import base as tiering
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 except ImportError as exc:
     raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED, str(exc)) from exc
 
-if not hasattr(OffloadingManager, "on_schedule_end"):
-    raise UnsupportedEngineError(
-        "vllm", installed_version(), SUPPORTED, "OffloadingManager has no on_schedule_end"
-    )
+
+class _Medium(enum.StrEnum):
+    """Media of tiers, as the strings that they were before 0.27."""
+
+    CPU = "CPU"
+    STORAGE = "STORAGE"
+
+
+Medium: Any = getattr(base, "Medium", _Medium)
+TransferJob: Any = getattr(tiering, "TransferJob", object)
+
+
+def may_load_from_storage(req_context: ReqContext) -> bool:
+    """Whether a request may be given what is in a storage tier; every one may before 0.27."""
+    tiers = getattr(req_context, "load_tier_filter", None)
+    return tiers is None or bool(tiers.allows(Medium.STORAGE, None))
+
+
+def group_ids(config: OffloadingConfig) -> list[int]:
+    """For each group the index that vLLM's keys carry; before 0.30 every group was offloaded."""
+    return [getattr(group, "group_id", index) for index, group in enumerate(config.groups)]
+
+
+def layout_name(config: OffloadingConfig) -> str:
+    """What vLLM calls the layout of the caches, the same in all processes of an engine.
+
+    Before 0.29 it is told nowhere. It followed from the attention backend, which has to be named
+    next to it, unless this variable said otherwise.
+    """
+    if hasattr(config, "kv_cache_layout"):
+        return config.kv_cache_layout or ""
+    return envs.VLLM_KV_CACHE_LAYOUT or "the backend's"
+
+
+def host_layout(config: OffloadingConfig) -> Mapping[str, int]:
+    """How workers share the bytes of a chunk; before 0.27 and 0.28 there was one way only."""
+    return {
+        "replicated": int(getattr(config, "replicated_layout", False)),
+        "canonical": int(getattr(config, "canonical_layout", False)),
+    }
+
+
+def require_tiering() -> None:
+    """Check that vLLM's tiers take what a verified one tells of its jobs.
+
+    Raises:
+        UnsupportedEngineError: They do not, before 0.31.
+    """
+    if "transfer_bytes" not in {field.name for field in fields(JobResult)}:
+        detail = "its secondary tiers have another interface"
+        raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED_TIERING, detail)
+
 
 __all__ = [
     "CanonicalKVCaches",
@@ -70,9 +130,16 @@ __all__ = [
     "PrepareStoreOutput",
     "ReqContext",
     "RequestOffloadingContext",
+    "ScheduleEndContext",
     "SecondaryTierManager",
     "TransferJob",
     "TransferResult",
     "current_platform",
     "get_current_vllm_config_or_none",
+    "group_ids",
+    "host_layout",
+    "installed_version",
+    "layout_name",
+    "may_load_from_storage",
+    "require_tiering",
 ]

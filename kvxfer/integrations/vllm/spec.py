@@ -28,6 +28,8 @@ from kvxfer.integrations.vllm.interface import (
     OffloadingWorker,
     current_platform,
     get_current_vllm_config_or_none,
+    group_ids,
+    layout_name,
 )
 from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
@@ -92,7 +94,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
             )
             self._worker = KVXferOffloadingWorker(
                 engine,
-                group_ids=[group.group_id for group in self.config.groups],
+                group_ids=group_ids(self.config),
                 blocks_per_chunk=self.blocks_per_chunk,
                 closes=published,
             )
@@ -154,7 +156,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
         return Namespace(
             model=config.model.name,
             dtype=config.model.dtype,
-            layout=config.kv_cache_layout or "",
+            layout=layout_name(config),
             groups=tuple(
                 GroupIdentity(
                     page_sizes_bytes=(), spec=f"tokens_per_block={group.tokens_per_block}"

@@ -21,6 +21,7 @@ from kvxfer.integrations.vllm.interface import (
     RequestOffloadingContext,
     SecondaryTierManager,
     TransferJob,
+    require_tiering,
 )
 from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.storage.backend import Backend
@@ -61,6 +62,7 @@ class KVXferTier(SecondaryTierManager):
 
     Raises:
         InvalidArgumentError: `backend` is wrong, or there is no `revision` for it.
+        UnsupportedEngineError: vLLM is older than 0.31.
     """
 
     medium: ClassVar[Medium | None] = Medium.STORAGE
@@ -75,6 +77,7 @@ class KVXferTier(SecondaryTierManager):
         backend: str | Mapping[str, Any] | Backend,
         revision: str = "",
     ) -> None:
+        require_tiering()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         rows = _detached(primary_kv_view)
         config = offloading_spec.config

@@ -10,9 +10,9 @@ from kvxfer.backends.host import HostPool
 from kvxfer.integrations.vllm import metrics
 from kvxfer.integrations.vllm.interface import (
     LookupResult,
-    Medium,
     PrepareStoreOutput,
     ReqContext,
+    may_load_from_storage,
 )
 from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
@@ -72,7 +72,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             if key in self._waiting:
                 self._waiting[key].add(req_context.req_id)
             return result
-        if not req_context.load_tier_filter.allows(Medium.STORAGE, None):
+        if not may_load_from_storage(req_context):
             return LookupResult.MISS
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
