@@ -1,0 +1,80 @@
+"""Which peers hold a block: rendezvous hashing.
+
+Every peer has a weight for every key, a hash of the two, and the heaviest peers hold the block.
+So all who ask agree without talking to each other, whatever the order in which they know the
+peers; and when a peer leaves, only what it held is elsewhere.
+
+Source: Thaler, Ravishankar: "Using name-based mappings to increase hit rates", IEEE/ACM
+Transactions on Networking 6(1), 1998.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import BlockKey
+
+# Finalizer of SplitMix64, a bijection. Source: https://prng.di.unimi.it/splitmix64.c
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+
+def rank(
+    keys: Sequence[BlockKey], endpoints: Sequence[Endpoint], replicas: int
+) -> NDArray[np.intp]:
+    """Find the peers that hold each key, the first choice first.
+
+    The answer for a key depends on the key and on the set of endpoints alone; it is part of the
+    protocol, as whoever stores and whoever loads must agree.
+
+    Args:
+        keys: Keys of blocks.
+        endpoints: The peers, each once, at least one.
+        replicas: Peers that hold each block; all of them where there are fewer.
+
+    Returns:
+        Indices into `endpoints`, `(min(replicas, num_endpoints), num_keys)`.
+
+    Raises:
+        InvalidArgumentError: There is no endpoint, one appears twice, or no replica is wanted.
+    """
+    if not endpoints or len(set(endpoints)) < len(endpoints):
+        raise InvalidArgumentError("endpoints", endpoints, "at least one, each once")
+    if replicas < 1:
+        raise InvalidArgumentError("replicas", replicas, "at least 1")
+    weights = _mix(
+        _hashes([str(endpoint).encode() for endpoint in endpoints])[:, None] ^ _hashes(keys)
+    )
+    ranked: NDArray[np.intp] = weights.argsort(axis=0)[::-1][:replicas]
+    return ranked
+
+
+def place(
+    keys: Sequence[BlockKey], endpoints: Sequence[Endpoint], replicas: int
+) -> list[NDArray[np.intp]]:
+    """Say which keys each peer holds.
+
+    Args: as `rank`.
+
+    Returns:
+        For each endpoint the ascending indices of its keys.
+
+    Raises: as `rank`.
+    """
+    ranked = rank(keys, endpoints, replicas)
+    return [np.flatnonzero((ranked == peer).any(axis=0)) for peer in range(len(endpoints))]
+
+
+def _hashes(names: Sequence[bytes]) -> NDArray[np.uint64]:
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, names), np.uint64, len(names))
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter the bits; different values stay different."""
+    values = (values ^ (values >> _SHIFTS[0])) * _MULTIPLIERS[0]
+    values = (values ^ (values >> _SHIFTS[1])) * _MULTIPLIERS[1]
+    return values ^ (values >> _SHIFTS[2])

@@ -1,0 +1,132 @@
+"""Keys are placed evenly, agreed on by all, and moved only when they must be."""
+
+import asyncio
+from random import Random
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer import BlockKey, InvalidArgumentError, make_block_key
+from kvxfer.backends.nixl.directory import PeerDirectory, StaticPeers
+from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.placement import place, rank
+
+ENDPOINTS = st.lists(
+    st.builds(
+        Endpoint, st.sampled_from(["10.0.0.1", "::1", "node-1", "node-2"]), st.integers(1, 99)
+    ),
+    min_size=1,
+    max_size=8,
+    unique=True,
+)
+KEYS = st.lists(st.binary(min_size=5, max_size=40).map(BlockKey), min_size=1, unique=True)
+REPLICAS = st.integers(1, 4)
+
+
+def some_endpoints(num: int) -> list[Endpoint]:
+    return [Endpoint(f"10.0.{index}.1", 7000) for index in range(num)]
+
+
+def some_keys(num: int) -> list[BlockKey]:
+    return [make_block_key(index.to_bytes(32, "big"), 0) for index in range(num)]
+
+
+def holders(keys: list[BlockKey], endpoints: list[Endpoint], replicas: int) -> list[list[Endpoint]]:
+    """The peers of each key, the first choice first."""
+    return [[endpoints[peer] for peer in column] for column in rank(keys, endpoints, replicas).T]
+
+
+@given(KEYS, ENDPOINTS, REPLICAS)
+def test_every_key_is_held_by_as_many_different_peers_as_wanted(
+    keys: list[BlockKey], endpoints: list[Endpoint], replicas: int
+) -> None:
+    placed = place(keys, endpoints, replicas)
+    assert len(placed) == len(endpoints)
+    assert all((np.diff(indices) > 0).all() for indices in placed)
+    counts = np.bincount(np.concatenate(placed), minlength=len(keys))
+    assert (counts == min(replicas, len(endpoints))).all()
+
+
+@given(KEYS, ENDPOINTS, REPLICAS, st.randoms(use_true_random=False))
+def test_the_order_of_the_peers_and_the_other_keys_do_not_matter(
+    keys: list[BlockKey], endpoints: list[Endpoint], replicas: int, random: Random
+) -> None:
+    expected = holders(keys, endpoints, replicas)
+    shuffled = random.sample(endpoints, len(endpoints))
+    assert holders(keys, shuffled, replicas) == expected
+    assert holders(keys[:1], endpoints, replicas) == expected[:1]
+
+
+@given(KEYS, ENDPOINTS, REPLICAS, st.data())
+def test_when_a_peer_leaves_only_its_keys_move_and_each_to_one_new_peer(
+    keys: list[BlockKey], endpoints: list[Endpoint], replicas: int, data: st.DataObject
+) -> None:
+    gone = data.draw(st.sampled_from(endpoints))
+    rest = [endpoint for endpoint in endpoints if endpoint != gone]
+    if not rest:
+        return
+    for before, after in zip(
+        holders(keys, endpoints, replicas), holders(keys, rest, replicas), strict=True
+    ):
+        stayed = [peer for peer in before if peer != gone]
+        assert after[: len(stayed)] == stayed
+
+
+@pytest.mark.parametrize("num_peers", [2, 3, 7, 16])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_load_is_within_six_standard_deviations_of_even(num_peers: int, replicas: int) -> None:
+    num_keys = 50_000
+    placed = place(some_keys(num_keys), some_endpoints(num_peers), replicas)
+    share = replicas / num_peers
+    deviation = np.sqrt(num_keys * share * (1 - share))
+    assert all(abs(len(keys) - num_keys * share) <= 6 * deviation for keys in placed)
+
+
+def test_what_a_dead_peer_held_is_spread_over_all_others() -> None:
+    endpoints, keys = some_endpoints(5), some_keys(50_000)
+    lost = set(place(keys, endpoints, 1)[0].tolist())
+    taken_over = [
+        len(lost.intersection(indices.tolist())) for indices in place(keys, endpoints[1:], 1)
+    ]
+    assert sum(taken_over) == len(lost)
+    assert min(taken_over) > 0.9 * max(taken_over)
+
+
+def weight(endpoint: Endpoint, key: BlockKey) -> int:
+    """The weight in the words of the protocol, one at a time."""
+    value = xxhash.xxh3_64_intdigest(str(endpoint)) ^ xxhash.xxh3_64_intdigest(key)
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
+    return value ^ value >> 31
+
+
+def test_the_placement_is_that_of_the_protocol() -> None:
+    endpoints = [Endpoint("10.0.0.1", 7000), Endpoint("::1", 7001), Endpoint("node-3", 7002)]
+    keys = some_keys(100)
+    expected = [
+        sorted(endpoints, key=lambda endpoint: weight(endpoint, key), reverse=True)[:2]
+        for key in keys
+    ]
+    assert holders(keys, endpoints, 2) == expected
+    assert rank(keys[:8], endpoints, 2).tolist() == [
+        [2, 2, 2, 1, 0, 2, 1, 1],
+        [0, 0, 0, 2, 2, 0, 0, 2],
+    ]
+
+
+def test_peers_that_are_missing_or_named_twice_are_errors() -> None:
+    [endpoint] = some_endpoints(1)
+    with pytest.raises(InvalidArgumentError, match="endpoints"):
+        rank(some_keys(1), [], 1)
+    with pytest.raises(InvalidArgumentError, match="each once"):
+        rank(some_keys(1), [endpoint, endpoint], 1)
+    with pytest.raises(InvalidArgumentError, match="replicas"):
+        rank(some_keys(1), [endpoint], 0)
+
+
+def test_static_peers_are_the_peers_that_were_given() -> None:
+    directory: PeerDirectory = StaticPeers(some_endpoints(3))
+    assert asyncio.run(directory.peers()) == tuple(some_endpoints(3))
