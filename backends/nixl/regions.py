@@ -1,0 +1,89 @@
+"""Which memory an agent knows, and how it is described to peers."""
+
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import numpy as np
+
+from kvxfer.backends.nixl.pieces import Words
+from kvxfer.errors import InvalidArgumentError
+
+
+class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one agent tells another of itself.
+
+    Attributes:
+        name: Of the agent.
+        regions: Address and bytes of each registered region.
+        opaque: What the library below it wants to know.
+    """
+
+    name: str
+    regions: list[tuple[int, int]]
+    opaque: bytes = b""
+
+    def encode(self) -> bytes:
+        """As bytes, for `decode`."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, metadata: bytes) -> "AgentMetadata":
+        """Read what `encode` wrote.
+
+        Raises:
+            InvalidArgumentError: It is something else.
+        """
+        try:
+            return msgspec.msgpack.decode(metadata, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise InvalidArgumentError(
+                "metadata", metadata[:16], f"the metadata of an agent ({exc})"
+            ) from exc
+
+
+class Regions:
+    """Stretches of memory that do not overlap.
+
+    Args:
+        regions: Address and bytes of each.
+
+    Raises:
+        InvalidArgumentError: One is empty, or overlaps another one.
+    """
+
+    def __init__(self, regions: Iterable[tuple[int, int]] = ()) -> None:
+        self._regions = sorted(regions)
+        last = 0
+        for address, num_bytes in self._regions:
+            if num_bytes <= 0 or not last <= address < 2**64 - num_bytes:
+                raise InvalidArgumentError(
+                    "regions", (address, num_bytes), "regions with bytes, none overlapping another"
+                )
+            last = address + num_bytes
+        self.starts: Words = np.array([start for start, _ in self._regions], np.uint64)
+        self._num_bytes: Words = np.array([size for _, size in self._regions], np.uint64)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._regions)
+
+    def require(self, argument: str, addresses: Words, lengths: Words) -> None:
+        """Raise unless each stretch lies inside one region.
+
+        Raises:
+            InvalidArgumentError: One does not.
+        """
+        if not len(addresses):
+            return
+        index = np.searchsorted(self.starts, addresses, "right").astype(np.int64) - 1
+        inside = index >= 0
+        if len(self.starts):
+            offsets = addresses - self.starts[index]
+            sizes = self._num_bytes[index]
+            inside &= (offsets < sizes) & (lengths <= sizes - np.minimum(offsets, sizes))
+        if not inside.all():
+            wrong = int(np.argmin(inside))
+            raise InvalidArgumentError(
+                f"{argument}[{wrong}]",
+                hex(addresses[wrong]),
+                f"the address of {lengths[wrong]} bytes inside one registered region",
+            )

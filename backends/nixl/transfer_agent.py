@@ -1,0 +1,106 @@
+"""What moves bytes between registered memory of this process and that of a peer."""
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from kvxfer.backends.nixl.pieces import Words
+from kvxfer.kvcache.memory_region import MemoryRegion
+
+
+class Operation(enum.Enum):
+    """Which way bytes go."""
+
+    READ = "READ"
+    """From the peer."""
+    WRITE = "WRITE"
+    """To the peer."""
+
+
+class TransferAgent(ABC):
+    """Moves bytes between registered memory here and registered memory of peers.
+
+    Constructing, `register` and `metadata` block; everything else is for event loops, of which
+    several may use one agent. Transfers of several callers take turns, a piece each.
+
+    Implementors must keep to what `kvxfer.testing.AgentTests` tests; above all, no byte of local
+    memory may change, and none may be read, once a transfer has ended, however it did.
+
+    Attributes:
+        name: New for every incarnation: `kvxfer-<uuid4>`.
+    """
+
+    name: str
+
+    @abstractmethod
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Make memory known, so that it can be moved from and to; blocks.
+
+        The regions, and so their owners, are kept until `aclose` returns.
+
+        Raises:
+            InvalidArgumentError: A region is empty or overlaps another one.
+            TransferFailedError: The memory cannot be registered.
+            ClosedError: The agent is closed.
+        """
+
+    @property
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """What a peer's `add_peer` takes: a snapshot, so register first. Blocks.
+
+        Whoever has it can read and write all registered memory: send it to authenticated peers.
+        """
+
+    @abstractmethod
+    async def add_peer(self, metadata: bytes) -> str:
+        """Learn how a peer is reached, and return its name.
+
+        Altered metadata can crash the process: authenticate it before.
+
+        Raises:
+            InvalidArgumentError: It is not the metadata of an agent.
+            DuplicateError: The peer was added before, or is this agent itself.
+            ClosedError: The agent is closed.
+        """
+
+    @abstractmethod
+    async def remove_peer(self, peer: str) -> None:
+        """End transfers from and to a peer, and forget it; does nothing if it is unknown.
+
+        Returns when the memory of its transfers is quiet; they end with `PeerLostError`.
+        """
+
+    @abstractmethod
+    async def transfer(
+        self, operation: Operation, peer: str, local: Words, remote: Words, lengths: Words
+    ) -> None:
+        """Move bytes, fragment by fragment, in any order; returns when all have arrived.
+
+        A `WRITE` has arrived when this returns; nothing tells the peer.
+
+        Args:
+            operation: Which way.
+            peer: As `add_peer` returned it.
+            local: Addresses of the fragments in this process, inside registered regions.
+            remote: Addresses of the fragments in the peer, inside regions that it registered
+                before it took its metadata.
+            lengths: Bytes of the fragments.
+
+        Raises:
+            InvalidArgumentError: An address is outside of registered memory, or the arrays are not
+                of one length; nothing was moved.
+            TransferFailedError: It failed; some of the bytes may have been moved. The memory is
+                quiet.
+            PeerLostError: The same, and so will every transfer with this peer: remove it.
+            ClosedError: The agent was closed before.
+            asyncio.CancelledError: The caller was cancelled. Only what was under way has been
+                moved, and the memory is quiet: this waits for it, for ever if the peer stalls.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End every transfer with `TransferFailedError`, and release memory and peers.
+
+        May be called again. When this returns no byte of local memory is touched any more.
+        """

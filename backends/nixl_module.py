@@ -1,0 +1,58 @@
+"""Imports NIXL where it is used, without what importing it does to the process."""
+
+import importlib
+import logging
+import logging.config
+import os
+import threading
+from typing import Any
+
+from kvxfer.errors import BackendUnavailableError
+
+ENVIRONMENT = {"UCX_MODULES": "^efa", "NIXL_LOG_LEVEL": "WARN"}
+"""What is set before the import, unless the user has set it.
+
+UCX's EFA module crashes processes at their exit: it brings a second copy of libibverbs along.
+"""
+
+_importing = threading.Lock()
+
+
+def import_nixl(*, otherwise: str) -> Any:
+    """Import NIXL; blocks for up to a second the first time.
+
+    NIXL configures logging anew when it is imported: that would close the application's handlers,
+    silence errors of its logging, and write messages to standard output. None of it happens; what
+    NIXL logs in Python goes where the application's messages go.
+
+    Args:
+        otherwise: What to do without NIXL, for the error's text.
+
+    Raises:
+        BackendUnavailableError: It cannot be imported.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    with _importing:
+        raise_exceptions, configure = logging.raiseExceptions, logging.config.dictConfig
+
+        def configure_others(config: Any) -> None:
+            if set(config.get("loggers", ())) != {"nixl"}:
+                configure(config)
+
+        logging.config.dictConfig = configure_others
+        try:
+            return importlib.import_module("nixl")
+        except ImportError as exc:
+            raise BackendUnavailableError(
+                f"NIXL cannot be imported ({exc}); install nixl, or {otherwise}"
+            ) from exc
+        finally:
+            logging.config.dictConfig = configure
+            logging.raiseExceptions = raise_exceptions
+
+
+def nixl_errors(nixl: Any) -> tuple[type[Exception], ...]:
+    """What NIXL's calls raise; its errors have no base of their own."""
+    named = (error for name, error in vars(nixl).items() if name.endswith("Error"))
+    return (RuntimeError, *named)
