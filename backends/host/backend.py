@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
+import numpy as np
 
 from kvxfer.backends.host.pool import HostPool, Integrity, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
@@ -21,6 +23,7 @@ from kvxfer.storage.backend import (
 from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.lending import NOT_ARRIVED, Lender, Loan, Room, Wanted, require_within
 from kvxfer.storage.threads import Threads
 from kvxfer.units import ByteSize
 
@@ -44,7 +47,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     integrity: Integrity = Integrity.FAST
 
 
-class HostBackend(Backend):
+class HostBackend(Backend, Lender):
     """Keeps blocks in slots of host memory and evicts when they are full.
 
     Args:
@@ -71,6 +74,7 @@ class HostBackend(Backend):
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores: dict[BlockKey, asyncio.Event] = {}
         self._closed = False
+        self.region = self._pool.region
 
     @property
     def num_slots(self) -> int:
@@ -92,10 +96,7 @@ class HostBackend(Backend):
             await self._write(plan.keys, plan.slots, keys, blocks)
             outcomes |= dict.fromkeys(plan.keys, DONE)
         for key in plan.present:
-            if store := self._stores.get(key):  # another call is storing it: share its fate
-                await store.wait()
-            failed = Outcome(Status.FAILED, reason="the call that was storing the block failed")
-            outcomes[key] = DONE if self._is_ready(key) else failed
+            outcomes[key] = await self._stored_elsewhere(key)
         return [outcomes[key] for key in keys]
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -121,6 +122,61 @@ class HostBackend(Backend):
         self._check(keys)
         return len(self._index.remove(keys))
 
+    @asynccontextmanager
+    async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
+        """See `Lender.lend`: slots, pinned."""
+        require_within(wanted, self._chunk_sizes)
+        self._check(wanted.keys)
+        outcomes = [MISSING] * len(wanted.keys)
+        there = [index for index, key in enumerate(wanted.keys) if self._is_ready(key)]
+        found = [wanted.keys[index] for index in there]
+        slots = self._index.pin(found)
+        try:
+            starts = [wanted.starts[index] for index in there]
+            stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
+            given, checksums = await self._threads.run(self._pool.find, slots, found, starts, stops)
+            self._drop_corrupt(found, slots, given)
+            for index, outcome in zip(there, given, strict=True):
+                outcomes[index] = outcome
+            lent = [row for row, outcome in enumerate(given) if outcome.done]
+            blocks = self._pool.describe(
+                [slots[row] for row in lent],
+                np.array([starts[row] for row in lent], np.int64),
+                np.array([stops[row] for row in lent], np.int64),
+            )
+            self._index.touch([found[row] for row in lent])
+            yield Loan(outcomes, blocks if lent else None, checksums)
+        finally:
+            self._index.unpin(found)
+
+    @asynccontextmanager
+    async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
+        """See `Lender.make_room`: slots, which nobody can read before the context ends."""
+        require_within(offered, self._chunk_sizes)
+        self._check(offered.keys)
+        plan = self._index.begin_store(offered.keys)
+        outcomes: dict[BlockKey, Outcome | None] = dict.fromkeys(plan.keys)
+        outcomes |= dict.fromkeys(plan.refused, _no_room(self.num_slots))
+        outcomes |= dict.fromkeys(plan.present, DONE)
+        rows = [index for index, key in enumerate(offered.keys) if outcomes[key] is None]
+        starts = [offered.starts[index] for index in rows]
+        stops = [offered.starts[index] + offered.sizes[index] for index in rows]
+        with self._storing(plan.keys) as stored:
+            self._pool.unseal(plan.slots)
+            blocks = self._pool.describe(
+                plan.slots, np.array(starts, np.int64), np.array(stops, np.int64)
+            )
+            room = Room([outcomes[key] for key in offered.keys], blocks if rows else None)
+            yield room
+            for row, checksum in sorted(room.arrived.items()):
+                self._pool.tag(plan.slots[row], plan.keys[row], starts[row], stops[row], checksum)
+                stored.append(plan.keys[row])
+        for row, index in enumerate(rows):
+            room.outcomes[index] = DONE if row in room.arrived else NOT_ARRIVED
+        for index, key in enumerate(offered.keys):
+            if key in plan.present:
+                room.outcomes[index] = await self._stored_elsewhere(key)
+
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         if not self._closed:
@@ -138,17 +194,32 @@ class HostBackend(Backend):
         if len(accepted) < len(keys):
             wanted = set(accepted)
             blocks = blocks.take([index for index, key in enumerate(keys) if key in wanted])
-        finished = asyncio.Event()
-        self._stores |= dict.fromkeys(accepted, finished)
-        stored = False
-        try:
+        with self._storing(accepted) as stored:
             await self._threads.run(self._pool.write, slots, accepted, blocks)
-            stored = True
+            stored.extend(accepted)
+
+    @contextmanager
+    def _storing(self, keys: Sequence[BlockKey]) -> Iterator[list[BlockKey]]:
+        """Let other calls wait for keys; those put into the list are readable afterwards."""
+        finished = asyncio.Event()
+        self._stores |= dict.fromkeys(keys, finished)
+        stored: list[BlockKey] = []
+        try:
+            yield stored
         finally:
-            self._index.finish_store(accepted, stored=stored)
-            for key in accepted:
+            kept = set(stored)
+            self._index.finish_store([key for key in keys if key in kept], stored=True)
+            self._index.finish_store([key for key in keys if key not in kept], stored=False)
+            for key in keys:
                 del self._stores[key]
             finished.set()
+
+    async def _stored_elsewhere(self, key: BlockKey) -> Outcome:
+        """What became of a key that was there, or that another call was storing."""
+        if store := self._stores.get(key):
+            await store.wait()
+        failed = Outcome(Status.FAILED, reason="the call that was storing the block failed")
+        return DONE if self._is_ready(key) else failed
 
     def _drop_corrupt(
         self, keys: Sequence[BlockKey], slots: Sequence[int], outcomes: Sequence[Outcome]

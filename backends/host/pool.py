@@ -15,6 +15,7 @@ from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 
@@ -145,7 +146,7 @@ class HostPool:
         self._require_fit(stops)
         tags = self._tags[list(slots), part]
         self._tags["key"][list(slots), part] = 0
-        self._copy_engine.copy(blocks, self._describe(slots, part, starts, stops))
+        self._copy_engine.copy(blocks, self.describe(slots, starts, stops, part=part))
         for index, (slot, key) in enumerate(zip(slots, keys, strict=True)):
             start, stop = int(starts[index]), int(stops[index])
             tags[index] = (_key_digest(key), start, stop, self._checksum(slot, part, start, stop))
@@ -187,7 +188,8 @@ class HostPool:
             blocks = blocks.take(done)
         if len(done):
             chosen = np.asarray(slots)[done].tolist()
-            self._copy_engine.copy(self._describe(chosen, part, starts[done], stops[done]), blocks)
+            source = self.describe(chosen, starts[done], stops[done], part=part)
+            self._copy_engine.copy(source, blocks)
         return outcomes
 
     def verify(self, slot: int, key: BlockKey) -> Outcome:
@@ -213,6 +215,39 @@ class HostPool:
         """Forget what slots hold, because their bytes will be written by other means."""
         self._tags["key"][list(slots)] = 0
 
+    def find(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        starts: Sequence[int],
+        stops: Sequence[int],
+    ) -> tuple[list[Outcome], list[int]]:
+        """Say which slots hold these bytes of `keys[i]`, and the checksums of those that do.
+
+        Only where a part of what was stored is asked for are the bytes looked at; whoever reads
+        them has to verify them.
+
+        Returns:
+            Per block `DONE`, `MISSING` or `CORRUPT`; XXH3-64 of the bytes of each that is `DONE`,
+            zero when integrity is off.
+        """
+        outcomes, checksums = [], []
+        for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
+            _, held_start, held_stop, checksum = self._tags[slot, 0].tolist()
+            outcome = MISSING
+            if held_start <= start and stop <= held_stop:
+                whole = (start, stop) == (held_start, held_stop)
+                outcome = self._verify_part(slot, key, 0, checksum=not whole)
+            outcomes.append(outcome)
+            if outcome.done:
+                checksums.append(checksum if whole else self._checksum(slot, 0, start, stop))
+        return outcomes, checksums
+
+    def tag(self, slot: int, key: BlockKey, start: int, stop: int, checksum: int) -> None:
+        """Say what a slot holds whose bytes were written, and hashed, elsewhere."""
+        kept = checksum if self.integrity is Integrity.FAST else 0
+        self._tags[slot, 0] = (_key_digest(key), start, stop, kept)
+
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Say that all the bytes of `slots[i]`, written by other means, are those of `keys[i]`."""
         size = self.shape.part_size_bytes
@@ -220,6 +255,11 @@ class HostPool:
             for part in range(self.shape.num_parts):
                 checksum = self._checksum(slot, part, 0, size)
                 self._tags[slot, part] = (_key_digest(key), 0, size, checksum)
+
+    @property
+    def region(self) -> MemoryRegion:
+        """The memory of all slots."""
+        return MemoryRegion(self._data.ctypes.data, self._data.nbytes, self)
 
     @property
     def rows(self) -> NDArray[np.uint8]:
@@ -238,13 +278,15 @@ class HostPool:
         self._segment.close()
         self._copy_engine.close()
 
-    def _describe(
+    def describe(
         self,
         slots: Sequence[int],
-        part: int,
         starts: NDArray[np.int64],
         stops: NDArray[np.int64],
+        *,
+        part: int = 0,
     ) -> Descriptors:
+        """Where bytes `starts[i]` to `stops[i]` of `slots[i]` are."""
         base = self._data.ctypes.data + part * self.shape.part_size_bytes
         offsets = np.asarray(slots, np.int64) * self.shape.slot_size_bytes + starts
         return Descriptors(

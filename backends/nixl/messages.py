@@ -59,11 +59,13 @@ class Reach(Message, frozen=True):
     Attributes:
         metadata: What NIXL needs to reach the sender's registered memory; empty when it has none
             to offer. Whoever has it can read and write that memory.
-        region_sizes: Bytes of each registered region, in the order of `Extents.regions`.
+        regions: Address and bytes of each registered region, in the order of `Extents.regions`.
+        data_port: Where a holder takes data connections, 0 from who asks.
     """
 
     metadata: bytes = b""
-    region_sizes: list[int] = []
+    regions: list[tuple[int, int]] = []
+    data_port: int = 0
 
 
 class Refusal(Message, frozen=True):
@@ -149,9 +151,31 @@ class Pinned(Message, frozen=True):
 
 
 class Unpin(Message, frozen=True):
-    """Let go what the `Pin` of this number asked for; not answered."""
+    """Let go what the `Pin` of this number asked for; answered by `Unpinned`."""
 
     request_id: int
+
+
+class Unpinned(Message, frozen=True):
+    """Answer `Unpin`.
+
+    Attributes:
+        held: Whether the blocks were pinned until now. If not, what was read of them counts for
+            nothing.
+    """
+
+    request_id: int
+    held: bool
+
+
+class Probe(Message, frozen=True):
+    """Ask the holder to write any bytes to memory of the asking side; answered by `Moved`.
+
+    It tells how fast that is.
+    """
+
+    request_id: int
+    extents: Extents
 
 
 class Push(Message, frozen=True):
@@ -216,6 +240,13 @@ class Deleted(Message, frozen=True):
 
     request_id: int
     num_deleted: int
+
+
+class Failed(Message, frozen=True):
+    """Answer any request that the holder cannot do: nothing was moved."""
+
+    request_id: int
+    reason: str
 
 
 class Ping(Message, frozen=True):
@@ -295,6 +326,5 @@ class Wanted(Message, frozen=True):
 
 
 Handshake: TypeAlias = Hello | Proof | Reach | Refusal | Attach
-Request: TypeAlias = Lookup | Pin | Unpin | Push | Pull | Cancel | Delete | Ping
-Answer: TypeAlias = Found | Pinned | Moved | Deleted | Pong
-Data: TypeAlias = Send | Sending | Receive | Wanted | Moved
+Request: TypeAlias = Lookup | Pin | Unpin | Push | Pull | Probe | Cancel | Delete | Ping
+Answer: TypeAlias = Found | Pinned | Unpinned | Moved | Deleted | Pong | Failed

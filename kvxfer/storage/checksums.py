@@ -1,0 +1,77 @@
+"""XXH3-64 of blocks, wherever their bytes are."""
+
+import ctypes
+
+import numpy as np
+import torch
+import xxhash
+
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.kvcache.descriptors import Descriptors
+
+STRAIGHT_BYTES = 64 << 10
+"""Mean fragment from which on fragments are hashed where they are; smaller ones are gathered
+first, which costs less than a call for each."""
+
+ROUND_BYTES = 4 << 20
+
+# All of this process's memory as one view: a slice of it is a view of raw memory.
+_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
+
+
+def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
+    """XXH3-64 of the payload of each block in host memory; blocks the thread.
+
+    Args:
+        blocks: What to hash; not changed.
+        copy_engine: Gathers small fragments.
+
+    Source: https://github.com/Cyan4973/xxHash, XXH3.
+    """
+    if blocks.num_bytes >= len(blocks) * STRAIGHT_BYTES:
+        return [_checksum(*_fragments(blocks, index)) for index in range(blocks.num_blocks)]
+    checksums: list[int] = []
+    sizes = blocks.block_sizes
+    step = max(1, ROUND_BYTES // int(sizes.max()))
+    scratch = np.empty(min(step, blocks.num_blocks) * int(sizes.max()), np.uint8)
+    for start in range(0, blocks.num_blocks, step):
+        stop = min(start + step, blocks.num_blocks)
+        ends = np.cumsum(sizes[start:stop])
+        gathered = _in_a_row(scratch, sizes[start:stop], ends)
+        copy_engine.copy(blocks.select(start, stop), gathered)
+        view = scratch.data
+        checksums += [
+            xxhash.xxh3_64_intdigest(view[end - size : end])
+            for end, size in zip(ends.tolist(), sizes[start:stop].tolist(), strict=True)
+        ]
+    return checksums
+
+
+def _fragments(blocks: Descriptors, index: int) -> list[memoryview]:
+    rows = slice(blocks.block_offsets[index], blocks.block_offsets[index + 1])
+    pairs = zip(blocks.addresses[rows].tolist(), blocks.lengths[rows].tolist(), strict=True)
+    return [_ADDRESS_SPACE[address : address + length] for address, length in pairs]
+
+
+def _checksum(first: memoryview, *others: memoryview) -> int:
+    if not others:
+        return xxhash.xxh3_64_intdigest(first)
+    hasher = xxhash.xxh3_64(first)
+    for fragment in others:
+        hasher.update(fragment)
+    return hasher.intdigest()
+
+
+def _in_a_row(
+    scratch: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    sizes: np.ndarray[tuple[int], np.dtype[np.int64]],
+    ends: np.ndarray[tuple[int], np.dtype[np.int64]],
+) -> Descriptors:
+    return Descriptors(
+        addresses=np.uint64(scratch.ctypes.data) + (ends - sizes).astype(np.uint64),
+        lengths=sizes.astype(np.uint64),
+        block_offsets=np.arange(len(sizes) + 1),
+        payload_starts=np.zeros(len(sizes), np.int64),
+        device=torch.device("cpu"),
+        owners=(scratch,),
+    )

@@ -1,0 +1,174 @@
+"""Lenders: blocks that are read and written where they are."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import xxhash
+
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.lending import Lender, StagedLender, Wanted
+from kvxfer.storage.threads import Threads
+from kvxfer.testing import BlockMemory, DictBackend, DictConfig
+from kvxfer.testing.conformance.suite import make_keys, make_memory, store_made_up
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.units import ByteSize
+
+KEYS = make_keys(4)
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return make_memory()
+
+
+@pytest.fixture(params=["host", "staged"])
+async def lending(
+    request: pytest.FixtureRequest, memory: BlockMemory
+) -> AsyncIterator[tuple[Lender, Backend]]:
+    namespace = memory.namespace()
+    if request.param == "host":
+        async with HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace) as host:
+            yield host, host
+        return
+    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
+    async with DictBackend(DictConfig(), namespace) as backend:
+        lender = StagedLender(
+            backend, namespace, copy_engine=engine, threads=threads, max_bytes=1 << 18
+        )
+        yield lender, backend
+        await lender.aclose()
+    await threads.aclose()
+    engine.close()
+
+
+def whole(memory: BlockMemory, keys: list[BlockKey]) -> Wanted:
+    size = memory.chunk_size_bytes(0)
+    return Wanted(keys, [0] * len(keys), [size] * len(keys))
+
+
+async def test_what_was_stored_is_lent_with_its_checksum(
+    lending: tuple[Lender, Backend], memory: BlockMemory
+) -> None:
+    lender, backend = lending
+    payloads = await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+    async with lender.lend(whole(memory, [KEYS[3], KEYS[1], KEYS[0]])) as loan:
+        statuses = [outcome.status for outcome in loan.outcomes]
+        assert statuses == [Status.MISSING, Status.DONE, Status.DONE]
+        assert loan.blocks is not None
+        assert read_payloads(loan.blocks) == [payloads[1], payloads[0]]
+        expected = [xxhash.xxh3_64_intdigest(payloads[index]) for index in (1, 0)]
+        assert loan.checksums == expected
+        for address, length in zip(loan.blocks.addresses, loan.blocks.lengths, strict=True):
+            assert lender.region.address <= address
+            assert address + length <= lender.region.address + lender.region.num_bytes
+
+
+async def test_a_part_is_lent_with_the_checksum_of_the_part(
+    lending: tuple[Lender, Backend], memory: BlockMemory
+) -> None:
+    lender, backend = lending
+    [payload] = await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+    async with lender.lend(Wanted(KEYS[:1], [512], [64])) as loan:
+        assert loan.blocks is not None
+        assert read_payloads(loan.blocks) == [payload[512:576]]
+        assert loan.checksums == [xxhash.xxh3_64_intdigest(payload[512:576])]
+
+
+async def test_of_what_there_is_room_for_only_what_arrived_is_stored(
+    lending: tuple[Lender, Backend], memory: BlockMemory
+) -> None:
+    lender, backend = lending
+    await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in KEYS[1:]]
+    async with lender.make_room(whole(memory, KEYS[1:])) as room:
+        assert room.outcomes == [None] * 3
+        assert room.blocks is not None
+        write_payloads(room.blocks, payloads)
+        room.arrived[0] = xxhash.xxh3_64_intdigest(payloads[0])
+        room.arrived[2] = xxhash.xxh3_64_intdigest(payloads[2])
+    statuses = [outcome.status for outcome in room.outcomes if outcome]
+    assert statuses == [Status.DONE, Status.FAILED, Status.DONE]
+    assert await backend.lookup(KEYS) == [True, True, False, True]
+    target = memory.describe(0, [5, 6])
+    outcomes = await backend.load([KEYS[1], KEYS[3]], target)
+    assert all(outcome.done for outcome in outcomes)
+    assert read_payloads(target) == [payloads[0], payloads[2]]
+
+
+async def test_nothing_is_stored_when_the_context_ends_by_an_error(
+    lending: tuple[Lender, Backend], memory: BlockMemory
+) -> None:
+    lender, backend = lending
+    with contextlib.suppress(ZeroDivisionError):
+        async with lender.make_room(whole(memory, KEYS[:2])) as room:
+            room.arrived[0] = 1
+            raise ZeroDivisionError
+    assert await backend.lookup(KEYS[:2]) == [False, False]
+    payloads = await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+    async with lender.lend(whole(memory, KEYS[:2])) as loan:
+        assert loan.blocks is not None
+        assert read_payloads(loan.blocks) == payloads
+
+
+@pytest.mark.parametrize(
+    ("keys", "starts", "sizes"),
+    [
+        ([], [], []),
+        (KEYS[:1], [0], [0]),
+        (KEYS[:1], [-1], [8]),
+        (KEYS[:1], [0], [1 << 40]),
+        (KEYS[:2], [0], [8]),
+        ([KEYS[0], KEYS[0]], [0, 0], [8, 8]),
+        (make_keys(1, group=7), [0], [8]),
+    ],
+)
+async def test_what_no_block_has_is_refused(
+    lending: tuple[Lender, Backend], keys: list[BlockKey], starts: list[int], sizes: list[int]
+) -> None:
+    lender, _ = lending
+    for context in (lender.lend, lender.make_room):
+        with pytest.raises(InvalidArgumentError):
+            async with context(Wanted(keys, starts, sizes)):
+                pytest.fail("lent")
+
+
+async def test_a_slot_that_is_lent_is_not_evicted(memory: BlockMemory) -> None:
+    size = memory.chunk_size_bytes(0)
+    capacity = ByteSize(3 * 8192 + (64 << 10))
+    async with HostBackend(HostConfig(capacity=capacity), memory.namespace()) as backend:
+        keys = make_keys(backend.num_slots)
+        blocks = memory.describe(0, range(len(keys)))
+        payloads = await store_made_up(backend, keys, blocks)
+        async with backend.lend(Wanted(keys[:1], [0], [size])) as loan:
+            for first in range(100, 110):
+                new = make_keys(1, first=first)
+                write_payloads(memory.describe(0, [40]), [make_payload(new[0], size)])
+                await backend.store(new, memory.describe(0, [40]))
+            assert loan.blocks is not None
+            assert read_payloads(loan.blocks) == payloads[:1]
+
+
+async def test_two_that_make_room_for_one_key_store_it_once(memory: BlockMemory) -> None:
+    size = memory.chunk_size_bytes(0)
+    config = HostConfig(capacity=ByteSize(1 << 20))
+    async with HostBackend(config, memory.namespace()) as backend:
+        wanted = Wanted(KEYS[:1], [0], [size])
+
+        async def second() -> list[Status]:
+            async with backend.make_room(wanted) as room:
+                assert room.blocks is None
+            return [outcome.status for outcome in room.outcomes if outcome]
+
+        async with backend.make_room(wanted) as room:
+            other = asyncio.create_task(second())
+            await asyncio.sleep(0)
+            assert room.blocks is not None
+            write_payloads(room.blocks, [payload := make_payload(KEYS[0], size)])
+            room.arrived[0] = xxhash.xxh3_64_intdigest(payload)
+        assert await other == [Status.DONE]
