@@ -50,6 +50,7 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import Descriptors, describe
 from kvxfer.kvcache.layout import KVLayout
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
+from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -106,6 +107,7 @@ __all__ = [
     "KVCacheGroup",
     "KVCacheSpec",
     "KVLayout",
+    "KVQuantization",
     "KVXferError",
     "LayoutError",
     "LengthMismatchError",

@@ -10,6 +10,7 @@ import torch
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
 from kvxfer.kvcache.cache_tensor import ATTENTION_LAYOUTS, LATENT_LAYOUTS, CacheTensorForm
 from kvxfer.kvcache.checks import require_instance, require_positive
+from kvxfer.kvcache.quantization import KVQuantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +92,10 @@ class AttentionSpec(KVCacheSpec):
 
     Attributes:
         num_kv_heads: KV heads on this worker.
-        head_dim: Width of a key, elements.
+        head_dim: Width of a key, elements as they are stored: two 4-bit numbers are one uint8.
         dtype: Type of the cached elements.
         head_dim_v: Width of a value, elements; `head_dim` unless given.
+        quantization: How the elements are scaled; scales in the cache are part of the page.
     """
 
     LAYOUTS: ClassVar[tuple[str, ...]] = ATTENTION_LAYOUTS
@@ -102,20 +104,25 @@ class AttentionSpec(KVCacheSpec):
     head_dim: int
     dtype: torch.dtype
     head_dim_v: int | None = None
+    quantization: KVQuantization = KVQuantization.NONE
 
     def __post_init__(self) -> None:
         require_positive("num_kv_heads", self.num_kv_heads)
         require_positive("head_dim", self.head_dim)
         require_positive("head_dim_v", self.head_dim_v, optional=True)
         require_instance("dtype", self.dtype, torch.dtype)
+        require_instance("quantization", self.quantization, KVQuantization)
+        if self.quantization is not KVQuantization.NONE and self.dtype.itemsize != 1:
+            raise InvalidArgumentError("dtype", self.dtype, "8 bits in a quantized cache")
         KVCacheSpec.__post_init__(self)
 
     @property
     def _axis_sizes(self) -> dict[str, int]:
         sizes = {"token": self.tokens_per_block, "head": self.num_kv_heads}
+        scales = self.quantization.scale_bytes_per_token_head
         if self.head_dim_v is None or self.head_dim_v == self.head_dim:
-            return sizes | {"kv": 2, "dim": self.head_dim}
-        return sizes | {"kv*dim": self.head_dim + self.head_dim_v}
+            return sizes | {"kv": 2, "dim": self.head_dim + scales // 2}
+        return sizes | {"kv*dim": self.head_dim + self.head_dim_v + scales}
 
     @property
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
@@ -217,7 +224,7 @@ class _LatentSpec(AttentionSpec):
         return {
             "token": self.tokens_per_block,
             "head": self.num_kv_heads,
-            "dim": self.head_dim,
+            "dim": self.head_dim + self.quantization.scale_bytes_per_token_head,
         }
 
 

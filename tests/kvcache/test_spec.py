@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
+from kvxfer.kvcache.attestation import attest
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -32,6 +34,7 @@ ATTENTION: dict[str, Any] = {
 }
 LATENT: dict[str, Any] = {"tokens_per_block": 16, "head_dim": 576, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**ATTENTION)
+PADDED = replace(FULL, num_kv_heads=4, page_size_padded=20_000)
 MAMBA = MambaSpec(
     tokens_per_block=16, shapes=((3, 4), (2, 5, 6)), dtypes=(torch.bfloat16, torch.float32)
 )
@@ -64,6 +67,73 @@ def test_latent_attention_keeps_one_vector_per_token() -> None:
 
 def test_mamba_keeps_one_of_each_state() -> None:
     assert MAMBA.unpadded_page_size_bytes == 3 * 4 * 2 + 2 * 5 * 6 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_scales_of_a_tensor_are_not_in_the_cache(dtype: torch.dtype) -> None:
+    quantized = replace(FULL, dtype=dtype, quantization=KVQuantization.PER_TENSOR)
+    assert quantized.page_size_bytes == FULL.page_size_bytes // 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "bytes_per_token_head"),
+    [
+        (FULL, 2 * (64 + 4)),
+        (replace(FULL, head_dim_v=32), 64 + 4 + 32 + 4),
+        (replace(FULL, head_dim=32), 2 * (32 + 4)),  # 64 numbers of 4 bits
+    ],
+    ids=["int8", "narrow values", "int4"],
+)
+def test_scales_of_tokens_and_heads_are_in_the_cache(
+    spec: FullAttentionSpec, bytes_per_token_head: int
+) -> None:
+    quantized = replace(spec, dtype=torch.int8, quantization=KVQuantization.PER_TOKEN_HEAD)
+    assert quantized.page_size_bytes == 16 * 8 * bytes_per_token_head
+
+
+def test_scales_of_latents_are_in_the_cache() -> None:
+    spec = MLASpec(
+        tokens_per_block=16,
+        head_dim=576,
+        dtype=torch.int8,
+        quantization=KVQuantization.PER_TOKEN_HEAD,
+    )
+    assert spec.page_size_bytes == 16 * (576 + 8)
+
+
+@pytest.mark.parametrize("quantization", [KVQuantization.PER_TENSOR, KVQuantization.PER_TOKEN_HEAD])
+def test_only_8_bits_are_quantized(quantization: KVQuantization) -> None:
+    with pytest.raises(InvalidArgumentError, match="bfloat16") as caught:
+        replace(FULL, quantization=quantization)
+    assert caught.value.argument == "dtype"
+
+
+def test_layers_of_one_group_may_be_quantized_or_not() -> None:
+    quantized = replace(FULL, dtype=torch.int8, quantization=KVQuantization.PER_TOKEN_HEAD)
+    specs = UniformTypeKVCacheSpecs(
+        tokens_per_block=16, layer_specs={"a": FULL, "b": quantized, "c": PADDED}
+    )
+    assert specs.page_size_bytes == FULL.page_size_bytes + quantized.page_size_bytes + 20_000
+    kv_caches = {
+        "a": torch.zeros(5, 2, 16, 8, 64, dtype=torch.bfloat16),
+        "b": torch.zeros(5, 8, 16, 2 * (64 + 4), dtype=torch.int8),
+        "c": torch.zeros(5, 20_000, dtype=torch.int8)[:, : PADDED.unpadded_page_size_bytes]
+        .view(torch.bfloat16)
+        .view(5, 2, 16, 4, 64),
+    }
+    config = KVCacheConfig(5, (KVCacheGroup(specs, ("a", "b", "c")),))
+    caches = canonicalize(kv_caches, config)
+    attest(kv_caches, config, caches)
+    assert [each.page_size_bytes for each in caches.tensors] == [
+        FULL.page_size_bytes,
+        quantized.page_size_bytes,
+        20_000,
+    ]
+    assert [ref.page_size_bytes for ref in caches.group_data_refs[0]] == [
+        FULL.page_size_bytes,
+        quantized.page_size_bytes,
+        PADDED.unpadded_page_size_bytes,
+    ]
 
 
 @pytest.mark.parametrize("spec", [FULL, MLASpec(**LATENT), MAMBA])
@@ -207,6 +277,15 @@ def test_full_attention_with_two_windows_does_not_merge(field: str) -> None:
         KVCacheSpec.merge(specs)
     assert caught.value.field == field
     assert caught.value.values == (128, None, 256)
+
+
+def test_specs_of_different_quantization_do_not_merge() -> None:
+    plain = replace(FULL, dtype=torch.int8)
+    quantized = replace(plain, quantization=KVQuantization.PER_TENSOR)
+    with pytest.raises(SpecMergeError) as caught:
+        KVCacheSpec.merge([plain, quantized])
+    assert caught.value.field == "quantization"
+    assert caught.value.values == (KVQuantization.NONE, KVQuantization.PER_TENSOR)
 
 
 def test_a_window_and_a_chunk_do_not_merge() -> None:
