@@ -97,7 +97,7 @@ def test_what_a_dead_peer_held_is_spread_over_all_others() -> None:
 
 def weight(endpoint: Endpoint, key: BlockKey) -> int:
     """The weight in the words of the protocol, one at a time."""
-    value = xxhash.xxh3_64_intdigest(str(endpoint)) ^ xxhash.xxh3_64_intdigest(key)
+    value = xxhash.xxh3_64_intdigest(str(endpoint).encode()) ^ xxhash.xxh3_64_intdigest(key)
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64
     return value ^ value >> 31
