@@ -2,7 +2,6 @@
 
 import ctypes
 import fcntl
-import importlib
 import logging
 import mmap
 import os
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.file.file_io import FileIO, IOVector, PosixFileIO, Result
+from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import BackendUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -64,11 +64,8 @@ class NixlFileIO(FileIO):
     files_per_call = 64
 
     def __init__(self, queues: Sequence[str] = tuple(QUEUES)) -> None:
-        self._nixl = _import_nixl()
-        self._errors: tuple[type[Exception], ...] = (
-            RuntimeError,
-            *(error for name, error in vars(self._nixl).items() if name.endswith("Error")),
-        )
+        self._nixl = import_nixl(otherwise="use engine=posix")
+        self._errors = nixl_errors(self._nixl)
         self._posix = PosixFileIO()
         self._lock = threading.Lock()
         self._warned = False
@@ -237,27 +234,6 @@ class _Agent:
             # After an interrupt, too: a transfer that is released goes on.
             while self._agent.check_xfer_state(handle) == "PROC":
                 pass
-
-
-def _import_nixl() -> Any:
-    """Import NIXL, without most of what importing it does to the process.
-
-    UCX's EFA module would crash processes at their exit, messages would go to standard output, and
-    errors of the application's logging would be silenced. What cannot be undone: NIXL configures
-    logging anew, which closes the application's handlers; those of files opened with mode `w` stay
-    silent from then on.
-    """
-    os.environ.setdefault("UCX_MODULES", "^efa")
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    raise_exceptions = logging.raiseExceptions
-    try:
-        return importlib.import_module("nixl")
-    except ImportError as exc:
-        raise BackendUnavailableError(
-            f"NIXL cannot be imported ({exc}); install nixl, or use engine=posix"
-        ) from exc
-    finally:
-        logging.raiseExceptions = raise_exceptions
 
 
 def _rows(fds: Sequence[int], vectors: Sequence[IOVector], sizes: Integers) -> Rows:
