@@ -1,22 +1,17 @@
 """Moves bytes between registered memory of two processes with NIXL."""
 
-import asyncio
-import contextlib
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
 from kvxfer.backends.nixl.agent_thread import BACKEND, AgentThread, Transfer
 from kvxfer.backends.nixl.pieces import Fragments, Words
 from kvxfer.backends.nixl.regions import AgentMetadata
-from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent
+from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent, to_its_end
 from kvxfer.errors import PeerLostError
 from kvxfer.kvcache.memory_region import MemoryRegion
-
-T = TypeVar("T")
 
 
 class NixlAgent(TransferAgent):
@@ -50,13 +45,13 @@ class NixlAgent(TransferAgent):
     async def add_peer(self, metadata: bytes) -> str:
         """See `TransferAgent.add_peer`."""
         peer = AgentMetadata.decode(metadata)
-        return await _to_its_end(self._thread.call(partial(self._thread.add_peer, peer)))
+        return await to_its_end(self._thread.call(partial(self._thread.add_peer, peer)))
 
     async def remove_peer(self, peer: str) -> None:
         """See `TransferAgent.remove_peer`."""
         done: Future[None] = Future()
         self._thread.call(partial(self._thread.remove_peer, peer, done))
-        await _to_its_end(done)
+        await to_its_end(done)
 
     async def transfer(
         self, operation: Operation, peer: str, local: Words, remote: Words, lengths: Words
@@ -69,24 +64,9 @@ class NixlAgent(TransferAgent):
         self._thread.peers[peer].require("remote", fragments.remote, fragments.lengths)
         transfer = Transfer(operation, peer)
         self._thread.call(partial(self._thread.begin, transfer, fragments))
-        await _to_its_end(transfer.done, partial(self._thread.cancel, transfer))
+        await to_its_end(transfer.done, partial(self._thread.cancel, transfer))
 
     async def aclose(self) -> None:
         """See `TransferAgent.aclose`."""
         self._finalizer.detach()
-        await _to_its_end(self._thread.begin_stop())
-
-
-async def _to_its_end(future: "Future[T]", cancel: Callable[[], None] | None = None) -> T:
-    """Await what the thread does; when cancelled, tell it, and wait for it before raising."""
-    waiter = asyncio.wrap_future(future)
-    try:
-        return await asyncio.shield(waiter)
-    except asyncio.CancelledError:
-        if cancel:
-            cancel()
-        while not waiter.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([waiter])
-        waiter.exception()  # fetched, or asyncio reports it as never retrieved
-        raise
+        await to_its_end(self._thread.begin_stop())

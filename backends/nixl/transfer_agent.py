@@ -1,11 +1,17 @@
 """What moves bytes between registered memory of this process and that of a peer."""
 
+import asyncio
+import contextlib
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 from kvxfer.backends.nixl.pieces import Words
 from kvxfer.kvcache.memory_region import MemoryRegion
+
+T = TypeVar("T")
 
 
 class Operation(enum.Enum):
@@ -23,8 +29,8 @@ class TransferAgent(ABC):
     Constructing, `register` and `metadata` block; everything else is for event loops, of which
     several may use one agent. Transfers of several callers take turns, a piece each.
 
-    Implementors must keep to what `kvxfer.testing.AgentTests` tests; above all, no byte of local
-    memory may change, and none may be read, once a transfer has ended, however it did.
+    Implementors must see to it that no byte of local memory changes, and none is read, once a
+    transfer has ended, however it did.
 
     Attributes:
         name: New for every incarnation: `kvxfer-<uuid4>`.
@@ -104,3 +110,18 @@ class TransferAgent(ABC):
 
         May be called again. When this returns no byte of local memory is touched any more.
         """
+
+
+async def to_its_end(future: "Future[T]", cancel: Callable[[], None] | None = None) -> T:
+    """Await what another thread does; when cancelled, tell it, and wait for it before raising."""
+    waiter = asyncio.wrap_future(future)
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        if cancel:
+            cancel()
+        while not waiter.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([waiter])
+        waiter.exception()  # fetched, or asyncio reports it as never retrieved
+        raise

@@ -3,6 +3,7 @@
 from kvxfer.testing.backend_tests import BackendTests
 from kvxfer.testing.block_memory import BlockMemory
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
+from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.faulty_backend import (
     Fault,
     FaultRates,
@@ -18,6 +19,7 @@ __all__ = [
     "BlockMemory",
     "DictBackend",
     "DictConfig",
+    "FakeNixlAgent",
     "Fault",
     "FaultRates",
     "FaultyBackend",

@@ -1,0 +1,193 @@
+"""A transfer agent without NIXL: memory of one process, and transfers that end when told to."""
+
+import asyncio
+import ctypes
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from kvxfer.backends.nixl.pieces import Fragments, Words
+from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent, to_its_end
+from kvxfer.errors import (
+    ClosedError,
+    DuplicateError,
+    KVXferError,
+    PeerLostError,
+    TransferFailedError,
+)
+from kvxfer.kvcache.memory_region import MemoryRegion
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A transfer under way."""
+
+    operation: Operation
+    peer: str
+    fragments: Fragments
+    done: Future[None] = field(default_factory=Future)
+    error: KVXferError | None = None
+
+
+class FakeNixlAgent(TransferAgent):
+    """Copies between registered memory of agents in this process; passes the tests of `NixlAgent`.
+
+    Bytes are moved at the end of a transfer, as late as hardware might do it: also those of a
+    transfer whose caller was cancelled meanwhile.
+
+    Attributes:
+        delay_s: How long transfers are in flight; may be changed at any time.
+        failing: Whether transfers that begin now will move half of their fragments, and fail.
+    """
+
+    _agents: ClassVar["weakref.WeakValueDictionary[str, FakeNixlAgent]"] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self) -> None:
+        self.name = f"kvxfer-{uuid.uuid4()}"
+        self.delay_s = 0.0
+        self.failing = False
+        self._memory: list[MemoryRegion] = []
+        self._regions = Regions()
+        self._peers: dict[str, Regions] = {}
+        self._flights: set[_Flight] = set()
+        self._holding = self._closed = False
+        # Engines run backends on a loop of their own, and tests release them from another thread.
+        self._lock = threading.Lock()
+        self._someone_is_held = threading.Event()
+        self._agents[self.name] = self
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r}, peers={sorted(self._peers)!r})"
+
+    @property
+    def in_flight(self) -> int:
+        """Transfers under way now."""
+        return len(self._flights)
+
+    def hold(self) -> None:
+        """Keep transfers that begin from now on in flight, until `release`."""
+        self._holding = True
+
+    def release(self) -> None:
+        """Let transfers in flight end, and those to come; from any thread."""
+        self._holding = False
+        self._someone_is_held.clear()
+        for flight in list(self._flights):
+            self._land(flight)
+
+    async def until_held(self, timeout_s: float = 10.0) -> None:
+        """Wait until a transfer is held, on whatever event loop.
+
+        Raises:
+            TimeoutError: None was.
+        """
+        if not await asyncio.to_thread(self._someone_is_held.wait, timeout_s):
+            raise TimeoutError("no transfer is held")
+
+    def lose(self, peer: str) -> None:
+        """Let a peer die: transfers with it, those in flight too, end with `PeerLostError`."""
+        self._agents.pop(peer, None)
+        for flight in list(self._flights):
+            if flight.peer == peer:
+                self._land(flight)
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """See `TransferAgent.register`."""
+        self._require_open()
+        added = [(region.address, region.num_bytes) for region in regions]
+        self._regions = Regions([*self._regions, *added])
+        self._memory.extend(regions)
+
+    @property
+    def metadata(self) -> bytes:
+        """See `TransferAgent.metadata`."""
+        self._require_open()
+        return AgentMetadata(self.name, list(self._regions)).encode()
+
+    async def add_peer(self, metadata: bytes) -> str:
+        """See `TransferAgent.add_peer`."""
+        self._require_open()
+        peer = AgentMetadata.decode(metadata)
+        if peer.name in {self.name, *self._peers}:
+            raise DuplicateError("metadata", peer.name)
+        self._peers[peer.name] = Regions(peer.regions)
+        return peer.name
+
+    async def remove_peer(self, peer: str) -> None:
+        """See `TransferAgent.remove_peer`."""
+        self._require_open()
+        self._peers.pop(peer, None)
+        flights = [flight for flight in self._flights if flight.peer == peer]
+        for flight in flights:
+            flight.error = PeerLostError(peer, "it was removed")
+        for flight in flights:
+            await asyncio.wait([asyncio.wrap_future(flight.done)])
+
+    async def transfer(
+        self, operation: Operation, peer: str, local: Words, remote: Words, lengths: Words
+    ) -> None:
+        """See `TransferAgent.transfer`."""
+        self._require_open()
+        if peer not in self._peers:
+            raise PeerLostError(peer, "it was not added, or is removed")
+        fragments = Fragments.of(local, remote, lengths)
+        self._regions.require("local", fragments.local, fragments.lengths)
+        self._peers[peer].require("remote", fragments.remote, fragments.lengths)
+        flight = _Flight(operation, peer, fragments)
+        if self.failing:
+            flight.fragments = fragments.take(slice(len(fragments) // 2))
+            flight.error = TransferFailedError(peer, "injected failure")
+        self._flights.add(flight)
+        if self._holding:
+            self._someone_is_held.set()
+        elif self.delay_s:
+            asyncio.get_running_loop().call_later(self.delay_s, self._land, flight)
+        else:
+            self._land(flight)
+        await to_its_end(flight.done)
+
+    async def aclose(self) -> None:
+        """See `TransferAgent.aclose`."""
+        with self._lock:
+            self._closed = True
+            flights, self._flights = self._flights, set()
+        for flight in flights:
+            flight.done.set_exception(TransferFailedError(flight.peer, "the agent was closed"))
+        self._agents.pop(self.name, None)
+        self._memory.clear()
+        self._peers.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"agent {self.name}")
+
+    def _land(self, flight: _Flight) -> None:
+        """Move the bytes of a transfer, unless it is over, and end it."""
+        with self._lock:
+            if flight not in self._flights:
+                return
+            self._flights.remove(flight)
+            if flight.peer not in self._agents:
+                flight.error = PeerLostError(flight.peer, "it is gone")
+            else:
+                _copy(flight.operation, flight.fragments)
+        if flight.error:
+            flight.done.set_exception(flight.error)
+        else:
+            flight.done.set_result(None)
+
+
+def _copy(operation: Operation, fragments: Fragments) -> None:
+    ends = fragments.local, fragments.remote
+    to, origin = ends if operation is Operation.READ else reversed(ends)
+    for target, source, num_bytes in zip(
+        to.tolist(), origin.tolist(), fragments.lengths.tolist(), strict=True
+    ):
+        ctypes.memmove(target, source, num_bytes)
