@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -84,7 +84,7 @@ async def greet_as_client(
     ours: Hello,
     *,
     secret: bytes | None,
-    reach: Callable[[Hello], Reach],
+    reach: Callable[[Hello], Awaitable[Reach]],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Greeting:
     """Shake hands with the peer that was connected to.
@@ -116,7 +116,7 @@ async def greet_as_client(
         await channel.send(handshake.proof())
         await handshake.verify()
         session = handshake.secure(holder=theirs)
-        await channel.send(reach(theirs))
+        await channel.send(await reach(theirs))
         return Greeting(theirs, await handshake.receive(_REACH), session)
 
 
@@ -125,7 +125,7 @@ async def greet_as_server(
     ours: Hello,
     *,
     secret: bytes | None,
-    reach: Callable[[Hello], Reach],
+    reach: Callable[[Hello], Awaitable[Reach]],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Greeting:
     """Shake hands with a peer that has connected.
@@ -147,7 +147,7 @@ async def greet_as_server(
         handshake.require_same_namespace(theirs)
         await channel.send(handshake.ours)
         await handshake.verify()
-        offered = reach(theirs)  # before our proof: until then the other side takes a refusal
+        offered = await reach(theirs)  # before our proof: until then the other side takes a refusal
         await channel.send(handshake.proof())
         session = handshake.secure(holder=handshake.ours)
         await channel.send(offered)
