@@ -1,0 +1,266 @@
+"""Two ends of a connection over real sockets, and somebody who sits between them."""
+
+import asyncio
+import contextlib
+import datetime as dt
+import ipaddress
+import ssl
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from kvxfer import KVXferError, Namespace, make_block_key
+from kvxfer.backends.nixl.channel import FrameChannel
+from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.frames import HEADER_BYTES, SEAL_BYTES
+from kvxfer.backends.nixl.handshake import Greeting, greet_as_client, greet_as_server
+from kvxfer.backends.nixl.messages import PROTOCOL_VERSION, Found, Hello, Lookup, Reach
+
+HOST = "127.0.0.1"
+SECRET = bytes(range(32))
+NAMESPACE = Namespace(model="example/model", parallel={"tp_size": 2})
+LOOKUP = Lookup(request_id=7, keys=[make_block_key(b"hash", 0)])
+FOUND = Found(request_id=7, there=[True])
+LOOKUP_DECODER = msgspec.msgpack.Decoder(Lookup)
+FOUND_DECODER = msgspec.msgpack.Decoder(Found)
+NUM_OPEN_FRAMES = 2  # of each direction: Hello and Proof; the others are sealed
+
+Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Edit: TypeAlias = Callable[[str, int, bytes], bytes]
+"""Gets a direction (`asked` or `served`), the number of a frame in it and the frame; gives what is
+passed on instead."""
+
+
+class Cut(bytes):
+    """What is passed on before both directions end."""
+
+
+def hello(name: bytes, namespace: Namespace | None = NAMESPACE) -> Hello:
+    return Hello(version=PROTOCOL_VERSION, incarnation=name, namespace=namespace)
+
+
+class Offer:
+    """What an end would let the other reach, and whether it was asked to."""
+
+    def __init__(self, metadata: bytes) -> None:
+        self.reach = Reach(metadata=metadata)
+        self.asked: list[Hello] = []
+
+    async def __call__(self, theirs: Hello) -> Reach:
+        self.asked.append(theirs)
+        return self.reach
+
+
+@contextlib.asynccontextmanager
+async def listening(*, tls: ssl.SSLContext | None = None) -> AsyncIterator["Listener"]:
+    """A server that keeps the connections it accepts, and closes them at the end."""
+    listener = Listener()
+    server = await asyncio.start_server(listener.accept, HOST, 0, ssl=tls)
+    listener.port = server.sockets[0].getsockname()[1]
+    async with server:
+        try:
+            yield listener
+        finally:
+            for writer in listener.writers:
+                writer.transport.abort()
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.port = 0
+        self.writers: list[asyncio.StreamWriter] = []
+        self._accepted: asyncio.Queue[Streams] = asyncio.Queue()
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        self._accepted.put_nowait((reader, writer))
+
+    async def accepted(self) -> Streams:
+        return await self._accepted.get()
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    client: FrameChannel
+    server: FrameChannel
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    *,
+    tls: tuple[ssl.SSLContext | None, ssl.SSLContext | None] = (None, None),
+    edit: Edit | None = None,
+    frame_timeout_s: float = 0.5,
+) -> AsyncIterator[Ends]:
+    """Both ends of a connection; `edit` sees every frame that passes between them.
+
+    Whatever happens, no task is left when they are closed.
+    """
+    tasks_before = asyncio.all_tasks()
+    async with listening(tls=tls[1]) as listener, contextlib.AsyncExitStack() as stack:
+        port = listener.port
+        if edit is not None:
+            port = await stack.enter_async_context(relay(port, edit))
+        theirs = await asyncio.open_connection(HOST, port, ssl=tls[0])
+        client = FrameChannel(*theirs, frame_timeout_s=frame_timeout_s)
+        server = FrameChannel(*await listener.accepted(), frame_timeout_s=frame_timeout_s)
+        try:
+            yield Ends(client, server)
+        finally:
+            await asyncio.gather(client.aclose(), server.aclose())
+    assert asyncio.all_tasks() <= tasks_before
+
+
+@contextlib.asynccontextmanager
+async def relay(port: int, edit: Edit) -> AsyncIterator[int]:
+    """Sit in front of a server and edit what passes."""
+
+    async def pass_on(
+        direction: str, reader: asyncio.StreamReader, to: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            for number in range(1 << 30):
+                seal_bytes = SEAL_BYTES if number >= NUM_OPEN_FRAMES else 0
+                header = await reader.readexactly(HEADER_BYTES)
+                body = await reader.readexactly(int.from_bytes(header, "big") + seal_bytes)
+                edited = edit(direction, number, header + body)
+                to.write(edited)
+                await to.drain()
+                if isinstance(edited, Cut):
+                    break
+        to.close()
+
+    async with listening() as listener, asyncio.TaskGroup() as tasks:
+
+        async def connect() -> None:
+            asking_reader, asking_writer = await listener.accepted()
+            serving_reader, serving_writer = await asyncio.open_connection(HOST, port)
+            tasks.create_task(pass_on("asked", asking_reader, serving_writer))
+            tasks.create_task(pass_on("served", serving_reader, asking_writer))
+
+        tasks.create_task(connect())
+        yield listener.port
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What one end has at the end: all that it was told, or why not."""
+
+    greeting: Greeting | None = None
+    answer: Lookup | Found | None = None
+    error: Exception | None = None
+
+
+async def converse(
+    ends: Ends,
+    *,
+    secrets: tuple[bytes | None, bytes | None] = (SECRET, SECRET),
+    hellos: tuple[Hello, Hello] = (hello(b"client"), hello(b"server")),
+    offers: tuple[Offer, Offer] | None = None,
+    timeout_s: float = 0.5,
+) -> tuple[Ending, Ending]:
+    """Shake hands and exchange a question and its answer; give what became of either end."""
+    offered = offers or (Offer(b"client's"), Offer(b"server's"))
+
+    async def ask() -> Ending:
+        try:
+            greeting = await greet_as_client(
+                ends.client, hellos[0], secret=secrets[0], reach=offered[0], timeout_s=timeout_s
+            )
+            await ends.client.send(LOOKUP)
+            found = await ends.client.receive(FOUND_DECODER)
+            return Ending(greeting, found)
+        except KVXferError as error:
+            await ends.client.aclose()
+            return Ending(error=error)
+
+    async def serve() -> Ending:
+        try:
+            greeting = await greet_as_server(
+                ends.server, hellos[1], secret=secrets[1], reach=offered[1], timeout_s=timeout_s
+            )
+            lookup = await ends.server.receive(LOOKUP_DECODER)
+            await ends.server.send(FOUND)
+            return Ending(greeting, lookup)
+        except KVXferError as error:
+            await ends.server.aclose()
+            return Ending(error=error)
+
+    asked, served = await asyncio.gather(ask(), serve())
+    return asked, served
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """Signs certificates for this machine, with files as `NixlConfig` wants them."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir()
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _certificate("authority", key.public_key(), "authority", key, is_ca=True)
+        _write(self.folder / "ca.pem", certificate)
+        self._sign_peer(key)
+
+    def config(self, *, ca: "Authority | None" = None) -> NixlConfig:
+        """A peer with a certificate of this authority, which trusts those of `ca`."""
+        return NixlConfig(
+            address=f"{HOST}:1",
+            tls_cert=str(self.folder / "cert.pem"),
+            tls_key=str(self.folder / "key.pem"),
+            tls_ca=str((ca or self).folder / "ca.pem"),
+        )
+
+    def _sign_peer(self, authority_key: ec.EllipticCurvePrivateKey) -> None:
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _certificate(
+            "peer", key.public_key(), "authority", authority_key, is_ca=False
+        )
+        _write(self.folder / "cert.pem", certificate)
+        text = key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        (self.folder / "key.pem").write_bytes(text)
+
+
+def _certificate(
+    subject: str,
+    public_key: ec.EllipticCurvePublicKey,
+    issuer: str,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    *,
+    is_ca: bool,
+) -> x509.Certificate:
+    now = dt.datetime.now(dt.UTC)
+    address = x509.IPAddress(ipaddress.ip_address(HOST))
+    constraints = x509.BasicConstraints(ca=is_ca, path_length=None)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(subject))
+        .issuer_name(_name(issuer))
+        .public_key(public_key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        .add_extension(constraints, critical=True)
+        .sign(issuer_key, hashes.SHA256())
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _write(path: Path, certificate: x509.Certificate) -> None:
+    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

@@ -1,0 +1,182 @@
+"""Two peers talk only when both know the secret, want the same blocks, and nobody interferes."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from kvxfer import (
+    HandshakeError,
+    NamespaceMismatchError,
+    ProtocolError,
+)
+from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.handshake import greet_as_client, greet_as_server
+from kvxfer.backends.nixl.messages import Hello, Reach, Refusal
+from kvxfer.backends.nixl.tls import client_context, server_context
+from tests.backends.nixl_wire import (
+    FOUND,
+    LOOKUP,
+    NAMESPACE,
+    SECRET,
+    Authority,
+    Ending,
+    Offer,
+    connected,
+    converse,
+    hello,
+)
+
+OTHER_SECRET = bytes(32)
+TIMEOUT_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls") / "authority")
+
+
+def agreed(ends: tuple[Ending, Ending]) -> bool:
+    """Whether both ends have heard everything, as it was said."""
+    asked, served = ends
+    if asked.greeting is None or served.greeting is None:
+        return False
+    assert asked.answer == FOUND
+    assert served.answer == LOOKUP
+    assert asked.greeting.hello.incarnation == b"server"
+    assert served.greeting.hello.incarnation == b"client"
+    assert asked.greeting.reach.metadata == b"server's"
+    assert served.greeting.reach.metadata == b"client's"
+    assert asked.greeting.session.key == served.greeting.session.key
+    return True
+
+
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])
+async def test_who_knows_the_same_secret_talks(secret: bytes | None) -> None:
+    async with connected() as ends:
+        assert agreed(await converse(ends, secrets=(secret, secret)))
+
+
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "none"])
+async def test_who_has_certificates_of_one_authority_talks(
+    secret: bytes | None, authority: Authority
+) -> None:
+    config = authority.config()
+    async with connected(tls=(client_context(config), server_context(config))) as ends:
+        ends.client.peer = ends.server.peer = Endpoint("10.0.0.5", 4711)
+        assert agreed(await converse(ends, secrets=(secret, secret)))
+
+
+@pytest.mark.parametrize(
+    "secrets",
+    [(SECRET, OTHER_SECRET), (SECRET, None), (None, SECRET), (SECRET, SECRET[:-1])],
+    ids=["another", "missing at the server", "missing at the client", "shorter"],
+)
+async def test_who_does_not_is_refused_and_offered_nothing(
+    secrets: tuple[bytes | None, bytes | None],
+) -> None:
+    offers = Offer(b"client's"), Offer(b"server's")
+    async with connected() as ends:
+        for ending in await converse(ends, secrets=secrets, offers=offers):
+            assert isinstance(ending.error, HandshakeError)
+            assert ending.error.field == "secret"
+    assert not offers[0].asked
+    assert not offers[1].asked
+
+
+async def test_a_client_offers_nothing_to_a_server_that_cannot_prove_itself() -> None:
+    """A server that skips the client's proof and makes one up."""
+    offer = Offer(b"client's")
+    async with connected() as ends:
+        greeting = greet_as_client(ends.client, hello(b"client"), secret=SECRET, reach=offer)
+        client = asyncio.create_task(greeting)
+        await ends.server.receive_payload()
+        await ends.server.send(msgspec.structs.replace(hello(b"server"), nonce=bytes(32)))
+        await ends.server.receive_payload()
+        await ends.server.send(Reach(metadata=b"server's"))
+        with pytest.raises(ProtocolError, match="not legal"):
+            await client
+    assert not offer.asked
+
+
+@pytest.mark.parametrize("newer", [0, 1])
+async def test_another_version_is_refused_whatever_else_it_says(newer: int) -> None:
+    class Hello(msgspec.Struct, tag="Hello"):
+        version: int = 2
+        something_new: str = "unheard of"
+
+    async with connected() as ends:
+        channels = (ends.client, ends.server)
+        older = channels[1 - newer]
+        greet = (greet_as_client, greet_as_server)[1 - newer]
+        ours = asyncio.create_task(greet(older, hello(b"old"), secret=SECRET, reach=Offer(b"")))
+        if newer == 1:
+            await channels[newer].receive_payload()
+        await channels[newer].send(Hello())  # type: ignore[arg-type]
+        with pytest.raises(HandshakeError, match="version differs: ours is '1', theirs is '2'"):
+            await ours
+        refusal = await channels[newer].receive(msgspec.msgpack.Decoder(Refusal))
+        assert refusal == Refusal(field="version", ours="1", theirs="2")
+
+
+async def test_another_namespace_is_refused_by_name_on_both_sides() -> None:
+    other = msgspec.structs.replace(NAMESPACE, parallel={"tp_size": 4})
+    offers = Offer(b"client's"), Offer(b"server's")
+    async with connected() as ends:
+        hellos = hello(b"client"), hello(b"server", other)
+        asked, served = await converse(ends, hellos=hellos, offers=offers)
+    for error, ours, theirs in ((asked.error, "2", "4"), (served.error, "4", "2")):
+        assert isinstance(error, NamespaceMismatchError)
+        assert error.field == "parallel.tp_size"
+        assert (str(error.ours), str(error.theirs)) == (ours, theirs)
+    assert not offers[0].asked
+    assert not offers[1].asked
+
+
+async def test_a_peer_without_a_namespace_takes_any() -> None:
+    async with connected() as ends:
+        hellos = hello(b"client"), hello(b"server", None)
+        assert agreed(await converse(ends, hellos=hellos))
+
+
+async def test_a_namespace_that_was_settled_in_the_meantime_is_told() -> None:
+    async def refuse(theirs: Hello) -> Reach:
+        raise NamespaceMismatchError("model", "settled", "x" * 100_000)
+
+    async with connected() as ends:
+        client = greet_as_client(ends.client, hello(b"c"), secret=None, reach=Offer(b""))
+        server = greet_as_server(ends.server, hello(b"s", None), secret=None, reach=refuse)
+        asked, served = await asyncio.gather(client, server, return_exceptions=True)
+    assert isinstance(asked, NamespaceMismatchError)
+    assert isinstance(served, NamespaceMismatchError)
+    assert (asked.field, asked.theirs) == ("model", "settled")
+    assert len(str(asked)) < 1000
+
+
+@pytest.mark.parametrize("role", ["client", "server"])
+async def test_without_a_secret_nobody_leaves_the_machine(role: str) -> None:
+    async with connected() as ends:
+        getattr(ends, role).peer = Endpoint("10.0.0.5", 4711)
+        asked, served = await converse(ends, secrets=(None, None))
+    for ending in (asked, served):
+        assert isinstance(ending.error, HandshakeError)
+        assert ending.error.field == "authentication"
+        assert "10.0.0.5:4711" in str(ending.error)
+    async with connected() as ends:
+        getattr(ends, role).peer = Endpoint("10.0.0.5", 4711)
+        assert agreed(await converse(ends))  # with one it may
+
+
+async def test_every_handshake_has_nonces_and_keys_of_its_own() -> None:
+    seen: set[bytes] = set()
+    for _ in range(2):
+        async with connected() as ends:
+            asked, served = await converse(ends)
+        assert asked.greeting is not None
+        assert served.greeting is not None
+        seen |= {
+            asked.greeting.hello.nonce,
+            served.greeting.hello.nonce,
+            asked.greeting.session.key,
+        }
+    assert len(seen) == 6
