@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.interface import group_ids
 from tests.e2e.audit import DIRECTORY, HOOKS, Hook
 
 MAX_EVICTION_ATTEMPTS = 1000
@@ -130,7 +131,7 @@ class _AuditedWorker(_Forwarding):
         super().__init__(inner)
         self._caches = caches
         self._blocks_per_chunk = spec.blocks_per_chunk
-        self._group_ids = [group.group_id for group in spec.config.groups]
+        self._group_ids = group_ids(spec.config)
         self._rank = spec.config.parallel.rank
         self._log = _Log(f"rank{self._rank}")
         self._stored = dict(_digests_of_before(self._rank))
@@ -244,7 +245,7 @@ class AuditedSpec(KVXferOffloadingSpec):
     def get_manager(self) -> Any:
         """Wrap the manager, so that the audit learns the keys of each job."""
         if self._audited_manager is None:
-            group_id = self.config.groups[0].group_id
+            group_id = group_ids(self.config)[0]
             self._audited_manager = _AuditedManager(super().get_manager(), group_id, _hooks())
         return self._audited_manager
 
