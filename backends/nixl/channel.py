@@ -55,7 +55,8 @@ class FrameChannel:
         reader: Open stream.
         writer: Its other half.
         rate_limit: What the other side may send.
-        frame_timeout_s: Time from the header of a frame to its last byte.
+        frame_timeout_s: Time from the header of a frame to its last byte, and time for which the
+            other side may leave one that is sent to it unread.
 
     Attributes:
         local: Our end.
@@ -77,7 +78,7 @@ class FrameChannel:
         self._codec = FrameCodec(str(self.peer))
         self._pace = _Pace(rate_limit or RateLimit())
         self._frame_timeout_s = frame_timeout_s
-        self._body_size: int | None = None  # of the frame whose header was read
+        self._buffer = bytearray()  # what was read and not received yet
         self._error: KVXferError | None = None
         self._closed = False
 
@@ -98,14 +99,18 @@ class FrameChannel:
 
         Raises:
             InvalidArgumentError: The message is larger than a frame may be; nothing was sent.
+            PeerTimeoutError: The other side reads nothing.
             PeerClosedError: The connection is gone.
             ClosedError: The channel was closed.
         """
         self._require_open()
         frame = self._codec.encode(message)
-        with self._cut_on_error():
+        with self._cut_on_error("taking a frame"):
             self._writer.write(frame)
-            await self._writer.drain()
+            transport = self._writer.transport
+            if transport.get_write_buffer_size() or transport.is_closing():
+                async with asyncio.timeout(self._frame_timeout_s):
+                    await self._writer.drain()
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
         """Wait for the next message.
@@ -119,21 +124,15 @@ class FrameChannel:
             PeerClosedError: The connection is gone.
             ClosedError: The channel was closed.
         """
-        return self.decode(await self.receive_payload(), legal)
+        self._require_open()
+        with self._cut_on_error("the rest of a frame"):
+            return self._codec.decode(await self._next_payload(), legal)
 
     async def receive_payload(self) -> memoryview:
         """Wait for the next message and leave it encoded; otherwise as `receive`."""
         self._require_open()
-        with self._cut_on_error():
-            await self._pace.wait()
-            if self._body_size is None:
-                header = await self._reader.readexactly(HEADER_BYTES)
-                self._body_size = self._codec.body_size(header)
-            async with asyncio.timeout(self._frame_timeout_s):
-                body = await self._reader.readexactly(self._body_size)
-            self._body_size = None
-            self._pace.count(len(body))
-            return self._codec.open(body)
+        with self._cut_on_error("the rest of a frame"):
+            return await self._next_payload()
 
     def decode(self, payload: memoryview, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
         """Read the message that `receive_payload` gave.
@@ -141,7 +140,7 @@ class FrameChannel:
         Raises:
             ProtocolError: It is not one of the legal ones.
         """
-        with self._cut_on_error():
+        with self._cut_on_error("decoding"):
             return self._codec.decode(payload, legal)
 
     def cut(self, error: KVXferError) -> None:
@@ -167,6 +166,36 @@ class FrameChannel:
         finally:
             self._writer.transport.abort()
 
+    async def _next_payload(self) -> memoryview:
+        if (ahead_s := self._pace.ahead_s()) > 0:
+            await asyncio.sleep(ahead_s)
+        if not self._buffer:
+            await self._read()  # between frames there is no hurry
+        if self._next_frame_bytes() > len(self._buffer):
+            async with asyncio.timeout(self._frame_timeout_s):
+                while self._next_frame_bytes() > len(self._buffer):
+                    await self._read()
+        frame_bytes = self._next_frame_bytes()
+        body = self._buffer[HEADER_BYTES:frame_bytes]
+        del self._buffer[:frame_bytes]
+        self._pace.count(frame_bytes)
+        return self._codec.open(body)
+
+    def _next_frame_bytes(self) -> int:
+        """Bytes of the next frame, as far as its header is there."""
+        header = self._buffer[:HEADER_BYTES]
+        if len(header) < HEADER_BYTES:
+            return HEADER_BYTES
+        return HEADER_BYTES + self._codec.body_size(header)
+
+    async def _read(self) -> None:
+        data = await self._reader.read(STREAM_BUFFER_BYTES)
+        if not data and self._buffer:
+            raise ProtocolError(str(self.peer), "ended the connection in the middle of a frame")
+        if not data:
+            raise PeerClosedError(str(self.peer), "ended the connection")
+        self._buffer += data
+
     def _require_open(self) -> None:
         if self._error is not None:
             raise self._error
@@ -174,16 +203,14 @@ class FrameChannel:
             raise ClosedError(f"connection to {self.peer}")
 
     @contextlib.contextmanager
-    def _cut_on_error(self) -> Iterator[None]:
-        """Translate what streams raise, and end the connection."""
+    def _cut_on_error(self, what: str) -> Iterator[None]:
+        """Translate what streams raise, and end the connection; `what` may take too long."""
         try:
             try:
                 yield
-            except asyncio.IncompleteReadError as exc:
-                raise self._ended_early(exc) from exc
             except TimeoutError as exc:
                 limit = self._frame_timeout_s
-                raise PeerTimeoutError(str(self.peer), "the rest of a frame", limit) from exc
+                raise PeerTimeoutError(str(self.peer), what, limit) from exc
             except PeerError:
                 raise
             except OSError as exc:
@@ -192,11 +219,6 @@ class FrameChannel:
             self._require_open()  # the reason may be on this side
             self.cut(error)
             raise
-
-    def _ended_early(self, error: asyncio.IncompleteReadError) -> PeerError:
-        if error.partial or self._body_size is not None:
-            return ProtocolError(str(self.peer), "ended the connection in the middle of a frame")
-        return PeerClosedError(str(self.peer), "ended the connection")
 
 
 class _Pace:
@@ -213,11 +235,9 @@ class _Pace:
         spent_s = num_bytes / self._limit.bytes_per_second
         self._bytes_until = max(self._bytes_until, now) + spent_s
 
-    async def wait(self) -> None:
-        """Wait until what was charged is at most one second ahead of time."""
-        ahead_s = max(self._frames_until, self._bytes_until) - time.monotonic() - 1
-        if ahead_s > 0:
-            await asyncio.sleep(ahead_s)
+    def ahead_s(self) -> float:
+        """Seconds to wait until what was charged is one second ahead of time at most."""
+        return max(self._frames_until, self._bytes_until) - time.monotonic() - 1
 
 
 def _endpoint(address: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
