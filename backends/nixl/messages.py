@@ -151,9 +151,14 @@ class Pinned(Message, frozen=True):
 
 
 class Unpin(Message, frozen=True):
-    """Let go what the `Pin` of this number asked for; answered by `Unpinned`."""
+    """Let go what a `Pin` asked for; answered by `Unpinned`.
+
+    Attributes:
+        pin: Number of the `Pin`.
+    """
 
     request_id: int
+    pin: int
 
 
 class Unpinned(Message, frozen=True):

@@ -1,30 +1,22 @@
 """A backend made of backends: a fast one, and larger ones behind it."""
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status, require_batch
+from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, require_batch
 from kvxfer.storage.cascade import Cascade
 from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.outcomes import more_telling
 from kvxfer.storage.staging import StagingMemory
 from kvxfer.storage.tier import Tier, drain
 
 DEFAULT_STAGING_BYTES = 64 << 20
 
 # What says most about a block that several tiers were asked for.
-TELLING = {
-    Status.MISSING: 0,
-    Status.CANCELLED: 1,
-    Status.TIMED_OUT: 1,
-    Status.FAILED: 1,
-    Status.CORRUPT: 2,
-    Status.DONE: 3,
-}
 
 
 class TieredBackend(Backend):
@@ -276,8 +268,7 @@ def _chosen(blocks: Descriptors, indices: Sequence[int]) -> Descriptors:
 def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
     """Keep of each block what says most; its memory is as safe as its last tier left it."""
     for index, outcome in zip(indices, given, strict=True):
-        telling = max(outcomes[index], outcome, key=lambda one: TELLING[one.status])
-        outcomes[index] = dataclasses.replace(telling, memory_safe=outcome.memory_safe)
+        outcomes[index] = more_telling(outcomes[index], outcome, memory_safe=outcome.memory_safe)
 
 
 def _may_go_on(outcome: Outcome) -> bool:

@@ -1,0 +1,316 @@
+"""A control connection to a holder: requests, answers, signs of life."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Self, TypeVar
+
+import msgspec
+
+from kvxfer.backends.nixl.channel import STREAM_BUFFER_BYTES, FrameChannel
+from kvxfer.backends.nixl.data_connection import DataConnection
+from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.handshake import HANDSHAKE_TIMEOUT_S, Greeting, greet_as_client
+from kvxfer.backends.nixl.link import Link
+from kvxfer.backends.nixl.messages import Answer, Cancel, Failed, Hello, Message, Ping, Pong, Reach
+from kvxfer.backends.nixl.node import Node
+from kvxfer.backends.nixl.quarantine import shielded
+from kvxfer.errors import (
+    KVXferError,
+    PeerClosedError,
+    PeerError,
+    PeerTimeoutError,
+    ProtocolError,
+    TransferFailedError,
+)
+from kvxfer.storage.threads import Threads
+
+AnswerT = TypeVar("AnswerT", bound=Message)
+
+logger = logging.getLogger(__name__)
+
+_PONG = msgspec.msgpack.Decoder(Pong)
+_ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class OwnEndpointError(PeerError):
+    """Report that this process itself listens where a peer was looked for."""
+
+
+class Connection:
+    """One control connection to one incarnation of a holder.
+
+    Args:
+        node: This process.
+        endpoint: Where the holder is.
+        channel: The connection, after the handshake.
+        greeting: What came out of the handshake.
+        link: The way to its memory by NIXL, None where only sockets lead to it.
+        tls: What data connections are opened with.
+
+    Attributes:
+        endpoint: As given.
+        link: As given.
+        incarnation: Of the holder.
+        over: Set when nothing that the holder moved for this connection can touch our memory any
+            more: it said so, or its process has ended.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        endpoint: Endpoint,
+        channel: FrameChannel,
+        greeting: Greeting,
+        link: Link | None,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.link = link
+        self.incarnation = greeting.hello.incarnation
+        self.over = asyncio.Event()
+        self._node = node
+        self._channel = channel
+        self._session = greeting.session
+        self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
+        self._tls = tls
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._error: KVXferError | None = None
+        self._heard = time.monotonic()
+        self._opening = asyncio.Lock()
+        self._connecting = Threads("kvxfer-connect", 1)
+        self._pidfd = _watch_process(node.hello, greeting.hello, self.over)
+        self._tasks = [
+            asyncio.create_task(self._receive_answers()),
+            asyncio.create_task(self._give_signs_of_life()),
+        ]
+
+    @classmethod
+    async def open(cls, node: Node, endpoint: Endpoint, tls: ssl.SSLContext | None) -> Self:
+        """Connect to a holder and shake hands.
+
+        Raises:
+            PeerError: It cannot be reached, or must not be talked to.
+            NamespaceMismatchError: It holds other blocks.
+            BackendUnavailableError: NIXL is asked for, and cannot be used.
+        """
+
+        async def reach(theirs: Hello) -> Reach:
+            if theirs.incarnation == node.hello.incarnation:
+                raise OwnEndpointError(str(endpoint), "is this process itself")
+            return ours
+
+        ours = await node.reach()
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(
+                    endpoint.host, endpoint.port, ssl=tls, limit=STREAM_BUFFER_BYTES
+                )
+        except TimeoutError as exc:
+            what = "connecting"
+            raise PeerTimeoutError(str(endpoint), what, HANDSHAKE_TIMEOUT_S) from exc
+        except OSError as exc:  # ssl.SSLError is one
+            raise PeerClosedError(str(endpoint), f"cannot connect: {exc}") from exc
+        channel = FrameChannel(reader, writer)
+        greeting = await greet_as_client(channel, node.hello, secret=node.secret, reach=reach)
+        try:
+            link = await node.link(greeting)
+        except BaseException:
+            await channel.aclose()
+            raise
+        return cls(node, endpoint, channel, greeting, link, tls)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be made."""
+        return self._error is None
+
+    async def request(self, make: Callable[[int], Message], answer_type: type[AnswerT]) -> AnswerT:
+        """Ask the holder, and wait for its answer; it must not be one that moves bytes.
+
+        Args:
+            make: Makes the request with the number that it gets.
+            answer_type: What the answer must be.
+
+        Raises:
+            PeerError: The connection ended before.
+            TransferFailedError: The holder cannot do it.
+        """
+        number, answer = await self._send(make)
+        try:
+            return self._expect(answer_type, await answer)
+        finally:
+            self._waiting.pop(number, None)
+
+    async def move(self, make: Callable[[int], Message], answer_type: type[AnswerT]) -> AnswerT:
+        """Ask the holder for something that touches our memory; ends when that is quiet.
+
+        Raises:
+            PeerError: The connection ended before. The memory is quiet all the same: this waits
+                until the holder's process has ended, or another connection to it is made.
+            TransferFailedError: The holder cannot do it.
+            asyncio.CancelledError: The holder was told, and has ended it.
+        """
+        number, answer = await self._send(make)
+        try:
+            return self._expect(answer_type, await asyncio.shield(answer))
+        except asyncio.CancelledError:
+            with contextlib.suppress(KVXferError):
+                await asyncio.shield(self._channel.send(Cancel(request_id=number)))
+            await shielded(asyncio.wait([answer]))
+            if answer.exception() is not None and not isinstance(
+                answer.exception(), TransferFailedError
+            ):
+                await shielded(self.over.wait())
+            raise
+        except PeerError:
+            await shielded(self.over.wait())
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def open_data(self) -> DataConnection:
+        """Open a data connection.
+
+        Raises:
+            PeerError: The holder cannot be reached.
+        """
+        async with self._opening:  # serials must arrive in order
+            connection = await self._connecting.run(self._connect_data)
+            try:
+                await connection.send(self._session.attach())
+                connection.secure(self._session.frame_keys(self._session.last_serial))
+                await connection.receive(_PONG)
+            except BaseException:
+                await connection.aclose()
+                raise
+            return connection
+
+    async def aclose(self) -> None:
+        """End the connection; may be called again."""
+        self._end(PeerClosedError(str(self.endpoint), "the connection was closed on this side"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        if self.link is not None:
+            await self.link.aclose()
+        await self._channel.aclose()
+        await self._connecting.aclose()
+
+    def forget(self) -> None:
+        """Stop watching the holder's process; `over` is set."""
+        self.over.set()
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
+
+    async def post(self, make: Callable[[int], Message]) -> None:
+        """Ask for something whose answer does not matter.
+
+        Raises:
+            PeerError: The connection ended before.
+        """
+        number, _ = await self._send(make)
+        del self._waiting[number]
+
+    async def _send(self, make: Callable[[int], Message]) -> tuple[int, asyncio.Future[Answer]]:
+        if self._error is not None:
+            raise self._error
+        number = next(self._numbers)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        message = make(number)
+        self._waiting[number] = answer
+        try:
+            await self._channel.send(message)
+        except BaseException:
+            self._waiting.pop(number, None)
+            raise
+        return number, answer
+
+    def _expect(self, answer_type: type[AnswerT], answer: Answer) -> AnswerT:
+        if isinstance(answer, answer_type):
+            return answer
+        wanted, given = answer_type.__name__, type(answer).__name__
+        error = ProtocolError(str(self.endpoint), f"answered {given} where {wanted} was asked for")
+        self._channel.cut(error)
+        raise error
+
+    async def _receive_answers(self) -> None:
+        try:
+            while True:
+                answer = await self._channel.receive(_ANSWER)
+                self._heard = time.monotonic()
+                waiting = self._waiting.pop(answer.request_id, None)
+                if waiting is None or waiting.done():
+                    continue
+                if isinstance(answer, Failed):
+                    waiting.set_exception(TransferFailedError(str(self.endpoint), answer.reason))
+                else:
+                    waiting.set_result(answer)
+        except KVXferError as exc:
+            self._end(exc)
+
+    async def _give_signs_of_life(self) -> None:
+        config = self._node.config
+        with contextlib.suppress(KVXferError):  # `_receive_answers` sees it, too
+            while time.monotonic() - self._heard < config.lease_s:
+                await asyncio.sleep(config.heartbeat_s)
+                await self.post(lambda number: Ping(request_id=number))
+            silent = PeerTimeoutError(str(self.endpoint), "a sign of life", config.lease_s)
+            self._channel.cut(silent)
+
+    def _end(self, error: KVXferError) -> None:
+        if self._error is None:
+            logger.info("connection to %s ended: %s", self.endpoint, error)
+            self._error = error
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(error)
+                waiting.exception()  # fetched here, or asyncio reports those nobody waits for
+        self._waiting.clear()
+
+    def _connect_data(self) -> DataConnection:
+        endpoint, timeout_s = self._data_endpoint, self._node.config.timeout_s
+        try:
+            plain = socket.create_connection((endpoint.host, endpoint.port), HANDSHAKE_TIMEOUT_S)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            opened = plain
+            if self._tls is not None:
+                opened = self._tls.wrap_socket(plain, server_hostname=self.endpoint.host)
+        except OSError as exc:  # ssl.SSLError is one
+            raise PeerClosedError(str(self.endpoint), f"cannot connect: {exc}") from exc
+        return DataConnection(opened, str(self.endpoint), timeout_s)
+
+
+def _watch_process(ours: Hello, theirs: Hello, over: asyncio.Event) -> int | None:
+    """Set `over` when the process of a peer on this machine ends.
+
+    Returns:
+        A descriptor of the process, None where there is no telling.
+    """
+    same = (ours.boot_id, ours.pid_namespace) == (theirs.boot_id, theirs.pid_namespace)
+    if not (same and ours.boot_id and ours.pid_namespace):
+        return None
+    try:
+        pidfd = os.pidfd_open(theirs.pid)
+    except ProcessLookupError:
+        over.set()
+        return None
+    except OSError:  # an old kernel, or one that forbids it
+        return None
+    loop = asyncio.get_running_loop()
+
+    def ended() -> None:
+        loop.remove_reader(pidfd)
+        over.set()
+
+    loop.add_reader(pidfd, ended)
+    return pidfd

@@ -1,0 +1,116 @@
+"""Extents: where bytes are in registered memory, as peers tell each other."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.backends.nixl.messages import Extents
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+
+Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
+
+
+class RegionTable:
+    """The registered memory of one process, as its own descriptors and as extents.
+
+    Args:
+        regions: Address and bytes of each region, in the order in which extents count them.
+    """
+
+    def __init__(self, regions: Sequence[tuple[int, int]]) -> None:
+        self.regions = list(regions)
+        self._addresses = np.array([address for address, _ in regions], np.uint64)
+        self._sizes = np.array([size for _, size in regions], np.uint64)
+        self._order = np.argsort(self._addresses, kind="stable")
+
+    def contains(self, blocks: Descriptors) -> bool:
+        """Whether all of the described memory is registered."""
+        return self._find(blocks) is not None
+
+    def locate(self, blocks: Descriptors) -> Extents:
+        """Say where described memory is.
+
+        Raises:
+            InvalidArgumentError: Some of it is not registered.
+        """
+        found = self._find(blocks)
+        if found is None:
+            raise InvalidArgumentError("blocks", blocks, "blocks in registered memory")
+        return Extents(
+            regions=found.astype("<u4").tobytes(),
+            offsets=(blocks.addresses - self._addresses[found]).astype("<u8").tobytes(),
+            lengths=blocks.lengths.astype("<u8").tobytes(),
+            block_offsets=blocks.block_offsets.astype("<i8").tobytes(),
+        )
+
+    def resolve(self, extents: Extents) -> Descriptors:
+        """Describe what a peer located in this, its own memory; every extent is checked.
+
+        Raises:
+            InvalidArgumentError: An extent is not inside of a region, or the arrays are not what
+                they must be.
+        """
+        regions = _read(extents.regions, "regions", np.uint32)
+        offsets = _read(extents.offsets, "offsets", np.uint64)
+        lengths = _read(extents.lengths, "lengths", np.uint64)
+        block_offsets = _read(extents.block_offsets, "block_offsets", np.int64)
+        if not len(regions) == len(offsets) == len(lengths):
+            counts = (len(regions), len(offsets), len(lengths))
+            raise InvalidArgumentError("extents", counts, "arrays of one length")
+        rising = len(block_offsets) > 1 and bool((np.diff(block_offsets) > 0).all())
+        if not rising or (block_offsets[0], block_offsets[-1]) != (0, len(regions)):
+            wanted = f"rising from 0 to {len(regions)}"
+            raise InvalidArgumentError("block_offsets", block_offsets.tolist()[:8], wanted)
+        if int(regions.max()) >= len(self.regions):
+            wanted = f"below {len(self.regions)}"
+            raise InvalidArgumentError("region of an extent", int(regions.max()), wanted)
+        sizes = self._sizes[regions]
+        inside = (lengths > 0) & (offsets < sizes) & (lengths <= sizes - np.minimum(offsets, sizes))
+        if not inside.all():
+            index = int(np.argmin(inside))
+            part = (int(offsets[index]), int(lengths[index]))
+            wanted = f"a part of the {sizes[index]} bytes of region {regions[index]}"
+            raise InvalidArgumentError(f"offset and length of extent {index}", part, wanted)
+        return Descriptors(
+            addresses=self._addresses[regions] + offsets,
+            lengths=lengths,
+            block_offsets=block_offsets,
+            payload_starts=np.zeros(len(block_offsets) - 1, np.int64),
+            device=torch.device("cpu"),
+        )
+
+    def _find(self, blocks: Descriptors) -> NDArray[np.int64] | None:
+        if not len(self.regions):
+            return None
+        sorted_addresses = self._addresses[self._order]
+        rank = np.searchsorted(sorted_addresses, blocks.addresses, side="right").astype(np.int64)
+        found: NDArray[np.int64] = self._order[np.maximum(rank - 1, 0)]
+        offsets = blocks.addresses - self._addresses[found]
+        sizes = self._sizes[found]
+        inside = (offsets < sizes) & (blocks.lengths <= sizes - np.minimum(offsets, sizes))
+        return found if bool(((rank > 0) & inside).all()) else None
+
+
+def cut(blocks: Descriptors, max_bytes: int) -> list[tuple[int, int]]:
+    """Cut a batch into runs of blocks of at most so many bytes, or of one block."""
+    ends = np.cumsum(blocks.block_sizes)
+    bounds = [0]
+    while bounds[-1] < blocks.num_blocks:
+        start = bounds[-1]
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        bounds.append(max(stop, start + 1))
+    return list(pairwise(bounds))
+
+
+def _read(data: bytes, name: str, kind: type[Number]) -> NDArray[Number]:
+    dtype: np.dtype[Number] = np.dtype(kind).newbyteorder("<")
+    if len(data) % dtype.itemsize:
+        wanted = f"a multiple of {dtype.itemsize}"
+        raise InvalidArgumentError(f"bytes of {name}", len(data), wanted)
+    return np.frombuffer(data, dtype).astype(kind)

@@ -1,0 +1,149 @@
+"""This process among peers: who it is, what it knows, and how its memory is reached."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+
+from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.extents import RegionTable
+from kvxfer.backends.nixl.handshake import Greeting
+from kvxfer.backends.nixl.link import Link
+from kvxfer.backends.nixl.messages import PROTOCOL_VERSION, Hello, Reach
+from kvxfer.backends.nixl.transfer_agent import TransferAgent
+from kvxfer.backends.nixl.transport import choose_transport, identify_host
+from kvxfer.errors import BackendUnavailableError, TransferFailedError
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+
+class Node:
+    """Owns the agent of this process and the list of memory that peers may reach.
+
+    Args:
+        config: Says which secret and which transport.
+        namespace: What the blocks are; None as long as any would do.
+        make_agent: Opens an agent; it may block.
+
+    Attributes:
+        config: As given.
+        secret: What all peers know, None without.
+        namespace: As given; whoever takes any namespace sets the one it settled for.
+
+    Raises:
+        InvalidArgumentError: The secret cannot be used, or a parameter of TLS.
+    """
+
+    def __init__(
+        self,
+        config: NixlConfig,
+        namespace: Namespace | None,
+        *,
+        make_agent: Callable[[], TransferAgent],
+    ) -> None:
+        self.config = config
+        self.secret = config.read_secret()
+        self.namespace = namespace
+        self._make_agent = make_agent
+        self._threads = Threads("kvxfer-nixl-open", 1)
+        self._boot_id, self._pid, self._pid_namespace = identify_host()
+        self._incarnation = uuid.uuid4().bytes
+        self._regions: list[MemoryRegion] = []
+        self._agent: TransferAgent | None = None
+        self._opening = asyncio.Lock()
+
+    @property
+    def hello(self) -> Hello:
+        """Who this process is."""
+        return Hello(
+            version=PROTOCOL_VERSION,
+            incarnation=self._incarnation,
+            namespace=self.namespace,
+            boot_id=self._boot_id,
+            pid=self._pid,
+            pid_namespace=self._pid_namespace,
+        )
+
+    @property
+    def memory(self) -> RegionTable:
+        """What peers may reach of this process."""
+        return RegionTable([(region.address, region.num_bytes) for region in self._regions])
+
+    def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
+        """Let peers reach memory; before the first handshake. What they reach already is left out."""
+        assert self._agent is None, "memory is added before the first handshake"
+        self._regions += [region for region in regions if not self._has(region)]
+
+    async def reach(self, *, data_port: int = 0) -> Reach:
+        """Say how this process's memory is reached.
+
+        Raises:
+            BackendUnavailableError: NIXL is asked for, and cannot be used.
+        """
+        agent = await self._open()
+        return Reach(
+            metadata=b"" if agent is None else agent.metadata,
+            regions=self.memory.regions,
+            data_port=data_port,
+        )
+
+    async def link(self, greeting: Greeting) -> Link | None:
+        """Find the way to a peer's memory by NIXL; None where it would be slower than sockets.
+
+        Raises:
+            BackendUnavailableError: NIXL is asked for, and cannot reach the peer.
+        """
+        agent = self._agent
+        carrier = choose_transport(self.hello, greeting.hello)
+        if agent is None or carrier == "socket" or not greeting.reach.metadata:
+            if self.config.transport == "nixl":
+                raise BackendUnavailableError(
+                    "transport=nixl, but NIXL would have to use TCP to reach the peer"
+                )
+            return None
+        peer = await agent.add_peer(greeting.reach.metadata)
+        return Link(agent, peer, carrier, RegionTable(greeting.reach.regions))
+
+    async def restart(self) -> None:
+        """Go on as another incarnation with a new agent; nothing of the old one moves any more."""
+        async with self._opening:
+            agent, self._agent = self._agent, None
+            self._incarnation = uuid.uuid4().bytes
+            if agent is not None:
+                await agent.aclose()
+
+    async def aclose(self) -> None:
+        """Close the agent; may be called again."""
+        async with self._opening:
+            if self._agent is not None:
+                await self._agent.aclose()
+                self._agent = None
+        await self._threads.aclose()
+
+    def _has(self, region: MemoryRegion) -> bool:
+        stop = region.address + region.num_bytes
+        return any(
+            known.address <= region.address and stop <= known.address + known.num_bytes
+            for known in self._regions
+        )
+
+    async def _open(self) -> TransferAgent | None:
+        if self.config.transport == "socket":
+            return None
+        async with self._opening:
+            if self._agent is None:
+                try:
+                    self._agent = await self._threads.run(self._open_agent)
+                except (BackendUnavailableError, TransferFailedError) as exc:
+                    if self.config.transport == "nixl":
+                        raise BackendUnavailableError(f"NIXL cannot be used: {exc}") from exc
+                    logger.info("NIXL cannot be used, so sockets are: %s", exc)
+            return self._agent
+
+    def _open_agent(self) -> TransferAgent:
+        agent = self._make_agent()
+        agent.register(self._regions)
+        return agent

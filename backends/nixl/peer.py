@@ -1,0 +1,241 @@
+"""One peer that holds blocks, as this process sees it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvxfer.backends.nixl.extents import cut
+from kvxfer.backends.nixl.hasher import BlockHasher
+from kvxfer.backends.nixl.messages import Delete, Deleted, Found, Lookup
+from kvxfer.backends.nixl.movers import Mover, NixlMover
+from kvxfer.backends.nixl.node import Node
+from kvxfer.backends.nixl.quarantine import Quarantine, end_within
+from kvxfer.backends.nixl.route import Route
+from kvxfer.errors import KVXferError, PeerLostError, ProtocolError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.staging import StagingMemory
+
+PIECE_BYTES = 16 << 20
+PIECES_IN_FLIGHT = 3
+GRACE_S = 0.5
+
+Move = Callable[[Mover, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PeerStatistics:
+    """What happened with one peer since the backend was opened.
+
+    Attributes:
+        num_loaded_bytes: Bytes that arrived and were verified.
+        num_stored_bytes: Bytes that it has taken.
+        num_corrupt: Blocks that arrived with other bytes than they were stored with.
+        num_timed_out: Blocks that did not come, or were not taken, in time.
+        num_failed: Blocks lost with a connection, or refused.
+    """
+
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
+    num_corrupt: int = 0
+    num_timed_out: int = 0
+    num_failed: int = 0
+
+
+class Peer:
+    """Moves batches of blocks from and to one peer, piece by piece, whatever becomes of it.
+
+    Hashing one piece overlaps with moving the next.
+
+    Args:
+        node: This process.
+        route: The way to the peer.
+        hasher: Makes and checks checksums.
+        staging: Registered memory for blocks whose own memory is not.
+        quarantine: For memory that a transfer may still touch after its time.
+        verifies: Whether what arrives is verified.
+
+    Attributes:
+        route: As given.
+        statistics: What happened so far.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        route: Route,
+        *,
+        hasher: BlockHasher,
+        staging: StagingMemory,
+        quarantine: Quarantine,
+        verifies: bool,
+    ) -> None:
+        self.route = route
+        self.statistics = PeerStatistics()
+        self._node = node
+        self._hasher = hasher
+        self._staging = staging
+        self._quarantine = quarantine
+        self._verifies = verifies
+        self._timeout_s = node.config.timeout_s
+        self._in_flight = asyncio.Semaphore(PIECES_IN_FLIGHT)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Ask for each key whether the peer has it.
+
+        Raises:
+            KVXferError: It cannot be reached, or did not answer in time.
+        """
+        async with asyncio.timeout(self._timeout_s):
+            connection, _ = await self.route.open()
+            found = await connection.request(
+                lambda number: Lookup(request_id=number, keys=list(keys)), Found
+            )
+        if len(found.there) != len(keys):
+            detail = f"answered for {len(found.there)} of {len(keys)} keys"
+            raise ProtocolError(str(self.route.endpoint), detail)
+        return found.there
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Ask the peer to forget keys; errors as `lookup`."""
+        async with asyncio.timeout(self._timeout_s):
+            connection, _ = await self.route.open()
+            await connection.request(
+                lambda number: Delete(request_id=number, keys=list(keys)), Deleted
+            )
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`; what cannot be done in time is `TIMED_OUT`."""
+        outcomes = await self._move(self._load_piece, keys, blocks)
+        self._count(outcomes)
+        self.statistics.num_loaded_bytes += _done_bytes(outcomes, blocks)
+        return outcomes
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`; what cannot be done in time is `TIMED_OUT`."""
+        outcomes = await self._move(self._store_piece, keys, blocks)
+        self._count(outcomes)
+        self.statistics.num_stored_bytes += _done_bytes(outcomes, blocks)
+        return outcomes
+
+    async def _move(
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        async with asyncio.TaskGroup() as tasks:
+            pieces = [
+                tasks.create_task(
+                    self._move_piece(move, keys[start:stop], blocks.select(start, stop))
+                )
+                for start, stop in cut(blocks, PIECE_BYTES)
+            ]
+        return [outcome for piece in pieces for outcome in piece.result()]
+
+    async def _move_piece(
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Move one piece; it may linger after its deadline, and its memory is held until then."""
+        async with self._in_flight:
+            transfer = asyncio.ensure_future(self._begin_piece(move, keys, blocks))
+            try:
+                ended = await end_within(transfer, timeout_s=self._timeout_s, grace_s=GRACE_S)
+            finally:
+                if not transfer.done():
+                    self._quarantine.hold(transfer, blocks)
+        if not ended or transfer.cancelled():
+            reason = f"{self.route.endpoint} took longer than {self._timeout_s:g} s"
+            late = Outcome(Status.TIMED_OUT, memory_safe=ended, reason=reason)
+            return [late] * len(keys)
+        return transfer.result()
+
+    async def _begin_piece(
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        try:
+            _, mover = await self.route.open()
+            try:
+                return await move(mover, keys, blocks)
+            except PeerLostError:
+                await self.route.use_sockets()
+                raise
+        except KVXferError as exc:
+            return [Outcome(Status.FAILED, reason=str(exc))] * len(keys)
+
+    async def _load_piece(
+        self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        if not self._needs_staging(mover, blocks):
+            return await self._load_verified(mover, keys, blocks)
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(keys):
+            start = len(outcomes)
+            stop = start + self._staging.num_fitting(blocks.block_sizes[start:].tolist())
+            part = blocks.select(start, stop)
+            async with self._hold(part) as staged:
+                loaded = await self._load_verified(mover, keys[start:stop], staged)
+                done = [index for index, outcome in enumerate(loaded) if outcome.done]
+                if done:
+                    await self._hasher.copy(staged.take(done), part.take(done))
+            outcomes += loaded
+        return outcomes
+
+    async def _load_verified(
+        self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        arrivals = await mover.load(keys, blocks)
+        outcomes = arrivals.outcomes
+        arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
+        if not self._verifies or not arrived:
+            return outcomes
+        intact = await self._hasher.verify(blocks.take(arrived), arrivals.checksums)
+        changed = [index for row, index in enumerate(arrived) if row not in intact]
+        for index in changed:
+            reason = f"{keys[index].hex()} of {self.route.endpoint} arrived with other bytes"
+            outcomes[index] = Outcome(Status.CORRUPT, reason=reason)
+        if changed:
+            logger.warning(
+                "dropped %d corrupt blocks: %s", len(changed), outcomes[changed[0]].reason
+            )
+            with contextlib.suppress(KVXferError, TimeoutError):
+                await self.delete([keys[index] for index in changed])
+        return outcomes
+
+    async def _store_piece(
+        self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        if not self._needs_staging(mover, blocks):
+            return await mover.store(keys, blocks, await self._hasher.checksums(blocks))
+        outcomes: list[Outcome] = []
+        while len(outcomes) < len(keys):
+            start = len(outcomes)
+            stop = start + self._staging.num_fitting(blocks.block_sizes[start:].tolist())
+            part = blocks.select(start, stop)
+            async with self._hold(part) as staged:
+                await self._hasher.copy(part, staged)
+                checksums = await self._hasher.checksums(staged)
+                outcomes += await mover.store(keys[start:stop], staged, checksums)
+        return outcomes
+
+    def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[Descriptors]:
+        return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
+
+    def _needs_staging(self, mover: Mover, blocks: Descriptors) -> bool:
+        return isinstance(mover, NixlMover) and not self._node.memory.contains(blocks)
+
+    def _count(self, outcomes: Sequence[Outcome]) -> None:
+        statuses = [outcome.status for outcome in outcomes]
+        self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
+        self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
+        self.statistics.num_failed += statuses.count(Status.FAILED)
+
+
+def _done_bytes(outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
+    done = np.array([outcome.done for outcome in outcomes])
+    return int(blocks.block_sizes[done].sum())

@@ -1,0 +1,165 @@
+"""The way to one peer: a connection while there is one, and what moves blocks over it."""
+
+import asyncio
+import logging
+import random
+import ssl
+import time
+
+from kvxfer.backends.host.pool import Integrity
+from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
+from kvxfer.backends.nixl.direction import is_reading_faster
+from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.movers import Mover, NixlMover, SocketMover
+from kvxfer.backends.nixl.node import Node
+from kvxfer.errors import KVXferError, PeerClosedError
+from kvxfer.kvcache.memory_region import MemoryRegion
+
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Route:
+    """Connects to a peer when it is needed, and again when it was lost, but not too often.
+
+    Args:
+        node: This process.
+        endpoint: Where the peer is.
+        tls: What connections are opened with.
+        scratch: Registered memory that nobody uses, to try out which direction is faster.
+
+    Attributes:
+        endpoint: As given.
+        is_own: Whether this process itself was found at the endpoint.
+    """
+
+    def __init__(
+        self, node: Node, endpoint: Endpoint, *, tls: ssl.SSLContext | None, scratch: MemoryRegion
+    ) -> None:
+        self.endpoint = endpoint
+        self.is_own = False
+        self._node = node
+        self._tls = tls
+        self._scratch = scratch
+        self._lock = asyncio.Lock()
+        self._connection: Connection | None = None
+        self._mover: Mover | None = None
+        self._lost: list[Connection] = []
+        self._pause_s = FIRST_RETRY_S
+        self._retry_at = 0.0
+        self._failure: KVXferError | None = None
+
+    @property
+    def transport(self) -> str:
+        """What moves blocks now, for people."""
+        if self.is_own:
+            return "own memory"
+        is_open = self._connection is not None and self._connection.is_open
+        return self._mover.name if self._mover is not None and is_open else "not connected"
+
+    async def open(self) -> tuple[Connection, Mover]:
+        """Give the connection, made anew if need be.
+
+        Raises:
+            OwnEndpointError: It is this process that listens there.
+            KVXferError: The peer cannot be reached, or must not be; not tried again at once.
+        """
+        async with self._lock:
+            if self._connection is None or self._mover is None or not self._connection.is_open:
+                await self._drop()
+                if time.monotonic() < self._retry_at and self._failure is not None:
+                    raise PeerClosedError(
+                        str(self.endpoint), f"not tried again yet after: {self._failure}"
+                    )
+                self._connection, self._mover = await self._connect()
+            return self._connection, self._mover
+
+    async def use_sockets(self) -> None:
+        """Go on without NIXL, which has turned out not to reach the peer."""
+        async with self._lock:
+            if self._connection is not None and isinstance(self._mover, NixlMover):
+                logger.warning("%s: NIXL does not reach it; sockets do", self.endpoint)
+                self._mover = SocketMover(self._connection)
+
+    async def disconnect(self) -> None:
+        """End the connection; the next call makes a new one."""
+        async with self._lock:
+            await self._drop()
+
+    async def aclose(self) -> None:
+        """End the connection; whatever the peer may still move is not waited for."""
+        async with self._lock:
+            await self._drop()
+            self.give_up()
+
+    def forget_remote(self) -> None:
+        """Note that our agent is gone, and with it what network cards could reach."""
+        for connection in self._lost:
+            if connection.link is not None and connection.link.carrier == "rdma":
+                connection.forget()
+        self._lost = [each for each in self._lost if not each.over.is_set()]
+
+    def give_up(self) -> None:
+        """Wait no longer for what the peer may still move for connections that were lost."""
+        for connection in self._lost:
+            connection.forget()
+        self._lost.clear()
+
+    async def _drop(self) -> None:
+        if self._mover is not None:
+            await self._mover.aclose()
+            self._mover = None
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            await connection.aclose()
+            self._lost.append(connection)
+            self._forget_what_is_over()
+
+    async def _connect(self) -> tuple[Connection, Mover]:
+        try:
+            connection = await Connection.open(self._node, self.endpoint, self._tls)
+        except KVXferError as exc:
+            self.is_own = isinstance(exc, OwnEndpointError)
+            if self._failure is None and not self.is_own:
+                logger.warning("cannot connect: %s", exc)
+            self._failure = exc
+            self._retry_at = time.monotonic() + self._pause_s * random.uniform(0.5, 1.0)
+            self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
+            raise
+        self._failure, self._pause_s = None, FIRST_RETRY_S
+        # A holder answers a new greeting of ours when it has ended all that it moved for us.
+        for lost in self._lost:
+            if lost.incarnation == connection.incarnation:
+                lost.over.set()
+        self._forget_what_is_over()
+        try:
+            mover = await self._choose_mover(connection)
+        except BaseException:
+            await connection.aclose()
+            self._lost.append(connection)
+            raise
+        logger.info("connected to %s by %s", self.endpoint, mover.name)
+        return connection, mover
+
+    async def _choose_mover(self, connection: Connection) -> Mover:
+        link, config = connection.link, self._node.config
+        if link is None:
+            return SocketMover(connection)
+        reads = config.direction == "read"
+        if config.direction == "auto":
+            reads = await is_reading_faster(connection, link, self._node.memory, self._scratch)
+        return NixlMover(
+            connection,
+            link,
+            self._node.memory,
+            reads=reads,
+            trusts=config.integrity is Integrity.OFF,
+        )
+
+    def _forget_what_is_over(self) -> None:
+        for connection in self._lost:
+            if connection.over.is_set() or connection.link is None:
+                connection.forget()
+        self._lost = [each for each in self._lost if not each.over.is_set()]

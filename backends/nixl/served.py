@@ -1,0 +1,284 @@
+"""One peer that is being served: what it asks for, and what it keeps from being evicted."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvxfer.backends.nixl.channel import FrameChannel
+from kvxfer.backends.nixl.extents import RegionTable
+from kvxfer.backends.nixl.link import Link
+from kvxfer.backends.nixl.messages import (
+    Answer,
+    Cancel,
+    Delete,
+    Deleted,
+    Ending,
+    Extents,
+    Failed,
+    Found,
+    Lookup,
+    Moved,
+    Pin,
+    Ping,
+    Pinned,
+    Pong,
+    Probe,
+    Pull,
+    Push,
+    Request,
+    Unpin,
+    Unpinned,
+)
+from kvxfer.backends.nixl.session import Session
+from kvxfer.backends.nixl.store import BlockStore
+from kvxfer.errors import ClosedError, InvalidArgumentError, PeerError, TransferFailedError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.lending import Wanted
+
+MAX_REQUESTS = 64
+
+logger = logging.getLogger(__name__)
+
+_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_NOTHING = Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=bytes(8))
+
+
+class ServedPeer:
+    """Answers the requests of one control connection, several at a time.
+
+    What it has pinned and what is being moved for it is let go when its connection ends, or when
+    nothing was heard of it for `lease_s`.
+
+    Args:
+        channel: The connection, after the handshake.
+        session: What its data connections belong to.
+        store: The blocks.
+        link: The way to its memory, None where only sockets lead to it.
+        memory: Our registered memory, where the lent blocks are.
+        lease_s: How long it may be silent.
+    """
+
+    def __init__(
+        self,
+        channel: FrameChannel,
+        session: Session,
+        *,
+        store: BlockStore,
+        link: Link | None,
+        memory: RegionTable,
+        lease_s: float,
+    ) -> None:
+        self.session = session
+        self.store = store
+        self._channel = channel
+        self._link = link
+        self._memory = memory
+        self._lease_s = lease_s
+        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._cancelled: set[int] = set()
+        self._pins: dict[int, AsyncExitStack] = {}
+        self._data: set[asyncio.Task[Any]] = set()
+
+    @property
+    def num_pins(self) -> int:
+        """Batches that this peer keeps where they are."""
+        return len(self._pins)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is pinned or moved for this peer."""
+        return not self._pins and not self._jobs
+
+    @property
+    def transport(self) -> str:
+        """What carries the bytes of this peer."""
+        return "socket" if self._link is None else self._link.carrier
+
+    @contextlib.contextmanager
+    def owning_current_task(self) -> Iterator[None]:
+        """Let a task that serves a data connection of this peer end when the peer goes."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._data.add(task)
+        try:
+            yield
+        finally:
+            self._data.discard(task)
+
+    async def serve(self) -> None:
+        """Answer until the connection ends; returns when nothing is pinned or moved any more."""
+        try:
+            while True:
+                async with asyncio.timeout(self._lease_s):
+                    request = await self._channel.receive(_REQUEST)
+                await self._take(request)
+        except TimeoutError:
+            logger.warning("%s: not heard of for %g s", self._channel.peer, self._lease_s)
+        except (PeerError, ClosedError) as exc:
+            logger.info("%s", exc)
+        finally:
+            await self._let_go()
+
+    async def aclose(self) -> None:
+        """End the connection; `serve` returns soon."""
+        await self._channel.aclose()
+
+    async def _take(self, request: Request) -> None:
+        number = request.request_id
+        if isinstance(request, Ping):
+            await self._channel.send(Pong(request_id=number))
+        elif isinstance(request, Cancel):
+            if job := self._jobs.get(request.request_id):
+                self._cancelled.add(number)
+                job.cancel()
+        elif isinstance(request, Unpin):
+            pin = self._pins.pop(request.pin, None)
+            if pin is not None:
+                await pin.aclose()
+            await self._channel.send(Unpinned(request_id=number, held=pin is not None))
+        elif number in self._jobs or number in self._pins:
+            await self._refuse(number, f"request {number} is not over")
+        elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
+            await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
+        else:
+            job = self._jobs[number] = asyncio.create_task(self._do(request))
+            job.add_done_callback(lambda _: self._jobs.pop(number))
+            await asyncio.sleep(0)  # it has begun: from now on a cancelled one answers
+
+    async def _do(self, request: Request) -> None:
+        """Do what is asked for, and answer."""
+        try:
+            answer = await self._answer(request)
+        except asyncio.CancelledError:
+            if request.request_id not in self._cancelled:
+                raise
+            self._cancelled.discard(request.request_id)
+            answer = _cancelled(request)
+        except (InvalidArgumentError, TransferFailedError, ClosedError) as exc:
+            answer = Failed(request_id=request.request_id, reason=str(exc))
+        except Exception as exc:
+            logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
+            answer = Failed(request_id=request.request_id, reason=repr(exc))
+        with contextlib.suppress(PeerError, ClosedError):  # `serve` sees it, too
+            await self._channel.send(answer)
+
+    async def _answer(self, request: Request) -> Answer:
+        number = request.request_id
+        if isinstance(request, Lookup):
+            there = await self.store.backend.lookup(request.keys)
+            return Found(request_id=number, there=there)
+        if isinstance(request, Delete):
+            count = await self.store.backend.delete(request.keys)
+            return Deleted(request_id=number, num_deleted=count)
+        if isinstance(request, Pin):
+            return await self._pin(request)
+        if isinstance(request, Push):
+            return await self._push(request)
+        if isinstance(request, Pull):
+            return await self._pull(request)
+        assert isinstance(request, Probe)
+        return await self._probe(request)
+
+    async def _pin(self, request: Pin) -> Pinned:
+        async with AsyncExitStack() as stack:
+            wanted = Wanted(request.keys, request.starts, request.sizes)
+            loan = await stack.enter_async_context(self.store.lender.lend(wanted))
+            if loan.blocks is not None:
+                self._pins[request.request_id] = stack.pop_all()
+        return Pinned(
+            request_id=request.request_id,
+            endings=endings(loan.outcomes),
+            checksums=loan.checksums,
+            extents=_NOTHING if loan.blocks is None else self._memory.locate(loan.blocks),
+        )
+
+    async def _push(self, request: Push) -> Moved:
+        link = self._require_link()
+        theirs = link.remote.resolve(request.extents)
+        wanted = Wanted(request.keys, request.starts, theirs.block_sizes.tolist())
+        async with self.store.lender.lend(wanted) as loan:
+            if loan.blocks is not None:
+                lent = [index for index, outcome in enumerate(loan.outcomes) if outcome.done]
+                await link.write(loan.blocks, theirs.take(lent))
+        return Moved(
+            request_id=request.request_id,
+            endings=endings(loan.outcomes),
+            checksums=loan.checksums,
+        )
+
+    async def _pull(self, request: Pull) -> Moved:
+        link = self._require_link()
+        theirs = link.remote.resolve(request.extents)
+        offered = Wanted(request.keys, request.starts, theirs.block_sizes.tolist())
+        async with self.store.lender.make_room(offered) as room:
+            if room.blocks is not None:
+                wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
+                await link.read(theirs.take(wanted), room.blocks)
+                expected = [request.checksums[index] for index in wanted]
+                room.arrived.update(await self.store.hasher.verify(room.blocks, expected))
+        return Moved(request_id=request.request_id, endings=endings(room.outcomes))
+
+    async def _probe(self, request: Probe) -> Moved:
+        link = self._require_link()
+        theirs = link.remote.resolve(request.extents)
+        region = self.store.lender.region
+        if theirs.num_bytes > region.num_bytes:
+            wanted = f"at most {region.num_bytes}"
+            raise InvalidArgumentError("bytes of a probe", theirs.num_bytes, wanted)
+        ends = np.cumsum(theirs.lengths)
+        ours = Descriptors(
+            addresses=np.uint64(region.address) + ends - theirs.lengths,
+            lengths=theirs.lengths,
+            block_offsets=theirs.block_offsets,
+            payload_starts=theirs.payload_starts,
+            device=theirs.device,
+        )
+        await link.write(ours, theirs)
+        return Moved(request_id=request.request_id, endings=[])
+
+    def _require_link(self) -> Link:
+        if self._link is None:
+            raise InvalidArgumentError("request", "Push, Pull or Probe", "one that sockets can do")
+        return self._link
+
+    async def _refuse(self, number: int, reason: str) -> None:
+        await self._channel.send(Failed(request_id=number, reason=reason))
+
+    async def _let_go(self) -> None:
+        """End what is being moved, wait until it is quiet, and give up the pins."""
+        jobs = list(self._jobs.values())
+        for job in jobs:
+            job.cancel()
+        if self._link is not None:
+            await self._link.aclose()
+        data = list(self._data)
+        for task in data:
+            task.cancel()
+        if tasks := [*jobs, *data]:
+            await asyncio.wait(tasks)
+        for pin in self._pins.values():
+            await pin.aclose()
+        self._pins.clear()
+        await self._channel.aclose()
+
+
+def endings(outcomes: Sequence[Outcome | None]) -> list[Ending]:
+    """Outcomes as they travel; those that are not settled yet count as failed."""
+    return [
+        Ending(outcome.status, outcome.reason) if outcome else Ending(Status.FAILED)
+        for outcome in outcomes
+    ]
+
+
+def _cancelled(request: Request) -> Answer:
+    if isinstance(request, Push | Pull):
+        endings = [Ending(Status.CANCELLED)] * len(request.keys)
+        return Moved(request_id=request.request_id, endings=endings)
+    return Failed(request_id=request.request_id, reason="cancelled")
