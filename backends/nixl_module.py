@@ -9,10 +9,11 @@ from typing import Any
 
 from kvxfer.errors import BackendUnavailableError
 
-ENVIRONMENT = {"UCX_MODULES": "^efa", "NIXL_LOG_LEVEL": "WARN"}
+ENVIRONMENT = {"UCX_MODULES": "^efa", "UCX_LOG_FILE": "stderr", "NIXL_LOG_LEVEL": "WARN"}
 """What is set before the import, unless the user has set it.
 
 UCX's EFA module crashes processes at their exit: it brings a second copy of libibverbs along.
+UCX's log goes to standard output otherwise.
 """
 
 _importing = threading.Lock()

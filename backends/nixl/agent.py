@@ -1,5 +1,6 @@
 """Moves bytes between registered memory of two processes with NIXL."""
 
+import asyncio
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 class NixlAgent(TransferAgent):
     """See `TransferAgent`; the constructor imports NIXL and blocks for up to a second.
 
-    Where UCX can reach a peer's memory over TCP only, `transfer` raises `PeerLostError`.
+    Where UCX can reach a peer's memory over TCP only, `add_peer` raises `PeerLostError`.
 
     Raises:
         BackendUnavailableError: NIXL or its UCX plug-in is missing, or does not work here.
@@ -35,22 +36,28 @@ class NixlAgent(TransferAgent):
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
-        self._thread.call(partial(self._thread.register, regions)).result()
+        self._thread.call(partial(self._thread.register, regions))
 
     @property
     def metadata(self) -> bytes:
         """See `TransferAgent.metadata`."""
-        return self._thread.call(self._thread.describe).result()
+        return self._thread.call(self._thread.describe)
 
     async def add_peer(self, metadata: bytes) -> str:
         """See `TransferAgent.add_peer`."""
         peer = AgentMetadata.decode(metadata)
-        return await to_its_end(self._thread.call(partial(self._thread.add_peer, peer)))
+        done: Future[str] = Future()
+        self._thread.order(done, partial(self._thread.add_peer, peer, done))
+        try:
+            return await asyncio.shield(asyncio.wrap_future(done))
+        except asyncio.CancelledError:
+            self._thread.forget(peer.name, done)
+            raise
 
     async def remove_peer(self, peer: str) -> None:
         """See `TransferAgent.remove_peer`."""
         done: Future[None] = Future()
-        self._thread.call(partial(self._thread.remove_peer, peer, done))
+        self._thread.order(done, partial(self._thread.remove_peer, peer, done))
         await to_its_end(done)
 
     async def transfer(
@@ -63,7 +70,7 @@ class NixlAgent(TransferAgent):
         self._thread.regions.require("local", fragments.local, fragments.lengths)
         self._thread.peers[peer].require("remote", fragments.remote, fragments.lengths)
         transfer = Transfer(operation, peer)
-        self._thread.call(partial(self._thread.begin, transfer, fragments))
+        self._thread.order(transfer.done, partial(self._thread.begin, transfer, fragments))
         await to_its_end(transfer.done, partial(self._thread.cancel, transfer))
 
     async def aclose(self) -> None:

@@ -1,11 +1,12 @@
 """One agent of NIXL, and the thread that makes every call of it."""
 
 import contextlib
+import os
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvxfer.backends.nixl.pieces import Fragments, Words, join, pieces
+from kvxfer.backends.nixl.pace import Pace
+from kvxfer.backends.nixl.pieces import Fragments, Words, join, split
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl.transfer_agent import Operation
 from kvxfer.backends.nixl_module import import_nixl, nixl_errors
@@ -35,16 +37,16 @@ ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n"
 """Without it UCX moves bytes through messages where it cannot reach a peer's memory: over TCP,
 which is slower than a socket and has crashed processes."""
 
+BEACON_BYTES = 32
+"""Random bytes at an address that metadata tells: a peer that reads them reaches this agent."""
+
+NUM_SLOTS = 63
+"""Peers that can be added at the same time."""
+
 PIECE_BYTES = 16 << 20
 PIECE_FRAGMENTS = 4096
 PIECES_IN_FLIGHT = 4
 """Of one transfer. Where the caller of NIXL copies, as on one machine, one is in flight."""
-
-BUSY_S = 200e-6
-SOON_S = 20e-3
-SHORT_PAUSE_S = 50e-6
-LONG_PAUSE_S = 1e-3
-IDLE_PAUSE_S = 5e-3
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +82,12 @@ class AgentThread:
         self._transfers: set[Transfer] = set()
         self._turns: deque[Transfer] = deque()
         self._flights: list[tuple[Any, Transfer]] = []
+        self._remotes: set[str] = set()  # peers that NIXL knows, also those coming and leaving
         self._leaving: dict[str, Future[None]] = {}
-        self._active_at = 0.0
+        # Our beacon, and where those of peers are read to.
+        beacon = np.frombuffer(os.urandom(BEACON_BYTES), np.uint8)
+        self._page = np.tile(beacon, (1 + NUM_SLOTS, 1))
+        self._free_slots = list(range(1, 1 + NUM_SLOTS))
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stopping = False
@@ -93,23 +99,42 @@ class AgentThread:
         self._thread.start()
         opened.result()
 
-    def call(self, func: Callable[[], T]) -> "Future[T]":
-        """Run `func` on the thread, soon; from any thread.
+    def order(self, done: "Future[T]", command: Callable[[], object]) -> None:
+        """Run a command that ends `done`, now or later; from any thread.
 
         Raises:
             ClosedError: The agent is closed.
         """
-        future: Future[T] = Future()
         with self._lock:
             if self._stopping:
                 raise ClosedError(f"agent {self._name}")
-            self._commands.put(partial(_fulfil, future, func))
-        return future
+            self._commands.put(partial(_attempt, done, command))
+
+    def call(self, func: Callable[[], T]) -> T:
+        """Run a function, and wait for what it returns; from any other thread.
+
+        Raises:
+            ClosedError: The agent is closed.
+        """
+        done: Future[T] = Future()
+        self.order(done, lambda: done.set_result(func()))
+        return done.result()
 
     def cancel(self, transfer: Transfer) -> None:
         """Post no more of a transfer; from any thread."""
+        error = TransferFailedError(transfer.peer, "cancelled")
         with contextlib.suppress(ClosedError):
-            self.call(partial(transfer.stop, TransferFailedError(transfer.peer, "cancelled")))
+            self.order(transfer.done, partial(transfer.stop, error))
+
+    def forget(self, peer: str, adding: "Future[str]") -> None:
+        """Remove a peer that nobody waits for any more; from any thread."""
+
+        def remove() -> None:
+            if not (adding.done() and adding.exception()):
+                self.remove_peer(peer, Future())
+
+        with contextlib.suppress(ClosedError):
+            self.order(adding, remove)
 
     def begin_stop(self) -> "Future[None]":
         """Let the thread end everything, and itself; from any thread."""
@@ -142,33 +167,59 @@ class AgentThread:
     def describe(self) -> bytes:
         """See `TransferAgent.metadata`."""
         opaque = self._agent.get_agent_metadata()
-        return AgentMetadata(self._name, list(self.regions), opaque).encode()
+        return AgentMetadata(
+            self._name,
+            list(self.regions),
+            opaque,
+            self._page.ctypes.data,
+            self._page[0].tobytes(),
+        ).encode()
 
-    def add_peer(self, peer: AgentMetadata) -> str:
-        """See `TransferAgent.add_peer`."""
-        if peer.name in {self._name, *self.peers, *self._leaving}:
+    def add_peer(self, peer: AgentMetadata, done: "Future[str]") -> None:
+        """See `TransferAgent.add_peer`; `done` says when.
+
+        Reads the peer's beacon: if it cannot be reached, that shows here, and if it hangs, it does
+        so here, where no memory is at stake.
+        """
+        if peer.name in {self._name, *self._remotes}:
             raise DuplicateError("metadata", peer.name)
+        if not self._free_slots:
+            raise PeerLostError(peer.name, f"{NUM_SLOTS} others were added that do not answer")
         regions = Regions(peer.regions)
         try:
             name = self._agent.add_remote_agent(peer.opaque).decode()
         except self._errors as exc:
             raise InvalidArgumentError(
-                "metadata", peer.opaque[:16], f"what NIXL can read and reach ({exc})"
+                "metadata", peer.opaque[:16], f"what NIXL can read ({exc})"
             ) from exc
-        if name != peer.name:
-            self._agent.remove_remote_agent(name)
-            raise InvalidArgumentError("metadata", peer.name, f"the name {name!r}")
-        self.peers[name] = regions
-        return peer.name
+        self._remotes.add(name)
+        slot = self._free_slots.pop()
+
+        def end(reading: "Future[None]") -> None:
+            self._free_slots.append(slot)
+            error = reading.exception()
+            found = self._page[slot].tobytes()
+            if not error and (name, found) == (peer.name, peer.beacon):
+                self.peers[name] = regions
+                done.set_result(name)
+                return
+            self._leaving.setdefault(name, Future())
+            reason = error or "other memory is where its beacon should be"
+            done.set_exception(PeerLostError(peer.name, f"it cannot be reached ({reason})"))
+
+        reading = Transfer(Operation.READ, name)
+        reading.done.add_done_callback(end)
+        words = self._page[slot].ctypes.data, peer.beacon_address, BEACON_BYTES
+        self._enqueue(reading, [Fragments(*(np.array([word], np.uint64) for word in words))])
 
     def remove_peer(self, peer: str, done: "Future[None]") -> None:
         """See `TransferAgent.remove_peer`; `done` says when."""
         if peer in self._leaving:
             self._leaving[peer].add_done_callback(lambda _: done.set_result(None))
-        elif peer not in self.peers:
+        elif peer not in self._remotes:
             done.set_result(None)
         else:
-            del self.peers[peer]
+            self.peers.pop(peer, None)
             self._leaving[peer] = done
             for transfer in self._transfers:
                 if transfer.peer == peer:
@@ -180,25 +231,30 @@ class AgentThread:
             transfer.done.set_exception(PeerLostError(transfer.peer, "it was removed"))
             return
         fragments = join(fragments, self.regions.starts, self.peers[transfer.peer].starts)
-        transfer.pieces.extend(pieces(fragments, PIECE_BYTES, PIECE_FRAGMENTS))
+        self._enqueue(transfer, split(fragments, PIECE_BYTES, PIECE_FRAGMENTS))
+
+    def _enqueue(self, transfer: Transfer, pieces: Iterable[Fragments]) -> None:
+        transfer.pieces.extend(pieces)
         self._transfers.add(transfer)
         self._turns.append(transfer)
 
     def _run(self, opened: "Future[None]") -> None:
         """Be the thread."""
-        _fulfil(opened, self._open)
-        if opened.exception():
+        _attempt(opened, self._open)
+        if opened.done():
             return
-        pause_s = 0.0
+        opened.set_result(None)
+        pace, pause_s = Pace(), 0.0
         try:
             while not self._stopping:
                 acted = self._obey(pause_s)
                 acted |= self._post()
                 acted |= self._poll()
                 self._end_what_is_over()
-                pause_s = self._pause_s(acted=acted)
+                pause_s = pace.pause_s(active=acted, waiting=bool(self._flights))
         finally:
-            _fulfil(self._stopped, self._close)
+            _attempt(self._stopped, self._close)
+            self._stopped.set_result(None)
 
     def _open(self) -> None:
         nixl = import_nixl(otherwise="use another backend")
@@ -211,6 +267,9 @@ class AgentThread:
         try:
             self._agent = nixl.nixl_agent(self._name, config)
             self._agent.create_backend(BACKEND, {"engine_config": ENGINE_CONFIG})
+            self._agent.register_memory(
+                [(self._page.ctypes.data, self._page.nbytes, 0, "")], "DRAM"
+            )
         except self._errors as exc:
             raise BackendUnavailableError(
                 f"NIXL's {BACKEND} plug-in is missing or does not work here ({exc})"
@@ -287,19 +346,8 @@ class AgentThread:
         for peer in [peer for peer in self._leaving if peer not in busy]:
             with contextlib.suppress(*self._errors):  # it is gone in any case
                 self._agent.remove_remote_agent(peer)
+            self._remotes.remove(peer)
             _end(self._leaving.pop(peer))
-
-    def _pause_s(self, *, acted: bool) -> float:
-        """How long to wait for a command: the shorter, the more is likely to happen soon."""
-        now = time.perf_counter()
-        if acted:
-            self._active_at = now
-        quiet_s = now - self._active_at
-        if quiet_s < BUSY_S:
-            return 0.0
-        if quiet_s < SOON_S:
-            return SHORT_PAUSE_S
-        return LONG_PAUSE_S if self._flights else IDLE_PAUSE_S
 
     def _translate(self, peer: str, exc: Exception) -> TransferFailedError:
         lost = type(exc).__name__ == "nixlRemoteDisconnectError"
@@ -325,12 +373,12 @@ def _rows(addresses: Words, lengths: Words) -> Words:
     return np.column_stack([addresses, lengths, np.zeros_like(lengths)])
 
 
-def _fulfil(future: "Future[T]", func: Callable[[], T]) -> None:
-    """Let a future have what a function returns, or raises."""
+def _attempt(done: "Future[T]", command: Callable[[], object]) -> None:
+    """Run a command; if it raises, that is the end of `done`."""
     try:
-        future.set_result(func())
-    except Exception as exc:  # noqa: BLE001 - it is the caller's
-        future.set_exception(exc)
+        command()
+    except Exception as exc:  # noqa: BLE001 - whoever waits for `done` gets it
+        done.set_exception(exc)
 
 
 def _end(done: "Future[None]", error: Exception | None = None) -> None:

@@ -85,7 +85,7 @@ def cut(fragments: Fragments, num_bytes: int) -> Fragments:
     return Fragments(local + offsets, remote + offsets, lengths)
 
 
-def pieces(fragments: Fragments, num_bytes: int, num_fragments: int) -> Iterator[Fragments]:
+def split(fragments: Fragments, num_bytes: int, num_fragments: int) -> Iterator[Fragments]:
     """Split fragments into pieces of at most `num_bytes` and `num_fragments` each."""
     fragments = cut(fragments, num_bytes)
     ends = np.cumsum(fragments.lengths)

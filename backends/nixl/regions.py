@@ -16,11 +16,15 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
         name: Of the agent.
         regions: Address and bytes of each registered region.
         opaque: What the library below it wants to know.
+        beacon_address: Where `beacon` is in its memory.
+        beacon: What a peer reads there that reaches it.
     """
 
     name: str
     regions: list[tuple[int, int]]
     opaque: bytes = b""
+    beacon_address: int = 0
+    beacon: bytes = b""
 
     def encode(self) -> bytes:
         """As bytes, for `decode`."""

@@ -60,13 +60,15 @@ class TransferAgent(ABC):
 
     @abstractmethod
     async def add_peer(self, metadata: bytes) -> str:
-        """Learn how a peer is reached, and return its name.
+        """Connect to a peer, and return its name.
 
-        Altered metadata can crash the process: authenticate it before.
+        Altered metadata can crash the process: authenticate it before. This waits for a peer that
+        stalls; no memory is at stake then, and cancelling it ends it at once.
 
         Raises:
             InvalidArgumentError: It is not the metadata of an agent.
-            DuplicateError: The peer was added before, or is this agent itself.
+            DuplicateError: The peer was added before and is not gone yet, or is this agent itself.
+            PeerLostError: The peer's memory cannot be reached.
             ClosedError: The agent is closed.
         """
 

@@ -117,6 +117,8 @@ class FakeNixlAgent(TransferAgent):
         peer = AgentMetadata.decode(metadata)
         if peer.name in {self.name, *self._peers}:
             raise DuplicateError("metadata", peer.name)
+        if peer.name not in self._agents:
+            raise PeerLostError(peer.name, "it is gone")
         self._peers[peer.name] = Regions(peer.regions)
         return peer.name
 
