@@ -35,6 +35,7 @@ class Audit:
         num_evicted: Keys that made room for stores, those of `EVICT_BEFORE_LOAD` included.
         num_refused: Stores for which there was no room at all.
         num_resets: Times that the cache was reset.
+        descriptors_per_block: For each group, the descriptors of one block; of any rank.
     """
 
     num_stored: int = 0
@@ -46,6 +47,7 @@ class Audit:
     num_evicted: int = 0
     num_refused: int = 0
     num_resets: int = 0
+    descriptors_per_block: Sequence[int] = ()
 
     @property
     def clean(self) -> bool:
@@ -70,5 +72,8 @@ def read(directory: Path) -> Audit:
         groups=frozenset(group for line in loads for group in line["groups"]),
         num_evicted=sum(line.get("evicted", 0) for line in lines),
         num_refused=sum(line.get("refused", 0) for line in lines),
+        descriptors_per_block=next(
+            (line["descriptors"] for line in lines if line["event"] == "registered"), ()
+        ),
         num_resets=sum(line["event"] == "reset" for line in lines),
     )

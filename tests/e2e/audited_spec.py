@@ -25,6 +25,8 @@ from vllm.v1.kv_offload.base import (
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.interface import group_ids
+from kvxfer.integrations.vllm.worker import convert_caches
+from kvxfer.kvcache.descriptors import describe
 from tests.e2e.audit import DIRECTORY, HOOKS, Hook
 
 MAX_EVICTION_ATTEMPTS = 1000
@@ -134,6 +136,7 @@ class _AuditedWorker(_Forwarding):
         self._group_ids = group_ids(spec.config)
         self._rank = spec.config.parallel.rank
         self._log = _Log(f"rank{self._rank}")
+        self._log.write("registered", descriptors=_descriptors_per_block(caches))
         self._stored = dict(_digests_of_before(self._rank))
         self._loads: dict[int, _Load] = {}
 
@@ -257,6 +260,14 @@ class AuditedSpec(KVXferOffloadingSpec):
                 worker = _BitFlippingWorker(worker, kv_caches)
             self._audited_worker = _AuditedWorker(worker, kv_caches, self)
         return self._audited_worker
+
+
+def _descriptors_per_block(caches: Any) -> list[int]:
+    canonical = convert_caches(caches)
+    return [
+        len(describe(canonical, group, [1]).lengths)
+        for group in range(len(canonical.group_data_refs))
+    ]
 
 
 def _digests_of_before(rank: int) -> Iterator[tuple[tuple[Key, int], str]]:

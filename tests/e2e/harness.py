@@ -3,7 +3,7 @@
 import mmap
 import os
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ class AuditedEngine(EngineProcess):
         files: Folder of a file tier below it; None for none.
         hooks: Faults to inject.
         blocks_per_chunk: Blocks stored under one key.
+        python_path: Where else the engine finds modules.
+        environment: Environment variables on top of what the audit needs.
         settings: Fields of `EngineConfig`.
     """
 
@@ -40,6 +42,8 @@ class AuditedEngine(EngineProcess):
         files: Path | None = None,
         hooks: Collection[audit.Hook] = (),
         blocks_per_chunk: int = 1,
+        python_path: Sequence[Path] = (),
+        environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
         self.dtype = DTYPES.get(model, "float32")
@@ -55,7 +59,10 @@ class AuditedEngine(EngineProcess):
                 "blocks_per_chunk": blocks_per_chunk,
             },
             environment={
-                "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *_python_path()]),
+                **(environment or {}),
+                "PYTHONPATH": os.pathsep.join(
+                    [str(REPOSITORY), *map(str, python_path), *_python_path()]
+                ),
                 audit.DIRECTORY: str(directory),
                 audit.HOOKS: ",".join(hook.value for hook in hooks),
             },

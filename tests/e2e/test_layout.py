@@ -1,0 +1,36 @@
+"""Layouts that an engine can be forced to: what a block is made of in each."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import block_outermost
+from tests.e2e.conftest import Start
+from tests.e2e.harness import random_prompts, require_same
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize(("layout", "num_descriptors"), [("LBHNC", 4), ("BLHNC", 1)])
+def test_a_block_is_one_descriptor_where_blocks_are_outermost(
+    start: Start, tmp_path: Path, layout: str, num_descriptors: int
+) -> None:
+    block_outermost.install(tmp_path)
+    engine = start(
+        "llama",
+        python_path=[tmp_path],
+        environment={"VLLM_KV_CACHE_LAYOUT": layout},
+        kv_cache_memory_bytes=32 << 20,
+        max_model_len=2048,
+    )
+    prompts = random_prompts(2, shared_tokens=700, own_tokens=345)
+
+    computed = engine.computed(prompts, max_tokens=6)
+    engine.offload()
+    returned = engine.generate(prompts, max_tokens=6)
+
+    audit = engine.audit()
+    assert audit.descriptors_per_block == [num_descriptors]
+    assert audit.clean, audit
+    assert all(generation.cached_tokens > 0 for generation in returned)
+    require_same(returned, computed, dtype=engine.dtype)
