@@ -102,7 +102,7 @@ class BlockTable:
         self._table = DeviceArray((max_num_requests, columns), torch.int32, device)
         self._slots = DeviceArray((max_num_batched_tokens,), torch.int64, device)
         self.device_table, self.slot_mapping = self._table.device, self._slots.device
-        self._rows: NDArray[np.int32] = self._table.host.numpy()
+        self._rows: NDArray[np.int32] = self._table.host
         self._num_blocks = np.zeros(max_num_requests, np.int64)
         self._tokens_have_slots = tokens_have_slots
         self.slot_mapping.fill_(PAD_SLOT)
@@ -218,7 +218,7 @@ class BlockTable:
         places = _as_integers("positions", positions)
         self._require_batch(starts, places)
         slots = self._slots_of(starts, places) if self._tokens_have_slots else PAD_SLOT
-        padded = self._slots.host.numpy()
+        padded = self._slots.host
         padded[: len(places)] = slots
         padded[len(places) :] = PAD_SLOT
         self._slots.commit(len(padded))
