@@ -67,11 +67,10 @@ class _Layer:
 
     def block_views(self, block_id: int) -> list[torch.Tensor]:
         """The engine's views of one block, their dimensions in the order of their bytes."""
-        views = [
+        return [
             _block_view(tensor, reading, self.layer_index, block_id)
             for tensor, reading in zip(self.tensors, self.readings, strict=True)
         ]
-        return sorted(views, key=lambda view: view.data_ptr())
 
 
 def _layers(cache: RegisteredCache) -> list[_Layer]:
@@ -128,9 +127,9 @@ def _attest_block(
     refs: Sequence[CanonicalKVCacheRef],
     block_id: int,
 ) -> None:
-    views = layer.block_views(block_id)
-    saved = [view.clone() for view in views]
     rows = [caches.tensors[ref.tensor_idx].tensor[block_id] for ref in refs]
+    views = sorted(layer.block_views(block_id), key=lambda view: _place(view, rows))
+    saved = [view.clone() for view in views]
     try:
         for view in views:
             view.zero_()
@@ -151,6 +150,15 @@ def _attest_block(
     if not torch.equal(found, expected):
         first = int((found != expected).nonzero()[0])
         raise AttestationError(layer.name, block_id, f"byte {first} of the page is another one")
+
+
+def _place(view: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Which row a view begins in, and where; tensors of one layer may be in one row or several."""
+    address = view.data_ptr()
+    begins_in = (
+        index for index, row in enumerate(rows) if 0 <= address - row.data_ptr() < row.numel()
+    )
+    return next(begins_in, len(rows)), address
 
 
 def _write_sentinels(view: torch.Tensor, seed: int) -> torch.Tensor:

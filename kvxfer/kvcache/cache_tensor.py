@@ -25,8 +25,20 @@ ATTENTION_LAYOUTS = (
     "kv block token head*dim",
     "kv block token*head*dim",
     "kv block head*token*dim",
+    "head block token kv*dim",
 )
 """How engines lay out keys and values, as axis strings of `KVLayout`."""
+
+SEPARATE_LAYOUTS = (
+    "block token head dim",
+    "block head token dim",
+    "block token head*dim",
+    "block head dim",
+    "head block token dim",
+    "head block dim",
+)
+"""How engines lay out the keys, or the values, that have a tensor of their own. Without `token`,
+kernel blocks are single tokens: a pool of token slots."""
 
 LATENT_LAYOUTS = (
     "block token dim",

@@ -10,7 +10,7 @@ from kvxfer.errors import AmbiguousLayoutError, InvalidArgumentError, UnknownLay
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.spec import KVCacheSpec
 
-SPLIT_AXES = frozenset({"kv", "layer"})
+SPLIT_AXES = frozenset({"kv", "layer", "head"})
 """Axes that may lie outside the block axis: each of their indices is a tensor of its own."""
 
 
@@ -94,8 +94,15 @@ class LayoutReading:
         inner = range(self.block_axis + 1, len(self.sizes))
         return 1 + sum((self.sizes[axis] - 1) * self.strides[axis] for axis in inner)
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether other layers lie between the heads of a page."""
+        inner = self.sizes[2:]
+        return self.layout.axes[:2] == ("block", "head") and self.strides[1] > prod(inner)
+
     def __str__(self) -> str:
-        return page_layout(self.layout, self.kernel_blocks_per_block)
+        text = page_layout(self.layout, self.kernel_blocks_per_block)
+        return f"{text}, heads {self.strides[1]} elements apart" if self.has_gaps else text
 
 
 def page_layout(layout: KVLayout, kernel_blocks_per_block: int) -> str:
@@ -182,7 +189,8 @@ def fitting_readings(
     padded_elements = (page_size_bytes or form.page_size_bytes) // form.dtype.itemsize
     readings: dict[tuple[str, ...], LayoutReading] = {}
     for candidate in candidates:
-        for ratio in _divisors(form.axis_sizes.get("token", 1)):
+        tokens = form.axis_sizes.get("token", 1)
+        for ratio in _divisors(tokens) if "token" in candidate.factors else [tokens]:
             known = _known_sizes(form.axis_sizes, num_blocks, num_layers, ratio)
             reading = _fit(tensor, candidate, known, ratio, padded_elements)
             if reading is not None:
@@ -237,11 +245,13 @@ def _with_layer_axis(layout: KVLayout) -> list[KVLayout]:
 
     Source: `get_kv_cache_stride_order(include_num_layers_dimension=True)` of vLLM's backends.
     """
-    layered = [KVLayout(("layer", *layout.axes))]
-    if layout.axes[0] == "block":
-        layered.append(KVLayout(("block", "layer", *layout.axes[1:])))
-        if layout.axes[1:3] == ("head", "kv"):
-            layered.append(KVLayout(("block", "head", "layer", *layout.axes[2:])))
+    axes = layout.axes
+    layered = [KVLayout(("layer", *axes))]
+    if axes[0] == "block":
+        layered.append(KVLayout(("block", "layer", *axes[1:])))
+        if "head" in axes[: axes.index("token") if "token" in axes else 0]:
+            inside = axes.index("head") + 1
+            layered.append(KVLayout((*axes[:inside], "layer", *axes[inside:])))
     return layered
 
 
@@ -250,9 +260,8 @@ def _readable(layout: KVLayout, form: CacheTensorForm, num_layers: int | None) -
         axes = [*form.axis_sizes, "block", *(["layer"] if num_layers is not None else [])]
         raise InvalidArgumentError("layout", str(layout), f"exactly the axes {sorted(axes)}")
     if not SPLIT_AXES.issuperset(layout.outer_axes):
-        raise InvalidArgumentError(
-            "layout", str(layout), "only 'kv' or 'layer' outside 'block': a page is contiguous"
-        )
+        expected = f"only {', '.join(map(repr, sorted(SPLIT_AXES)))} outside 'block'"
+        raise InvalidArgumentError("layout", str(layout), expected)
     return layout
 
 
@@ -260,6 +269,7 @@ def _names_every_axis(layout: KVLayout, form: CacheTensorForm, num_layers: int |
     named = set(layout.factors) - {"block"}
     known = {factor for axis in form.axis_sizes for factor in axis.split("*")}
     needed = {f for axis, size in form.axis_sizes.items() if size > 1 for f in axis.split("*")}
+    needed.discard("token")  # kernel blocks may be single tokens
     if num_layers is not None:
         known.add("layer")
         needed.add("layer")
@@ -317,7 +327,9 @@ def _fit(
     remaining = iter(physical)
     dims = tuple(next(remaining) if size != 1 else None for size in sizes)
     actual = tuple(None if dim is None else tensor.stride(dim) for dim in dims)
-    strides = _page_strides(layout, sizes, actual, padded_elements // ratio)
+    strides = _page_strides(
+        layout, sizes, actual, padded_elements // ratio, whole_blocks=ratio == 1
+    )
     return None if strides is None else LayoutReading(layout, sizes, dims, strides, ratio)
 
 
@@ -326,11 +338,14 @@ def _page_strides(
     sizes: tuple[int, ...],
     actual: tuple[int | None, ...],
     padded_elements: int,
+    *,
+    whole_blocks: bool,
 ) -> tuple[int, ...] | None:
     """Strides of all axes, or None when a page would not be one contiguous piece.
 
-    Within a page everything is dense, except that one layer's page may be padded. From block to
-    block, and from K to V outside of it, anything may lie between.
+    Within a page everything is dense, except that one layer's page may be padded, and that other
+    layers may lie between the heads. From block to block, and from K to V outside of it, anything
+    may lie between.
     """
     block = layout.axes.index("block")
     splits = prod(sizes[:block])
@@ -345,7 +360,10 @@ def _page_strides(
         stride = actual[axis]
         if stride is None:
             stride = padded
-        if stride < dense or (axis > block and stride not in (dense, padded)):
+        may_have_gaps = axis == 1 and layout.axes[:2] == ("block", "head") and whole_blocks
+        if stride < dense:
+            return None
+        if axis > block and stride not in (dense, padded) and not may_have_gaps:
             return None
         strides[axis] = stride
         dense = stride * sizes[axis] if axis != block or sizes[axis] == 1 else stride + 1

@@ -1,13 +1,13 @@
 """Pages: where in memory each layer keeps its part of a block, in bytes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 
 import torch
 
 from kvxfer.errors import LayoutError, PageBoundsError
-from kvxfer.kvcache.layout import LayoutReading, describe_tensor
+from kvxfer.kvcache.layout import describe_tensor
 from kvxfer.kvcache.registered import LayerPlace, RegisteredCache
 
 
@@ -74,7 +74,12 @@ def find_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
         LayoutError: The tensors of one layer do not make up one page.
         PageBoundsError: Pages reach beyond the storage.
     """
-    pages = _state_pages(cache, num_blocks) if len(cache.tensors) > 1 else _tensor_pages(cache)
+    if len(cache.tensors) > 1 and _follow_each_other(cache, num_blocks):
+        pages = [_joined_pages(cache, num_blocks)]
+    else:
+        pages = [
+            page for index in range(len(cache.tensors)) for page in _tensor_pages(cache, index)
+        ]
     for each in pages:
         last = each.address + (each.num_blocks - 1) * each.block_stride_bytes + each.extent_bytes
         needed_bytes = last - each.storage.data_ptr()
@@ -83,14 +88,14 @@ def find_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
     return pages
 
 
-def _tensor_pages(cache: RegisteredCache) -> list[Pages]:
-    (tensor,), (reading,) = cache.tensors, cache.readings
+def _tensor_pages(cache: RegisteredCache, index: int) -> list[Pages]:
+    tensor, reading = cache.tensors[index], cache.readings[index]
     item = tensor.element_size()
     outer = reading.layout.outer_axes
     pages = []
-    for index in product(*(range(size) for size in reading.sizes[: len(outer)])):
-        at = dict(zip(outer, index, strict=True))
-        steps = zip(index, reading.strides[: len(outer)], strict=True)
+    for place in product(*(range(size) for size in reading.sizes[: len(outer)])):
+        at = dict(zip(outer, place, strict=True))
+        steps = zip(place, reading.strides[: len(outer)], strict=True)
         offset_bytes = sum(i * stride for i, stride in steps) * item
         if "layer" in reading.layout.axes and "layer" not in outer:
             places = _places_of_groups(cache)
@@ -98,7 +103,7 @@ def _tensor_pages(cache: RegisteredCache) -> list[Pages]:
             places = [((p,), 0) for p in cache.positions[at.get("layer", 0)]]
         for layers, last_position in places:
             pages.append(
-                _pages(cache, layers, last_position, tensor.data_ptr() + offset_bytes, reading)
+                _pages(cache, index, layers, last_position, tensor.data_ptr() + offset_bytes)
             )
     return pages
 
@@ -116,17 +121,17 @@ def _places_of_groups(cache: RegisteredCache) -> list[tuple[tuple[LayerPlace, ..
 
 def _pages(
     cache: RegisteredCache,
+    index: int,
     places: Sequence[LayerPlace],
     last_position: int,
     address: int,
-    reading: LayoutReading,
 ) -> Pages:
-    (tensor,) = cache.tensors
+    tensor, reading = cache.tensors[index], cache.readings[index]
     item = tensor.element_size()
     ratio = reading.kernel_blocks_per_block
     step_bytes = reading.strides[reading.block_axis] * item
     data_bytes = reading.kernel_page_elements * item
-    padded_bytes = _padded_kernel_page_bytes(cache, reading)
+    padded_bytes = _padded_kernel_page_bytes(cache, index)
     if padded_bytes > step_bytes:
         raise LayoutError(
             f"layer {cache.name!r}: blocks are {step_bytes * ratio} bytes apart and need "
@@ -136,7 +141,7 @@ def _pages(
         unused = len(cache.positions) - 1 - last_position
         data_bytes -= unused * reading.strides[reading.layout.axes.index("layer")] * item
     whole = padded_bytes == step_bytes
-    return Pages(
+    pieces = Pages(
         group=places[0].group,
         layer_names=tuple(place.layer_name for place in places),
         layout=str(reading),
@@ -149,51 +154,79 @@ def _pages(
         fragment_stride_bytes=step_bytes * ratio if whole else step_bytes,
         data_size_bytes=(ratio - 1) * step_bytes + data_bytes,
     )
+    if not reading.has_gaps:
+        return pieces
+    heads, stride = reading.sizes[1], reading.strides[1] * item
+    return replace(
+        pieces,
+        num_fragments=heads,
+        fragment_size_bytes=data_bytes - (heads - 1) * stride,
+        fragment_stride_bytes=stride,
+    )
 
 
-def _padded_kernel_page_bytes(cache: RegisteredCache, reading: LayoutReading) -> int:
+def _padded_kernel_page_bytes(cache: RegisteredCache, index: int) -> int:
     """Bytes of one step along the block axis, padding included, for all layers in it."""
-    page_bytes = cache.spec.page_size_bytes * len(cache.positions)
+    reading = cache.readings[index]
+    alone = len(cache.tensors) == 1
+    page_bytes = cache.spec.page_size_bytes if alone else cache.forms[index].page_size_bytes
+    page_bytes *= len(cache.positions)
     for axis in range(reading.block_axis):
         page_bytes //= reading.sizes[axis]
     return page_bytes // reading.kernel_blocks_per_block
 
 
-def _state_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
-    """One page of several states that follow each other over one raw allocation."""
-    spec, (place,) = cache.spec, cache.positions[0]
+def _follow_each_other(cache: RegisteredCache, num_blocks: int) -> bool:
+    """Whether several tensors make up one page over one raw allocation.
+
+    Raises:
+        LayoutError: They do not, and they must, because the page is padded as a whole.
+    """
+    spans = _spans(cache)
     steps = {
-        reading.strides[0] * tensor.element_size()
+        reading.strides[reading.block_axis] * tensor.element_size()
         for tensor, reading in zip(cache.tensors, cache.readings, strict=True)
     }
-    step_bytes = spec.page_size_bytes if num_blocks == 1 else max(steps)
-    spans = sorted(
-        (tensor.data_ptr(), form.page_size_bytes)
-        for tensor, form in zip(cache.tensors, spec.cache_tensors, strict=True)
-    )
-    address = spans[0][0]
     follows = all(start + size == following for (start, size), (following, _) in pairwise(spans))
-    same_blocks = num_blocks == 1 or len(steps) == 1
+    same_blocks = num_blocks == 1 or (len(steps) == 1 and min(steps) >= cache.spec.page_size_bytes)
     one_storage = len({tensor.untyped_storage().data_ptr() for tensor in cache.tensors}) == 1
-    if not follows or not same_blocks or not one_storage or step_bytes < spec.page_size_bytes:
-        states = "; ".join(describe_tensor(tensor) for tensor in cache.tensors)
-        raise LayoutError(
-            f"layer {cache.name!r}: states ({states}) at byte offsets "
-            f"{[start - address for start, _ in spans]} do not make up pages of "
-            f"{spec.page_size_bytes} bytes over one allocation"
-        )
-    return [
-        Pages(
-            group=place.group,
-            layer_names=(place.layer_name,),
-            layout=" + ".join(map(str, cache.readings)),
-            storage=cache.tensors[0].untyped_storage(),
-            address=address,
-            num_blocks=num_blocks,
-            block_stride_bytes=step_bytes,
-            num_fragments=1,
-            fragment_size_bytes=spec.page_size_bytes,
-            fragment_stride_bytes=spec.page_size_bytes,
-            data_size_bytes=spec.unpadded_page_size_bytes,
-        )
-    ]
+    whole = all(
+        reading.block_axis == 0 and reading.kernel_blocks_per_block == 1
+        for reading in cache.readings
+    )
+    if follows and same_blocks and one_storage and whole:
+        return True
+    if cache.spec.page_size_bytes == cache.spec.unpadded_page_size_bytes:
+        return False
+    states = "; ".join(describe_tensor(tensor) for tensor in cache.tensors)
+    raise LayoutError(
+        f"layer {cache.name!r}: tensors ({states}) at byte offsets "
+        f"{[start - spans[0][0] for start, _ in spans]} do not make up pages of "
+        f"{cache.spec.page_size_bytes} bytes over one allocation"
+    )
+
+
+def _spans(cache: RegisteredCache) -> list[tuple[int, int]]:
+    """Address and bytes of block 0 in each tensor, in the order of memory."""
+    return sorted(
+        (tensor.data_ptr(), form.page_size_bytes)
+        for tensor, form in zip(cache.tensors, cache.forms, strict=True)
+    )
+
+
+def _joined_pages(cache: RegisteredCache, num_blocks: int) -> Pages:
+    spec, (place,) = cache.spec, cache.positions[0]
+    step = cache.readings[0].strides[0] * cache.tensors[0].element_size()
+    return Pages(
+        group=place.group,
+        layer_names=(place.layer_name,),
+        layout=" + ".join(map(str, cache.readings)),
+        storage=cache.tensors[0].untyped_storage(),
+        address=_spans(cache)[0][0],
+        num_blocks=num_blocks,
+        block_stride_bytes=spec.page_size_bytes if num_blocks == 1 else step,
+        num_fragments=1,
+        fragment_size_bytes=spec.page_size_bytes,
+        fragment_stride_bytes=spec.page_size_bytes,
+        data_size_bytes=spec.unpadded_page_size_bytes,
+    )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.checks import require_instance
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import (
@@ -36,7 +37,8 @@ class RegisteredCache:
     Attributes:
         name: The name it was registered under.
         spec: Spec of the layer, or of each layer of a cross-layer tensor.
-        tensors: The registered tensors, one per entry of `spec.cache_tensors`.
+        tensors: The registered tensors.
+        forms: What each of them was to look like.
         readings: How each of them reads.
         positions: For each step along the layer axis the layers whose pages lie there; one
             position for a tensor without a layer axis. Layers of different groups may share one.
@@ -45,6 +47,7 @@ class RegisteredCache:
     name: str
     spec: KVCacheSpec
     tensors: tuple[torch.Tensor, ...]
+    forms: tuple[CacheTensorForm, ...]
     readings: tuple[LayoutReading, ...]
     positions: tuple[tuple[LayerPlace, ...], ...]
 
@@ -119,16 +122,10 @@ def _read_layer(
 ) -> RegisteredCache:
     name, tensors = place.layer_name, as_tensors(entry)
     spec = config.groups[place.group].spec.for_layer(name)
-    forms = spec.cache_tensors
-    if len(tensors) != len(forms):
-        raise InvalidArgumentError(
-            f"kv_caches[{name!r}]",
-            f"{len(tensors)} tensors",
-            f"{len(forms)} for a {type(spec).__name__}",
-        )
+    forms = _forms(tensors, spec, name)
     layout = layouts.get(name)
-    if layout is not None and len(forms) > 1:
-        raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: there are several tensors")
+    if layout is not None and len({form.layouts for form in forms}) > 1:
+        raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: tensors have their own")
     readings = []
     for tensor, form in zip(tensors, forms, strict=True):
         padded = spec.page_size_bytes if len(forms) == 1 else None
@@ -138,7 +135,23 @@ def _read_layer(
         if not found:
             raise unknown_layout(tensor, form, config.num_blocks, name, layout=layout)
         readings.append(_one_reading(tensor, found, name))
-    return RegisteredCache(name, spec, tensors, tuple(readings), ((place,),))
+    return RegisteredCache(name, spec, tensors, forms, tuple(readings), ((place,),))
+
+
+def _forms(
+    tensors: Sequence[torch.Tensor], spec: KVCacheSpec, layer_name: str
+) -> tuple[CacheTensorForm, ...]:
+    """What the tensors of a layer are to look like, by their number."""
+    whole, separate = spec.cache_tensors, spec.separate_cache_tensors
+    for forms in (whole, separate):
+        if len(tensors) == len(forms):
+            return forms
+    counts = f"{len(whole)} or {len(separate)}" if separate else str(len(whole))
+    raise InvalidArgumentError(
+        f"kv_caches[{layer_name!r}]",
+        f"{len(tensors)} tensors",
+        f"{counts} for a {type(spec).__name__}",
+    )
 
 
 def _read_cross_layer(
@@ -179,7 +192,8 @@ def _read_cross_layer(
         )
         if plain:
             return None
-    return RegisteredCache(name, spec, (tensor,), (_one_reading(tensor, found, name),), positions)
+    reading = _one_reading(tensor, found, name)
+    return RegisteredCache(name, spec, (tensor,), (form,), (reading,), positions)
 
 
 def _layer_positions(config: KVCacheConfig) -> tuple[tuple[LayerPlace, ...], ...] | None:

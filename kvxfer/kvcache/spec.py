@@ -8,7 +8,12 @@ from typing import ClassVar
 import torch
 
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
-from kvxfer.kvcache.cache_tensor import ATTENTION_LAYOUTS, LATENT_LAYOUTS, CacheTensorForm
+from kvxfer.kvcache.cache_tensor import (
+    ATTENTION_LAYOUTS,
+    LATENT_LAYOUTS,
+    SEPARATE_LAYOUTS,
+    CacheTensorForm,
+)
 from kvxfer.kvcache.checks import require_instance, require_positive
 from kvxfer.kvcache.quantization import KVQuantization
 
@@ -41,6 +46,11 @@ class KVCacheSpec(ABC):
     @abstractmethod
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
         """The tensors that an engine registers for a layer, in the order of their bytes."""
+
+    @property
+    def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
+        """The tensors of a layer where engines may also register its parts one by one."""
+        return ()
 
     @property
     def unpadded_page_size_bytes(self) -> int:
@@ -130,6 +140,23 @@ class AttentionSpec(KVCacheSpec):
         form = CacheTensorForm(dtype=self.dtype, axis_sizes=self._axis_sizes, layouts=self.LAYOUTS)
         return (form,)
 
+    @property
+    def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
+        """A tensor of keys and one of values."""
+        scales = self.quantization.scale_bytes_per_token_head
+        return tuple(
+            CacheTensorForm(
+                dtype=self.dtype,
+                axis_sizes={
+                    "token": self.tokens_per_block,
+                    "head": self.num_kv_heads,
+                    "dim": width + scales // 2,
+                },
+                layouts=SEPARATE_LAYOUTS,
+            )
+            for width in (self.head_dim, self.head_dim_v or self.head_dim)
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
@@ -218,6 +245,11 @@ class _LatentSpec(AttentionSpec):
         AttentionSpec.__post_init__(self)
         if self.head_dim_v is not None:
             raise InvalidArgumentError("head_dim_v", self.head_dim_v, "None: there are no values")
+
+    @property
+    def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
+        """Nothing: a latent has no parts."""
+        return ()
 
     @property
     def _axis_sizes(self) -> dict[str, int]:

@@ -46,7 +46,7 @@ def bad_inputs() -> dict[str, tuple[dict[str, Any], type[KVXferError], str]]:
         "not a tensor": ({"a": nhd(), "b": 3}, InvalidArgumentError, "'b'"),
         "not tensors": ({"a": nhd(), "b": [3]}, InvalidArgumentError, "'b'"),
         "a string": ({"a": nhd(), "b": "cpu"}, InvalidArgumentError, "'b'"),
-        "two tensors": ({"a": nhd(), "b": [nhd(), nhd()]}, InvalidArgumentError, "'b'.*2 tensors"),
+        "three tensors": ({"a": nhd(), "b": [nhd()] * 3}, InvalidArgumentError, "'b'.*3 tensors"),
         "no tensor": ({"a": nhd(), "b": []}, InvalidArgumentError, "'b'"),
         "meta": ({"a": meta, "b": meta.clone()}, InvalidArgumentError, "meta"),
         "sparse": ({"a": nhd(), "b": nhd().to_sparse()}, InvalidArgumentError, "sparse"),
@@ -140,7 +140,7 @@ def test_as_many_layers_as_blocks_need_the_callers_word() -> None:
     [
         ({"b": NHD}, InvalidArgumentError),
         ({"a": "kv block token head dim"}, UnknownLayoutError),
-        ({"a": "head block kv token dim"}, InvalidArgumentError),
+        ({"a": "token block kv head dim"}, InvalidArgumentError),
         ({"a": "block token"}, InvalidArgumentError),
         ({"a": 7}, InvalidArgumentError),
     ],

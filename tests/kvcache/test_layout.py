@@ -195,7 +195,7 @@ def test_the_callers_word_must_fit_shape_and_strides(layout: str) -> None:
         "block token head dim",
         "block kv token head dim layer",
         "block kv token head dim s0",
-        "head block kv token dim",
+        "token block kv head dim",
         "kv*block token head dim",
     ],
 )
