@@ -1,0 +1,73 @@
+"""Engine layouts: how an engine keeps its KV cache in memory, described by axes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from kvxfer.kvcache.attention_backend import AttentionLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLayout:
+    """One way in which an engine keeps its KV cache.
+
+    Axes are named as in `KVLayout`. Here `block` may be merged with what is inside of it, as an
+    engine has it in one dimension: `block*token` are token slots, `block*kernel` kernel blocks.
+
+    Attributes:
+        engine: The engine.
+        releases: Its releases, in words.
+        name: What the engine or its users call it.
+        shape: Axes of one registered tensor, in the order of its shape. Axes that are in memory
+            and not here are steps from one registered tensor to the next.
+        memory: Axes of one allocation, outermost first.
+        allocations: Axes each index of which is an allocation of its own, outermost first.
+        content: What a block holds.
+        note: What else there is to know.
+    """
+
+    engine: str
+    releases: str
+    name: str
+    shape: str
+    memory: str
+    allocations: str = ""
+    content: Literal["keys and values", "latents", "states"] = "keys and values"
+    note: str = ""
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Every axis by itself, allocations first, then outermost first in memory."""
+        axes = (*self.allocations.split(), *self.memory.split())
+        return tuple(factor for axis in axes for factor in axis.split("*"))
+
+    @property
+    def layout(self) -> str:
+        """How `canonicalize` reads one registered tensor, as an axis string of `KVLayout`."""
+        registered = {factor for axis in self.shape.split() for factor in axis.split("*")}
+        axes = (axis for axis in self.memory.split() if registered.issuperset(axis.split("*")))
+        return " ".join("block" if axis.startswith("block*") else axis for axis in axes)
+
+    @property
+    def attention_layout(self) -> AttentionLayout | None:
+        """The attention backend that has this layout; None when it is not one tensor per layer.
+
+        A backend whose layers have allocations of their own takes no layer dimension.
+        """
+        axes, memory = self.shape.split(), self.memory.split()
+        per_layer = [axis for axis in axes if axis != "layer"]
+        in_memory = [axis for axis in memory if axis != "layer"]
+        if self.content == "states" or sorted(per_layer) != sorted(in_memory):
+            return None
+        if "block" not in axes or "kv" in self.allocations:
+            return None
+        return AttentionLayout(" ".join(per_layer), self.memory if "layer" in memory else None)
+
+    def runs_per_block(self, sizes: Mapping[str, int]) -> int:
+        """Contiguous pieces of memory that one block of all layers is in.
+
+        Args:
+            sizes: Size of every axis but `block`.
+        """
+        return prod(sizes[axis] for axis in self.order[: self.order.index("block")])
