@@ -150,7 +150,7 @@ class FrameChannel:
             error: Why; later calls raise it. The first reason counts.
         """
         self._error = self._error or error
-        self._writer.transport.abort()
+        self._abort()
 
     async def aclose(self) -> None:
         """End the connection after what was sent has left; may be called again.
@@ -159,11 +159,16 @@ class FrameChannel:
         """
         self._closed = True
         self._writer.close()
+        closing = asyncio.ensure_future(self._writer.wait_closed())
         try:
-            with contextlib.suppress(OSError):  # TimeoutError is one
-                async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                    await self._writer.wait_closed()
+            await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
         finally:
+            self._abort()
+            await asyncio.gather(closing, return_exceptions=True)
+
+    def _abort(self) -> None:
+        # asyncio cannot abort a transport that has sent what was left and closed by itself.
+        with contextlib.suppress(AttributeError):
             self._writer.transport.abort()
 
     async def _next_payload(self) -> memoryview:
