@@ -211,3 +211,14 @@ def test_a_tensor_of_the_only_layer_has_no_layer_axis_when_it_reads_without() ->
     spec = replace(SPEC, num_kv_heads=1)
     caches = canonicalize({"a": engine_view(NHD, NHD, SIZES | {"head": 1})}, config_of((spec, "a")))
     assert caches.group_data_refs[0][0].layout == NHD
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "bc"])
+def test_heads_with_gaps_that_no_layer_fills_are_refused(names: str) -> None:
+    row = torch.zeros(NUM_BLOCKS, 5, 3, 16, 16, dtype=torch.float16)
+    spec = replace(SPEC, num_kv_heads=5)
+    layers = {name: row[:, :, index] for index, name in enumerate("abc")}
+    kv_caches = {name: layers[name] for name in names}
+    with pytest.raises(LayoutError, match=f"'{names[0]}'.*5 pieces of 512 bytes, 1536 apart"):
+        canonicalize(kv_caches, config_of((spec, names)))
+    assert shapes(canonicalize(layers, config_of((spec, "abc")))) == [(NUM_BLOCKS, 5 * 3 * 512)]
