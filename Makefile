@@ -16,16 +16,19 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PYTHONHASHSEED := 0
 
-.PHONY: setup demo test e2e lint type docs bench check-dist check
+.PHONY: setup demo test e2e compat lint type docs bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
 
 demo: $(SMOLLM2) ; $(BIN)/python -m tests.e2e.demo
 
-test: $(INSTALLED) ; $(BIN)/pytest -m "not e2e and not slow" --ignore=tests/typing --ignore=tests/test_dist.py
+test: $(INSTALLED) ; $(BIN)/pytest -m "not e2e and not slow and not compat" --ignore=tests/typing --ignore=tests/test_dist.py
 
 e2e: $(MODELS) ; $(BIN)/pytest -m "e2e or slow" --ignore=tests/typing --ignore=tests/test_dist.py
+
+# Downloads the other releases of vLLM that the adapter supports, some 3 GB on disk.
+compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/test_dist.py
 
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 

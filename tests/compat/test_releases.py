@@ -1,0 +1,63 @@
+"""The adapter's own tests, against older releases of vLLM; `make compat`."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.compat.releases import RELEASES, REPOSITORY, Release
+
+pytestmark = [pytest.mark.compat, pytest.mark.timeout(1800)]
+
+ENGINES = ["gemma3-one-1-1", "llama-several-2-2"]
+"""Six groups in one process; two workers in processes of their own, two blocks a chunk."""
+
+
+@pytest.fixture(params=RELEASES, ids=lambda release: release.number)
+def release(request: pytest.FixtureRequest) -> Release:
+    installed: Release = request.param
+    installed.install()
+    return installed
+
+
+def run(release: Release, *arguments: str) -> str:
+    """Run a process that finds this release first; return what it printed."""
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env=release.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not ended.returncode, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def run_tests(release: Release, *arguments: str) -> int:
+    """Run tests with this release; return how many of them passed."""
+    passed = re.search(
+        r"(\d+) passed", run(release, "-m", "pytest", "-q", "--timeout=120", *arguments)
+    )
+    return int(passed.group(1)) if passed else 0
+
+
+def test_a_process_finds_this_release_first(release: Release) -> None:
+    printed = run(release, "-c", "import vllm; print('found', vllm.__version__)")
+    assert f"found {release.number}" in printed
+
+
+def test_the_contract_holds_with_the_interface_of_a_release(release: Release) -> None:
+    assert run_tests(release, "tests/integrations") > 50
+
+
+def test_an_engine_runs_where_its_torch_is_installed(release: Release) -> None:
+    assert release.has_engine is release.wants_installed_torch()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_an_engine_offloaded_comes_back(release: Release, engine: str) -> None:
+    if not release.has_engine:
+        pytest.skip(f"vLLM {release.number} wants another torch")
+    assert run_tests(release, "-m", "e2e", "-k", engine, "tests/e2e/test_models.py") == 1
