@@ -102,8 +102,7 @@ async def test_a_peer_that_reads_nothing_is_given_up() -> None:
         with pytest.raises(
             PeerTimeoutError, match=r"taking a frame took longer than 0\.2 s"
         ) as one:
-            for _ in range(200):
-                await ends.client.send(LARGE)
+            await send_large(ends.client, 200)
         with pytest.raises(PeerTimeoutError) as two:
             await ends.client.send(Ping(request_id=1))
         assert one.value is two.value
