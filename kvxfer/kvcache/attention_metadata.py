@@ -3,11 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.errors import BatchOrderError, InvalidArgumentError, TooManyGroupsError
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
@@ -27,6 +27,13 @@ class TokenBatch:
 
     query_start_loc: NDArray[np.int64]
     positions: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, positions: Sequence[ArrayLike]) -> Self:
+        """Make a batch of the positions of each request's tokens."""
+        places = [np.asarray(of_one, np.int64) for of_one in positions]
+        starts = np.cumsum([0, *map(len, places)])
+        return cls(starts, np.concatenate([np.empty(0, np.int64), *places]))
 
     @property
     def num_requests(self) -> int:

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -222,8 +223,7 @@ class PagedRunner:
             np.arange(request.num_computed, request.num_computed + num_tokens)
             for request, num_tokens in zip(self.rows, lens, strict=True)
         ]
-        starts = np.concatenate(([0], np.cumsum(lens)))
-        batch, order = self.builder.reorder(TokenBatch(starts, np.concatenate(positions)))
+        batch, order = self.builder.reorder(TokenBatch.of(positions))
         self.rows = [self.rows[index] for index in order]
         self.metadata = self.builder.build(batch)
         tokens = [
@@ -314,6 +314,17 @@ class PagedRunner:
         assert finished.done, finished.outcomes
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run small models fast: threads only slow them down, most of all on a busy machine."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 def generate_unpaged(
     model: Any, prompt: Sequence[int], num_tokens: int
 ) -> tuple[list[int], torch.Tensor]:
@@ -321,7 +332,7 @@ def generate_unpaged(
     model.set_attn_implementation("sdpa")
     model.generation_config.eos_token_id = None
     output = model.generate(
-        torch.tensor([prompt]),
+        torch.tensor([list(prompt)]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=num_tokens,
         do_sample=False,

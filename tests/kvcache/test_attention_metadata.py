@@ -45,12 +45,6 @@ class OneTableBuilder(PlainBuilder):
     max_num_groups = 1
 
 
-def make_batch(*requests: list[int]) -> TokenBatch:
-    """A batch of requests, each given by the positions of its tokens."""
-    starts = np.cumsum([0, *map(len, requests)])
-    return TokenBatch(starts, np.array([p for r in requests for p in r], np.int64))
-
-
 def make_tables(num_groups: int, num_requests: int = 0) -> MultiGroupBlockTable:
     """Tables in which request r has block `1 + r + 10 * group`."""
     tables = MultiGroupBlockTable(
@@ -70,7 +64,7 @@ def first_blocks(tables: MultiGroupBlockTable) -> list[list[int]]:
 
 def test_each_group_is_built_from_its_own_table() -> None:
     builder = MultiGroupMetadataBuilder([PlainBuilder(), PlainBuilder()], make_tables(2, 2))
-    assert builder.build(make_batch([3], [0, 1])) == [
+    assert builder.build(TokenBatch.of([[3], [0, 1]])) == [
         {"blocks": [1, 2], "slots": [7, 8, 9]},
         {"blocks": [11, 12], "slots": [47, 48, 49]},
     ]
@@ -79,7 +73,7 @@ def test_each_group_is_built_from_its_own_table() -> None:
 def test_group_0_reorders_the_batch_and_the_tables_of_all_groups() -> None:
     tables = make_tables(2, 4)
     builder = MultiGroupMetadataBuilder([ReorderingBuilder(), PlainBuilder()], tables)
-    batch, order = builder.reorder(make_batch([0, 1, 2], [3], [0, 1], [2]))
+    batch, order = builder.reorder(TokenBatch.of([[0, 1, 2], [3], [0, 1], [2]]))
     assert order.tolist() == [1, 3, 0, 2]
     assert batch.query_start_loc.tolist() == [0, 1, 2, 5, 7]
     assert batch.positions.tolist() == [3, 2, 0, 1, 2, 0, 1]
@@ -89,7 +83,7 @@ def test_group_0_reorders_the_batch_and_the_tables_of_all_groups() -> None:
 def test_another_group_may_want_the_order_that_group_0_chose() -> None:
     tables = make_tables(2, 3)
     builder = MultiGroupMetadataBuilder([ReorderingBuilder(), ReorderingBuilder()], tables)
-    _, order = builder.reorder(make_batch([0, 1], [3], [2]))
+    _, order = builder.reorder(TokenBatch.of([[0, 1], [3], [2]]))
     assert order.tolist() == [1, 2, 0]
 
 
@@ -98,9 +92,9 @@ def test_another_group_that_wants_to_reorder_is_an_error_that_names_it() -> None
     builders = [PlainBuilder(), PlainBuilder(), ReorderingBuilder()]
     builder = MultiGroupMetadataBuilder(builders, tables)
     with pytest.raises(BatchOrderError, match=r"^group 2: ReorderingBuilder .* only group 0 may"):
-        builder.reorder(make_batch([0, 1], [3], [2]))
+        builder.reorder(TokenBatch.of([[0, 1], [3], [2]]))
     assert first_blocks(tables)[0] == [1, 2, 3]
-    batch = make_batch([3], [2], [0, 1])
+    batch = TokenBatch.of([[3], [2], [0, 1]])
     reordered, order = builder.reorder(batch)
     assert order.tolist() == [0, 1, 2]
     assert reordered.positions.tolist() == batch.positions.tolist()
@@ -111,7 +105,7 @@ def test_group_1_is_refused_too_when_group_0_made_another_order_of_its_own() -> 
     reversing = ReorderingBuilder(lambda batch: np.arange(batch.num_requests)[::-1])
     builder = MultiGroupMetadataBuilder([reversing, ReorderingBuilder()], tables)
     with pytest.raises(BatchOrderError) as caught:
-        builder.reorder(make_batch([3], [2], [0, 1]))
+        builder.reorder(TokenBatch.of([[3], [2], [0, 1]]))
     assert (caught.value.group, caught.value.builder) == (1, "ReorderingBuilder")
     assert caught.value.order == (1, 2, 0)
     assert first_blocks(tables) == [[1, 2, 3], [11, 12, 13]]
@@ -123,7 +117,7 @@ def test_what_is_no_order_of_the_batch_is_refused(order: list[int]) -> None:
         [ReorderingBuilder(lambda _: np.array(order))], make_tables(1, 2)
     )
     with pytest.raises(BatchOrderError, match=r"group 0: .* not an order of 2 requests"):
-        builder.reorder(make_batch([0], [0]))
+        builder.reorder(TokenBatch.of([[0], [0]]))
 
 
 def test_a_backend_for_one_group_is_refused_where_there_are_several() -> None:
@@ -144,11 +138,11 @@ def test_every_group_has_a_builder() -> None:
 def test_a_batch_that_the_tables_have_no_blocks_for_is_not_built() -> None:
     builder = MultiGroupMetadataBuilder([PlainBuilder()], make_tables(1, 1))
     with pytest.raises(InvalidArgumentError, match=r"positions\[0\] is 4; .* row 0 of group 0"):
-        builder.build(make_batch([4]))
+        builder.build(TokenBatch.of([[4]]))
 
 
 def test_decodes_are_those_of_few_tokens() -> None:
-    batch = make_batch([0, 1, 2], [0, 1], [5], [6])
+    batch = TokenBatch.of([[0, 1, 2], [0, 1], [5], [6]])
     assert decodes_first(batch).tolist() == [2, 3, 0, 1]
     assert decodes_first(batch, max_decode_tokens=2).tolist() == [1, 2, 3, 0]
 
@@ -165,7 +159,7 @@ def test_any_order_carries_tokens_and_blocks_of_a_request_along(
     builder = MultiGroupMetadataBuilder(
         [ReorderingBuilder(lambda _: order), PlainBuilder()], tables
     )
-    batch, _ = builder.reorder(make_batch(*requests))
+    batch, _ = builder.reorder(TokenBatch.of(requests))
     starts = batch.query_start_loc
     found = [batch.positions[start:stop].tolist() for start, stop in pairwise(starts.tolist())]
     assert found == [requests[request] for request in order]

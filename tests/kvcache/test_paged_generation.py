@@ -1,6 +1,6 @@
 """Real models generate from paged caches whose blocks leave for kvxfer and come back elsewhere."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,13 @@ from kvxfer.kvcache.attention_backend import AttentionLayout
 from kvxfer.kvcache.block_table import NULL_BLOCK_ID
 from kvxfer.storage.keys import Namespace
 from kvxfer.transfer.engine import TransferEngine
-from tests.kvcache.paged_runner import PagedRunner, Request, cache_config, generate_unpaged
+from tests.kvcache.paged_runner import (
+    PagedRunner,
+    Request,
+    cache_config,
+    generate_unpaged,
+    one_thread,
+)
 
 NUM_TOKENS = 16
 TOKENS_PER_BLOCK = 8
@@ -67,11 +73,8 @@ def llama() -> Any:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Models this small are only slowed down by threads, most of all on a busy machine."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with one_thread():
+        yield
 
 
 @pytest.fixture
@@ -103,14 +106,20 @@ def make_runner(
     return PagedRunner(model, config, layout=layout, tokens_per_kernel_block=kernel_tokens)
 
 
-def generate_with_preemptions(runner: PagedRunner, engine: TransferEngine) -> list[Request]:
+def generate_with_preemptions(
+    runner: PagedRunner,
+    engine: TransferEngine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens_per_request: int,
+) -> list[Request]:
     """Every second step, load what was stored two steps ago and store another request."""
-    requests = [runner.add(prompt) for prompt in PROMPTS]
+    requests = [runner.add(prompt) for prompt in prompts]
     away: Request | None = None
     num_resumed = 0
     while any(len(request.logits) < NUM_TOKENS for request in requests):
-        runner.step(max_tokens_per_request=12)
-        runner.step(max_tokens_per_request=12)
+        runner.step(max_tokens_per_request)
+        runner.step(max_tokens_per_request)
         if away is not None:
             before = away.blocks_in_use
             runner.resume(away, engine)
@@ -122,8 +131,10 @@ def generate_with_preemptions(runner: PagedRunner, engine: TransferEngine) -> li
     return requests
 
 
-def require_as_unpaged(model: Any, requests: list[Request]) -> None:
-    for prompt, request in zip(PROMPTS, requests, strict=True):
+def require_as_unpaged(
+    model: Any, prompts: Sequence[Sequence[int]], requests: Sequence[Request]
+) -> None:
+    for prompt, request in zip(prompts, requests, strict=True):
         tokens, logits = generate_unpaged(model, prompt, NUM_TOKENS)
         assert request.tokens[: len(tokens)] == tokens
         found = torch.stack(request.logits[:NUM_TOKENS])
@@ -141,14 +152,15 @@ def test_gemma_generates_as_unpaged_while_its_blocks_come_and_go(
     runner = make_runner(gemma, layout, layers_per_group=2, first_kernel_tokens=4)
     assert [group.layer_names for group in runner.config.groups] == [("2", "4"), ("0", "1"), ("3",)]
     assert len(runner.caches.tensors) == 1
-    requests = generate_with_preemptions(runner, connected(runner, url.format(tmp_path)))
+    engine = connected(runner, url.format(tmp_path))
+    requests = generate_with_preemptions(runner, engine, PROMPTS, max_tokens_per_request=12)
     for request in requests:
         num_visible = -(-WINDOW // TOKENS_PER_BLOCK) + 1
         full, *sliding = [[block != NULL_BLOCK_ID for block in ids] for ids in request.block_ids]
         assert all(full)
         assert all(sum(in_use) <= num_visible < len(in_use) for in_use in sliding)
     assert not runner.caches.tensors[0].tensor[NULL_BLOCK_ID].any()
-    require_as_unpaged(gemma, requests)
+    require_as_unpaged(gemma, PROMPTS, requests)
 
 
 def test_llama_generates_as_unpaged_while_its_blocks_come_and_go(
@@ -156,8 +168,9 @@ def test_llama_generates_as_unpaged_while_its_blocks_come_and_go(
 ) -> None:
     runner = make_runner(llama, NHD, layers_per_group=3, first_kernel_tokens=2)
     assert len(runner.config.groups) == 1
-    requests = generate_with_preemptions(runner, connected(runner, "host://?capacity=16MiB"))
-    require_as_unpaged(llama, requests)
+    engine = connected(runner, "host://?capacity=16MiB")
+    requests = generate_with_preemptions(runner, engine, PROMPTS, max_tokens_per_request=12)
+    require_as_unpaged(llama, PROMPTS, requests)
 
 
 def generate_after_one_preemption(
