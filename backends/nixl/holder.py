@@ -50,6 +50,7 @@ class Holder:
         self._store: BlockStore | None = None
         self._settling = asyncio.Lock()
         self._server: asyncio.Server | None = None
+        self._port = endpoint.port
         self._data_socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._served: dict[bytes, tuple[ServedPeer, asyncio.Task[None]]] = {}
@@ -57,9 +58,8 @@ class Holder:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where peers connect to."""
-        assert self._server is not None
-        return Endpoint(self._endpoint.host, self._server.sockets[0].getsockname()[1])
+        """Where peers connect to; port 0 becomes the one it got when it begins to listen."""
+        return Endpoint(self._endpoint.host, self._port)
 
     @property
     def peers(self) -> list[ServedPeer]:
@@ -82,6 +82,7 @@ class Holder:
                 limit=STREAM_BUFFER_BYTES,
             )
             bound = self._server.sockets[0]
+            self._port = bound.getsockname()[1]
             data = self._data_socket = socket.socket(bound.family, socket.SOCK_STREAM)
             data.bind((bound.getsockname()[0], 0))
             data.listen()
@@ -204,7 +205,7 @@ class Holder:
                     connection.secure(peer.session.frame_keys(attach.serial))
                     await connection.send(Pong(request_id=attach.serial))
                     with peer.owning_current_task():
-                        await serve_data(connection, peer.store)
+                        await serve_data(connection, peer)
         except (KVXferError, OSError) as exc:
             logger.info("data connection of %s: %s", address, exc)
         finally:

@@ -85,6 +85,7 @@ class ServedPeer:
         self._cancelled: set[int] = set()
         self._pins: dict[int, AsyncExitStack] = {}
         self._data: set[asyncio.Task[Any]] = set()
+        self._num_on_data = 0
 
     @property
     def num_pins(self) -> int:
@@ -94,7 +95,7 @@ class ServedPeer:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is pinned or moved for this peer."""
-        return not self._pins and not self._jobs
+        return not (self._pins or self._jobs or self._num_on_data)
 
     @property
     def transport(self) -> str:
@@ -111,6 +112,15 @@ class ServedPeer:
             yield
         finally:
             self._data.discard(task)
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[None]:
+        """Count as moving something, on a data connection."""
+        self._num_on_data += 1
+        try:
+            yield
+        finally:
+            self._num_on_data -= 1
 
     async def serve(self) -> None:
         """Answer until the connection ends; returns when nothing is pinned or moved any more."""

@@ -5,7 +5,7 @@ import msgspec
 from kvxfer.backends.nixl import messages
 from kvxfer.backends.nixl.data_connection import DataConnection
 from kvxfer.backends.nixl.messages import Moved, Receive, Send, Sending
-from kvxfer.backends.nixl.served import endings
+from kvxfer.backends.nixl.served import ServedPeer, endings
 from kvxfer.backends.nixl.store import BlockStore
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.lending import Wanted
@@ -15,7 +15,7 @@ IDLE_TIMEOUT_S = 3600.0
 _TRANSFER: msgspec.msgpack.Decoder[Send | Receive] = msgspec.msgpack.Decoder(Send | Receive)
 
 
-async def serve_data(connection: DataConnection, store: BlockStore) -> None:
+async def serve_data(connection: DataConnection, peer: ServedPeer) -> None:
     """Do what is asked for on a data connection, one request after the other, until it ends.
 
     Raises:
@@ -24,10 +24,11 @@ async def serve_data(connection: DataConnection, store: BlockStore) -> None:
     """
     while True:
         request = await connection.receive(_TRANSFER, timeout_s=IDLE_TIMEOUT_S)
-        if isinstance(request, Send):
-            await _send(connection, store, request)
-        else:
-            await _receive(connection, store, request)
+        with peer.moving():
+            if isinstance(request, Send):
+                await _send(connection, peer.store, request)
+            else:
+                await _receive(connection, peer.store, request)
 
 
 async def _send(connection: DataConnection, store: BlockStore, request: Send) -> None:
