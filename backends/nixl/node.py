@@ -73,7 +73,7 @@ class Node:
         return RegionTable([(region.address, region.num_bytes) for region in self._regions])
 
     def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
-        """Let peers reach memory; before the first handshake. What they reach already is left out."""
+        """Let peers reach memory, but for what they reach already; before the first handshake."""
         assert self._agent is None, "memory is added before the first handshake"
         self._regions += [region for region in regions if not self._has(region)]
 
@@ -136,14 +136,15 @@ class Node:
         async with self._opening:
             if self._agent is None:
                 try:
-                    self._agent = await self._threads.run(self._open_agent)
+                    await self._threads.run(self._open_agent)
                 except (BackendUnavailableError, TransferFailedError) as exc:
                     if self.config.transport == "nixl":
                         raise BackendUnavailableError(f"NIXL cannot be used: {exc}") from exc
                     logger.info("NIXL cannot be used, so sockets are: %s", exc)
             return self._agent
 
-    def _open_agent(self) -> TransferAgent:
+    def _open_agent(self) -> None:
+        """Open the agent; whoever asks next finds it, even if nobody waits for the end."""
         agent = self._make_agent()
         agent.register(self._regions)
-        return agent
+        self._agent = agent
