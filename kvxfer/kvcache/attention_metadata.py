@@ -134,7 +134,11 @@ class MultiGroupMetadataBuilder(Generic[M]):
         Raises:
             BatchOrderError: Another group wants another order, or an order is not a permutation.
                 The block tables are as they were.
+            InvalidArgumentError: The batch has more requests than the block tables have rows.
         """
+        limit = self._block_tables.max_num_requests
+        if batch.num_requests > limit:
+            raise InvalidArgumentError("batch", batch.num_requests, f"at most {limit} requests")
         order = self._wanted(0, batch)
         reordered = batch.reorder(order)
         for group in range(1, len(self._builders)):

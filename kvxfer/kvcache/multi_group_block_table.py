@@ -26,6 +26,7 @@ class MultiGroupBlockTable:
 
     Attributes:
         tables: The table of each group.
+        max_num_requests: Rows.
 
     Raises:
         InvalidArgumentError: As `BlockTable`, or there is not one kernel block per group.
@@ -46,6 +47,7 @@ class MultiGroupBlockTable:
         if tokens_per_kernel_block is None:
             tokens_per_kernel_block = [group.spec.tokens_per_block for group in groups]
         _require_one_per_group("tokens_per_kernel_block", tokens_per_kernel_block, len(groups))
+        self.max_num_requests = max_num_requests
         self.tables = tuple(
             BlockTable(
                 group.spec.tokens_per_block,

@@ -141,6 +141,15 @@ def test_a_batch_that_the_tables_have_no_blocks_for_is_not_built() -> None:
         builder.build(TokenBatch.of([[4]]))
 
 
+def test_a_batch_of_more_requests_than_rows_is_refused_before_any_row_moves() -> None:
+    tables = make_tables(1, MAX_REQUESTS)
+    reversing = ReorderingBuilder(lambda batch: np.arange(batch.num_requests)[::-1])
+    builder = MultiGroupMetadataBuilder([reversing], tables)
+    with pytest.raises(InvalidArgumentError, match="batch is 7; expected at most 6 requests"):
+        builder.reorder(TokenBatch.of([[0]] * 7))
+    assert first_blocks(tables) == [[1, 2, 3, 4, 5, 6]]
+
+
 def test_decodes_are_those_of_few_tokens() -> None:
     batch = TokenBatch.of([[0, 1, 2], [0, 1], [5], [6]])
     assert decodes_first(batch).tolist() == [2, 3, 0, 1]
