@@ -22,7 +22,7 @@ from kvxfer.backends.nixl.peer import Peer, PeerStatistics
 from kvxfer.backends.nixl.placement import rank
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.route import Route
-from kvxfer.backends.nixl.store import BlockStore
+from kvxfer.backends.nixl.store import BlockStore, delete_each
 from kvxfer.backends.nixl.tls import client_context
 from kvxfer.backends.nixl.transfer_agent import TransferAgent
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
@@ -190,13 +190,14 @@ class NixlBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> int:
         """See `Backend.delete`; at every peer that may hold a key."""
-        before = await self.lookup(keys)
+        await self._check(keys)
         homes, ranked = await self._find_homes(keys)
         async with asyncio.TaskGroup() as tasks:
-            for home, indices in _by_home(homes, ranked):
+            deletions = [
                 tasks.create_task(self._delete_at(home, [keys[index] for index in indices]))
-        after = await self.lookup(keys)
-        return sum(was and not still for was, still in zip(before, after, strict=True))
+                for home, indices in _by_home(homes, ranked)
+            ]
+        return len({key for deletion in deletions for key in deletion.result()})
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
@@ -258,9 +259,16 @@ class NixlBackend(Backend):
             return set()
         return {key for key, found in zip(keys, there, strict=True) if found}
 
-    async def _delete_at(self, home: Home, keys: Sequence[BlockKey]) -> None:
-        with contextlib.suppress(KVXferError, TimeoutError):
-            await home.delete(keys)
+    async def _delete_at(self, home: Home, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        try:
+            if isinstance(home, HostBackend):
+                deleted = await delete_each(home, keys)
+            else:
+                deleted = await home.delete(keys)
+        except (KVXferError, TimeoutError) as exc:
+            logger.debug("deletion of %d keys failed: %s", len(keys), exc)
+            return set()
+        return {key for key, is_gone in zip(keys, deleted, strict=True) if is_gone}
 
     async def _keep_quarantine_small(self) -> None:
         """Go on with a new agent when too much memory may still be touched by the old one."""

@@ -241,10 +241,10 @@ class Delete(Message, frozen=True):
 
 
 class Deleted(Message, frozen=True):
-    """Answer `Delete`: how many of the keys were there."""
+    """Answer `Delete`: for each key whether it was there and is no more."""
 
     request_id: int
-    num_deleted: int
+    deleted: list[bool]
 
 
 class Failed(Message, frozen=True):

@@ -99,18 +99,16 @@ class Peer:
             found = await connection.request(
                 lambda number: Lookup(request_id=number, keys=list(keys)), Found
             )
-        if len(found.there) != len(keys):
-            detail = f"answered for {len(found.there)} of {len(keys)} keys"
-            raise ProtocolError(str(self.route.endpoint), detail)
-        return found.there
+        return self._one_per_key(found.there, keys)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Ask the peer to forget keys; errors as `lookup`."""
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Ask the peer to forget keys, and learn which it did; errors as `lookup`."""
         async with asyncio.timeout(self._timeout_s):
             connection, _ = await self.route.open()
-            await connection.request(
+            answer = await connection.request(
                 lambda number: Delete(request_id=number, keys=list(keys)), Deleted
             )
+        return self._one_per_key(answer.deleted, keys)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; what cannot be done in time is `TIMED_OUT`."""
@@ -125,6 +123,12 @@ class Peer:
         self._count(outcomes)
         self.statistics.num_stored_bytes += _done_bytes(outcomes, blocks)
         return outcomes
+
+    def _one_per_key(self, answers: list[bool], keys: Sequence[BlockKey]) -> list[bool]:
+        if len(answers) != len(keys):
+            detail = f"answered for {len(answers)} of {len(keys)} keys"
+            raise ProtocolError(str(self.route.endpoint), detail)
+        return answers
 
     async def _move(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors

@@ -36,7 +36,7 @@ from kvxfer.backends.nixl.messages import (
     Unpinned,
 )
 from kvxfer.backends.nixl.session import Session
-from kvxfer.backends.nixl.store import BlockStore
+from kvxfer.backends.nixl.store import BlockStore, delete_each
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerError, TransferFailedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
@@ -185,8 +185,9 @@ class ServedPeer:
             there = await self.store.backend.lookup(request.keys)
             return Found(request_id=number, there=there)
         if isinstance(request, Delete):
-            count = await self.store.backend.delete(request.keys)
-            return Deleted(request_id=number, num_deleted=count)
+            return Deleted(
+                request_id=number, deleted=await delete_each(self.store.backend, request.keys)
+            )
         if isinstance(request, Pin):
             return await self._pin(request)
         if isinstance(request, Push):

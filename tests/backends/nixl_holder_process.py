@@ -1,0 +1,92 @@
+"""A process that holds blocks for peers; it is told what to do by lines of JSON on its input."""
+
+# ruff: noqa: T201 - it talks to who started it through pipes
+
+import asyncio
+import json
+import logging
+import sys
+from typing import Any
+
+import msgspec
+
+from kvxfer.backends.host import HostBackend
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.storage.keys import BlockKey, Namespace
+
+
+class Holders:
+    """The holders of this process, by number."""
+
+    def __init__(self) -> None:
+        self.backends: dict[int, NixlBackend] = {}
+        self.num_opened = 0
+
+    async def obey(self, order: dict[str, Any]) -> object:
+        """Do what is asked for, and say what came of it."""
+        do = getattr(self, f"do_{order.pop('do')}")
+        return await do(**order)
+
+    async def do_greet(self) -> object:
+        """Say that this process is there."""
+        return "hello"
+
+    async def do_open(self, namespace: Any, config: dict[str, Any]) -> object:
+        """Open a holder; return its number and where it listens."""
+        backend = NixlBackend(
+            msgspec.convert(config, NixlConfig, dec_hook=lambda kind, value: kind(value)),
+            msgspec.convert(namespace, Namespace),
+        )
+        await backend.start()
+        assert backend.holder is not None
+        self.num_opened += 1
+        self.backends[self.num_opened] = backend
+        return self.num_opened, str(backend.holder.endpoint)
+
+    async def do_close(self, holder: int) -> object:
+        """Close a holder."""
+        await self.backends.pop(holder).aclose()
+        return None
+
+    async def do_corrupt(self, holder: int, key: str) -> object:
+        """Change a byte of a stored block."""
+        own = self._own(holder)
+        slot = own._index.slot_of(BlockKey(bytes.fromhex(key)))
+        own._pool.slot_bytes(slot)[0, 5] ^= 1
+        return None
+
+    async def do_delete(self, holder: int, keys: list[str]) -> object:
+        """Delete blocks as eviction would."""
+        return await self._own(holder).delete([BlockKey(bytes.fromhex(key)) for key in keys])
+
+    async def do_look(self, holder: int) -> object:
+        """Say what the holder keeps, pins and serves."""
+        own, serving = self._own(holder), self.backends[holder].holder
+        assert serving is not None
+        return {
+            "stored": [key.hex() for key in own._index.keys()],  # noqa: SIM118 - not a dict
+            "evictable": own._index.num_evictable,
+            "peers": len(serving.peers),
+            "pins": sum(peer.num_pins for peer in serving.peers),
+            "idle": all(peer.is_idle for peer in serving.peers),
+        }
+
+    def _own(self, holder: int) -> HostBackend:
+        own = self.backends[holder]._own
+        assert own is not None
+        return own
+
+
+async def main() -> None:
+    """Obey until the input ends."""
+    holders = Holders()
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        print(json.dumps(await holders.obey(json.loads(line))), flush=True)
+    for number in list(holders.backends):
+        await holders.do_close(number)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING)
+    asyncio.run(main())

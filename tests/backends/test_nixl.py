@@ -1,0 +1,99 @@
+"""The NIXL backend keeps every promise of `Backend`, with holders in another process."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing import BackendStateMachine, BackendTests
+from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
+from tests.backends.test_host import capacity_for
+
+WAYS: dict[str, dict[str, Any]] = {
+    "socket": {"transport": "socket"},
+    "write": {"transport": "nixl", "direction": "write"},
+    "read": {"transport": "nixl", "direction": "read"},
+}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[HolderProcess]:
+    process = HolderProcess()
+    yield process
+    assert process.close() == 0
+
+
+@pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
+class NixlBackendTests(BackendTests):
+    persistent = True
+    max_blocks = 5
+    fields: ClassVar[dict[str, Any]] = {}
+
+    @pytest.fixture(autouse=True)
+    def _holders(self, process: HolderProcess) -> Iterator[None]:
+        self.process = process
+        self.holders: dict[tuple[str, int], OpenHolder] = {}
+        yield
+        for holder in self.holders.values():
+            holder.close()
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return self._open(namespace, 64)
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        return self._open(namespace, 5)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        [holder] = self.holders.values()
+        holder.corrupt(key)
+
+    def _open(self, namespace: Namespace, num_blocks: int) -> Backend:
+        place = namespace.fingerprint, num_blocks
+        if place not in self.holders:
+            capacity = int(capacity_for(namespace, num_blocks))
+            self.holders[place] = self.process.open(namespace, capacity=capacity)
+        return open_client(namespace, self.holders[place], **self.fields)
+
+
+class TestSocket(NixlBackendTests):
+    fields = WAYS["socket"]
+
+
+class TestHolderWrites(NixlBackendTests):
+    fields = WAYS["write"]
+
+
+class TestPeerReads(NixlBackendTests):
+    fields = WAYS["read"]
+
+
+class NixlStateMachine(BackendStateMachine):
+    fields: ClassVar[dict[str, Any]] = {}
+    process: ClassVar[HolderProcess]
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        self.holder = self.process.open(namespace, capacity=int(capacity_for(namespace, 12)))
+        return open_client(namespace, self.holder, **self.fields)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.holder.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("way", WAYS)
+def test_random_sequences_of_calls_agree_with_a_dictionary(
+    process: HolderProcess, way: str
+) -> None:
+    class Machine(NixlStateMachine):
+        pass
+
+    Machine.fields, Machine.process = WAYS[way], process
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=10, stateful_step_count=20, deadline=None)
+    )
