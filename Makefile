@@ -16,7 +16,7 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PYTHONHASHSEED := 0
 
-.PHONY: setup demo test e2e compat lint type docs bench check-dist check
+.PHONY: setup demo test e2e compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -35,6 +35,8 @@ lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
 
 docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict
+
+layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
 bench: $(SMOLLM2) ; for name in describe copy file vllm; do $(BIN)/kvxfer bench $$name --check || exit 1; done
 

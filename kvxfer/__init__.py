@@ -12,6 +12,7 @@ from kvxfer.errors import (
     CapacityError,
     ClosedError,
     DuplicateError,
+    HandshakeError,
     InvalidArgumentError,
     KVXferError,
     LayoutError,
@@ -19,6 +20,10 @@ from kvxfer.errors import (
     NamespaceMismatchError,
     OverlapError,
     PageBoundsError,
+    PeerClosedError,
+    PeerError,
+    PeerTimeoutError,
+    ProtocolError,
     SpecMergeError,
     TooManyGroupsError,
     UnknownGroupError,
@@ -48,7 +53,9 @@ from kvxfer.kvcache.canonical import (
 )
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import Descriptors, describe
+from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.layout import KVLayout
+from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
@@ -70,6 +77,7 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId
 
 __all__ = [
+    "LAYOUT_ZOO",
     "NULL_BLOCK_ID",
     "PAD_SLOT",
     "AllocationCondition",
@@ -98,9 +106,11 @@ __all__ = [
     "CrossAttentionSpec",
     "Descriptors",
     "DuplicateError",
+    "EngineLayout",
     "FinishedJob",
     "FullAttentionSpec",
     "GroupIdentity",
+    "HandshakeError",
     "InvalidArgumentError",
     "JobId",
     "KVCacheConfig",
@@ -120,6 +130,10 @@ __all__ = [
     "Outcome",
     "OverlapError",
     "PageBoundsError",
+    "PeerClosedError",
+    "PeerError",
+    "PeerTimeoutError",
+    "ProtocolError",
     "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "SpecMergeError",
