@@ -9,8 +9,8 @@ from kvxfer.backends.nixl.endpoint import Endpoint
 class PeerDirectory(Protocol):
     """Knows the peers that hold blocks; a discovery service can be one.
 
-    Every process that shares blocks must see the same peers sooner or later: `place` decides by
-    them where a block is.
+    Every process that shares blocks must see the same peers sooner or later: where a block is
+    follows from them, see `placement`.
     """
 
     async def peers(self) -> Sequence[Endpoint]:

@@ -53,22 +53,6 @@ def rank(
     return ranked
 
 
-def place(
-    keys: Sequence[BlockKey], endpoints: Sequence[Endpoint], replicas: int
-) -> list[NDArray[np.intp]]:
-    """Say which keys each peer holds.
-
-    Args: as `rank`.
-
-    Returns:
-        For each endpoint the ascending indices of its keys.
-
-    Raises: as `rank`.
-    """
-    ranked = rank(keys, endpoints, replicas)
-    return [np.flatnonzero((ranked == peer).any(axis=0)) for peer in range(len(endpoints))]
-
-
 def _hashes(names: Sequence[bytes]) -> NDArray[np.uint64]:
     return np.fromiter(map(xxhash.xxh3_64_intdigest, names), np.uint64, len(names))
 

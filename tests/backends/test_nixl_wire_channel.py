@@ -4,6 +4,7 @@ import asyncio
 import socket
 import struct
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ from kvxfer import (
     PeerTimeoutError,
     ProtocolError,
 )
+from kvxfer.backends.nixl import channel
 from kvxfer.backends.nixl.channel import CLOSE_TIMEOUT_S, FrameChannel, RateLimit
 from kvxfer.backends.nixl.frames import MAX_UNPROVEN_FRAME_BYTES
 from kvxfer.backends.nixl.messages import Ping, Proof
@@ -41,10 +43,10 @@ def secure(ends: Ends) -> None:
     ends.server.secure(Session(Role.SERVING, session_id=b"", key=b"").frame_keys())
 
 
-async def send_large(channel: FrameChannel, num: int) -> None:
+async def send_large(end: FrameChannel, num: int) -> None:
     """Send so much that the kernel's buffers do not take it, from a hundred on."""
     for _ in range(num):
-        await channel.send(LARGE)
+        await end.send(LARGE)
 
 
 @pytest.mark.parametrize("encrypted", ["plain", "TLS"])
@@ -117,25 +119,37 @@ async def test_a_peer_that_does_not_end_a_frame_is_given_up_but_not_one_that_is_
             await ends.server.receive(PING)
 
 
-@pytest.mark.parametrize(
-    "limit",
-    [RateLimit(frames_per_second=20), RateLimit(bytes_per_second=20 * MAX_UNPROVEN_FRAME_BYTES)],
-    ids=["frames", "bytes"],
-)
-async def test_who_talks_too_fast_is_read_more_slowly_after_a_second_worth(
-    limit: RateLimit,
-) -> None:
+async def test_who_talks_too_fast_is_read_more_slowly() -> None:
     async with connected(frame_timeout_s=10) as ends:
+        limit = RateLimit(frames_per_second=20)
         slow = FrameChannel(ends.server._reader, ends.server._writer, rate_limit=limit)
         sending = asyncio.create_task(send_large(ends.client, 27))
         start = time.monotonic()
-        for _ in range(20):
-            assert await slow.receive(PROOF) == LARGE
-        assert time.monotonic() - start < 0.9
-        for _ in range(7):
+        for _ in range(27):
             assert await slow.receive(PROOF) == LARGE
         assert time.monotonic() - start > 0.25
         await sending
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [RateLimit(frames_per_second=20), RateLimit(bytes_per_second=20 * 1000)],
+    ids=["frames", "bytes"],
+)
+def test_a_second_worth_may_come_at_once_and_silence_saves_no_more(
+    limit: RateLimit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(channel, "time", SimpleNamespace(monotonic=lambda: now))
+    pace = channel._Pace(limit)
+    for _ in range(2):
+        for _ in range(20):
+            assert pace.ahead_s() <= 1e-9
+            pace.count(1000)
+        for _ in range(5):
+            pace.count(1000)
+        assert pace.ahead_s() == pytest.approx(5 / 20)
+        now += 3600
 
 
 @pytest.mark.parametrize("how", ["closes", "resets"])
