@@ -30,7 +30,7 @@ class DeviceArray:
         self._copied: torch.Event | None = None
         if device.type != "cpu":
             self._staged = torch.zeros(shape, dtype=dtype, pin_memory=True)
-            self._copied = torch.Event(device)
+            self._copied = torch.Event(self.device.device)
         self._staged_array: NDArray[Any] = self._staged.numpy()
         self.host = np.zeros_like(self._staged_array)
 

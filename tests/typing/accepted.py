@@ -72,6 +72,20 @@ def polling_gives_finished_jobs(engine: kvxfer.TransferEngine, keys: list[kvxfer
     assert_type(engine.get_finished(), list[kvxfer.FinishedJob])
 
 
+class Builder(kvxfer.AttentionMetadataBuilder[list[int]]):
+    def build(
+        self, batch: kvxfer.TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> list[int]:
+        raise NotImplementedError
+
+
+def builders_say_what_they_build(tables: kvxfer.MultiGroupBlockTable) -> None:
+    builder = kvxfer.MultiGroupMetadataBuilder([Builder(), Builder()], tables)
+    batch, _ = builder.reorder(kvxfer.TokenBatch.of([[0, 1], np.arange(3)]))
+    assert_type(builder.build(batch), list[list[int]])
+    assert_type(tables[0].compute_slot_mapping([0, 1], np.array([7])), torch.Tensor)
+
+
 def a_backend_is_made_from_configuration_and_namespace(namespace: kvxfer.Namespace) -> None:
     config = HostConfig(capacity=ByteSize.parse("1MiB"))
     assert_type(HostBackend(config, namespace).memory_kinds, frozenset[str])
