@@ -15,6 +15,7 @@ _COMMANDS = {
     "fsck": ("kvxfer.cli.fsck", "verify every block of a file store"),
     "ls": ("kvxfer.cli.ls", "list the namespaces of a file store"),
     "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
+    "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
     "gc": ("kvxfer.cli.gc", "remove what nobody needs from a file store"),
 }
 

@@ -1,0 +1,142 @@
+"""A process that does nothing but hold blocks for others."""
+
+import contextlib
+import logging
+from collections.abc import Callable
+
+from kvxfer.backends.host.backend import HostBackend
+from kvxfer.backends.nixl.agent import NixlAgent
+from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.hasher import BlockHasher
+from kvxfer.backends.nixl.holder import Holder
+from kvxfer.backends.nixl.node import Node
+from kvxfer.backends.nixl.store import BlockStore
+from kvxfer.backends.nixl.transfer_agent import TransferAgent
+from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.lending import Lender, StagedLender
+from kvxfer.storage.threads import Threads
+from kvxfer.storage.tiers import TieredBackend
+from kvxfer.units import format_size
+
+STAGING_BYTES = 256 << 20
+NUM_HASHING_THREADS = 2
+
+logger = logging.getLogger(__name__)
+
+
+class StandAlonePeer:
+    """Holds blocks of the namespace that the first peer brings, and of no other.
+
+    Not before that peer does it know how large a block is, so its memory is reserved then, on a
+    thread. That may take longer than the peer waits; it is there when the peer tries again.
+
+    Args:
+        config: Where to listen, and how peers prove themselves.
+        open_backend: Opens what keeps the blocks; may block. Blocks are lent where they are if
+            it is a `Lender`, and by way of staging memory otherwise.
+        make_agent: Opens what moves bytes between registered memory.
+
+    Attributes:
+        is_ready: Whether peers that come are served.
+
+    Raises:
+        InvalidArgumentError: There is nothing to listen at, or a parameter cannot be.
+    """
+
+    def __init__(
+        self,
+        config: NixlConfig,
+        open_backend: Callable[[Namespace], Backend],
+        *,
+        make_agent: Callable[[], TransferAgent] = NixlAgent,
+    ) -> None:
+        if config.listen_endpoint is None:
+            raise InvalidArgumentError("listen", config.listen, "HOST:PORT")
+        self.is_ready = False
+        self._open_backend = open_backend
+        self._node = Node(config, namespace=None, make_agent=make_agent)
+        self._holder = Holder(self._node, self._open_store, config.listen_endpoint)
+        self._opening = Threads("kvxfer-open", 1)
+        self._hashing = Threads("kvxfer-hash", NUM_HASHING_THREADS)
+        self._hasher = BlockHasher()
+        self._copy_engine = CPUCopyEngine()
+        self._opened: tuple[Namespace, Backend, Lender] | None = None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where peers connect to; known once it listens."""
+        return self._holder.endpoint
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            BackendUnavailableError: The address is in use, or is not one of this machine.
+        """
+        with contextlib.suppress(BackendUnavailableError):  # the first peer must not wait for it
+            await self._opening.run(import_nixl, otherwise="let peers use sockets")
+        await self._holder.start()
+        self.is_ready = True
+        logger.info("listening at %s", self.endpoint)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new peers, and wait until those that are there hold and move nothing."""
+        self.is_ready = False
+        logger.info("draining: no new peers, %d are connected", len(self._holder.peers))
+        if not await self._holder.drain(timeout_s):
+            logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
+
+    async def aclose(self) -> None:
+        """End every connection and close the backend; may be called again."""
+        self.is_ready = False
+        await self._holder.aclose()
+        await self._node.aclose()
+        await self._opening.aclose()
+        if self._opened is not None:
+            _, backend, lender = self._opened
+            if isinstance(lender, StagedLender):
+                await lender.aclose()
+            await backend.aclose()
+        await self._hashing.aclose()
+        await self._hasher.aclose()
+        self._copy_engine.close()
+
+    async def _open_store(self, namespace: Namespace) -> BlockStore:
+        if self._opened is None:
+            await self._opening.run(self._open, namespace)
+        assert self._opened is not None
+        settled, backend, lender = self._opened
+        settled.require_same(namespace)  # a peer that did not wait may have settled another one
+        return BlockStore(backend, lender, self._hasher)
+
+    def _open(self, namespace: Namespace) -> None:
+        """Reserve the memory; whoever asks next finds it, even if nobody waits for the end."""
+        backend = self._open_backend(namespace)
+        lender = backend if isinstance(backend, Lender) else self._stage(backend, namespace)
+        backend.attach([lender.region])
+        self._node.add_memory([lender.region])
+        self._opened = namespace, backend, lender
+        tiers = backend.tiers if isinstance(backend, TieredBackend) else [backend]
+        sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
+        logger.info(
+            "settled namespace %s of %r: %d slots of %s in host memory, tiers below: %d",
+            namespace.fingerprint,
+            namespace.model,
+            sum(tier.num_slots for tier in tiers if isinstance(tier, HostBackend)),
+            format_size(max(sizes)),
+            len(tiers) - 1,
+        )
+
+    def _stage(self, backend: Backend, namespace: Namespace) -> Lender:
+        return StagedLender(
+            backend,
+            namespace,
+            copy_engine=self._copy_engine,
+            threads=self._hashing,
+            max_bytes=STAGING_BYTES,
+        )

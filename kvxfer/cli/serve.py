@@ -1,0 +1,101 @@
+"""The `kvxfer serve` command."""
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import logging
+import signal
+from collections.abc import Sequence
+
+from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.readiness import Readiness
+from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+from kvxfer.connect import open_backend, parse_backend
+from kvxfer.units import ByteSize, Duration
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Hold blocks for other processes until a signal comes; return 0."""
+    parser = argparse.ArgumentParser(
+        prog="kvxfer serve",
+        description="Hold blocks for engines that name this process as nixl://HOST:PORT. The first "
+        "one settles which model they are of. SIGTERM or Ctrl-C ends it when nothing is being "
+        "moved any more, a second one at once.",
+    )
+    parser.add_argument(
+        "--listen", required=True, metavar="HOST:PORT", help="where peers connect; port 0: any"
+    )
+    parser.add_argument(
+        "--capacity", required=True, metavar="SIZE", help="host memory for blocks, such as 8GiB"
+    )
+    parser.add_argument(
+        "--tier",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="where blocks are kept as well, such as file:///var/cache/kv?capacity=200GiB; "
+        "may be given several times, fastest first",
+    )
+    parser.add_argument(
+        "--secret-file", default="", metavar="FILE", help="what all peers know; KVXFER_SECRET else"
+    )
+    for name, content in (
+        ("cert", "certificate of this process"),
+        ("key", "private key of that certificate"),
+        ("ca", "certificate of the authority that signs those of all peers"),
+    ):
+        parser.add_argument(f"--tls-{name}", default="", metavar="FILE", help=f"{content}, PEM")
+    parser.add_argument(
+        "--ready", metavar="HOST:PORT", help="answer GET /ready there: 200, or 503 while draining"
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        default="20s",
+        metavar="TIME",
+        help="how long it waits at its end for blocks that are being moved; default 20s",
+    )
+    arguments = parser.parse_args(argv)
+    for tier in arguments.tier:
+        parse_backend(tier)  # what is wrong with it is said now, not when the first peer comes
+    capacity = ByteSize.parse(arguments.capacity)
+    config = NixlConfig(
+        listen=arguments.listen,
+        capacity=capacity,
+        secret_file=arguments.secret_file,
+        tls_cert=arguments.tls_cert,
+        tls_key=arguments.tls_key,
+        tls_ca=arguments.tls_ca,
+    )
+    tiers = [{"type": "host", "capacity": capacity}, *arguments.tier]
+    peer = StandAlonePeer(config, functools.partial(open_backend, tiers))
+    ready = Endpoint.parse("ready", arguments.ready) if arguments.ready else None
+    drain_timeout_s = Duration.parse(arguments.drain_timeout)
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
+    logging.getLogger("kvxfer").setLevel(logging.INFO)
+    asyncio.run(_serve(peer, ready, drain_timeout_s))
+    return 0
+
+
+async def _serve(peer: StandAlonePeer, ready: Endpoint | None, drain_timeout_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    asked_to_end = asyncio.Event()
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, asked_to_end.set)
+    async with contextlib.AsyncExitStack() as stack:
+        if ready is not None:
+            await stack.enter_async_context(Readiness(ready, lambda: peer.is_ready))
+        await stack.enter_async_context(contextlib.aclosing(peer))
+        await peer.start()
+        await asked_to_end.wait()
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
+        await peer.drain(drain_timeout_s)
+    logger.info("ended")

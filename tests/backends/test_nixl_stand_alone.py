@@ -1,0 +1,103 @@
+"""A stand-alone peer, within the process of the test."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+
+import pytest
+
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.storage.keys import Namespace, make_block_key
+from kvxfer.testing import BlockMemory
+from kvxfer.units import ByteSize
+
+LIMIT_S = 10.0
+CAPACITY = ByteSize(1 << 20)
+CONFIG = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
+MEMORY = BlockMemory([[4096]], num_blocks=1)
+NAMESPACE, OTHER = MEMORY.namespace(), MEMORY.namespace(model="other")
+KEYS = [make_block_key(b"hash", 0)]
+
+
+def open_host(namespace: Namespace) -> HostBackend:
+    return HostBackend(HostConfig(capacity=CAPACITY), namespace)
+
+
+class SlowHost:
+    """Opens a host backend when it is let to."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+        self.opened: list[Namespace] = []
+
+    def __call__(self, namespace: Namespace) -> HostBackend:
+        self.begun.set()
+        self.may_end.wait(LIMIT_S)
+        self.opened.append(namespace)
+        return open_host(namespace)
+
+
+async def test_memory_is_kept_for_a_peer_that_did_not_wait_for_it() -> None:
+    host = SlowHost()
+    async with contextlib.aclosing(StandAlonePeer(CONFIG, host)) as peer:
+        opening = asyncio.create_task(peer._open_store(NAMESPACE))
+        await asyncio.to_thread(host.begun.wait, LIMIT_S)
+        opening.cancel()
+        host.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        with pytest.raises(NamespaceMismatchError, match="'other'"):
+            await peer._open_store(OTHER)
+        assert (await peer._open_store(NAMESPACE)).lender.region.num_bytes < CAPACITY
+    assert host.opened == [NAMESPACE]
+
+
+async def test_while_memory_is_reserved_a_peer_of_another_model_is_greeted_and_refused() -> None:
+    host = SlowHost()
+    async with contextlib.aclosing(StandAlonePeer(CONFIG, host)) as peer:
+        await peer.start()
+        config = NixlConfig(address=str(peer.endpoint), transport="socket")
+        async with NixlBackend(config, NAMESPACE) as first, NixlBackend(config, OTHER) as second:
+            lookup = asyncio.create_task(first.lookup(KEYS))
+            await asyncio.to_thread(host.begun.wait, LIMIT_S)
+            other = asyncio.create_task(second.lookup(KEYS))
+            assert not lookup.done()
+            host.may_end.set()
+            assert await lookup == await other == [False]
+            assert (first.statistics[config.address][0]) == "socket"
+            assert (second.statistics[config.address][0]) == "not connected"
+
+
+async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with contextlib.aclosing(StandAlonePeer(CONFIG, open_host)) as peer:
+        await peer.start()
+        config = NixlConfig(address=str(peer.endpoint), transport="socket")
+        async with NixlBackend(config, NAMESPACE) as backend:
+            await backend.store(KEYS, MEMORY.describe(0, [0]))
+            (served,) = peer._holder.peers
+            with served.moving():
+                await peer.drain(0.1)
+            assert "still in use after 0.1 s" in caplog.text
+            caplog.clear()
+            await peer.drain(LIMIT_S)
+            assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert not peer.is_ready
+
+
+async def test_a_port_that_is_taken_is_said_so() -> None:
+    async with contextlib.aclosing(StandAlonePeer(CONFIG, open_host)) as peer:
+        await peer.start()
+        taken = NixlConfig(listen=str(peer.endpoint), capacity=CAPACITY, transport="socket")
+        async with contextlib.aclosing(StandAlonePeer(taken, open_host)) as another:
+            with pytest.raises(BackendUnavailableError, match=f"cannot listen at {peer.endpoint}"):
+                await another.start()
+            assert not another.is_ready
+
+
+def test_a_peer_without_an_address_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="listen"):
+        StandAlonePeer(NixlConfig(address="127.0.0.1:1"), open_host)

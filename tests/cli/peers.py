@@ -1,0 +1,121 @@
+"""A real `kvxfer serve`, and blocks to keep there."""
+
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+
+from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.storage.backend import Outcome
+from kvxfer.storage.keys import Namespace, make_block_key
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+
+COMMAND = [sys.executable, "-c", "import sys; from kvxfer.cli import main; sys.exit(main())"]
+HOST = "127.0.0.1"
+PAGES = [[4096, 1000]]
+BLOCK_BYTES = 5096
+NUM_BLOCKS = 8
+KEYS = [make_block_key(bytes([number]) * 16, 0) for number in range(NUM_BLOCKS)]
+PAYLOADS = [make_payload(key, BLOCK_BYTES) for key in KEYS]
+LIMIT_S = 60.0
+RETRY_S = 0.05
+
+
+class ServeProcess:
+    """A running `kvxfer serve`, as its log tells of it."""
+
+    def __init__(self, *options: str) -> None:
+        self.said: list[str] = []
+        self.process = subprocess.Popen(
+            [*COMMAND, "serve", "--listen", f"{HOST}:0", "--ready", f"{HOST}:0", *options],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.ready_url = self.wait_for(r"readiness at (\S+)")[1]
+        self.endpoint = Endpoint.parse("listen", self.wait_for(r"listening at (\S+)")[1])
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read the log up to the first line with a pattern."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"{pattern!r} is not in:\n{''.join(self.said)}")
+
+    def readiness(self) -> int:
+        """Ask whether it is ready; the HTTP status."""
+        try:
+            with urllib.request.urlopen(self.ready_url, timeout=LIMIT_S) as response:  # noqa: S310
+                status: int = response.status
+        except urllib.error.HTTPError as exc:
+            with exc:
+                return exc.code
+        return status
+
+    def wait(self) -> int:
+        """Read the rest of the log and give the exit status."""
+        assert self.process.stderr is not None
+        self.said += self.process.stderr
+        return self.process.wait(LIMIT_S)
+
+    def end(self) -> int:
+        """Ask it to end, wait until it has, and give the exit status."""
+        self.process.terminate()
+        return self.wait()
+
+
+@contextlib.contextmanager
+def serving(*options: str) -> Iterator[ServeProcess]:
+    """A peer that is killed at the end if it is still there, and never crashed."""
+    peer = ServeProcess(*options)
+    try:
+        yield peer
+    finally:
+        peer.process.kill()
+        peer.wait()
+        assert peer.process.stderr is not None
+        peer.process.stderr.close()
+    assert "Traceback" not in "".join(peer.said), "".join(peer.said)
+    assert peer.process.returncode in {0, -signal.SIGKILL, -signal.SIGINT}
+
+
+def namespace(model: str = "example/model") -> Namespace:
+    return BlockMemory(PAGES, num_blocks=1).namespace(model=model)
+
+
+@contextlib.asynccontextmanager
+async def connected(config: NixlConfig) -> AsyncIterator[NixlBackend]:
+    """A backend that has reached its peers, on however busy a machine."""
+    async with NixlBackend(config, namespace()) as backend:
+        async with asyncio.timeout(LIMIT_S):
+            while not _is_connected(backend):
+                await backend.lookup(KEYS[:1])
+                await asyncio.sleep(RETRY_S)
+        yield backend
+
+
+async def store(backend: NixlBackend) -> list[Outcome]:
+    """Store all blocks."""
+    blocks = BlockMemory(PAGES, num_blocks=NUM_BLOCKS).describe(0, range(NUM_BLOCKS))
+    write_payloads(blocks, PAYLOADS)
+    return await backend.store(KEYS, blocks)
+
+
+async def load(backend: NixlBackend) -> list[bytes | None]:
+    """Load all blocks; None for those that are not done."""
+    blocks = BlockMemory(PAGES, num_blocks=NUM_BLOCKS).describe(0, range(NUM_BLOCKS))
+    outcomes = await backend.load(KEYS, blocks)
+    pairs = zip(outcomes, read_payloads(blocks), strict=True)
+    return [payload if outcome.done else None for outcome, payload in pairs]
+
+
+def _is_connected(backend: NixlBackend) -> bool:
+    transports = [transport for transport, _ in backend.statistics.values()]
+    return bool(transports) and "not connected" not in transports
