@@ -91,7 +91,7 @@ class FileBackend(Backend):
             alignment=alignment,
         )
         self._reader = BlockReader(self._files)
-        self._writer = BlockWriter(self._files, config.durability)
+        self._writer = BlockWriter(self._files, self._ledger, config.durability)
         self._space = Space(
             self._tree,
             self._folder,

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 
+CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE_MODE = 0o600
+
 IOVector = NDArray[np.uint64]
 """Pieces of memory in the order of the file's bytes, uint64 `(n, 2)`: address and length.
 
@@ -28,6 +31,14 @@ class NamedFile(NamedTuple):
     """A file that is not open yet: the descriptor of its folder, and its name there."""
 
     folder_fd: int
+    name: bytes
+
+
+class NewFile(NamedTuple):
+    """A file to be made: its folder's descriptor, its name there until it is whole, and after."""
+
+    folder_fd: int
+    temporary: bytes
     name: bytes
 
 
@@ -64,6 +75,34 @@ class FileIO(ABC):
             results += self._read_some(files[some], vectors[some], flags)
         return results
 
+    def write_named(
+        self,
+        files: Sequence[NewFile],
+        vectors: Sequence[IOVector],
+        sizes: Sequence[int],
+        flags: int,
+        *,
+        durable: bool,
+    ) -> list[Result]:
+        """Make each file, write it as `write` does, and give it its name when it is whole.
+
+        Of a file that failed nothing is left, nor is one touched that has its name.
+
+        Args:
+            files: What to make. Nobody else uses the temporary names.
+            vectors: What to write.
+            sizes: Bytes of each file; what is written beyond them is padding, and cut off.
+            flags: What to open with besides `CREATE_FLAGS`.
+            durable: Whether the bytes must have reached the disk before the name is given.
+        """
+        results: list[Result] = []
+        for start in range(0, len(files), self.files_per_call):
+            some = slice(start, start + self.files_per_call)
+            results += self._write_some(
+                files[some], vectors[some], sizes[some], flags, durable=durable
+            )
+        return results
+
     @abstractmethod
     def close(self) -> None:
         """Release every resource; may be called again."""
@@ -86,6 +125,67 @@ class FileIO(ABC):
             for index, result in zip(opened, read, strict=True):
                 results[index] = result
         return results
+
+    def _write_some(
+        self,
+        files: Sequence[NewFile],
+        vectors: Sequence[IOVector],
+        sizes: Sequence[int],
+        flags: int,
+        *,
+        durable: bool,
+    ) -> list[Result]:
+        results: list[Result] = [0] * len(files)
+        opened: dict[int, int] = {}
+        with contextlib.ExitStack() as open_files:
+            for index, file in enumerate(files):
+                try:
+                    flags |= CREATE_FLAGS
+                    fd = os.open(file.temporary, flags, FILE_MODE, dir_fd=file.folder_fd)
+                except OSError as exc:
+                    results[index] = exc
+                else:
+                    open_files.callback(os.close, fd)
+                    opened[index] = fd
+            written = self.write(list(opened.values()), [vectors[index] for index in opened])
+            for (index, fd), result in zip(opened.items(), written, strict=True):
+                try:
+                    _require_written(result, vectors[index])
+                    if result != sizes[index]:
+                        os.ftruncate(fd, sizes[index])
+                    if durable:
+                        os.fsync(fd)
+                    give_name(files[index])
+                except OSError as exc:
+                    discard(files[index])
+                    results[index] = exc
+                else:
+                    results[index] = sizes[index]
+        return results
+
+
+def give_name(file: NewFile) -> None:
+    """Give a file its name.
+
+    Raises:
+        OSError: It has its temporary name still.
+    """
+    folder = file.folder_fd
+    os.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def discard(file: NewFile) -> None:
+    """Remove a file that has its temporary name, if it can be; if not, it is collected later."""
+    with contextlib.suppress(OSError):
+        os.unlink(file.temporary, dir_fd=file.folder_fd)
+
+
+def _require_written(result: Result, vector: IOVector) -> None:
+    if isinstance(result, OSError):
+        raise result
+    num_bytes = int(vector[:, 1].sum())
+    if result != num_bytes:
+        raise OSError(errno.EIO, f"short write of {result} bytes of {num_bytes}")
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

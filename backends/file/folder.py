@@ -1,8 +1,6 @@
 """The folder of one namespace: who may be named in it, and by whom it is written."""
 
 import contextlib
-import errno
-import fcntl
 import os
 import stat
 import threading
@@ -11,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvxfer.backends.file.file_io import NamedFile
+from kvxfer.backends.file.file_io import CREATE_FLAGS, FILE_MODE, NamedFile, NewFile
 from kvxfer.backends.file.header import MAX_KEY_BYTES
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
@@ -20,18 +18,11 @@ SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 QUARANTINE = "quarantine"
 FOLDER_MODE = 0o700
-FILE_MODE = 0o600
 MAX_TEXT_BYTES = 16 << 20
 HEX_DIGITS = frozenset("0123456789abcdef")
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
-_CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_CLAIM_ATTEMPTS = 3
-
-
-class BusyError(OSError):
-    """Report a block that another process is storing."""
 
 
 def file_name(key: BlockKey) -> str:
@@ -43,6 +34,16 @@ def file_name(key: BlockKey) -> str:
     if len(key) > MAX_KEY_BYTES:
         raise InvalidArgumentError("key", key, f"at most {MAX_KEY_BYTES} bytes")
     return key.hex() + SUFFIX
+
+
+def temporary_name(owner: str, number: int) -> str:
+    """Name a file that is not whole yet after the process that makes it, which counts them."""
+    return f"{owner}-{number:x}{SUFFIX}{TEMPORARY}"
+
+
+def owner_of(temporary: str) -> str:
+    """The process that makes a file of this name."""
+    return temporary.partition("-")[0]
 
 
 def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
@@ -101,49 +102,18 @@ class BlockFolder:
         try:
             return os.open(name, READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
         except FileNotFoundError:
-            if not self._forget_removed():
+            if not self.forget_removed():
                 raise
         return os.open(name, READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
 
-    def create_block(self, key: BlockKey, flags: int = 0) -> int:
-        """Open a temporary file for a key, claimed by a lock that ends with its descriptor.
+    def place(self, key: BlockKey, temporary: str) -> NewFile:
+        """Say where the file of a key is to be made; its folder is, if need be.
 
         Raises:
-            BusyError: Another process, or thread, is storing the key, or has just done so.
-            OSError: The file cannot be created.
+            OSError: The folder can be neither opened nor made.
         """
         name = file_name(key)
-        temporary = name + TEMPORARY
-        for _ in range(_CLAIM_ATTEMPTS):
-            try:
-                folder = self._folder(name[:2], create=True)
-                fd = os.open(temporary, _CREATE_FLAGS | flags, FILE_MODE, dir_fd=folder)
-            except FileNotFoundError:
-                self._forget_removed()
-            except FileExistsError:
-                remove_if_abandoned(temporary, folder)
-            else:
-                # Between its creation and its lock a file looks abandoned: it may be gone.
-                if _lock(fd) and os.fstat(fd).st_nlink:
-                    if self._size(name) is None:
-                        return fd
-                    self.discard(key)  # stored since it was looked for: not a second time
-                    os.close(fd)
-                    break
-                os.close(fd)
-        raise BusyError(errno.EBUSY, "another process is storing this block", name)
-
-    def publish(self, key: BlockKey) -> None:
-        """Give the temporary file of a key its name."""
-        name = file_name(key)
-        folder = self._folder(name[:2])
-        os.rename(name + TEMPORARY, name, src_dir_fd=folder, dst_dir_fd=folder)
-
-    def discard(self, key: BlockKey) -> None:
-        """Remove the temporary file of a key that this process has claimed."""
-        name = file_name(key)
-        with contextlib.suppress(OSError):  # what stays is collected: its lock is gone
-            os.unlink(name + TEMPORARY, dir_fd=self._folder(name[:2]))
+        return NewFile(self._folder(name[:2], create=True), temporary.encode(), name.encode())
 
     def sync(self, keys: Sequence[BlockKey]) -> None:
         """Make the names of published files durable, one call per folder."""
@@ -249,6 +219,21 @@ class BlockFolder:
             return False
         return True
 
+    def forget_removed(self) -> bool:
+        """Let go of folders that were removed behind our back; whether there were any.
+
+        Their descriptors stay open until the end: a thread may be using one, and its number must
+        not come to mean another folder. The root is made anew, as the configuration asks.
+        """
+        with self._lock:
+            if all(os.fstat(fd).st_nlink for fd in self._folders.values()):
+                return False
+            self.root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            root = open_folder(self.root)
+            self._stale += self._folders.values()
+            self._folders = {"": root}
+            return True
+
     def close(self) -> None:
         """Close every descriptor; may be called again. No other call may be under way."""
         with self._lock:
@@ -301,63 +286,20 @@ class BlockFolder:
                 os.mkdir(name, FOLDER_MODE, dir_fd=parent_fd)
         self._folders[known_as] = open_folder(name, parent_fd)
 
-    def _forget_removed(self) -> bool:
-        """Let go of folders that were removed behind our back; whether there were any.
-
-        Their descriptors stay open until the end: a thread may be using one, and its number must
-        not come to mean another folder. The root is made anew, as the configuration asks.
-        """
-        with self._lock:
-            if all(os.fstat(fd).st_nlink for fd in self._folders.values()):
-                return False
-            self.root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            root = open_folder(self.root)
-            self._stale += self._folders.values()
-            self._folders = {"": root}
-            return True
-
 
 def is_block_folder(name: str) -> bool:
     """Whether a folder's name is that of one that holds block files."""
     return name == QUARANTINE or (len(name) == 2 and set(name) <= HEX_DIGITS)
 
 
-def remove_if_abandoned(temporary: str, folder_fd: int) -> bool:
-    """Remove a temporary file whose writer is dead; whether it was.
-
-    A writer holds a lock on its file for as long as it lives.
-    """
-    try:
-        fd = os.open(temporary, READ_FLAGS, dir_fd=folder_fd)
-    except OSError:
-        return False
-    try:
-        if not _lock(fd) or not _is_named(temporary, folder_fd, fd):
-            return False
-        os.unlink(temporary, dir_fd=folder_fd)
-    except FileNotFoundError:
-        return False
-    finally:
-        os.close(fd)
-    return True
-
-
 def _write_text(name: str, text: str, folder_fd: int) -> None:
     temporary = name + TEMPORARY
-    flags = _CREATE_FLAGS & ~os.O_EXCL | os.O_TRUNC
+    flags = CREATE_FLAGS & ~os.O_EXCL | os.O_TRUNC
     fd = os.open(temporary, flags, FILE_MODE, dir_fd=folder_fd)
     with open(fd, "w", encoding="utf-8") as file:
         file.write(text)
     with contextlib.suppress(FileNotFoundError):  # others write the same, and one was faster
         os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-
-
-def _lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_named(name: str, folder_fd: int, fd: int) -> bool:

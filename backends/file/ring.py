@@ -31,7 +31,7 @@ OPERATION = np.dtype(
 )
 """`struct io_uring_sqe`, 64 bytes."""
 
-READV, WRITEV, OPENAT, CLOSE = 1, 2, 18, 19
+READV, WRITEV, FSYNC, OPENAT, CLOSE, RENAMEAT = 1, 2, 3, 18, 19, 35
 FIXED_FILE, LINK, HARD_LINK = 1 << 0, 1 << 2, 1 << 3
 
 _COMPLETION = np.dtype([("user_data", "<u8"), ("result", "<i4"), ("flags", "<u4")])
@@ -53,6 +53,7 @@ _SINGLE_MMAP = 1 << 0
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same numbers on every architecture
 _ENTER_GETEVENTS = 1
+_SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 12, 1 << 13
 _REGISTER_FILES2, _REGISTER_SPARSE = 13, 1
 _SQES_OFFSET = 0x10000000
 
@@ -61,7 +62,7 @@ _syscall.restype = ctypes.c_long
 
 
 class Ring:
-    """One io_uring, used by one thread at a time.
+    """One io_uring, used by the thread that made it; any thread may close it.
 
     Args:
         num_operations: The most that `run` takes at one time, a power of two.
@@ -73,7 +74,7 @@ class Ring:
 
     def __init__(self, num_operations: int, num_files: int) -> None:
         parameters = np.zeros((), _PARAMETERS)
-        self._fd = _call(_SETUP, num_operations, parameters.ctypes.data)
+        self._fd = _set_up(num_operations, parameters)
         try:
             self._map(parameters)
             # Sparse: the slots are filled by OPENAT. struct io_uring_rsrc_register.
@@ -155,6 +156,18 @@ class Ring:
         self._completions = np.frombuffer(
             queues, _COMPLETION, num_completions, offset=int(cq[_CQ_ENTRIES])
         )
+
+
+def _set_up(num_operations: int, parameters: NDArray[np.void]) -> int:
+    """Make a ring that does its work when it is waited for, with Linux 6.1 and later."""
+    parameters["flags"] = _SINGLE_ISSUER | _DEFER_TASKRUN
+    try:
+        return _call(_SETUP, num_operations, parameters.ctypes.data)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+    parameters["flags"] = 0
+    return _call(_SETUP, num_operations, parameters.ctypes.data)
 
 
 def _call(number: int, *arguments: int) -> int:

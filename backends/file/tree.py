@@ -1,5 +1,6 @@
 """Everything that lies below the root of a block store."""
 
+import contextlib
 import errno
 import os
 import stat
@@ -16,9 +17,10 @@ from kvxfer.backends.file.folder import (
     file_name,
     is_block_folder,
     open_folder,
-    remove_if_abandoned,
+    owner_of,
 )
 from kvxfer.backends.file.header import MAX_KEY_BYTES
+from kvxfer.backends.file.ledger import is_alive
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 
 FINGERPRINT_DIGITS = 32
@@ -103,11 +105,18 @@ class BlockTree:
 
     def collect(self) -> int:
         """Remove temporary files whose writers are dead; return how many."""
-        num_removed = 0
+        num_removed, living = 0, dict[str, bool]()
         for _, _, fd in self._folders():
             for name in os.listdir(fd):
-                if name.endswith(TEMPORARY):
-                    num_removed += remove_if_abandoned(name, fd)
+                if not name.endswith(TEMPORARY):
+                    continue
+                owner = owner_of(name)
+                if owner not in living:
+                    living[owner] = is_alive(self.root, owner)
+                if not living[owner]:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=fd)
+                        num_removed += 1
         return num_removed
 
     def _folders(self) -> Iterator[tuple[str, str, int]]:

@@ -5,29 +5,45 @@ import threading
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvxfer.backends.file.file_io import FileIO, IOVector, NamedFile, PosixFileIO, Result
+from kvxfer.backends.file.file_io import (
+    CREATE_FLAGS,
+    FILE_MODE,
+    FileIO,
+    IOVector,
+    NamedFile,
+    NewFile,
+    PosixFileIO,
+    Result,
+    discard,
+)
 from kvxfer.backends.file.ring import (
     CLOSE,
     FIXED_FILE,
+    FSYNC,
     HARD_LINK,
     LINK,
     OPENAT,
     OPERATION,
     READV,
+    RENAMEAT,
     WRITEV,
     Ring,
 )
 
 FILES_PER_CALL = 64
 
+Operations = NDArray[np.void]
+Addresses = NDArray[np.int64]
+
 MAX_THREADS = 4
 """Files in flight come from the ring; more threads wait for the interpreter lock."""
-_READ_STEPS = 3
+_RING_ENTRIES = 8 * FILES_PER_CALL  # a power of two, and room for the five steps of a file
 
 
 class UringFileIO(FileIO):
-    """A ring per thread; files are opened, read and closed without a step of Python in between.
+    """A ring per thread; no step of Python is between the opening of a file and its end.
 
     Raises:
         OSError: The kernel has no io_uring, an old one, or does not permit it, as the default
@@ -59,7 +75,8 @@ class UringFileIO(FileIO):
             operations = np.zeros(len(fds[some]), OPERATION)
             operations["opcode"] = WRITEV
             operations["fd"] = fds[some]
-            _point_at(operations, vectors[some])
+            pieces = np.concatenate(vectors[some])
+            _point_at(operations, pieces, vectors[some])
             for fd, vector, done in zip(
                 fds[some], vectors[some], ring.run(operations).tolist(), strict=True
             ):
@@ -82,6 +99,33 @@ class UringFileIO(FileIO):
             results += _read_by(ring, files[some], vectors[some], flags)
         return results
 
+    def write_named(
+        self,
+        files: Sequence[NewFile],
+        vectors: Sequence[IOVector],
+        sizes: Sequence[int],
+        flags: int,
+        *,
+        durable: bool,
+    ) -> list[Result]:
+        """See `FileIO.write_named`."""
+        ring = self._ring()
+        if ring is None or not files or sum(sizes) != int(np.concatenate(vectors)[:, 1].sum()):
+            return super().write_named(files, vectors, sizes, flags, durable=durable)
+        results: list[Result] = []
+        for start in range(0, len(files), FILES_PER_CALL):
+            some = slice(start, start + FILES_PER_CALL)
+            named = _write_by(ring, files[some], vectors[some], flags, durable=durable)
+            for file, vector, size, done in zip(
+                files[some], vectors[some], sizes[some], named, strict=True
+            ):
+                if done:
+                    results.append(size)
+                else:  # the plain calls tell why, or go on where too little was written
+                    discard(file)
+                    results += super().write_named([file], [vector], [size], flags, durable=durable)
+        return results
+
     def close(self) -> None:
         """See `FileIO.close`."""
         with self._lock:
@@ -100,15 +144,10 @@ class UringFileIO(FileIO):
             return None
 
     def _add_ring(self) -> Ring:
-        ring = self._local.ring = Ring(4 * FILES_PER_CALL, FILES_PER_CALL)
+        ring = self._local.ring = Ring(_RING_ENTRIES, FILES_PER_CALL)
         with self._lock:
             self._rings.append(ring)
         return ring
-
-
-def _point_at(operations: np.ndarray, vectors: Sequence[IOVector]) -> None:
-    operations["address"] = [vector.__array_interface__["data"][0] for vector in vectors]
-    operations["length"] = [len(vector) for vector in vectors]
 
 
 def _result(code: int) -> Result:
@@ -118,20 +157,73 @@ def _result(code: int) -> Result:
 def _read_by(
     ring: Ring, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
 ) -> list[Result]:
-    names = [file.name + b"\0" for file in files]
-    joined = np.frombuffer(b"".join(names), np.uint8)
-    ends = np.cumsum([len(name) for name in names])
-    starts = ends - [len(name) for name in names]
-    slots = np.arange(len(files))
-    steps = np.zeros((len(files), _READ_STEPS), OPERATION)
-    opening, reading, closing = steps[:, 0], steps[:, 1], steps[:, 2]
-    opening["opcode"], opening["flags"] = OPENAT, LINK
-    opening["fd"] = [file.folder_fd for file in files]
-    opening["address"] = joined.ctypes.data + starts
-    opening["op_flags"] = flags & ~os.O_CLOEXEC  # what is in a slot has no number to inherit
-    opening["file_index"] = slots + 1
-    reading["opcode"], reading["flags"], reading["fd"] = READV, FIXED_FILE | HARD_LINK, slots
-    _point_at(reading, vectors)
-    closing["opcode"], closing["file_index"] = CLOSE, slots + 1
+    names, pieces = _strings([file.name for file in files]), np.concatenate(vectors)
+    steps = np.zeros((len(files), 3), OPERATION)
+    opening, reading, closing = steps.T
+    _open_into_slots(opening, [file.folder_fd for file in files], _starts(names), flags)
+    reading["opcode"], reading["flags"] = READV, FIXED_FILE | HARD_LINK
+    reading["fd"] = np.arange(len(files))
+    _point_at(reading, pieces, vectors)
+    _close_slots(closing)
     results = ring.run(steps.reshape(-1)).reshape(steps.shape)
     return [_result(opened if opened < 0 else read) for opened, read in results[:, :2].tolist()]
+
+
+def _write_by(
+    ring: Ring, files: Sequence[NewFile], vectors: Sequence[IOVector], flags: int, *, durable: bool
+) -> list[bool]:
+    """Make, write and name files; whether each has its name. One that is short has none."""
+    count, folders = len(files), [file.folder_fd for file in files]
+    names = _strings([file.temporary for file in files] + [file.name for file in files])
+    pieces, starts = np.concatenate(vectors), _starts(names)
+    steps = np.zeros((count, 5 if durable else 4), OPERATION)
+    opening, writing, naming, closing = steps[:, 0], steps[:, 1], steps[:, -2], steps[:, -1]
+    _open_into_slots(opening, folders, starts[:count], CREATE_FLAGS | flags)
+    opening["length"] = FILE_MODE
+    writing["opcode"], writing["flags"] = WRITEV, FIXED_FILE | LINK
+    writing["fd"] = np.arange(count)
+    _point_at(writing, pieces, vectors)
+    if durable:
+        syncing = steps[:, 2]
+        syncing["opcode"], syncing["flags"], syncing["fd"] = FSYNC, FIXED_FILE | LINK, writing["fd"]
+    naming["opcode"], naming["flags"] = RENAMEAT, HARD_LINK
+    naming["fd"] = naming["length"] = folders
+    naming["address"], naming["offset"] = starts[:count], starts[count:]
+    _close_slots(closing)
+    results = ring.run(steps.reshape(-1)).reshape(steps.shape)
+    left_open = (results[:, 0] >= 0) & (results[:, -1] < 0)
+    if left_open.any():
+        ring.run(closing[left_open])
+    done: list[bool] = (results[:, -2] == 0).tolist()
+    return done
+
+
+def _open_into_slots(
+    steps: Operations, folders: Sequence[int], names: Addresses, flags: int
+) -> None:
+    steps["opcode"], steps["flags"] = OPENAT, LINK
+    steps["fd"], steps["address"] = folders, names
+    steps["op_flags"] = flags & ~os.O_CLOEXEC  # what is in a slot has no number to inherit
+    steps["file_index"] = np.arange(len(steps)) + 1
+
+
+def _close_slots(steps: Operations) -> None:
+    steps["opcode"], steps["file_index"] = CLOSE, np.arange(len(steps)) + 1
+
+
+def _point_at(steps: Operations, pieces: IOVector, vectors: Sequence[IOVector]) -> None:
+    """Let each step move one of `vectors`, of which `pieces` is the concatenation."""
+    lengths = np.array([len(vector) for vector in vectors])
+    steps["length"] = lengths
+    steps["address"] = pieces.ctypes.data + (np.cumsum(lengths) - lengths) * pieces.strides[0]
+
+
+def _strings(names: Sequence[bytes]) -> NDArray[np.uint8]:
+    """Names one after the other, as C has them."""
+    return np.frombuffer(b"\0".join(names) + b"\0", np.uint8)
+
+
+def _starts(strings: NDArray[np.uint8]) -> Addresses:
+    """Where each of the names begins."""
+    ends = np.flatnonzero(strings == 0) + 1
+    return strings.ctypes.data + np.concatenate(([0], ends[:-1]))

@@ -1,8 +1,6 @@
 """Writes blocks to files, each whole and named or not there at all."""
 
-import contextlib
-import errno
-import os
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,9 +13,11 @@ from kvxfer.backends.file.block_files import (
     straight_vectors,
     whole_vectors,
 )
-from kvxfer.backends.file.file_io import Result
-from kvxfer.backends.file.folder import BusyError
+from kvxfer.backends.file.contents import file_id
+from kvxfer.backends.file.file_io import IOVector, NewFile, Result
+from kvxfer.backends.file.folder import temporary_name
 from kvxfer.backends.file.header import HEADER_BYTES
+from kvxfer.backends.file.ledger import Ledger
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -34,47 +34,44 @@ class BlockWriter:
 
     Args:
         files: The files of the namespace.
+        ledger: Where the files are claimed that are being written.
         durability: With `fsync` a block counts as stored when it would outlive a power cut.
     """
 
-    def __init__(self, files: BlockFiles, durability: Durability) -> None:
+    def __init__(self, files: BlockFiles, ledger: Ledger, durability: Durability) -> None:
         self._files = files
+        self._ledger = ledger
         self._durable = durability == "fsync"
+        self._numbers = itertools.count()
 
     def write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Write block i of `blocks` to the file of `keys[i]`; `BUSY` where another process does."""
+        """Write block i of `blocks` to the file of `keys[i]`.
+
+        It is `BUSY` where another process does, or has done so since the file was looked for.
+        """
         outcomes: list[Outcome] = []
         for start, stop in self._files.rounds(blocks):
-            outcomes += self._write_round(keys[start:stop], blocks.select(start, stop))
+            some = keys[start:stop]
+            try:
+                outcomes += self._write_round(some, blocks.select(start, stop))
+            except OSError as exc:
+                outcomes += [failure(exc)] * len(some)
         return outcomes
 
     def _write_round(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        outcomes, claimed = [DONE] * len(keys), {}
-        with contextlib.ExitStack() as open_files:
-            for index, key in enumerate(keys):
-                try:
-                    fd = self._files.folder.create_block(key, self._files.flags)
-                except BusyError:
-                    outcomes[index] = BUSY
-                except OSError as exc:
-                    outcomes[index] = failure(exc)
-                else:
-                    open_files.callback(os.close, fd)
-                    claimed[index] = fd
-            if claimed:
-                chosen = blocks if len(claimed) == len(keys) else blocks.take(list(claimed))
-                written = self._write_claimed(
-                    [keys[index] for index in claimed], list(claimed.values()), chosen
-                )
-                for index, outcome in zip(claimed, written, strict=True):
+        outcomes = [BUSY] * len(keys)
+        files = [file_id(self._files.fingerprint, key) for key in keys]
+        with self._ledger.claimed(files) as taken:
+            found = self._files.folder.sizes(keys)
+            ours = [i for i, size in enumerate(found) if size is None and files[i] not in taken]
+            if ours:
+                chosen = blocks if len(ours) == len(keys) else blocks.take(ours)
+                written = self._write_claimed([keys[index] for index in ours], chosen)
+                for index, outcome in zip(ours, written, strict=True):
                     outcomes[index] = outcome
-        if self._durable:
-            self._sync(keys, outcomes)
         return outcomes
 
-    def _write_claimed(
-        self, keys: Sequence[BlockKey], fds: Sequence[int], blocks: Descriptors
-    ) -> list[Outcome]:
+    def _write_claimed(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         files, sizes = self._files, blocks.block_sizes.tolist()
         straight = files.is_straight(blocks)
         scratch = files.scratch(len(keys), 0 if straight else max(sizes))
@@ -87,38 +84,46 @@ class BlockWriter:
         for row, (key, size, start) in enumerate(zip(keys, sizes, starts.tolist(), strict=True)):
             checksum = files.digester.checksum(data[row])
             scratch.page(row)[:] = files.header(key, start, size, checksum)
-        outcomes = []
-        results = files.file_io.write(fds, vectors)
-        for key, fd, size, pieces, result in zip(keys, fds, sizes, vectors, results, strict=True):
-            try:
-                num_written = int(pieces[:, 1].sum())
-                _require_written(result, num_written)
-                self._publish(key, fd, HEADER_BYTES + size, num_written=num_written)
-                outcomes.append(DONE)
-            except OSError as exc:
-                files.folder.discard(key)
-                outcomes.append(failure(exc))
-        return outcomes
-
-    def _publish(self, key: BlockKey, fd: int, num_bytes: int, *, num_written: int) -> None:
-        """Give a file its size and its name."""
-        if num_written != num_bytes:
-            os.ftruncate(fd, num_bytes)
+        totals = [HEADER_BYTES + size for size in sizes]
+        results = self._make(keys, vectors, totals)
+        gone = [i for i, result in enumerate(results) if isinstance(result, FileNotFoundError)]
+        if gone and files.folder.forget_removed():
+            again = self._make(
+                [keys[i] for i in gone], [vectors[i] for i in gone], [totals[i] for i in gone]
+            )
+            for index, result in zip(gone, again, strict=True):
+                results[index] = result
         if self._durable:
-            os.fsync(fd)
-        self._files.folder.publish(key)
+            self._sync(keys, results)
+        return [failure(result) if isinstance(result, OSError) else DONE for result in results]
 
-    def _sync(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> None:
-        stored = [index for index, outcome in enumerate(outcomes) if outcome.done]
+    def _make(
+        self, keys: Sequence[BlockKey], vectors: Sequence[IOVector], sizes: Sequence[int]
+    ) -> list[Result]:
+        """Write whole files and name them; returns their sizes."""
+        folder, owner = self._files.folder, self._ledger.owner
+        results: list[Result] = [0] * len(keys)
+        placed: dict[int, NewFile] = {}
+        for index, key in enumerate(keys):
+            try:
+                placed[index] = folder.place(key, temporary_name(owner, next(self._numbers)))
+            except OSError as exc:
+                results[index] = exc
+        written = self._files.file_io.write_named(
+            list(placed.values()),
+            [vectors[index] for index in placed],
+            [sizes[index] for index in placed],
+            self._files.flags,
+            durable=self._durable,
+        )
+        for index, result in zip(placed, written, strict=True):
+            results[index] = result
+        return results
+
+    def _sync(self, keys: Sequence[BlockKey], results: list[Result]) -> None:
+        named = [index for index, result in enumerate(results) if not isinstance(result, OSError)]
         try:
-            self._files.folder.sync([keys[index] for index in stored])
+            self._files.folder.sync([keys[index] for index in named])
         except OSError as exc:
-            for index in stored:
-                outcomes[index] = failure(exc)
-
-
-def _require_written(result: Result, num_bytes: int) -> None:
-    if isinstance(result, OSError):
-        raise result
-    if result != num_bytes:
-        raise OSError(errno.EIO, f"short write of {result} bytes of {num_bytes}")
+            for index in named:
+                results[index] = exc

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file.contents import Contents, file_id
+from kvxfer.backends.file.file_io import CREATE_FLAGS
 from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.space import Space
@@ -280,8 +281,8 @@ def make_space(root: Path, *, num_files: int, eviction: PolicyName = "lru") -> S
 
 
 def write_file(space: Space, key: BlockKey) -> None:
-    os.close(space._folder.create_block(key))
-    space._folder.publish(key)
+    file = space._folder.place(key, "temporary")
+    os.close(os.open(file.name, CREATE_FLAGS, dir_fd=file.folder_fd))
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc"])

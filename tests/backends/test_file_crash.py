@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend
+from kvxfer.backends.file.contents import file_id
+from kvxfer.backends.file.file_io import CREATE_FLAGS
+from kvxfer.backends.file.folder import temporary_name
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from tests.backends.file_store import (
@@ -129,18 +132,24 @@ async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
 
 async def test_what_a_living_writer_has_not_finished_is_left_alone(tmp_path: Path) -> None:
     memory, keys = crash_memory(), hashed_keys(2)
+    fingerprint = memory.namespace().fingerprint
     async with open_store(tmp_path, memory.namespace()) as backend:
         await store(backend, keys[:1], memory.describe(0, [0]))
-        fd = backend._folder.create_block(keys[1])
-        async with open_store(tmp_path, memory.namespace()) as other:
-            await until_scanned(other)
-            assert len(temporary_files(tmp_path)) == 1
-            outcomes = await store(other, keys[1:], memory.describe(0, [0]))
-            assert [outcome.status for outcome in outcomes] == [Status.FAILED]
-            assert "another process" in outcomes[0].reason
-            os.close(fd)  # as if it had died
-            outcomes = await store(other, keys[1:], memory.describe(0, [0]))
-            assert [outcome.status for outcome in outcomes] == [Status.DONE]
+        ledger = backend._ledger
+        file = backend._folder.place(keys[1], temporary_name(ledger.owner, 1 << 30))
+        with ledger.claimed([file_id(fingerprint, keys[1])]):
+            os.close(os.open(file.temporary, CREATE_FLAGS, dir_fd=file.folder_fd))
+            async with open_store(tmp_path, memory.namespace()) as other:
+                await until_scanned(other)
+                assert len(temporary_files(tmp_path)) == 1
+                outcomes = await store(other, keys[1:], memory.describe(0, [0]))
+                assert [outcome.status for outcome in outcomes] == [Status.FAILED]
+                assert "another process" in outcomes[0].reason
+                fcntl.flock(ledger._claim_fd, fcntl.LOCK_UN)  # as if it had died
+                outcomes = await store(other, keys[1:], memory.describe(0, [0]))
+                assert [outcome.status for outcome in outcomes] == [Status.DONE]
+                other._space.scan()
+                assert temporary_files(tmp_path) == []
 
 
 async def test_what_a_dead_process_reserved_is_room_again_after_a_walk(tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvxfer.backends.file.file_io import FileIO, IOVector, NamedFile, PosixFileIO, Result
+from kvxfer.backends.file.file_io import (
+    FileIO,
+    IOVector,
+    NamedFile,
+    NewFile,
+    PosixFileIO,
+    Result,
+)
 from kvxfer.backends.file.nixl_io import POOL_PIECES, QUEUES, NixlFileIO
 from kvxfer.backends.file.uring_io import UringFileIO
 from kvxfer.backends.host.segment import SHARED_MEMORY
@@ -265,6 +272,74 @@ def test_named_files_are_opened_read_and_closed(engine: FileIO, folder: Path) ->
     assert memory.gather((2 * PAGE, 10)) == b"2" * 10
     assert not memory.bytes[PAGE : 2 * PAGE].any()
     assert num_fds() == before
+
+
+@pytest.fixture
+def folder_fd(folder: Path) -> Iterator[int]:
+    fd = os.open(folder, os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+def new_files(folder_fd: int, num_files: int) -> list[NewFile]:
+    return [NewFile(folder_fd, b"%d.tmp" % index, b"%d" % index) for index in range(num_files)]
+
+
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_new_files_get_their_names_when_they_are_whole_and_all_are_closed(
+    engine: FileIO, folder: Path, folder_fd: int, *, durable: bool, padding: int
+) -> None:
+    num_files, size = 2 * engine.files_per_call + 3, 1000
+    memory, before = Memory(PAGE * num_files).fill(), num_fds()
+    (folder / "0").write_bytes(b"replaced")
+    vectors = [memory.vector((PAGE * index, size)) for index in range(num_files)]
+    results = engine.write_named(
+        new_files(folder_fd, num_files),
+        vectors,
+        [size - padding] * num_files,
+        0,
+        durable=durable,
+    )
+    assert results == [size - padding] * num_files
+    assert sorted(path.name for path in folder.iterdir()) == sorted(map(str, range(num_files)))
+    for index in range(num_files):
+        path = folder / str(index)
+        assert path.read_bytes() == memory.gather((PAGE * index, size - padding))
+        assert path.stat().st_mode & 0o777 == 0o600 or index == 0
+    assert num_fds() == before
+
+
+@pytest.mark.parametrize("num_calls", [1, 5])
+def test_a_new_file_that_cannot_be_written_fails_alone_and_leaves_nothing(
+    engine: FileIO, folder: Path, folder_fd: int, num_calls: int
+) -> None:
+    memory, before = Memory(PAGE).fill(), num_fds()
+    nowhere = np.array([[1 << 40, 10]], np.uint64)
+    for _ in range(num_calls):  # whatever a failure leaves in the engine is in nobody's way
+        files = new_files(folder_fd, 4)
+        files[2] = files[2]._replace(name=b"no folder/2")
+        vectors = [memory.vector((0, 10)), nowhere, *[memory.vector((20, 10))] * 2]
+        results = engine.write_named(files, vectors, [10] * 4, 0, durable=False)
+        assert errors(results) == [None, errno.EFAULT, errno.ENOENT, None]
+        assert sorted(path.name for path in folder.iterdir()) == ["0", "3"]
+        assert (folder / "3").read_bytes() == memory.gather((20, 10))
+    assert num_fds() <= before  # NIXL lets go of an agent that failed
+
+
+def test_a_new_file_that_fits_on_the_disk_in_part_is_not_named(
+    engine: FileIO, small_tmpfs: Path
+) -> None:
+    memory, folder_fd = Memory(2 << 20).fill(), os.open(small_tmpfs, os.O_RDONLY)
+    try:
+        vectors = [memory.vector((0, 64 << 10)), memory.vector((0, 2 << 20))]
+        sizes = [64 << 10, 2 << 20]
+        results = engine.write_named(new_files(folder_fd, 2), vectors, sizes, 0, durable=False)
+    finally:
+        os.close(folder_fd)
+    assert results[0] == 64 << 10
+    assert errors(results)[1] in {errno.ENOSPC, errno.EIO}
+    assert [path.name for path in small_tmpfs.iterdir()] == ["0"]
 
 
 def test_no_files_no_pieces_and_empty_pieces(engine: FileIO, open_file: OpenFile) -> None:
@@ -602,6 +677,10 @@ def test_where_no_more_rings_can_be_had_plain_calls_take_over(
         named = NamedFile(folder_fd, b"file")
         read = other_thread.submit(engine.read_named, [named], [vector], os.O_RDONLY)
         assert read.result() == [16]
+        new = NewFile(folder_fd, b"new.tmp", b"new")
+        made = other_thread.submit(engine.write_named, [new], [vector], [16], 0, durable=False)
+        assert made.result() == [16]
+    assert (tmp_path / "new").read_bytes() == stored
     assert memory.tobytes() == stored
     for each in (fd, folder_fd):
         os.close(each)

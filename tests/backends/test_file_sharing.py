@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.file.contents import size_on_disk
+from kvxfer.backends.file.ledger import Ledger
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
     bytes_on_disk,
@@ -157,6 +158,27 @@ async def test_a_block_stored_since_it_was_looked_for_is_not_written_again(tmp_p
         assert path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino == inode
         assert counted_bytes(ours) == bytes_on_disk(tmp_path)
         assert temporary_files(tmp_path) == []
+
+
+def taken_from(ledger: Ledger, files: str) -> str:
+    """Claim files for a moment; return those that others have claimed."""
+    with ledger.claimed([file.encode() for file in files]) as taken:
+        return b"".join(sorted(taken)).decode()
+
+
+def test_a_file_is_claimed_by_one_living_process_at_a_time(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path)) as ours, closing(Ledger(tmp_path)) as theirs:
+        with ours.claimed([b"a"]), ours.claimed([b"b", b"c"]):
+            with theirs.claimed([b"x", b"b"]):
+                assert taken_from(ours, "xy") == "x"
+                assert taken_from(theirs, "abcde") == "abc"
+            assert taken_from(ours, "xy") == ""
+        assert taken_from(theirs, "abcde") == ""
+        with ours.claimed([b"c"]):
+            fcntl.flock(ours._claim_fd, fcntl.LOCK_UN)  # as if it had died
+            assert taken_from(theirs, "c") == ""
+        with ours.claimed([b"c"]):  # it lives, and has seen that its file was removed
+            assert taken_from(theirs, "c") == "c"
 
 
 async def test_what_another_process_reserved_outlives_a_recount(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`kvxfer gc`: what it removes, what it leaves, and engines that go on meanwhile."""
 
 import asyncio
-import fcntl
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.file.ledger import LEDGER_NAME
+from kvxfer.backends.file.folder import temporary_name
+from kvxfer.backends.file.ledger import LEDGER_NAME, Ledger
 from kvxfer.cli import main
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
@@ -93,10 +94,10 @@ def test_temporary_files_of_dead_writers_go_and_those_of_living_ones_stay(
 ) -> None:
     namespace = store.fill()
     folder = store.path(namespace, store.keys[0]).parent
-    dead, living = (folder / f"{name * 20}.safetensors.tmp" for name in ("01", "02"))
-    dead.write_bytes(b"half a block")
-    with living.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with contextlib.closing(Ledger(store.root)) as ledger:
+        dead, living = (folder / temporary_name(owner, 0) for owner in ("01" * 8, ledger.owner))
+        for path in (dead, living):
+            path.write_bytes(b"half a block")
         assert main(["gc", str(store.root)]) == 0
     assert capsys.readouterr().out.startswith("removed: 1 temporary;")
     assert living.exists()
