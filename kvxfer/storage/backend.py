@@ -79,6 +79,9 @@ class Backend(ABC):
         May be called several times, before any other method. Blocks may be elsewhere, too.
         """
 
+    async def start(self) -> None:  # noqa: B027 - most have nothing to begin
+        """Begin what must not wait for the first call, such as to listen; raises if it cannot."""
+
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Say for each key whether a load would find it now."""

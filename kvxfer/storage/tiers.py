@@ -81,6 +81,11 @@ class TieredBackend(Backend):
         for tier in self.tiers:
             tier.attach(memory)
 
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        for tier in self.tiers:
+            await tier.start()
+
     @property
     def tiers(self) -> list[Backend]:
         """The backends, fastest first."""

@@ -141,6 +141,10 @@ class FaultyBackend(Backend):
         """See `Backend.attach`."""
         self.inner.attach(memory)
 
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        await self.inner.start()
+
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         if await self._begin(Operation.LOOKUP, keys, self._tickets(Operation.LOOKUP, keys)):

@@ -43,7 +43,7 @@ NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(ROW
 class Tiers:
     """vLLM's manager over its CPU tier and a `KVXferTier`, in place of a scheduler."""
 
-    def __init__(self, name: str, backend: Backend) -> None:
+    def __init__(self, name: str, backend: Backend | str) -> None:
         region = SharedOffloadRegion(name, NUM_CHUNKS, None, ROW_BYTES, ROW_BYTES)
         self.primary = CPUPrimaryTierOffloadingManager(NUM_CHUNKS, region)
         self.spec = KVXferOffloadingSpec(make_config(backend="host://?capacity=1MiB"))
@@ -52,6 +52,7 @@ class Tiers:
                 "type": "KVXferTier",
                 "module_path": "kvxfer.integrations.vllm",
                 "backend": backend,
+                "revision": "commit",
             },
             self.primary.get_kv_memoryview(),
             self.spec,

@@ -12,7 +12,10 @@ from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,
+    BlockMemory,
     DictBackend,
+    FaultRates,
+    FaultyBackend,
 )
 from tests.storage.opened_tiers import open_dict, open_host
 from tests.testing.test_dict_backend import Blocks, KeptBackend
@@ -114,3 +117,20 @@ TestTieredStateMachine.settings = settings(max_examples=30, stateful_step_count=
 TestPersistentStateMachine.settings = settings(max_examples=20, stateful_step_count=30)
 TestBoundedStateMachine.settings = settings(max_examples=30, stateful_step_count=40)
 TestSmallLowerStateMachine.settings = settings(max_examples=20, stateful_step_count=30)
+
+
+class StartedBackend(DictBackend):
+    is_started = False
+
+    async def start(self) -> None:
+        self.is_started = True
+
+
+async def test_every_tier_is_started_also_within_another_backend() -> None:
+    namespace = BlockMemory([[64]], num_blocks=1).namespace()
+    first, second = StartedBackend(None, namespace), StartedBackend(None, namespace)
+    faulty = FaultyBackend(second, seed=0, rates=FaultRates())
+    async with TieredBackend([first, faulty], namespace) as backend:
+        await backend.start()
+    assert first.is_started
+    assert second.is_started

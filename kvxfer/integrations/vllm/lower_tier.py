@@ -79,6 +79,9 @@ class LowerTier:
         num_groups: One more than the largest group index of a key.
         backend: Where rows go; closed with the tier.
         timeouts: How long the backend may take.
+
+    Raises:
+        BackendUnavailableError: The backend cannot begin; it is closed.
     """
 
     def __init__(
@@ -97,6 +100,11 @@ class LowerTier:
         )
         self._timeouts = timeouts or Timeouts()
         self._engine = TransferEngine(caches, backend, timeout_s=self._timeouts.store)
+        try:
+            self._engine.submit_call(backend.start()).result()
+        except BaseException:
+            self._engine.close()
+            raise
         self._num_groups = num_groups
         self._answers = Answers()
         self._lookups: list[_Lookup] = []

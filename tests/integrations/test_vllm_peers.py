@@ -1,0 +1,103 @@
+"""Peers below vLLM: the lower tier listens from the start, and finds what they have."""
+
+import asyncio
+import functools
+import socket
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+from kvxfer.connect import open_backend
+from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
+from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.testing.payloads import make_payload
+from kvxfer.transfer.loop_thread import LoopThread
+from kvxfer.units import ByteSize
+
+pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")
+
+from kvxfer.integrations.vllm import interface
+from kvxfer.integrations.vllm.lower_tier import LowerTier
+from tests.integrations.test_vllm_tier import HIT, MISS, NUM_CHUNKS, ROW_BYTES, Tiers, keys_of
+
+T = TypeVar("T")
+
+LIMIT_S = 10.0
+NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(ROW_BYTES,)),))
+LISTENING = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20), transport="socket")
+
+
+class PeerThread:
+    """A stand-alone peer with an event loop of its own."""
+
+    def __init__(self) -> None:
+        self._thread = LoopThread("peer")
+        opened = functools.partial(open_backend, "host://?capacity=1MiB")
+        self.peer = StandAlonePeer(LISTENING, opened)
+        self._run(self.peer.start())
+
+    def end(self) -> None:
+        self._run(self.peer.aclose())
+
+    def stop(self) -> None:
+        self.end()
+        self._thread.stop()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._thread.loop).result(LIMIT_S)
+
+
+@pytest.fixture
+def peer() -> Iterator[PeerThread]:
+    peer = PeerThread()
+    yield peer
+    peer.stop()
+
+
+def make_rows() -> np.ndarray:
+    return np.zeros((NUM_CHUNKS, ROW_BYTES), np.uint8)
+
+
+def test_a_lower_tier_listens_before_anything_is_asked_of_it() -> None:
+    backend = NixlBackend(LISTENING, NAMESPACE)
+    tier = LowerTier(make_rows(), 1, backend)
+    assert backend.holder is not None
+    endpoint = backend.holder.endpoint
+    socket.create_connection((endpoint.host, endpoint.port), LIMIT_S).close()
+    assert tier.close()
+
+
+def test_an_engine_whose_lower_tier_cannot_listen_does_not_start(peer: PeerThread) -> None:
+    taken = str(peer.peer.endpoint)
+    config = NixlConfig(listen=taken, capacity=ByteSize(1 << 20), transport="socket")
+    backend = NixlBackend(config, NAMESPACE)
+    with pytest.raises(BackendUnavailableError, match=f"cannot listen at {taken}"):
+        LowerTier(make_rows(), 1, backend)
+    with pytest.raises(ClosedError):
+        asyncio.run(backend.lookup(keys_of(1)))
+
+
+def test_chunks_that_the_cpu_tier_evicted_come_back_from_a_peer(peer: PeerThread) -> None:
+    try:
+        interface.require_tiering()
+    except UnsupportedEngineError as exc:
+        pytest.skip(str(exc))
+    url = f"nixl://{peer.peer.endpoint}?transport=socket"
+    tiers = Tiers(f"kvxfer-test-{time.time_ns()}", url)
+    try:
+        keys, others = keys_of(NUM_CHUNKS), keys_of(NUM_CHUNKS, first=10)
+        tiers.store(keys)
+        tiers.store(others)
+        assert tiers.resolve(keys) == [HIT] * NUM_CHUNKS
+        assert [tiers.bytes_of(key) for key in keys] == [
+            make_payload(key, ROW_BYTES) for key in keys
+        ]
+        peer.end()
+        assert tiers.resolve(others) == [MISS] * NUM_CHUNKS
+    finally:
+        tiers.manager.shutdown()
