@@ -211,7 +211,7 @@ class NixlBackend(Backend):
         if self._holder is not None:
             await self._holder.aclose()
         for peer in self._peers.values():
-            await peer.route.disconnect()
+            await peer.route.aclose()
         await self._node.aclose()  # from here on only a peer can still touch anything
         self._quarantine.keep_for_ever()
         for peer in self._peers.values():
@@ -276,10 +276,9 @@ class NixlBackend(Backend):
             return
         text = "%d bytes may still be touched by transfers that were given up: starting NIXL anew"
         logger.warning(text, self._quarantine.num_bytes)
-        for peer in self._peers.values():
-            await peer.route.disconnect()
         await self._node.restart()
         for peer in self._peers.values():
+            await peer.route.disconnect()
             peer.route.forget_remote()
 
     async def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:

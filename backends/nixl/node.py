@@ -108,10 +108,9 @@ class Node:
         return Link(agent, peer, carrier, RegionTable(greeting.reach.regions))
 
     async def restart(self) -> None:
-        """Go on as another incarnation with a new agent; nothing of the old one moves any more."""
+        """Go on with a new agent, opened when it is needed; the old one moves nothing any more."""
         async with self._opening:
             agent, self._agent = self._agent, None
-            self._incarnation = uuid.uuid4().bytes
             if agent is not None:
                 await agent.aclose()
 

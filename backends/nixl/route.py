@@ -1,6 +1,7 @@
 """The way to one peer: a connection while there is one, and what moves blocks over it."""
 
 import asyncio
+import contextlib
 import logging
 import random
 import ssl
@@ -12,7 +13,7 @@ from kvxfer.backends.nixl.direction import is_reading_faster
 from kvxfer.backends.nixl.endpoint import Endpoint
 from kvxfer.backends.nixl.movers import Mover, NixlMover, SocketMover
 from kvxfer.backends.nixl.node import Node
-from kvxfer.errors import KVXferError, PeerClosedError
+from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 FIRST_RETRY_S = 0.1
@@ -47,6 +48,8 @@ class Route:
         self._connection: Connection | None = None
         self._mover: Mover | None = None
         self._lost: list[Connection] = []
+        self._settling: asyncio.Task[None] | None = None
+        self._closed = False
         self._pause_s = FIRST_RETRY_S
         self._retry_at = 0.0
         self._failure: KVXferError | None = None
@@ -69,6 +72,8 @@ class Route:
         async with self._lock:
             if self._connection is None or self._mover is None or not self._connection.is_open:
                 await self._drop()
+                if self._closed:
+                    raise ClosedError(f"route to {self.endpoint}")
                 if time.monotonic() < self._retry_at and self._failure is not None:
                     raise PeerClosedError(
                         str(self.endpoint), f"not tried again yet after: {self._failure}"
@@ -89,13 +94,15 @@ class Route:
             await self._drop()
 
     async def aclose(self) -> None:
-        """End the connection; whatever the peer may still move is not waited for."""
-        async with self._lock:
-            await self._drop()
-            self.give_up()
+        """End the connection, for good; what the peer may still move is not waited for."""
+        self._closed = True
+        if self._settling is not None:
+            self._settling.cancel()
+            await asyncio.wait([self._settling])
+        await self.disconnect()
 
     def forget_remote(self) -> None:
-        """Note that our agent is gone, and with it what network cards could reach."""
+        """Note that the old agent is gone, and with it what network cards could reach."""
         for connection in self._lost:
             if connection.link is not None and connection.link.carrier == "rdma":
                 connection.forget()
@@ -114,8 +121,7 @@ class Route:
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await connection.aclose()
-            self._lost.append(connection)
-            self._forget_what_is_over()
+            self._lose(connection)
 
     async def _connect(self) -> tuple[Connection, Mover]:
         try:
@@ -138,7 +144,7 @@ class Route:
             mover = await self._choose_mover(connection)
         except BaseException:
             await connection.aclose()
-            self._lost.append(connection)
+            self._lose(connection)
             raise
         logger.info("connected to %s by %s", self.endpoint, mover.name)
         return connection, mover
@@ -157,6 +163,22 @@ class Route:
             reads=reads,
             trusts=config.integrity is Integrity.OFF,
         )
+
+    def _lose(self, connection: Connection) -> None:
+        self._lost.append(connection)
+        self._forget_what_is_over()
+        is_settling = self._settling is not None and not self._settling.done()
+        if self._lost and not is_settling and not self._closed:
+            self._settling = asyncio.create_task(self._settle())
+
+    async def _settle(self) -> None:
+        """Connect again, however long it takes, to learn that what was moved before is over."""
+        while self._lost:
+            with contextlib.suppress(KVXferError):
+                await self.open()
+            self._forget_what_is_over()
+            if self._lost:
+                await asyncio.sleep(self._pause_s)
 
     def _forget_what_is_over(self) -> None:
         for connection in self._lost:

@@ -1,18 +1,19 @@
-"""A process that holds blocks for peers; it is told what to do by lines of JSON on its input."""
-
-# ruff: noqa: T201 - it talks to who started it through pipes
+"""A process that holds blocks for peers, and is told what to do through a pipe."""
 
 import asyncio
-import json
+import contextlib
 import logging
-import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.storage.keys import BlockKey, Namespace
+
+import_nixl(otherwise="test with sockets only")  # processes are forked from one that has
 
 
 class Holders:
@@ -77,16 +78,18 @@ class Holders:
         return own
 
 
-async def main() -> None:
-    """Obey until the input ends."""
+def serve(orders: Connection) -> None:
+    """Obey until the other end is closed."""
+    logging.basicConfig(level=logging.WARNING)
+    asyncio.run(_obey_all(orders))
+
+
+async def _obey_all(orders: Connection) -> None:
     holders = Holders()
     loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        print(json.dumps(await holders.obey(json.loads(line))), flush=True)
+    with contextlib.suppress(EOFError):
+        while True:
+            order = await loop.run_in_executor(None, orders.recv)
+            orders.send(await holders.obey(order))
     for number in list(holders.backends):
         await holders.do_close(number)
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING)
-    asyncio.run(main())
