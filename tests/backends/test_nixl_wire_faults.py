@@ -37,7 +37,7 @@ from tests.backends.nixl_wire import (
 )
 
 TIMEOUT_S = 0.2
-LIMIT_S = 2.0  # no end takes longer, whatever happens: two deadlines, the close, and the machine
+LIMIT_S = 4.0  # no end takes longer, whatever happens: two deadlines, the close, and the machine
 
 HELLO, PROOF, REACH, QUESTION = range(4)
 FRAMES = [(direction, number) for number in range(4) for direction in ("asked", "served")]

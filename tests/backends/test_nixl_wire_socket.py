@@ -21,7 +21,7 @@ PROOF: msgspec.msgpack.Decoder[Proof] = msgspec.msgpack.Decoder(Proof)
 ONE = Ping(request_id=1)
 LARGE = Proof(mac=bytes(MAX_UNPROVEN_FRAME_BYTES - 100))
 TIMEOUT_S = 0.2
-LIMIT_S = 2.0
+LIMIT_S = 4.0
 
 
 @pytest.fixture(scope="module")
