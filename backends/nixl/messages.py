@@ -1,8 +1,8 @@
 """What peers say to each other.
 
 Every message is a tagged struct in one frame of MessagePack. Arrays of numbers travel as their
-little-endian bytes. A field may be added with a default; anything else needs a new
-`PROTOCOL_VERSION`.
+little-endian bytes. Fields that are not known are refused, so any change of a message needs a new
+`PROTOCOL_VERSION`; the version itself stays readable by all, see `handshake`.
 """
 
 from typing import TypeAlias
