@@ -353,10 +353,8 @@ def _page_strides(
     dense = 1
     for axis in reversed(range(len(sizes))):
         padded = dense
-        if axis == block:
+        if axis == block or (axis == block + 1 and layout.axes[axis] == "layer"):
             padded = max(dense, padded_elements // splits)
-        elif axis == block + 1 and layout.axes[axis] == "layer":
-            padded = max(dense, padded_elements)
         stride = actual[axis]
         if stride is None:
             stride = padded

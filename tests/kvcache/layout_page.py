@@ -10,7 +10,7 @@ from kvxfer.errors import KVXferError
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from tests.kvcache.zoo_engines import config_of, register
+from tests.kvcache.zoo_engines import ZooEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "layouts.md"
@@ -89,8 +89,9 @@ def told(entry: EngineLayout) -> bool:
     """Whether strides alone do not say which layout it is."""
     if entry.content == "states":
         return False
+    engine = ZooEngine(entry)
     try:
-        canonicalize(register(entry), config_of(entry))
+        canonicalize(engine.kv_caches, engine.config)
     except KVXferError:
         return True
     return False
