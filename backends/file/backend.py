@@ -379,7 +379,7 @@ def _shares(
     worth = max(blocks.num_blocks // files_per_call, int(ends[-1]) // SHARE_BYTES)
     num_shares = max(1, min(num_threads, worth))
     limits = int(ends[-1]) * np.arange(1, num_shares + 1) // num_shares
-    stops = np.unique(np.searchsorted(ends, limits) + 1).tolist()
+    stops = dict.fromkeys((np.searchsorted(ends, limits) + 1).tolist())
     yield from pairwise([0, *stops])
 
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -86,10 +87,11 @@ class FileIO(ABC):
     ) -> list[Result]:
         """Make each file, write it as `write` does, and give it its name when it is whole.
 
-        Of a file that failed nothing is left, nor is one touched that has its name.
+        Of a file that failed nothing is left. One that is there already is left alone, and a
+        `FileExistsError`.
 
         Args:
-            files: What to make. Nobody else uses the temporary names.
+            files: What to make. Nobody else makes these, or uses the temporary names.
             vectors: What to write.
             sizes: Bytes of each file; what is written beyond them is padding, and cut off.
             flags: What to open with besides `CREATE_FLAGS`.
@@ -140,8 +142,7 @@ class FileIO(ABC):
         with contextlib.ExitStack() as open_files:
             for index, file in enumerate(files):
                 try:
-                    flags |= CREATE_FLAGS
-                    fd = os.open(file.temporary, flags, FILE_MODE, dir_fd=file.folder_fd)
+                    fd = _create(file, flags)
                 except OSError as exc:
                     results[index] = exc
                 else:
@@ -155,7 +156,7 @@ class FileIO(ABC):
                         os.ftruncate(fd, sizes[index])
                     if durable:
                         os.fsync(fd)
-                    give_name(files[index])
+                    _give_name(files[index])
                 except OSError as exc:
                     discard(files[index])
                     results[index] = exc
@@ -164,14 +165,24 @@ class FileIO(ABC):
         return results
 
 
-def give_name(file: NewFile) -> None:
-    """Give a file its name.
+def _create(file: NewFile, flags: int) -> int:
+    if file_size(file.folder_fd, file.name) is not None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    return os.open(file.temporary, CREATE_FLAGS | flags, FILE_MODE, dir_fd=file.folder_fd)
 
-    Raises:
-        OSError: It has its temporary name still.
-    """
+
+def _give_name(file: NewFile) -> None:
     folder = file.folder_fd
     os.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def file_size(folder_fd: int, name: str | bytes) -> int | None:
+    """Bytes of a file in a folder; None where there is none, and a link is none."""
+    try:
+        found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+    except OSError:
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def discard(file: NewFile) -> None:

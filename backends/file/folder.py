@@ -2,14 +2,19 @@
 
 import contextlib
 import os
-import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvxfer.backends.file.file_io import CREATE_FLAGS, FILE_MODE, NamedFile, NewFile
+from kvxfer.backends.file.file_io import (
+    CREATE_FLAGS,
+    FILE_MODE,
+    NamedFile,
+    NewFile,
+    file_size,
+)
 from kvxfer.backends.file.header import MAX_KEY_BYTES
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
@@ -254,10 +259,9 @@ class BlockFolder:
 
     def _size(self, name: str, folder: str = "") -> int | None:
         try:
-            found = os.stat(name, dir_fd=self._folder(folder or name[:2]), follow_symlinks=False)
+            return file_size(self._folder(folder or name[:2]), name)
         except OSError:
             return None
-        return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def _unlink(self, name: str, folder: str) -> bool:
         try:

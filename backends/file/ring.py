@@ -33,6 +33,7 @@ OPERATION = np.dtype(
 
 READV, WRITEV, FSYNC, OPENAT, CLOSE, RENAMEAT = 1, 2, 3, 18, 19, 35
 FIXED_FILE, LINK, HARD_LINK = 1 << 0, 1 << 2, 1 << 3
+RENAME_NOREPLACE = 1 << 0
 
 _COMPLETION = np.dtype([("user_data", "<u8"), ("result", "<i4"), ("flags", "<u4")])
 _PARAMETERS = np.dtype(

@@ -1,5 +1,6 @@
 """Moves bytes between files and memory by io_uring: a batch is a system call."""
 
+import errno
 import os
 import threading
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from kvxfer.backends.file.ring import (
     OPENAT,
     OPERATION,
     READV,
+    RENAME_NOREPLACE,
     RENAMEAT,
     WRITEV,
     Ring,
@@ -55,6 +57,7 @@ class UringFileIO(FileIO):
 
     def __init__(self) -> None:
         self._posix = PosixFileIO()
+        self._can_keep = True  # a file that is there, when it gives another one its name
         self._local = threading.local()
         self._lock = threading.Lock()
         self._rings: list[Ring] = []
@@ -109,17 +112,18 @@ class UringFileIO(FileIO):
         durable: bool,
     ) -> list[Result]:
         """See `FileIO.write_named`."""
-        ring = self._ring()
+        ring = self._ring() if self._can_keep else None
         if ring is None or not files or sum(sizes) != int(np.concatenate(vectors)[:, 1].sum()):
             return super().write_named(files, vectors, sizes, flags, durable=durable)
         results: list[Result] = []
         for start in range(0, len(files), FILES_PER_CALL):
             some = slice(start, start + FILES_PER_CALL)
             named = _write_by(ring, files[some], vectors[some], flags, durable=durable)
-            for file, vector, size, done in zip(
+            self._can_keep &= -errno.EINVAL not in named
+            for file, vector, size, code in zip(
                 files[some], vectors[some], sizes[some], named, strict=True
             ):
-                if done:
+                if code == 0:
                     results.append(size)
                 else:  # the plain calls tell why, or go on where too little was written
                     discard(file)
@@ -171,8 +175,8 @@ def _read_by(
 
 def _write_by(
     ring: Ring, files: Sequence[NewFile], vectors: Sequence[IOVector], flags: int, *, durable: bool
-) -> list[bool]:
-    """Make, write and name files; whether each has its name. One that is short has none."""
+) -> list[int]:
+    """Make, write and name files; 0 for each that has its name, which no short one gets."""
     count, folders = len(files), [file.folder_fd for file in files]
     names = _strings([file.temporary for file in files] + [file.name for file in files])
     pieces, starts = np.concatenate(vectors), _starts(names)
@@ -188,14 +192,15 @@ def _write_by(
         syncing["opcode"], syncing["flags"], syncing["fd"] = FSYNC, FIXED_FILE | LINK, writing["fd"]
     naming["opcode"], naming["flags"] = RENAMEAT, HARD_LINK
     naming["fd"] = naming["length"] = folders
+    naming["op_flags"] = RENAME_NOREPLACE
     naming["address"], naming["offset"] = starts[:count], starts[count:]
     _close_slots(closing)
     results = ring.run(steps.reshape(-1)).reshape(steps.shape)
     left_open = (results[:, 0] >= 0) & (results[:, -1] < 0)
     if left_open.any():
         ring.run(closing[left_open])
-    done: list[bool] = (results[:, -2] == 0).tolist()
-    return done
+    codes: list[int] = results[:, -2].tolist()
+    return codes
 
 
 def _open_into_slots(

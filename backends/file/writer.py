@@ -62,8 +62,7 @@ class BlockWriter:
         outcomes = [BUSY] * len(keys)
         files = [file_id(self._files.fingerprint, key) for key in keys]
         with self._ledger.claimed(files) as taken:
-            found = self._files.folder.sizes(keys)
-            ours = [i for i, size in enumerate(found) if size is None and files[i] not in taken]
+            ours = [index for index, file in enumerate(files) if file not in taken]
             if ours:
                 chosen = blocks if len(ours) == len(keys) else blocks.take(ours)
                 written = self._write_claimed([keys[index] for index in ours], chosen)
@@ -95,7 +94,7 @@ class BlockWriter:
                 results[index] = result
         if self._durable:
             self._sync(keys, results)
-        return [failure(result) if isinstance(result, OSError) else DONE for result in results]
+        return [_outcome(result) for result in results]
 
     def _make(
         self, keys: Sequence[BlockKey], vectors: Sequence[IOVector], sizes: Sequence[int]
@@ -127,3 +126,9 @@ class BlockWriter:
         except OSError as exc:
             for index in named:
                 results[index] = exc
+
+
+def _outcome(result: Result) -> Outcome:
+    if isinstance(result, FileExistsError):  # made since it was looked for
+        return BUSY
+    return failure(result) if isinstance(result, OSError) else DONE

@@ -5,6 +5,7 @@ import importlib.util
 import mmap
 import os
 import platform
+import stat
 import subprocess
 import sys
 import tempfile
@@ -292,7 +293,7 @@ def test_new_files_get_their_names_when_they_are_whole_and_all_are_closed(
 ) -> None:
     num_files, size = 2 * engine.files_per_call + 3, 1000
     memory, before = Memory(PAGE * num_files).fill(), num_fds()
-    (folder / "0").write_bytes(b"replaced")
+    (folder / "0").symlink_to("1")  # no file: replaced
     vectors = [memory.vector((PAGE * index, size)) for index in range(num_files)]
     results = engine.write_named(
         new_files(folder_fd, num_files),
@@ -306,8 +307,25 @@ def test_new_files_get_their_names_when_they_are_whole_and_all_are_closed(
     for index in range(num_files):
         path = folder / str(index)
         assert path.read_bytes() == memory.gather((PAGE * index, size - padding))
-        assert path.stat().st_mode & 0o777 == 0o600 or index == 0
+        assert path.lstat().st_mode == stat.S_IFREG | 0o600
     assert num_fds() == before
+
+
+def test_a_file_that_is_there_already_is_left_alone(
+    engine: FileIO, folder: Path, folder_fd: int
+) -> None:
+    memory = Memory(PAGE).fill()
+    (folder / "1").write_bytes(b"old")
+    for _ in range(2):
+        vectors = [memory.vector((0, 10))] * 3
+        files = new_files(folder_fd, 3)
+        results = engine.write_named(files, vectors, [10] * 3, 0, durable=False)
+        assert errors(results)[1] == errno.EEXIST
+        assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "2"]
+        assert (folder / "1").read_bytes() == b"old"
+        assert (folder / "2").read_bytes() == memory.gather((0, 10))
+        for name in "02":
+            (folder / name).unlink()
 
 
 @pytest.mark.parametrize("num_calls", [1, 5])
@@ -317,6 +335,8 @@ def test_a_new_file_that_cannot_be_written_fails_alone_and_leaves_nothing(
     memory, before = Memory(PAGE).fill(), num_fds()
     nowhere = np.array([[1 << 40, 10]], np.uint64)
     for _ in range(num_calls):  # whatever a failure leaves in the engine is in nobody's way
+        for path in folder.iterdir():
+            path.unlink()
         files = new_files(folder_fd, 4)
         files[2] = files[2]._replace(name=b"no folder/2")
         vectors = [memory.vector((0, 10)), nowhere, *[memory.vector((20, 10))] * 2]
