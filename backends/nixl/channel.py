@@ -72,7 +72,8 @@ class FrameChannel:
         frame_timeout_s: float = FRAME_TIMEOUT_S,
     ) -> None:
         self.local = _endpoint(writer.get_extra_info("sockname"))
-        self.peer = _endpoint(writer.get_extra_info("peername"))
+        peer = writer.get_extra_info("peername")  # None when it has gone already
+        self.peer = _endpoint(peer or ("unknown", 0))
         self._reader = reader
         self._writer = writer
         self._codec = FrameCodec(str(self.peer))
@@ -80,6 +81,8 @@ class FrameChannel:
         self._frame_timeout_s = frame_timeout_s
         self._buffer = bytearray()  # what was read and not received yet
         self._error: KVXferError | None = None
+        if peer is None:
+            self._error = PeerClosedError(str(self.peer), "ended the connection at once")
         self._closed = False
 
     @property
@@ -103,7 +106,7 @@ class FrameChannel:
             PeerClosedError: The connection is gone.
             ClosedError: The channel was closed.
         """
-        self._require_open()
+        self.require_open()
         frame = self._codec.encode(message)
         with self._cut_on_error("taking a frame"):
             self._writer.write(frame)
@@ -124,13 +127,13 @@ class FrameChannel:
             PeerClosedError: The connection is gone.
             ClosedError: The channel was closed.
         """
-        self._require_open()
+        self.require_open()
         with self._cut_on_error("the rest of a frame"):
             return self._codec.decode(await self._next_payload(), legal)
 
     async def receive_payload(self) -> memoryview:
         """Wait for the next message and leave it encoded; otherwise as `receive`."""
-        self._require_open()
+        self.require_open()
         with self._cut_on_error("the rest of a frame"):
             return await self._next_payload()
 
@@ -142,6 +145,18 @@ class FrameChannel:
         """
         with self._cut_on_error("decoding"):
             return self._codec.decode(payload, legal)
+
+    def require_open(self) -> None:
+        """Raise what has ended the connection, if anything has.
+
+        Raises:
+            PeerError: The other side has, or what it said.
+            ClosedError: The channel was closed.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._closed:
+            raise ClosedError(f"connection to {self.peer}")
 
     def cut(self, error: KVXferError) -> None:
         """End the connection at once, what was not sent yet included.
@@ -201,12 +216,6 @@ class FrameChannel:
             raise PeerClosedError(str(self.peer), "ended the connection")
         self._buffer += data
 
-    def _require_open(self) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise ClosedError(f"connection to {self.peer}")
-
     @contextlib.contextmanager
     def _cut_on_error(self, what: str) -> Iterator[None]:
         """Translate what streams raise, and end the connection; `what` may take too long."""
@@ -221,7 +230,7 @@ class FrameChannel:
             except OSError as exc:
                 raise PeerClosedError(str(self.peer), f"connection lost: {exc}") from exc
         except PeerError as error:
-            self._require_open()  # the reason may be on this side
+            self.require_open()  # the reason may be on this side
             self.cut(error)
             raise
 

@@ -235,6 +235,7 @@ async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIter
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             try:
+                channel.require_open()
                 yield
             except (HandshakeError, NamespaceMismatchError) as error:
                 with contextlib.suppress(KVXferError):  # it refused us, or has gone
