@@ -183,11 +183,19 @@ def _of_tensors(request: AllocationRequest) -> Iterator[AllocationRefusal]:
             AllocationCondition.SHARED_TENSORS, "no shared tensor", "at least one"
         )
         return
-    placed = {name for names in positions for name in names}
-    for group, name, _ in request.layers():
-        if name not in placed:
+    index_of = {name: index for index, names in enumerate(positions) for name in names}
+    owners: dict[tuple[int, int], tuple[str, KVCacheSpec]] = {}
+    for group, name, spec in request.layers():
+        if name not in index_of:
             yield AllocationRefusal(
                 AllocationCondition.SHARED_TENSORS, "no tensor", "one", group, name
+            )
+            continue
+        owner, other = owners.setdefault((group, index_of[name]), (name, spec))
+        if spec != other:
+            expected = f"{other}, like layer {owner!r} in the same tensor"
+            yield AllocationRefusal(
+                AllocationCondition.SHARED_TENSORS, spec, expected, group, name, index_of[name]
             )
     _, _, first = next(request.layers())
     needed = first.page_size_bytes * config.num_blocks

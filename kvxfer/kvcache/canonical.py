@@ -78,12 +78,15 @@ def canonicalize(
 ) -> CanonicalKVCaches:
     """View the KV caches that an engine registered as blocks of bytes; nothing is copied.
 
-    A layer's tensor may have its blocks or K/V outermost, NHD or HND strides, packed K/V, one
-    latent per token, kernel blocks smaller than the block, padded pages, or share its bytes with
-    layers of other groups. Layers that interleave inside a block become one tensor whose rows
-    are whole blocks, and so does one tensor of all layers, registered under any name or under
-    every layer's; what the steps of its layer axis are is `config.shared_tensors`, or the layers
-    of the only group. A ref's page is the leading bytes of the row up to the group's last one.
+    A layer's tensor may have its blocks, K/V or heads outermost, NHD or HND strides, packed K/V,
+    one latent per token, kernel blocks smaller than the block, down to slots for single tokens,
+    padded pages, or share its bytes with layers of other groups. Keys and values may have tensors
+    of their own. `LAYOUT_ZOO` lists what engines have.
+
+    Layers that interleave inside a block become one tensor whose rows are whole blocks, and so
+    does one tensor of all layers, registered under any name or under every layer's; what the
+    steps of its layer axis are is `config.shared_tensors`, or the layers of the only group. A
+    ref's page is the leading bytes of the row up to the group's last one.
 
     Tensors are understood by their strides, never by the order of their shape, and a tensor that
     reads in two ways is refused. That is so also where both readings give the same pages, such as
@@ -92,8 +95,8 @@ def canonicalize(
     place of axes of size 1 are one reading.
 
     Args:
-        kv_caches: For each layer its tensor or, for Mamba, its list of states. The result views
-            their memory and keeps it alive.
+        kv_caches: For each layer its tensor, its keys and its values or, for Mamba, its list of
+            states. The result views their memory and keeps it alive.
         config: The blocks, groups and specs.
         layouts: The caller's word for the layout of some entries, as axis strings; checked
             against shape and strides like every other reading.

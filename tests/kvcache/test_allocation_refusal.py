@@ -150,6 +150,20 @@ def test_every_layer_must_have_a_tensor() -> None:
     )
 
 
+def test_layers_of_one_group_that_share_a_tensor_must_be_alike() -> None:
+    narrow = replace(FULL, num_kv_heads=4, head_dim=4)
+    specs = UniformTypeKVCacheSpecs(tokens_per_block=16, layer_specs={"a": FULL, "b": narrow})
+    config = KVCacheConfig(5, (KVCacheGroup(specs, ("a", "b")),), (("a", "b"),))
+    refusal = only_refusal(config)
+    assert refusal.condition is AllocationCondition.SHARED_TENSORS
+    assert (refusal.group, refusal.layer_name, refusal.tensor_index) == (0, "b", 0)
+    assert (refusal.found, refusal.expected) == (
+        narrow,
+        f"{FULL}, like layer 'a' in the same tensor",
+    )
+    assert why_not_canonical(replace(config, shared_tensors=(("a",), ("b",))), [NHD]) == ()
+
+
 def test_tensors_must_have_one_page_for_each_block() -> None:
     refusal = only_refusal(config_of(shared_tensor_sizes_bytes=(5 * PAGE, 6 * PAGE)))
     assert refusal.condition is AllocationCondition.TENSOR_SIZE

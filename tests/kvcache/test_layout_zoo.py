@@ -55,7 +55,7 @@ def engines(draw: st.DrawFn) -> ZooEngine:
     return ZooEngine(entry, sizes, draw(st.sampled_from(dtypes)))
 
 
-@settings(max_examples=400)
+@settings(max_examples=300)
 @given(engine=engines(), data=st.data())
 def test_an_element_is_where_the_order_of_axes_predicts(
     engine: ZooEngine, data: st.DataObject
