@@ -48,9 +48,11 @@ class NixlAgent(TransferAgent):
         peer = AgentMetadata.decode(metadata)
         done: Future[str] = Future()
         self._thread.order(done, partial(self._thread.add_peer, peer, done))
+        waiter = asyncio.wrap_future(done)
         try:
-            return await asyncio.shield(asyncio.wrap_future(done))
+            return await asyncio.shield(waiter)
         except asyncio.CancelledError:
+            waiter.add_done_callback(asyncio.Future.exception)  # fetched, or asyncio complains
             self._thread.forget(peer.name, done)
             raise
 

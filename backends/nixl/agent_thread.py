@@ -22,7 +22,6 @@ from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,
-    DuplicateError,
     InvalidArgumentError,
     PeerLostError,
     TransferFailedError,
@@ -182,12 +181,14 @@ class AgentThread:
         so here, where no memory is at stake.
         """
         if peer.name in {self._name, *self._remotes}:
-            raise DuplicateError("metadata", peer.name)
+            raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
         if not self._free_slots:
             raise PeerLostError(peer.name, f"{NUM_SLOTS} others were added that do not answer")
         regions = Regions(peer.regions)
         try:
             name = self._agent.add_remote_agent(peer.opaque).decode()
+        except self._nixl.nixlBackendError as exc:
+            raise PeerLostError(peer.name, f"it cannot be reached ({exc})") from exc
         except self._errors as exc:
             raise InvalidArgumentError(
                 "metadata", peer.opaque[:16], f"what NIXL can read ({exc})"
@@ -257,7 +258,7 @@ class AgentThread:
             self._stopped.set_result(None)
 
     def _open(self) -> None:
-        nixl = import_nixl(otherwise="use another backend")
+        self._nixl = nixl = import_nixl(otherwise="use another backend")
         self._errors = nixl_errors(nixl)
         config = nixl.nixl_agent_config(
             enable_prog_thread=False,
@@ -350,7 +351,7 @@ class AgentThread:
             _end(self._leaving.pop(peer))
 
     def _translate(self, peer: str, exc: Exception) -> TransferFailedError:
-        lost = type(exc).__name__ == "nixlRemoteDisconnectError"
+        lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
         return (PeerLostError if lost else TransferFailedError)(peer, str(exc))
 
     def _close(self) -> None:
@@ -361,7 +362,6 @@ class AgentThread:
                 self._flights.pop()[0].release()
         del self._agent
         self._memory.clear()
-        self.peers.clear()
         for transfer in self._transfers:
             _end(transfer.done, TransferFailedError(transfer.peer, "the agent was closed"))
         for done in self._leaving.values():

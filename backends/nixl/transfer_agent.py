@@ -66,8 +66,8 @@ class TransferAgent(ABC):
         stalls; no memory is at stake then, and cancelling it ends it at once.
 
         Raises:
-            InvalidArgumentError: It is not the metadata of an agent.
-            DuplicateError: The peer was added before and is not gone yet, or is this agent itself.
+            InvalidArgumentError: It is not the metadata of an agent, or that of this agent, or of
+                a peer that was added before and is not gone yet.
             PeerLostError: The peer's memory cannot be reached.
             ClosedError: The agent is closed.
         """

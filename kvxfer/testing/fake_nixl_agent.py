@@ -15,7 +15,7 @@ from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent, to_its_end
 from kvxfer.errors import (
     ClosedError,
-    DuplicateError,
+    InvalidArgumentError,
     KVXferError,
     PeerLostError,
     TransferFailedError,
@@ -116,7 +116,7 @@ class FakeNixlAgent(TransferAgent):
         self._require_open()
         peer = AgentMetadata.decode(metadata)
         if peer.name in {self.name, *self._peers}:
-            raise DuplicateError("metadata", peer.name)
+            raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
         if peer.name not in self._agents:
             raise PeerLostError(peer.name, "it is gone")
         self._peers[peer.name] = Regions(peer.regions)
@@ -164,7 +164,6 @@ class FakeNixlAgent(TransferAgent):
             flight.done.set_exception(TransferFailedError(flight.peer, "the agent was closed"))
         self._agents.pop(self.name, None)
         self._memory.clear()
-        self._peers.clear()
 
     def _require_open(self) -> None:
         if self._closed:
