@@ -1,10 +1,13 @@
 """The way to one peer's memory, by NIXL."""
 
+import contextlib
+
 import numpy as np
 
 from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent
 from kvxfer.backends.nixl.transport import Transport
+from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, pair_fragments
 
 
@@ -41,7 +44,8 @@ class Link:
 
     async def aclose(self) -> None:
         """Forget the peer, once nothing moves any more."""
-        await self._agent.remove_peer(self._peer)
+        with contextlib.suppress(ClosedError):  # the agent went first
+            await self._agent.remove_peer(self._peer)
 
     async def _transfer(self, operation: Operation, ours: Descriptors, theirs: Descriptors) -> None:
         local, remote, lengths = pair_fragments(ours, theirs)

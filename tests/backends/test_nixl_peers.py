@@ -1,0 +1,220 @@
+"""Several peers: who holds what, what the death of one costs, and who is let in."""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
+from kvxfer.testing.payloads import read_payloads
+from kvxfer.units import ByteSize
+from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
+from tests.backends.nixl_traffic import Traffic, traffic_memory
+from tests.backends.nixl_wire import Authority
+from tests.backends.test_nixl import WAYS
+from tests.backends.test_nixl_faults import QUICK
+
+pytestmark = pytest.mark.timeout(60)
+SOCKET = WAYS["socket"]
+KEYS = make_keys(24)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[HolderProcess]]:
+    with ExitStack() as stack:
+        started = [HolderProcess() for _ in range(2)]
+        for process in started:
+            stack.callback(process.end)
+        yield started
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return make_memory()
+
+
+@pytest.fixture
+def holders(processes: list[HolderProcess], memory: BlockMemory) -> list[OpenHolder]:
+    return [process.open(memory.namespace()) for process in processes]
+
+
+async def look(holder: OpenHolder) -> dict[str, Any]:
+    return await asyncio.to_thread(holder.look)
+
+
+async def test_keys_are_spread_over_the_peers_and_found_by_all(
+    holders: list[OpenHolder], memory: BlockMemory
+) -> None:
+    namespace = memory.namespace()
+    async with (
+        open_client(namespace, *holders, **SOCKET) as ours,
+        open_client(namespace, *reversed(holders), **SOCKET) as theirs,
+    ):
+        payloads = await store_made_up(ours, KEYS, memory.describe(0, range(24)))
+        kept = [set((await look(holder))["stored"]) for holder in holders]
+        assert kept[0] | kept[1] == {key.hex() for key in KEYS}
+        assert not kept[0] & kept[1]
+        assert all(len(keys) >= 4 for keys in kept)
+        assert await theirs.lookup(KEYS) == [True] * 24
+        target = memory.describe(0, range(24, 48))
+        assert statuses(await theirs.load(KEYS, target)) == [Status.DONE] * 24
+        assert read_payloads(target) == payloads
+        assert await theirs.delete(KEYS[:5]) == 5
+        assert await ours.lookup(KEYS) == [False] * 5 + [True] * 19
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_the_death_of_a_peer_costs_the_hits_that_only_it_had(
+    processes: list[HolderProcess], memory: BlockMemory, replicas: int
+) -> None:
+    namespace = memory.namespace()
+    mortal = await asyncio.to_thread(HolderProcess)
+    try:
+        pair = (processes[0], mortal)
+        holders = [await asyncio.to_thread(process.open, namespace) for process in pair]
+        fields = SOCKET | QUICK | {"timeout_s": 5.0}
+        async with open_client(namespace, *holders, replicas=replicas, **fields) as backend:
+            payloads = await store_made_up(backend, KEYS, memory.describe(0, range(24)))
+            kept = set((await look(holders[0]))["stored"])
+            mortal.signal(signal.SIGKILL)
+            expected = [key.hex() in kept for key in KEYS]
+            assert all(expected) == (replicas == 2)
+            assert await backend.lookup(KEYS) == expected
+            target = memory.describe(0, range(24, 48))
+            outcomes = await backend.load(KEYS, target)
+            assert [outcome.done for outcome in outcomes] == expected
+            for index, payload in enumerate(read_payloads(target)):
+                assert payload == payloads[index] or not expected[index]
+            new = make_keys(8, first=100)
+            stored = await backend.store(new, memory.describe(0, range(8)))
+            assert any(outcome.done for outcome in stored)
+            there = await backend.lookup(new)
+            assert there == [outcome.done for outcome in stored]
+    finally:
+        mortal.end()
+
+
+async def test_a_corrupt_copy_is_made_up_for_by_another(
+    holders: list[OpenHolder], memory: BlockMemory
+) -> None:
+    async with open_client(memory.namespace(), *holders, replicas=2, **SOCKET) as backend:
+        payloads = await store_made_up(backend, KEYS[:4], memory.describe(0, range(4)))
+        holders[0].corrupt(KEYS[1])
+        holders[1].corrupt(KEYS[2])
+        target = memory.describe(0, range(8, 12))
+        assert statuses(await backend.load(KEYS[:4], target)) == [Status.DONE] * 4
+        assert read_payloads(target) == payloads
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_this_process_may_be_one_of_its_own_peers(
+    processes: list[HolderProcess], memory: BlockMemory, way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    namespace = memory.namespace()
+    port = 20_000 + os.getpid() % 10_000
+    theirs = await asyncio.to_thread(processes[0].open, namespace)
+    config = NixlConfig(
+        address=f"127.0.0.1:{port},{theirs.endpoint}",
+        listen=f"127.0.0.1:{port}",
+        capacity=ByteSize(4 << 20),
+        **WAYS[way],
+    )
+    async with NixlBackend(config, namespace) as backend:
+        payloads = await store_made_up(backend, KEYS, memory.describe(0, range(24)))
+        kept = set((await look(theirs))["stored"])
+        assert 4 <= len(kept) <= 20
+        target = memory.describe(0, range(24, 48))
+        assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 24
+        assert read_payloads(target) == payloads
+        assert "own memory" in repr(backend)
+        async with open_client(namespace, f"127.0.0.1:{port}", theirs, **WAYS[way]) as other:
+            assert await other.lookup(KEYS) == [True] * 24
+            assert statuses(await other.load(KEYS, target)) == [Status.DONE] * 24
+            assert read_payloads(target) == payloads
+    assert not [each for each in caplog.records if each.levelno >= logging.ERROR]
+
+
+async def test_another_namespace_is_refused_by_the_field_that_differs(
+    holders: list[OpenHolder], memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = memory.namespace(revision="another")
+    async with open_client(other, holders[0], **SOCKET) as backend:
+        assert await backend.lookup(KEYS[:1]) == [False]
+        [outcome] = await backend.store(KEYS[:1], memory.describe(0, [0]))
+        assert outcome.status is Status.FAILED
+        assert "revision" in outcome.reason
+        assert "another" in outcome.reason
+    assert "revision" in caplog.text
+
+
+async def test_who_does_not_know_the_secret_is_not_let_in(
+    processes: list[HolderProcess], memory: BlockMemory, tmp_path: Path
+) -> None:
+    files = {}
+    for name in ("right", "wrong"):
+        files[name] = tmp_path / name
+        files[name].write_text(f"the {name} secret of all peers")
+    holder = processes[0].open(memory.namespace(), secret_file=str(files["right"]))
+    for name, expected in (("wrong", False), ("right", True)):
+        fields = SOCKET | {"secret_file": str(files[name])}
+        async with open_client(memory.namespace(), holder, **fields) as backend:
+            [outcome] = await backend.store(KEYS[:1], memory.describe(0, [0]))
+            assert outcome.done is expected
+            assert await backend.lookup(KEYS[:1]) == [expected]
+    async with open_client(memory.namespace(), holder, **SOCKET) as backend:
+        assert await backend.lookup(KEYS[:1]) == [False]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_with_tls_blocks_come_and_go_as_without(
+    processes: list[HolderProcess], memory: BlockMemory, tmp_path: Path, way: str
+) -> None:
+    config = Authority(tmp_path / "tls").config()
+    tls = {name: getattr(config, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+    holder = await asyncio.to_thread(processes[0].open, memory.namespace(), **tls)
+    async with open_client(memory.namespace(), holder, **WAYS[way], **tls) as backend:
+        payloads = await store_made_up(backend, KEYS[:4], memory.describe(0, range(4)))
+        target = memory.describe(0, range(8, 12))
+        assert statuses(await backend.load(KEYS[:4], target)) == [Status.DONE] * 4
+        assert read_payloads(target) == payloads
+    async with open_client(memory.namespace(), holder, **WAYS[way]) as backend:
+        assert await backend.lookup(KEYS[:4]) == [False] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_thousand_random_batches_with_evictions_have_the_right_bytes(
+    processes: list[HolderProcess], way: str
+) -> None:
+    memory = traffic_memory()
+    capacity = 4 << 20  # of 12 keys of half a megabyte, each holder has room for less than 8
+    opened = [process.open(memory.namespace(), capacity=capacity) for process in processes]
+    backend = open_client(memory.namespace(), *opened, **WAYS[way])
+    traffic, rng = Traffic(backend, memory, random.Random(4)), random.Random(5)
+    async with backend:
+        for _ in range(250):
+            batches = [rng.sample(traffic.keys, rng.randint(1, 4)) for _ in range(4)]
+            moves = [traffic.store if rng.random() < 0.4 else traffic.load for _ in batches]
+            done = await asyncio.gather(
+                *(move(keys) for move, keys in zip(moves, batches, strict=True))
+            )
+            traffic.outcomes += [outcome for outcomes in done for outcome in outcomes]
+            if rng.random() < 0.2:
+                holder, victims = rng.choice(opened), rng.sample(traffic.keys, 3)
+                await asyncio.to_thread(holder.delete, victims)
+        await traffic.check()
+    seen = [outcome.status for outcome in traffic.outcomes]
+    assert set(seen) <= {Status.DONE, Status.MISSING, Status.FAILED}
+    assert seen.count(Status.DONE) > len(seen) // 2
+    assert seen.count(Status.MISSING) > 20, "nothing was evicted"
