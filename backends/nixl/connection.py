@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 import msgspec
 
 from kvxfer.backends.nixl.channel import STREAM_BUFFER_BYTES, FrameChannel
-from kvxfer.backends.nixl.data_connection import DataConnection
+from kvxfer.backends.nixl.data_connection import DataConnection, open_on_thread
 from kvxfer.backends.nixl.endpoint import Endpoint
 from kvxfer.backends.nixl.handshake import HANDSHAKE_TIMEOUT_S, Greeting, greet_as_client
 from kvxfer.backends.nixl.link import Link
@@ -183,7 +183,9 @@ class Connection:
             PeerError: The holder cannot be reached.
         """
         async with self._opening:  # serials must arrive in order
-            connection = await self._connecting.run(self._connect_data)
+            if self._error is not None:
+                raise self._error
+            connection = await open_on_thread(self._connecting, self._connect_data)
             try:
                 await connection.send(self._session.attach())
                 connection.secure(self._session.frame_keys(self._session.last_serial))

@@ -12,6 +12,7 @@ from kvxfer.backends.nixl.bulk import receive_blocks, send_blocks
 from kvxfer.backends.nixl.frame_socket import FrameSocket
 from kvxfer.backends.nixl.frames import FrameKeys, MessageT
 from kvxfer.backends.nixl.messages import Message
+from kvxfer.backends.nixl.quarantine import shielded
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.threads import Threads
 
@@ -67,11 +68,7 @@ class DataConnection:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             self._frames.close()
-            while not running.done():
-                try:
-                    await asyncio.wait([running])
-                except asyncio.CancelledError:
-                    continue
+            await shielded(asyncio.wait([running]))
             if not running.cancelled():
                 running.exception()  # fetched, or asyncio reports it as never retrieved
             raise
@@ -80,3 +77,17 @@ class DataConnection:
         """End the connection; may be called again."""
         self._frames.close()
         await self._threads.aclose()
+
+
+async def open_on_thread(
+    threads: Threads, open_connection: Callable[[], DataConnection]
+) -> DataConnection:
+    """Open a connection by a call that blocks; when cancelled, none is left open."""
+    opening = asyncio.ensure_future(threads.run(open_connection))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await shielded(asyncio.wait([opening]))
+        if not opening.cancelled() and opening.exception() is None:
+            await opening.result().aclose()
+        raise

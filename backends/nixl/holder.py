@@ -4,12 +4,13 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from kvxfer.backends.nixl.channel import STREAM_BUFFER_BYTES, FrameChannel
-from kvxfer.backends.nixl.data_connection import DataConnection
+from kvxfer.backends.nixl.data_connection import DataConnection, open_on_thread
 from kvxfer.backends.nixl.endpoint import Endpoint
 from kvxfer.backends.nixl.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
 from kvxfer.backends.nixl.messages import Attach, Hello, Pong, Reach
@@ -54,6 +55,7 @@ class Holder:
         self._data_socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._served: dict[bytes, tuple[ServedPeer, asyncio.Task[None]]] = {}
+        self._closed = False
         self._tls_threads = Threads("kvxfer-tls", 4)
 
     @property
@@ -106,8 +108,10 @@ class Holder:
 
     async def aclose(self) -> None:
         """End every connection, wait until no memory is touched; may be called again."""
+        self._closed = True
         if self._server is not None:
             self._server.close()
+        await asyncio.sleep(0)  # a task that never began would leave its connection open
         for task in list(self._tasks):
             task.cancel()
         while self._tasks:
@@ -123,7 +127,10 @@ class Holder:
         return task
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._run(self._serve(FrameChannel(reader, writer)))
+        if self._closed:  # asyncio had accepted it before
+            writer.transport.abort()
+        else:
+            self._run(self._serve(FrameChannel(reader, writer)))
 
     async def _serve(self, channel: FrameChannel) -> None:
         try:
@@ -197,7 +204,9 @@ class Holder:
     async def _serve_data(self, plain: socket.socket, address: str) -> None:
         connection: DataConnection | None = None
         try:
-            connection = await self._tls_threads.run(self._open_data, plain, address)
+            connection = await open_on_thread(
+                self._tls_threads, partial(self._open_data, plain, address)
+            )
             attach = await connection.receive(_ATTACH, timeout_s=HANDSHAKE_TIMEOUT_S)
             for peer in self.peers:
                 if peer.session.session_id == attach.session:
