@@ -226,6 +226,18 @@ def test_a_tensor_of_all_layers_canonicalizes_into_the_same_caches() -> None:
     attest(layered, GEMMA, ours, layouts={"all": str(backend.memory)})
 
 
+def test_heads_around_layers_canonicalize_into_the_same_rows() -> None:
+    backend = AttentionLayout("kv block token head dim", "block head layer kv token dim")
+    allocation = allocate_canonical(GEMMA, [backend] * 3)
+    layouts = dict.fromkeys(GEMMA.layer_names, "block head kv token dim")
+    registered = canonicalize(allocation.kv_caches, GEMMA, layouts=layouts)
+    attest(allocation.kv_caches, GEMMA, allocation.caches, layouts=layouts)
+    for group in range(3):
+        ours, theirs = (describe(c, group, [4, 1]) for c in (allocation.caches, registered))
+        assert ours.addresses.tolist() == theirs.addresses.tolist()
+        assert ours.lengths.tolist() == theirs.lengths.tolist()
+
+
 @pytest.mark.gpu
 def test_a_block_is_one_piece_of_device_memory() -> None:
     allocation = allocate_canonical(GEMMA, [NHD] * 3, device="cuda")
