@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ from kvxfer.storage.outcomes import more_telling
 from kvxfer.storage.staging import StagingMemory
 
 STAGING_BYTES = 64 << 20
+
+T = TypeVar("T")
 
 Home: TypeAlias = Peer | HostBackend
 """Where blocks can be: at a peer, or in this process."""
@@ -117,26 +119,27 @@ class NixlBackend(Backend):
         self._node.add_memory(memory)
 
     async def start(self) -> None:
-        """Begin to listen, if that was asked for; every other call does so as well.
+        """Open NIXL, and listen if that was asked for; every other call does so as well.
 
         Raises:
-            BackendUnavailableError: It cannot listen there.
+            BackendUnavailableError: It cannot listen there, or NIXL is asked for and cannot be
+                used.
         """
         async with self._starting:
-            if not self._started and self._holder is not None:
-                await self._holder.start()
-            self._started = True
+            if not self._started:
+                await self._node.open()
+                if self._holder is not None:
+                    await self._holder.start()
+                self._started = True
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks the peers that may hold a key, all at once."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
-        async with asyncio.TaskGroup() as tasks:
-            answers = [
-                tasks.create_task(self._lookup_at(home, [keys[index] for index in indices]))
-                for home, indices in _by_home(homes, ranked)
-            ]
-        found = {key for answer in answers for key in answer.result()}
+        answers = await _ask_each(
+            _by_home(homes, ranked), lambda home, at: self._lookup_at(home, _chosen(keys, at))
+        )
+        found = {key for _, there in answers for key in there}
         return [key in found for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -144,18 +147,11 @@ class NixlBackend(Backend):
         await self._check(keys, blocks)
         homes, ranked = await self._find_homes(keys)
         outcomes = [MISSING] * len(keys)
-        async with asyncio.TaskGroup() as tasks:
-            stores = [
-                (
-                    indices,
-                    tasks.create_task(
-                        home.store([keys[index] for index in indices], blocks.take(indices))
-                    ),
-                )
-                for home, indices in _by_home(homes, ranked)
-            ]
+        stores = await _ask_each(
+            _by_home(homes, ranked), lambda home, at: home.store(_chosen(keys, at), blocks.take(at))
+        )
         for indices, stored in stores:
-            _merge(outcomes, indices, stored.result())
+            _merge(outcomes, indices, stored)
         await self._keep_quarantine_small()
         return outcomes
 
@@ -166,23 +162,14 @@ class NixlBackend(Backend):
         outcomes = [MISSING] * len(keys)
         left = np.arange(len(keys))
         for choice in ranked:
-            async with asyncio.TaskGroup() as tasks:
-                loads = [
-                    (
-                        left[rows],
-                        tasks.create_task(
-                            home.load(
-                                [keys[index] for index in left[rows]], blocks.take(left[rows])
-                            )
-                        ),
-                    )
-                    for home, rows in _by_home(homes, choice[left][None])
-                ]
-            for indices, loaded in loads:
-                _merge(outcomes, indices, loaded.result())
-            left = np.array(
-                [i for i in left if not outcomes[i].done and outcomes[i].memory_safe], np.int64
+            placed = [(home, left[rows]) for home, rows in _by_home(homes, choice[left][None])]
+            loads = await _ask_each(
+                placed, lambda home, at: home.load(_chosen(keys, at), blocks.take(at))
             )
+            for indices, loaded in loads:
+                _merge(outcomes, indices, loaded)
+            may_go_on = [not outcomes[i].done and outcomes[i].memory_safe for i in left]
+            left = left[np.array(may_go_on)]
             if not len(left):
                 break
         await self._keep_quarantine_small()
@@ -192,12 +179,10 @@ class NixlBackend(Backend):
         """See `Backend.delete`; at every peer that may hold a key."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
-        async with asyncio.TaskGroup() as tasks:
-            deletions = [
-                tasks.create_task(self._delete_at(home, [keys[index] for index in indices]))
-                for home, indices in _by_home(homes, ranked)
-            ]
-        return len({key for deletion in deletions for key in deletion.result()})
+        answers = await _ask_each(
+            _by_home(homes, ranked), lambda home, at: self._delete_at(home, _chosen(keys, at))
+        )
+        return len({key for _, deleted in answers for key in deleted})
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
@@ -291,6 +276,20 @@ class NixlBackend(Backend):
             sizes, starts = blocks.block_sizes.tolist(), blocks.payload_starts.tolist()
         require_within(Wanted(keys, starts, sizes), self._chunk_sizes)
         await self.start()
+
+
+async def _ask_each(
+    placed: Sequence[tuple[Home, NDArray[np.intp]]],
+    ask: Callable[[Home, NDArray[np.intp]], Coroutine[Any, Any, T]],
+) -> list[tuple[NDArray[np.intp], T]]:
+    """Ask every home for what belongs to it, all at once."""
+    async with asyncio.TaskGroup() as tasks:
+        asked = [(indices, tasks.create_task(ask(home, indices))) for home, indices in placed]
+    return [(indices, task.result()) for indices, task in asked]
+
+
+def _chosen(keys: Sequence[BlockKey], indices: NDArray[np.intp]) -> list[BlockKey]:
+    return [keys[index] for index in indices.tolist()]
 
 
 def _by_home(

@@ -83,7 +83,7 @@ class Node:
         Raises:
             BackendUnavailableError: NIXL is asked for, and cannot be used.
         """
-        agent = await self._open()
+        agent = await self.open()
         return Reach(
             metadata=b"" if agent is None else agent.metadata,
             regions=self.memory.regions,
@@ -129,7 +129,12 @@ class Node:
             for known in self._regions
         )
 
-    async def _open(self) -> TransferAgent | None:
+    async def open(self) -> TransferAgent | None:
+        """Open the agent, if it is not open; None where sockets have to do without one.
+
+        Raises:
+            BackendUnavailableError: NIXL is asked for, and cannot be used.
+        """
         if self.config.transport == "socket":
             return None
         async with self._opening:
