@@ -10,6 +10,7 @@ from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.handshake import Greeting
 from kvxfer.backends.nixl.link import Link
 from kvxfer.backends.nixl.messages import PROTOCOL_VERSION, Hello, Reach
+from kvxfer.backends.nixl.peer_book import PeerBook
 from kvxfer.backends.nixl.transfer_agent import TransferAgent
 from kvxfer.backends.nixl.transport import choose_transport, identify_host
 from kvxfer.errors import BackendUnavailableError, TransferFailedError
@@ -52,7 +53,7 @@ class Node:
         self._boot_id, self._pid, self._pid_namespace = identify_host()
         self._incarnation = uuid.uuid4().bytes
         self._regions: list[MemoryRegion] = []
-        self._agent: TransferAgent | None = None
+        self._book: PeerBook | None = None
         self._opening = asyncio.Lock()
 
     @property
@@ -74,7 +75,7 @@ class Node:
 
     def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
         """Let peers reach memory, but for what they reach already; before the first handshake."""
-        assert self._agent is None, "memory is added before the first handshake"
+        assert self._book is None, "memory is added before the first handshake"
         self._regions += [region for region in regions if not self._has(region)]
 
     async def reach(self, *, data_port: int = 0) -> Reach:
@@ -96,30 +97,29 @@ class Node:
         Raises:
             BackendUnavailableError: NIXL is asked for, and cannot reach the peer.
         """
-        agent = self._agent
+        book, metadata = self._book, greeting.reach.metadata
         carrier = choose_transport(self.hello, greeting.hello)
-        if agent is None or carrier == "socket" or not greeting.reach.metadata:
+        if book is None or carrier == "socket" or not metadata:
             if self.config.transport == "nixl":
                 raise BackendUnavailableError(
                     "transport=nixl, but NIXL would have to use TCP to reach the peer"
                 )
             return None
-        peer = await agent.add_peer(greeting.reach.metadata)
-        return Link(agent, peer, carrier, RegionTable(greeting.reach.regions))
+        return await Link.open(book, metadata, carrier, RegionTable(greeting.reach.regions))
 
     async def restart(self) -> None:
         """Go on with a new agent, opened when it is needed; the old one moves nothing any more."""
         async with self._opening:
-            agent, self._agent = self._agent, None
-            if agent is not None:
-                await agent.aclose()
+            book, self._book = self._book, None
+            if book is not None:
+                await book.agent.aclose()
 
     async def aclose(self) -> None:
         """Close the agent; may be called again."""
         async with self._opening:
-            if self._agent is not None:
-                await self._agent.aclose()
-                self._agent = None
+            if self._book is not None:
+                await self._book.agent.aclose()
+                self._book = None
         await self._threads.aclose()
 
     def _has(self, region: MemoryRegion) -> bool:
@@ -138,17 +138,17 @@ class Node:
         if self.config.transport == "socket":
             return None
         async with self._opening:
-            if self._agent is None:
+            if self._book is None:
                 try:
                     await self._threads.run(self._open_agent)
                 except (BackendUnavailableError, TransferFailedError) as exc:
                     if self.config.transport == "nixl":
                         raise BackendUnavailableError(f"NIXL cannot be used: {exc}") from exc
                     logger.info("NIXL cannot be used, so sockets are: %s", exc)
-            return self._agent
+            return None if self._book is None else self._book.agent
 
     def _open_agent(self) -> None:
         """Open the agent; whoever asks next finds it, even if nobody waits for the end."""
         agent = self._make_agent()
         agent.register(self._regions)
-        self._agent = agent
+        self._book = PeerBook(agent)

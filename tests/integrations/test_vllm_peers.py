@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import socket
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
@@ -67,8 +66,14 @@ def test_a_lower_tier_listens_before_anything_is_asked_of_it() -> None:
     backend = NixlBackend(LISTENING, NAMESPACE)
     tier = LowerTier(make_rows(), 1, backend)
     assert backend.holder is not None
-    endpoint = backend.holder.endpoint
-    socket.create_connection((endpoint.host, endpoint.port), LIMIT_S).close()
+    address = str(backend.holder.endpoint)
+
+    async def find_transport() -> str:
+        async with NixlBackend(NixlConfig(address=address, transport="socket"), NAMESPACE) as other:
+            await other.lookup(keys_of(1))
+            return other.statistics[address][0]
+
+    assert asyncio.run(find_transport()) == "socket"
     assert tier.close()
 
 
