@@ -224,12 +224,12 @@ class NixlBackend(Backend):
         if peer is None:
             route = Route(self._node, endpoint, tls=self._tls, scratch=self._staging.region)
             peer = self._peers[endpoint] = Peer(
-                self._node,
                 route,
                 hasher=self._hasher,
                 staging=self._staging,
                 quarantine=self._quarantine,
                 verifies=self._config.integrity is Integrity.FAST,
+                timeout_s=self._config.timeout_s,
             )
             if self._own is not None:  # it may be this process that listens there
                 with contextlib.suppress(KVXferError):

@@ -1,13 +1,13 @@
 """The way to one peer's memory, by NIXL."""
 
-import contextlib
+from typing import Self
 
 import numpy as np
 
 from kvxfer.backends.nixl.extents import RegionTable
-from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent
+from kvxfer.backends.nixl.peer_book import PeerBook
+from kvxfer.backends.nixl.transfer_agent import Operation
 from kvxfer.backends.nixl.transport import Transport
-from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, pair_fragments
 
 
@@ -15,19 +15,28 @@ class Link:
     """Moves bytes between registered memory here and that of one peer.
 
     Args:
-        agent: Moves them.
-        peer: What the agent calls the peer.
+        book: Knows the agent that moves them.
+        metadata: How the agent gets to know the peer.
+        peer: What the agent calls it.
         carrier: What carries them.
         remote: The peer's registered memory.
     """
 
     def __init__(
-        self, agent: TransferAgent, peer: str, carrier: Transport, remote: RegionTable
+        self, book: PeerBook, metadata: bytes, peer: str, carrier: Transport, remote: RegionTable
     ) -> None:
         self.carrier = carrier
         self.remote = remote
-        self._agent = agent
+        self._book = book
+        self._metadata = metadata
         self._peer = peer
+
+    @classmethod
+    async def open(
+        cls, book: PeerBook, metadata: bytes, carrier: Transport, remote: RegionTable
+    ) -> Self:
+        """Get to know the peer; errors as `TransferAgent.add_peer`."""
+        return cls(book, metadata, await book.add(metadata), carrier, remote)
 
     async def read(self, theirs: Descriptors, ours: Descriptors) -> None:
         """Copy blocks of the peer's memory to ours.
@@ -43,12 +52,11 @@ class Link:
         await self._transfer(Operation.WRITE, ours, theirs)
 
     async def aclose(self) -> None:
-        """Forget the peer, once nothing moves any more."""
-        with contextlib.suppress(ClosedError):  # the agent went first
-            await self._agent.remove_peer(self._peer)
+        """Forget the peer, once nothing moves any more, unless it is known for another reason."""
+        await self._book.remove(self._metadata)
 
     async def _transfer(self, operation: Operation, ours: Descriptors, theirs: Descriptors) -> None:
         local, remote, lengths = pair_fragments(ours, theirs)
-        await self._agent.transfer(
+        await self._book.agent.transfer(
             operation, self._peer, *map(np.ascontiguousarray, (local, remote, lengths))
         )

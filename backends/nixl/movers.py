@@ -60,6 +60,10 @@ class Mover(ABC):
 
     name: str
 
+    def reaches(self, blocks: Descriptors) -> bool:  # noqa: ARG002 - most reach everything
+        """Whether blocks can be moved from and to where they are."""
+        return True
+
     @abstractmethod
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Arrivals:
         """Copy blocks of the holder to described memory.
@@ -109,6 +113,10 @@ class NixlMover(Mover):
         self._memory = memory
         self._reads = reads
         self._trusts = trusts
+
+    def reaches(self, blocks: Descriptors) -> bool:
+        """See `Mover.reaches`."""
+        return self._memory.contains(blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Arrivals:
         """See `Mover.load`."""

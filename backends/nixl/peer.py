@@ -12,8 +12,7 @@ import numpy as np
 from kvxfer.backends.nixl.extents import cut
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.messages import Delete, Deleted, Found, Lookup
-from kvxfer.backends.nixl.movers import Mover, NixlMover
-from kvxfer.backends.nixl.node import Node
+from kvxfer.backends.nixl.movers import Mover
 from kvxfer.backends.nixl.quarantine import Quarantine, end_within
 from kvxfer.backends.nixl.route import Route
 from kvxfer.errors import KVXferError, PeerLostError, ProtocolError
@@ -56,12 +55,12 @@ class Peer:
     Hashing one piece overlaps with moving the next.
 
     Args:
-        node: This process.
         route: The way to the peer.
         hasher: Makes and checks checksums.
         staging: Registered memory for blocks whose own memory is not.
         quarantine: For memory that a transfer may still touch after its time.
         verifies: Whether what arrives is verified.
+        timeout_s: Time that a piece, or a question, may take.
 
     Attributes:
         route: As given.
@@ -70,22 +69,21 @@ class Peer:
 
     def __init__(
         self,
-        node: Node,
         route: Route,
         *,
         hasher: BlockHasher,
         staging: StagingMemory,
         quarantine: Quarantine,
         verifies: bool,
+        timeout_s: float,
     ) -> None:
         self.route = route
         self.statistics = PeerStatistics()
-        self._node = node
         self._hasher = hasher
         self._staging = staging
         self._quarantine = quarantine
         self._verifies = verifies
-        self._timeout_s = node.config.timeout_s
+        self._timeout_s = timeout_s
         self._in_flight = asyncio.Semaphore(PIECES_IN_FLIGHT)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -175,7 +173,7 @@ class Peer:
     async def _load_piece(
         self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        if not self._needs_staging(mover, blocks):
+        if mover.reaches(blocks):
             return await self._load_verified(mover, keys, blocks)
         outcomes: list[Outcome] = []
         while len(outcomes) < len(keys):
@@ -214,7 +212,7 @@ class Peer:
     async def _store_piece(
         self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        if not self._needs_staging(mover, blocks):
+        if mover.reaches(blocks):
             return await mover.store(keys, blocks, await self._hasher.checksums(blocks))
         outcomes: list[Outcome] = []
         while len(outcomes) < len(keys):
@@ -229,9 +227,6 @@ class Peer:
 
     def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[Descriptors]:
         return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
-
-    def _needs_staging(self, mover: Mover, blocks: Descriptors) -> bool:
-        return isinstance(mover, NixlMover) and not self._node.memory.contains(blocks)
 
     def _count(self, outcomes: Sequence[Outcome]) -> None:
         statuses = [outcome.status for outcome in outcomes]

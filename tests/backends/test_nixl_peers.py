@@ -218,3 +218,21 @@ async def test_a_thousand_random_batches_with_evictions_have_the_right_bytes(
     assert set(seen) <= {Status.DONE, Status.MISSING, Status.FAILED}
     assert seen.count(Status.DONE) > len(seen) // 2
     assert seen.count(Status.MISSING) > 20, "nothing was evicted"
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_two_peers_serve_each_other(memory: BlockMemory, way: str) -> None:
+    namespace, port = memory.namespace(), 30_000 + os.getpid() % 10_000
+    address = f"127.0.0.1:{port},127.0.0.1:{port + 1}"
+    configs = [
+        NixlConfig(address=address, listen=listen, capacity=ByteSize(4 << 20), **WAYS[way])
+        for listen in address.split(",")
+    ]
+    async with NixlBackend(configs[0], namespace) as one, NixlBackend(configs[1], namespace) as two:
+        await asyncio.gather(one.start(), two.start())
+        for ours, theirs, first in ((one, two, 0), (two, one, 100), (one, two, 200)):
+            keys = make_keys(12, first=first)
+            payloads = await store_made_up(ours, keys, memory.describe(0, range(12)))
+            target = memory.describe(0, range(24, 36))
+            assert statuses(await theirs.load(keys, target)) == [Status.DONE] * 12
+            assert read_payloads(target) == payloads
