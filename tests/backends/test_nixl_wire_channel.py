@@ -18,7 +18,7 @@ from kvxfer import (
 )
 from kvxfer.backends.nixl import channel
 from kvxfer.backends.nixl.channel import CLOSE_TIMEOUT_S, FrameChannel, RateLimit
-from kvxfer.backends.nixl.frames import MAX_UNPROVEN_FRAME_BYTES
+from kvxfer.backends.nixl.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
 from kvxfer.backends.nixl.handshake import greet_as_client
 from kvxfer.backends.nixl.messages import Ping, Proof
 from kvxfer.backends.nixl.session import Role, Session
@@ -168,6 +168,17 @@ async def test_a_peer_that_ends_the_connection_is_gone_for_all_calls(how: str) -
             with pytest.raises(PeerClosedError) as again:
                 await call
             assert again.value is first.value
+
+
+@pytest.mark.parametrize("length", [1, HEADER_BYTES, HEADER_BYTES + 1])
+async def test_a_peer_that_ends_the_connection_within_a_frame_breaks_the_protocol(
+    length: int,
+) -> None:
+    async with connected() as ends:
+        ends.client._writer.write(ends.client._codec.encode(Ping(request_id=1))[:length])
+        await ends.client.aclose()
+        with pytest.raises(ProtocolError, match="in the middle of a frame"):
+            await ends.server.receive(PING)
 
 
 async def test_a_peer_that_is_gone_before_its_address_is_known_is_gone() -> None:
