@@ -1,0 +1,317 @@
+"""What every transfer agent promises, as tests: the fake and the real one pass the same."""
+
+import asyncio
+import functools
+import gc
+import mmap
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvxfer.backends.nixl.pieces import Words
+from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent
+from kvxfer.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    PeerLostError,
+    TransferFailedError,
+)
+from kvxfer.kvcache.memory_region import MemoryRegion
+
+PAGE = mmap.PAGESIZE
+POOL_BYTES = 8 << 20
+FRAGMENT_BYTES = 1 << 17
+
+
+class Pool:
+    """Memory in two regions that touch.
+
+    Attributes:
+        address: Of the first byte.
+        bytes: uint8, `(POOL_BYTES,)`.
+    """
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, POOL_BYTES)
+        self.bytes = np.frombuffer(self._memory, np.uint8)
+        self.address = self.bytes.ctypes.data
+
+    def regions(self) -> list[MemoryRegion]:
+        half = POOL_BYTES // 2
+        return [MemoryRegion(self.address + start, half, self) for start in (0, half)]
+
+
+class Peer(Protocol):
+    """The other side: an agent with the regions of a `Pool`, here or in another process."""
+
+    metadata: bytes
+    address: int
+
+    async def fill(self, seed: int) -> None:
+        """Fill its pool with the bytes of `random_bytes`."""
+
+    async def content(self) -> bytes:
+        """The bytes of its pool."""
+
+
+@functools.cache
+def random_bytes(seed: int) -> NDArray[np.uint8]:
+    return np.frombuffer(np.random.default_rng(seed).bytes(POOL_BYTES), np.uint8)
+
+
+def words(*values: int) -> Words:
+    return np.array(values, np.uint64)
+
+
+def shuffled(num_fragments: int, fragment_bytes: int, seed: int) -> Words:
+    """Offsets of fragments that neither overlap nor reach into two regions, at odd places."""
+    places = np.random.default_rng(seed).permutation(POOL_BYTES // 2 // fragment_bytes - 1)
+    offsets = 2 * places * fragment_bytes + 3
+    boundary = POOL_BYTES // 2
+    inside = (offsets >= boundary) | (offsets + fragment_bytes <= boundary)
+    chosen: Words = offsets[inside][:num_fragments].astype(np.uint64)
+    return chosen
+
+
+class AgentContract(ABC):
+    """Subclass it as `TestMyAgent`, and say what the two sides are."""
+
+    @abstractmethod
+    def make_agent(self) -> TransferAgent:
+        """Open an agent."""
+
+    @abstractmethod
+    def peers(self) -> AsyncIterator[Peer]:
+        """Yield a peer, and close it after."""
+
+    @pytest.fixture
+    async def peer(self) -> AsyncIterator[Peer]:
+        async for peer in self.peers():
+            yield peer
+
+    @pytest.fixture
+    def pool(self) -> Pool:
+        return Pool()
+
+    @pytest.fixture
+    async def agent(self, pool: Pool) -> AsyncIterator[TransferAgent]:
+        agent = self.make_agent()
+        agent.register(pool.regions())
+        yield agent
+        await agent.aclose()
+
+    @pytest.mark.parametrize(
+        ("num_fragments", "fragment_bytes"), [(1, 13), (7, 4099), (5000, 97), (3, 1 << 20)]
+    )
+    @pytest.mark.parametrize("operation", Operation)
+    async def test_fragments_arrive_whole_and_nothing_else_changes(
+        self,
+        agent: TransferAgent,
+        peer: Peer,
+        pool: Pool,
+        operation: Operation,
+        num_fragments: int,
+        fragment_bytes: int,
+    ) -> None:
+        await peer.fill(1)
+        pool.bytes[:] = random_bytes(2)
+        name = await agent.add_peer(peer.metadata)
+        local, remote = (shuffled(num_fragments, fragment_bytes, seed) for seed in (3, 4))
+        lengths = np.full(num_fragments, fragment_bytes, np.uint64)
+        base = words(pool.address), words(peer.address)
+        await agent.transfer(operation, name, local + base[0], remote + base[1], lengths)
+        ours, theirs = random_bytes(2).copy(), random_bytes(1).copy()
+        for here, there in zip(local.astype(int), remote.astype(int), strict=True):
+            spans = slice(here, here + fragment_bytes), slice(there, there + fragment_bytes)
+            if operation is Operation.READ:
+                ours[spans[0]] = theirs[spans[1]]
+            else:
+                theirs[spans[1]] = ours[spans[0]]
+        assert pool.bytes.tobytes() == ours.tobytes()
+        assert await peer.content() == theirs.tobytes()
+
+    @pytest.mark.parametrize("operation", Operation)
+    async def test_one_fragment_may_be_longer_than_a_piece_and_several_may_touch_across_regions(
+        self, agent: TransferAgent, peer: Peer, pool: Pool, operation: Operation
+    ) -> None:
+        await peer.fill(1)
+        pool.bytes[:] = random_bytes(2)
+        name = await agent.add_peer(peer.metadata)
+        half = POOL_BYTES // 2
+        starts = words(half, 0)
+        await agent.transfer(
+            operation, name, starts + words(pool.address), starts + words(peer.address),
+            words(half, half),
+        )  # fmt: skip
+        seed = 1 if operation is Operation.READ else 2
+        assert pool.bytes.tobytes() == await peer.content() == random_bytes(seed).tobytes()
+
+    async def test_nothing_to_move_is_moved_at_once(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        name = await agent.add_peer(peer.metadata)
+        await agent.transfer(Operation.READ, name, words(), words(), words())
+        here, there = words(pool.address), words(peer.address)
+        await agent.transfer(Operation.WRITE, name, here, there, words(0))
+
+    async def test_memory_that_is_not_registered_is_refused(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        name = await agent.add_peer(peer.metadata)
+        good, one = words(pool.address, pool.address), words(1, 1)
+        for wrong, length in [
+            (pool.address - 1, 1),
+            (pool.address + POOL_BYTES - 1, 2),
+            (pool.address + POOL_BYTES, 1),
+            (pool.address + POOL_BYTES // 2 - 1, 2),
+            (pool.address, POOL_BYTES + 1),
+            (pool.address + 1, 2**64 - 1),
+            (0, 1),
+        ]:
+            local, lengths = words(pool.address, wrong), words(1, length)
+            with pytest.raises(InvalidArgumentError, match=rf"^local.1. is '{wrong:#x}'"):
+                await agent.transfer(Operation.READ, name, local, words(peer.address, 0), lengths)
+            remote = words(peer.address, (wrong - pool.address + peer.address) % 2**64)
+            if length < POOL_BYTES:
+                with pytest.raises(InvalidArgumentError, match=r"^remote.1. is "):
+                    await agent.transfer(Operation.READ, name, good, remote, one * words(1, length))
+        with pytest.raises(InvalidArgumentError, match="lengths"):
+            await agent.transfer(Operation.READ, name, good, good, words(1))
+
+    async def test_regions_are_not_empty_and_do_not_overlap(
+        self, agent: TransferAgent, pool: Pool
+    ) -> None:
+        for address, num_bytes in [(pool.address, 1), (pool.address - 1, 2), (1 << 40, 0)]:
+            with pytest.raises(InvalidArgumentError, match="regions"):
+                agent.register([MemoryRegion(address, num_bytes, None)])
+        agent.register([])
+
+    async def test_a_peer_is_added_once_and_is_not_oneself(
+        self, agent: TransferAgent, peer: Peer
+    ) -> None:
+        name = await agent.add_peer(peer.metadata)
+        for metadata in (peer.metadata, agent.metadata):
+            with pytest.raises(InvalidArgumentError, match="metadata"):
+                await agent.add_peer(metadata)
+        await agent.remove_peer(name)
+        assert await agent.add_peer(peer.metadata) == name
+        assert name in repr(agent)
+
+    @pytest.mark.parametrize("metadata", [b"", b"hello", bytes(100)])
+    async def test_what_is_not_metadata_is_refused(
+        self, agent: TransferAgent, metadata: bytes
+    ) -> None:
+        with pytest.raises(InvalidArgumentError, match="metadata"):
+            await agent.add_peer(metadata)
+
+    async def test_a_peer_that_is_unknown_or_removed_is_lost(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        arguments = words(pool.address), words(peer.address), words(1)
+        with pytest.raises(PeerLostError):
+            await agent.transfer(Operation.READ, "nobody", *arguments)
+        name = await agent.add_peer(peer.metadata)
+        await agent.remove_peer(name)
+        await agent.remove_peer(name)
+        await agent.remove_peer("nobody")
+        with pytest.raises(PeerLostError) as caught:
+            await agent.transfer(Operation.READ, name, *arguments)
+        assert caught.value.peer == name
+        assert name not in repr(agent)
+
+    async def test_after_a_cancelled_transfer_its_memory_is_quiet(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        name = await agent.add_peer(peer.metadata)
+        await peer.fill(1)
+        num_cancelled = 0
+        for turns in range(6):
+            pool.bytes[:] = 0
+            task = asyncio.create_task(self._read_all(agent, name, peer, pool))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            num_cancelled += task.cancelled()
+            pool.bytes[:] = 9
+            await agent.transfer(
+                Operation.WRITE, name, words(pool.address), words(peer.address), words(1)
+            )
+            assert np.all(pool.bytes == 9)
+        assert num_cancelled >= 2
+
+    async def test_closing_ends_what_is_under_way_and_lets_memory_go(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        name = await agent.add_peer(peer.metadata)
+        other_pool = Pool()
+        reference = weakref.ref(other_pool)
+        agent.register(other_pool.regions())
+        del other_pool
+        gc.collect()
+        assert reference(), "kept while the agent is open"
+        tasks = [asyncio.create_task(self._read_all(agent, name, peer, pool)) for _ in range(20)]
+        await asyncio.sleep(0)
+        await asyncio.gather(agent.aclose(), agent.aclose())
+        pool.bytes[:] = 9
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert {type(error) for error in errors} <= {type(None), TransferFailedError, ClosedError}
+        assert np.all(pool.bytes == 9)
+        await agent.aclose()
+        with pytest.raises(ClosedError):
+            agent.register([])
+        with pytest.raises(ClosedError):
+            _ = agent.metadata
+        for call in (
+            agent.add_peer(peer.metadata),
+            agent.remove_peer(name),
+            self._read_all(agent, name, peer, pool),
+        ):
+            with pytest.raises(ClosedError):
+                await call
+        gc.collect()
+        assert not reference()
+
+    async def test_several_event_loops_use_one_agent(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        await peer.fill(1)
+        name = await agent.add_peer(peer.metadata)
+        read = self._read_all(agent, name, peer, pool)
+        await asyncio.gather(
+            asyncio.to_thread(asyncio.run, read), self._read_all(agent, name, peer, pool)
+        )
+        fragments = random_bytes(1).reshape(-1, FRAGMENT_BYTES)
+        assert pool.bytes.tobytes() == fragments[::-1].tobytes()
+
+    async def test_names_are_new(self, agent: TransferAgent) -> None:
+        other = self.make_agent()
+        assert agent.name != other.name
+        await other.aclose()
+
+    async def _read_all(self, agent: TransferAgent, name: str, peer: Peer, pool: Pool) -> None:
+        starts = np.arange(0, POOL_BYTES, FRAGMENT_BYTES, dtype=np.uint64)
+        here, there = starts + words(pool.address), starts + words(peer.address)
+        lengths = np.full(len(starts), FRAGMENT_BYTES, np.uint64)
+        await agent.transfer(Operation.READ, name, here, there[::-1].copy(), lengths)
+
+
+class LocalPeer:
+    """A peer in this process."""
+
+    def __init__(self, agent: TransferAgent) -> None:
+        self.agent = agent
+        self._pool = Pool()
+        agent.register(self._pool.regions())
+        self.metadata, self.address = agent.metadata, self._pool.address
+
+    async def fill(self, seed: int) -> None:
+        self._pool.bytes[:] = random_bytes(seed)
+
+    async def content(self) -> bytes:
+        return self._pool.bytes.tobytes()

@@ -1,0 +1,127 @@
+"""Processes with an agent that others reach: forked, so that one costs no start of an interpreter.
+
+`python -m tests.backends.agent_process FD` forks one whenever it is asked to on that socket.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.backends.agent_contract import LocalPeer
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class PeerProcess:
+    """A `Peer` in another process; its `pid` is of use to `os.kill` until `stop` or `kill`."""
+
+    def __init__(self, nursery: "Nursery", environment: str) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.pid = nursery.fork(environment, theirs)
+        self._nursery = nursery
+        self._socket, self._answers = ours, ours.makefile("rb")
+        metadata, address = self._answers.readline().split()
+        self.metadata, self.address = bytes.fromhex(metadata.decode()), int(address)
+
+    async def fill(self, seed: int) -> None:
+        await asyncio.to_thread(self._ask, f"fill {seed}\n")
+
+    async def content(self) -> bytes:
+        return await asyncio.to_thread(self._ask, "content 0\n")
+
+    def stop(self) -> int:
+        """Let it end by itself, its agent left open; return its exit status."""
+        self._answers.close()
+        self._socket.close()
+        return self._nursery.wait(self.pid)
+
+    def kill(self) -> None:
+        """End it at once, also when it is stopped; may be called again."""
+        if self._socket.fileno() != -1:
+            os.kill(self.pid, signal.SIGKILL)
+            self.stop()
+
+    def _ask(self, question: str) -> bytes:
+        self._socket.sendall(question.encode())
+        return self._answers.read(int(self._answers.readline()))
+
+
+class Nursery:
+    """Forks processes that have imported what they need."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._answers = self._socket.makefile("r")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.backends.agent_process", str(theirs.fileno())],
+                cwd=REPOSITORY,
+                pass_fds=[theirs.fileno()],
+            )
+        self._answers.readline()
+
+    def start(self, environment: str = "") -> PeerProcess:
+        """Start a process, with one more variable in its environment: `NAME=value`."""
+        return PeerProcess(self, environment)
+
+    def fork(self, environment: str, connection: socket.socket) -> int:
+        """Let a process answer what is asked on a connection; return its id."""
+        socket.send_fds(self._socket, [f"fork {environment}\n".encode()], [connection.fileno()])
+        return int(self._answers.readline())
+
+    def wait(self, pid: int) -> int:
+        """Wait for the end of a process; return its exit status, negative for a signal."""
+        self._socket.sendall(f"wait {pid}\n".encode())
+        return int(self._answers.readline())
+
+    def close(self) -> None:
+        self._answers.close()
+        self._socket.close()
+        self._process.wait()
+
+
+def answer(connection: socket.socket) -> None:
+    """Open an agent, and answer what is asked until there is nothing more."""
+    from kvxfer.backends.nixl.agent import NixlAgent
+
+    peer = LocalPeer(NixlAgent())
+    questions = connection.makefile("r")
+    connection.sendall(f"{peer.metadata.hex()} {peer.address}\n".encode())
+    for question in questions:
+        verb, seed = question.split()
+        if verb == "fill":
+            asyncio.run(peer.fill(int(seed)))
+        content = asyncio.run(peer.content()) if verb == "content" else b""
+        connection.sendall(f"{len(content)}\n".encode() + content)
+
+
+def serve(control: socket.socket) -> None:
+    """Fork and wait for processes until nobody asks any more."""
+    control.sendall(b"ready\n")
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1024, 1)
+        if not request:
+            return
+        verb, _, argument = request.decode().rstrip("\n").partition(" ")
+        if verb == "wait":
+            _, status = os.waitpid(int(argument), 0)
+            control.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            continue
+        with socket.socket(fileno=descriptors[0]) as connection:
+            pid = os.fork()
+            if not pid:
+                control.close()
+                name, _, value = argument.partition("=")
+                os.environ.update({name: value} if name else {})
+                answer(connection)
+                return
+        control.sendall(f"{pid}\n".encode())
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,340 @@
+"""Agents move bytes between processes: the real one, and the fake that stands in for it."""
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvxfer.backends.nixl import agent_thread
+from kvxfer.backends.nixl.agent import NixlAgent
+from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent
+from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, PeerLostError
+from kvxfer.testing import FakeNixlAgent
+from tests.backends.agent_contract import (
+    POOL_BYTES,
+    AgentContract,
+    LocalPeer,
+    Peer,
+    Pool,
+    words,
+)
+from tests.backends.agent_process import REPOSITORY, Nursery, PeerProcess
+
+
+class TestFakeNixlAgent(AgentContract):
+    def make_agent(self) -> TransferAgent:
+        return FakeNixlAgent()
+
+    async def peers(self) -> AsyncIterator[Peer]:
+        agent = FakeNixlAgent()
+        yield LocalPeer(agent)
+        await agent.aclose()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import NIXL before an event loop runs that must not be blocked for so long."""
+    import_nixl(otherwise="skip these tests")
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def process(nursery: Nursery) -> Iterator[PeerProcess]:
+    process = nursery.start()
+    yield process
+    process.kill()
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pools of the tests be several pieces, and more than what is in flight at one time."""
+    monkeypatch.setattr(agent_thread, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(agent_thread, "PIECE_FRAGMENTS", 1000)
+
+
+@pytest.mark.usefixtures("small_pieces")
+class TestNixlAgentInOneProcess(AgentContract):
+    def make_agent(self) -> TransferAgent:
+        return NixlAgent()
+
+    async def peers(self) -> AsyncIterator[Peer]:
+        agent = NixlAgent()
+        yield LocalPeer(agent)
+        await agent.aclose()
+
+
+@pytest.mark.usefixtures("small_pieces")
+class TestNixlAgentAndAnotherProcess(AgentContract):
+    @pytest.fixture(autouse=True)
+    def _process(self, process: PeerProcess) -> None:
+        self.process = process
+
+    def make_agent(self) -> TransferAgent:
+        return NixlAgent()
+
+    async def peers(self) -> AsyncIterator[Peer]:
+        yield self.process
+
+
+def run_child(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    # Agents of earlier tests have set them in this process.
+    inherited = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+    return subprocess.run(
+        [sys.executable, "-c", PREAMBLE + code],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPOSITORY,
+        env={**inherited, "PYTHONASYNCIODEBUG": "", **environment},
+    )
+
+
+PREAMBLE = """
+import asyncio, logging, os, sys, threading, time
+from kvxfer.backends.nixl.agent import NixlAgent
+from kvxfer.backends.nixl.transfer_agent import Operation
+from tests.backends.agent_contract import LocalPeer, Pool, words
+
+async def move(agent):
+    peer = LocalPeer(NixlAgent())
+    pool = Pool()
+    agent.register(pool.regions())
+    name = await agent.add_peer(peer.metadata)
+    await agent.transfer(
+        Operation.READ, name, words(pool.address), words(peer.address), words(100)
+    )
+    return peer
+"""
+
+
+class TestProcess:
+    """What an agent does to the process that it lives in."""
+
+    def test_nothing_is_imported_before_an_agent_is_opened(self) -> None:
+        child = run_child("""
+assert "nixl" not in sys.modules
+assert "UCX_MODULES" not in os.environ
+""")
+        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+
+    async def test_a_peer_process_that_leaves_its_agent_open_ends_without_a_signal(
+        self, nursery: Nursery, agent: NixlAgent
+    ) -> None:
+        idle, busy = [await asyncio.to_thread(nursery.start) for _ in range(2)]
+        await agent.add_peer(busy.metadata)
+        assert [await asyncio.to_thread(each.stop) for each in (idle, busy)] == [0, 0]
+
+    @pytest.mark.parametrize(
+        "end", ["", "asyncio.run(agent.aclose())", "agent.itself = agent; del agent"]
+    )
+    def test_it_ends_in_silence_with_peers_however_agents_are_left(self, end: str) -> None:
+        child = run_child(f"""
+agent = NixlAgent()
+peer = asyncio.run(move(agent))
+{end}
+""")
+        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+
+    def test_an_agent_that_is_let_go_ends_its_thread(self) -> None:
+        agent = NixlAgent()
+        thread = agent._thread._thread
+        assert thread.is_alive()
+        del agent
+        gc.collect()
+        assert not thread.is_alive()
+
+    def test_what_the_application_configured_stays(self, tmp_path: Path) -> None:
+        child = run_child(f"""
+os.environ["UCX_LOG_FILE"] = "stdout"
+logging.basicConfig(filename={str(tmp_path / "log")!r}, filemode="w", format="%(message)s")
+logging.warning("before")
+NixlAgent()
+logging.warning("after")
+assert logging.raiseExceptions
+assert not logging.getLogger("nixl").handlers
+assert os.environ["UCX_LOG_FILE"] == "stdout"
+logging.config.dictConfig({{"version": 1, "loggers": {{"other": {{"level": "ERROR"}}}}}})
+assert logging.getLogger("other").level == logging.ERROR
+""")
+        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
+        assert (tmp_path / "log").read_text() == "before\nafter\n"
+
+    def test_an_idle_agent_takes_a_twentieth_of_a_core_at_most(self) -> None:
+        child = run_child("""
+agent = NixlAgent()
+peer = asyncio.run(move(agent))
+time.sleep(0.5)
+before = time.process_time(), time.perf_counter()
+time.sleep(2)
+print((time.process_time() - before[0]) / (time.perf_counter() - before[1]) / 2)
+""")
+        assert float(child.stdout) <= 0.05
+
+    def test_without_nixl_the_error_names_the_way_out(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "nixl", None)
+        with pytest.raises(BackendUnavailableError, match="install nixl, or"):
+            NixlAgent()
+
+    def test_without_the_plug_in_the_error_names_it(self, tmp_path: Path) -> None:
+        child = run_child(
+            """
+from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
+from kvxfer.errors import BackendUnavailableError
+try:
+    NixlAgent()
+except BackendUnavailableError as exc:
+    print(exc)
+""",
+            NIXL_PLUGIN_DIR=str(tmp_path),
+        )
+        assert "UCX plug-in is missing" in child.stdout
+        assert child.returncode == 0
+
+
+@pytest.fixture
+async def agent() -> AsyncIterator[NixlAgent]:
+    agent = NixlAgent()
+    yield agent
+    await agent.aclose()
+
+
+@pytest.mark.usefixtures("small_pieces")
+class TestPeerInTrouble:
+    async def test_a_peer_that_only_tcp_reaches_is_not_added(
+        self, agent: NixlAgent, nursery: Nursery
+    ) -> None:
+        process = await asyncio.to_thread(nursery.start, "UCX_TLS=tcp")
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="cannot be reached"):
+                await agent.add_peer(process.metadata)
+        assert await asyncio.to_thread(process.stop) == 0, "no process ends with a signal"
+
+    @pytest.mark.parametrize("operation", Operation)
+    async def test_a_peer_that_dies_is_lost_and_others_are_not(
+        self, agent: NixlAgent, process: PeerProcess, operation: Operation
+    ) -> None:
+        pool = Pool()
+        agent.register(pool.regions())
+        other = LocalPeer(NixlAgent())
+        names = [await agent.add_peer(each.metadata) for each in (process, other)]
+        moves = [
+            asyncio.create_task(move_all(agent, operation, names[0], pool, process))
+            for _ in range(50)
+        ]
+        await moves[0]
+        process.kill()
+        results = await asyncio.gather(*moves, return_exceptions=True)
+        assert {type(result) for result in results} <= {type(None), PeerLostError}
+        with pytest.raises(PeerLostError):
+            await move_all(agent, operation, names[0], pool, process)
+        pool.bytes[:] = 9
+        await agent.remove_peer(names[0])
+        assert np.all(pool.bytes == 9)
+        await move_all(agent, operation, names[1], pool, other)
+        await other.agent.aclose()
+
+    async def test_a_peer_that_is_dead_is_not_added(
+        self, agent: NixlAgent, process: PeerProcess
+    ) -> None:
+        process.kill()
+        with pytest.raises(PeerLostError):
+            await agent.add_peer(process.metadata)
+
+    async def test_adding_a_peer_that_stalls_ends_when_cancelled_and_works_when_it_goes_on(
+        self, agent: NixlAgent, process: PeerProcess
+    ) -> None:
+        os.kill(process.pid, signal.SIGSTOP)
+        for _ in range(2):
+            with pytest.raises((TimeoutError, InvalidArgumentError)):
+                await asyncio.wait_for(agent.add_peer(process.metadata), 0.2)
+        os.kill(process.pid, signal.SIGCONT)
+        await until(lambda: not agent._thread._remotes)
+        await agent.add_peer(process.metadata)
+
+    async def test_closing_while_a_peer_stalls_ends_all(
+        self, agent: NixlAgent, process: PeerProcess
+    ) -> None:
+        os.kill(process.pid, signal.SIGSTOP)
+        adding = asyncio.create_task(agent.add_peer(process.metadata))
+        await until(lambda: bool(agent._thread._flights))
+        removing = asyncio.create_task(agent.remove_peer(next(iter(agent._thread._remotes))))
+        await asyncio.sleep(0)
+        await agent.aclose()
+        with pytest.raises(PeerLostError):
+            await adding
+        await removing
+
+    async def test_the_kernel_moves_bytes_of_a_stopped_peer_however_few(
+        self, agent: NixlAgent, process: PeerProcess
+    ) -> None:
+        pool = Pool()
+        agent.register(pool.regions())
+        name = await agent.add_peer(process.metadata)
+        os.kill(process.pid, signal.SIGSTOP)
+        here, there = words(pool.address), words(process.address)
+        for operation in Operation:
+            for num_bytes in (1, 64, 8192, POOL_BYTES // 2):
+                await agent.transfer(operation, name, here, there, words(num_bytes))
+
+    async def test_a_small_transfer_does_not_wait_for_a_large_one(
+        self, agent: NixlAgent, process: PeerProcess
+    ) -> None:
+        pool = Pool()
+        agent.register(pool.regions())
+        name = await agent.add_peer(process.metadata)
+        large = [
+            asyncio.create_task(move_all(agent, Operation.READ, name, pool, process))
+            for _ in range(20)
+        ]
+        await large[0]
+        await agent.transfer(
+            Operation.READ, name, words(pool.address), words(process.address), words(1)
+        )
+        assert not any(task.done() for task in large[-5:])
+        await asyncio.gather(*large)
+
+    async def test_a_peer_with_another_name_than_its_own_is_not_added(
+        self, agent: NixlAgent
+    ) -> None:
+        other = NixlAgent()
+        metadata = AgentMetadata.decode(other.metadata)
+        for wrong in (
+            msgspec.structs.replace(metadata, name="somebody"),
+            msgspec.structs.replace(metadata, beacon=bytes(32)),
+        ):
+            with pytest.raises((PeerLostError, InvalidArgumentError)):
+                await agent.add_peer(wrong.encode())
+        assert await agent.add_peer(other.metadata) == other.name
+        await other.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the agent's thread tells nobody
+        await asyncio.sleep(0)
+
+
+async def move_all(
+    agent: NixlAgent, operation: Operation, name: str, pool: Pool, peer: Peer
+) -> None:
+    half = POOL_BYTES // 2
+    starts, lengths = words(0, half), words(half, half)
+    here, there = words(pool.address) + starts, words(peer.address) + starts
+    await agent.transfer(operation, name, here, there, lengths)
