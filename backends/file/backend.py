@@ -36,7 +36,7 @@ from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.threads import Threads
 
-SHARE_BYTES = 4 << 20
+SHARE_BYTES = 8 << 20
 """What makes a second thread worth its while, where its files do not."""
 
 STALLED_S = 30.0
