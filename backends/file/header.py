@@ -14,7 +14,7 @@ HEADER_BYTES = 4096
 
 FORMAT_VERSION = "1"
 MAX_KEY_BYTES = 119
-"""A key in hexadecimal with the suffixes of an unfinished file is a name of at most 255 bytes."""
+"""A key in hexadecimal with the suffixes of a file is a name of less than 255 bytes."""
 
 _LENGTH_PREFIX = struct.pack("<Q", HEADER_BYTES - 8)
 
