@@ -1,6 +1,5 @@
 """Raw bytes of blocks over a blocking socket, straight from and to the described memory."""
 
-import ctypes
 import socket
 import ssl
 import time
@@ -9,12 +8,10 @@ import numpy as np
 
 from kvxfer.errors import PeerClosedError, PeerError, PeerTimeoutError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.raw_memory import view_fragments
 
 MAX_FRAGMENTS = 1024
 """Of one system call. Source: IOV_MAX in limits.h."""
-
-# All of this process's memory as one view: a slice of it is a view of raw memory.
-_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
 
 
 def send_blocks(connection: socket.socket, peer: str, blocks: Descriptors, stop: float) -> None:
@@ -41,9 +38,7 @@ def receive_blocks(connection: socket.socket, peer: str, blocks: Descriptors, st
 
 
 def _views(blocks: Descriptors) -> list[list[memoryview]]:
-    ends = blocks.addresses + blocks.lengths
-    pairs = zip(blocks.addresses.tolist(), ends.tolist(), strict=True)
-    views = [_ADDRESS_SPACE[start:end] for start, end in pairs]
+    views = view_fragments(blocks)
     return [views[start : start + MAX_FRAGMENTS] for start in range(0, len(views), MAX_FRAGMENTS)]
 
 

@@ -61,7 +61,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     timeout_s: float = 10.0
     integrity: Integrity = Integrity.FAST
     quarantine: ByteSize = ByteSize(256 << 20)
-    lease_s: float = 30.0
+    lease_s: float = 8.0
     heartbeat_s: float = 2.0
 
     def __post_init__(self) -> None:

@@ -23,6 +23,9 @@ from kvxfer.errors import BackendUnavailableError, KVXferError, NamespaceMismatc
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import Threads
 
+MAX_CONNECTIONS = 1024
+"""Of control and data together; whoever has not proven itself in time is gone soon."""
+
 ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
 DRAIN_POLL_S = 0.05
 
@@ -127,10 +130,12 @@ class Holder:
         return task
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closed:  # asyncio had accepted it before
-            writer.transport.abort()
-        else:
+        if len(self._tasks) >= MAX_CONNECTIONS:
+            logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
+        elif not self._closed:  # asyncio may have accepted it before
             self._run(self._serve(FrameChannel(reader, writer)))
+            return
+        writer.transport.abort()
 
     async def _serve(self, channel: FrameChannel) -> None:
         try:

@@ -1,6 +1,6 @@
 """XXH3-64 of blocks, wherever their bytes are."""
 
-import ctypes
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -8,15 +8,13 @@ import xxhash
 
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.raw_memory import view_fragments
 
 STRAIGHT_BYTES = 64 << 10
 """Mean fragment from which on fragments are hashed where they are; smaller ones are gathered
 first, which costs less than a call for each."""
 
 ROUND_BYTES = 4 << 20
-
-# All of this process's memory as one view: a slice of it is a view of raw memory.
-_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
 
 
 def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
@@ -29,7 +27,8 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
     Source: https://github.com/Cyan4973/xxHash, XXH3.
     """
     if blocks.num_bytes >= len(blocks) * STRAIGHT_BYTES:
-        return [_checksum(*_fragments(blocks, index)) for index in range(blocks.num_blocks)]
+        fragments, offsets = view_fragments(blocks), blocks.block_offsets.tolist()
+        return [_checksum(*fragments[first:last]) for first, last in pairwise(offsets)]
     checksums: list[int] = []
     sizes = blocks.block_sizes
     step = max(1, ROUND_BYTES // int(sizes.max()))
@@ -45,12 +44,6 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
             for end, size in zip(ends.tolist(), sizes[start:stop].tolist(), strict=True)
         ]
     return checksums
-
-
-def _fragments(blocks: Descriptors, index: int) -> list[memoryview]:
-    rows = slice(blocks.block_offsets[index], blocks.block_offsets[index + 1])
-    pairs = zip(blocks.addresses[rows].tolist(), blocks.lengths[rows].tolist(), strict=True)
-    return [_ADDRESS_SPACE[address : address + length] for address, length in pairs]
 
 
 def _checksum(first: memoryview, *others: memoryview) -> int:
