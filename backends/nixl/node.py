@@ -13,10 +13,12 @@ from kvxfer.backends.nixl.messages import PROTOCOL_VERSION, Hello, Reach
 from kvxfer.backends.nixl.peer_book import PeerBook
 from kvxfer.backends.nixl.transfer_agent import TransferAgent
 from kvxfer.backends.nixl.transport import choose_transport, identify_host
-from kvxfer.errors import BackendUnavailableError, TransferFailedError
+from kvxfer.errors import BackendUnavailableError, PeerLostError, TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import Threads
+
+LINK_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +98,7 @@ class Node:
 
         Raises:
             BackendUnavailableError: NIXL is asked for, and cannot reach the peer.
+            PeerLostError: The peer cannot be reached, or does not answer in time.
         """
         book, metadata = self._book, greeting.reach.metadata
         carrier = choose_transport(self.hello, greeting.hello)
@@ -105,7 +108,13 @@ class Node:
                     "transport=nixl, but NIXL would have to use TCP to reach the peer"
                 )
             return None
-        return await Link.open(book, metadata, carrier, RegionTable(greeting.reach.regions))
+        memory = RegionTable(greeting.reach.regions)
+        try:
+            async with asyncio.timeout(LINK_TIMEOUT_S):
+                return await Link.open(book, metadata, carrier, memory)
+        except TimeoutError as exc:
+            detail = f"does not answer NIXL within {LINK_TIMEOUT_S:g} s"
+            raise PeerLostError(greeting.hello.incarnation.hex(), detail) from exc
 
     async def restart(self) -> None:
         """Go on with a new agent, opened when it is needed; the old one moves nothing any more."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import defaultdict
 
 from kvxfer.backends.nixl.transfer_agent import TransferAgent
 from kvxfer.errors import ClosedError
@@ -22,13 +23,14 @@ class PeerBook:
 
     def __init__(self, agent: TransferAgent) -> None:
         self.agent = agent
-        self._lock = asyncio.Lock()
+        # One that does not answer holds up nobody but those who want the same one.
+        self._locks: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._names: dict[bytes, str] = {}
         self._num_users: dict[bytes, int] = {}
 
     async def add(self, metadata: bytes) -> str:
         """Return the name of a peer, added now if need be; errors as `TransferAgent.add_peer`."""
-        async with self._lock:
+        async with self._locks[metadata]:
             if metadata not in self._names:
                 self._names[metadata] = await self.agent.add_peer(metadata)
                 self._num_users[metadata] = 0
@@ -37,7 +39,7 @@ class PeerBook:
 
     async def remove(self, metadata: bytes) -> None:
         """Undo one `add`; with the last one, wait until nothing moves any more."""
-        async with self._lock:
+        async with self._locks[metadata]:
             self._num_users[metadata] -= 1
             if not self._num_users[metadata]:
                 del self._num_users[metadata]
