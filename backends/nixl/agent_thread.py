@@ -250,8 +250,8 @@ class AgentThread:
             while not self._stopping:
                 acted = self._obey(pause_s)
                 acted |= self._post()
-                acted |= self._poll()
                 self._end_what_is_over()
+                acted |= self._poll()
                 pause_s = pace.pause_s(active=acted, waiting=bool(self._flights))
         finally:
             _attempt(self._stopped, self._close)

@@ -115,15 +115,34 @@ class TransferAgent(ABC):
 
 
 async def to_its_end(future: "Future[T]", cancel: Callable[[], None] | None = None) -> T:
-    """Await what another thread does; when cancelled, tell it, and wait for it before raising."""
-    waiter = asyncio.wrap_future(future)
-    try:
-        return await asyncio.shield(waiter)
-    except asyncio.CancelledError:
-        if cancel:
-            cancel()
-        while not waiter.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([waiter])
-        waiter.exception()  # fetched, or asyncio reports it as never retrieved
-        raise
+    """Await what another thread does; when cancelled, tell it, and wait for it before raising.
+
+    `asyncio.wrap_future` and `asyncio.shield` do the same in four turns of the event loop.
+    """
+    cancellation: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await _until_done(future)
+        except asyncio.CancelledError as exc:
+            if cancel and not cancellation:
+                cancel()
+            cancellation = exc
+    if cancellation:
+        raise cancellation
+    return future.result()
+
+
+async def _until_done(future: "Future[T]") -> None:
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def wake_soon(_: "Future[T]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            loop.call_soon_threadsafe(wake)
+
+    future.add_done_callback(wake_soon)
+    await waiter

@@ -147,7 +147,9 @@ class FakeNixlAgent(TransferAgent):
             flight.fragments = fragments.take(slice(len(fragments) // 2))
             flight.error = TransferFailedError(peer, "injected failure")
         self._flights.add(flight)
-        if self._holding:
+        if peer not in self._agents:
+            self._land(flight)
+        elif self._holding:
             self._someone_is_held.set()
         elif self.delay_s:
             asyncio.get_running_loop().call_later(self.delay_s, self._land, flight)

@@ -243,7 +243,7 @@ class AgentContract(ABC):
                 Operation.WRITE, name, words(pool.address), words(peer.address), words(1)
             )
             assert np.all(pool.bytes == 9)
-        assert num_cancelled >= 2
+        assert num_cancelled
 
     async def test_closing_ends_what_is_under_way_and_lets_memory_go(
         self, agent: TransferAgent, peer: Peer, pool: Pool
