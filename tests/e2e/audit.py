@@ -19,6 +19,8 @@ class Hook(enum.Enum):
     """Flip one bit of a device page after each load, before anyone looks at it."""
     EVICT_BEFORE_LOAD = "evict-before-load"
     """Store into the pool until it refuses, between the lookup of a prefix and its load."""
+    DIE_WHILE_LENDING = "die-while-lending"
+    """Be killed when a peer has read chunks of this engine, and was not told yet that it has."""
 
 
 @dataclass(frozen=True, slots=True)

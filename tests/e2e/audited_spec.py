@@ -10,7 +10,9 @@ whichever processes the engine has.
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+import signal
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,14 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
+from kvxfer.backends.nixl import NixlBackend
+from kvxfer.backends.nixl.store import BlockStore
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.interface import group_ids
 from kvxfer.integrations.vllm.worker import convert_caches
 from kvxfer.kvcache.descriptors import describe
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.lending import Lender, Loan, Room, Wanted
 from tests.e2e.audit import DIRECTORY, HOOKS, Hook
 
 MAX_EVICTION_ATTEMPTS = 1000
@@ -239,11 +245,40 @@ class _BitFlippingWorker(_Forwarding):
         return results
 
 
+class _DyingLender(Lender):
+    """Kills its process when blocks were lent, before their borrower can know that it has them."""
+
+    def __init__(self, inner: Lender) -> None:
+        self.region = inner.region
+        self._inner = inner
+
+    @asynccontextmanager
+    async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
+        async with self._inner.lend(wanted) as loan:
+            yield loan
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def make_room(self, offered: Wanted) -> AbstractAsyncContextManager[Room]:
+        return self._inner.make_room(offered)
+
+
+class _DyingHolder(NixlBackend):
+    async def _open_store(self, namespace: Namespace) -> BlockStore:
+        store = await super()._open_store(namespace)
+        return replace(store, lender=_DyingLender(store.lender))
+
+
 class AuditedSpec(KVXferOffloadingSpec):
     """`KVXferOffloadingSpec` under audit."""
 
     _audited_manager: _AuditedManager | None = None
     _audited_worker: _AuditedWorker | None = None
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        if Hook.DIE_WHILE_LENDING in _hooks():
+            dying: Any = _DyingHolder
+            self._lower = [(dying, holder) for _, holder in self._lower]
 
     def get_manager(self) -> Any:
         """Wrap the manager, so that the audit learns the keys of each job."""

@@ -26,6 +26,7 @@ class AuditedEngine(EngineProcess):
         directory: Where the audit writes; what an earlier engine wrote there is known.
         capacity: Of the host pool.
         files: Folder of a file tier below it; None for none.
+        peers: URL of a tier of peers below it, empty for none.
         hooks: Faults to inject.
         blocks_per_chunk: Blocks stored under one key.
         python_path: Where else the engine finds modules.
@@ -40,6 +41,7 @@ class AuditedEngine(EngineProcess):
         *,
         capacity: str = "256MiB",
         files: Path | None = None,
+        peers: str = "",
         hooks: Collection[audit.Hook] = (),
         blocks_per_chunk: int = 1,
         python_path: Sequence[Path] = (),
@@ -48,14 +50,16 @@ class AuditedEngine(EngineProcess):
     ) -> None:
         self.dtype = DTYPES.get(model, "float32")
         self._directory = directory
-        host = f"host://?capacity={capacity}"
+        backend = [f"host://?capacity={capacity}"]
+        backend += [f"file://{files}?capacity=4GiB"] if files else []
+        backend += [peers] if peers else []
         config = EngineConfig(
             model=str(models.make(model, REPOSITORY / models.DEFAULT_DIRECTORY)),
             dtype=self.dtype,
             connector={
                 "spec_name": "AuditedSpec",
                 "spec_module_path": "tests.e2e.audited_spec",
-                "backend": [host, f"file://{files}?capacity=4GiB"] if files else host,
+                "backend": backend,
                 "blocks_per_chunk": blocks_per_chunk,
             },
             environment={

@@ -1,0 +1,108 @@
+"""What one engine computed is found by another one, by way of peers."""
+
+import functools
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.bench.engine import Generation
+from tests.cli.peers import serving
+from tests.e2e.audit import Hook
+from tests.e2e.harness import AuditedEngine, random_prompts, require_same
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 6
+SHARED_TOKENS = 640
+NUM_CHUNKS = 5
+SETTLE_ROUNDS = 50
+STORED = "vllm:kvxfer_file_blocks_stored"
+LOADED = "vllm:kvxfer_file_blocks_loaded"
+LOADS_FAILED = "vllm:kvxfer_file_loads_failed"
+
+Start = Callable[..., AuditedEngine]
+
+make_prompts = functools.partial(
+    random_prompts, 2, shared_tokens=SHARED_TOKENS, own_tokens=60, seed=40
+)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start an engine that is told what those before it stored, to compare pages with."""
+    engines: list[AuditedEngine] = []
+    sizes: dict[str, Any] = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 2048}
+
+    def start(peers: str, **settings: Any) -> AuditedEngine:
+        engines.append(AuditedEngine("llama", tmp_path, peers=peers, **sizes, **settings))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.close()
+        assert "Traceback" not in engine.log(), engine.log()
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def compute_and_store(engine: AuditedEngine, prompts: list[list[int]]) -> list[Generation]:
+    """Compute prompts, and wait until the tier below has all of their chunks."""
+    computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+    for _ in range(SETTLE_ROUNDS):
+        engine.settle()
+        if engine.metrics().get(STORED, 0) >= NUM_CHUNKS:
+            return computed
+    raise AssertionError(engine.log())
+
+
+def require_hits(
+    engine: AuditedEngine, prompts: list[list[int]], computed: Sequence[Generation]
+) -> None:
+    returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    require_same(returned, computed, dtype=engine.dtype)
+    assert [one.cached_tokens for one in returned] == [SHARED_TOKENS] * len(prompts)
+    assert engine.metrics()[LOADED] == NUM_CHUNKS
+    assert engine.audit().clean, engine.audit()
+
+
+def test_an_engine_finds_at_a_peer_what_one_before_it_stored(start: Start) -> None:
+    prompts = make_prompts()
+    with serving("--capacity", "64MiB") as peer:
+        url = f"nixl://{peer.endpoint}"
+        first = start(url)
+        computed = compute_and_store(first, prompts)
+        first.close()
+        require_hits(start(url), prompts, computed)
+
+
+def test_an_engine_finds_in_another_one_what_that_stored(start: Start) -> None:
+    prompts, address = make_prompts(), free_address()
+    holder = start(f"nixl://?listen={address}&capacity=64MiB")
+    computed = compute_and_store(holder, prompts)
+
+    require_hits(start(f"nixl://{address}"), prompts, computed)
+
+    require_same(holder.generate(prompts, max_tokens=MAX_TOKENS), computed, dtype=holder.dtype)
+
+
+def test_an_engine_computes_what_another_one_was_killed_while_sending(start: Start) -> None:
+    prompts, address = make_prompts(), free_address()
+    holder = start(f"nixl://?listen={address}&capacity=64MiB", hooks=[Hook.DIE_WHILE_LENDING])
+    computed = compute_and_store(holder, prompts)
+    # The holder writes: its memory has been copied to ours when it dies, and nobody said so.
+    survivor = start(f"nixl://{address}?direction=write")
+
+    returned = survivor.generate(prompts, max_tokens=MAX_TOKENS)
+
+    assert not holder.alive
+    require_same(returned, computed, dtype=survivor.dtype)
+    assert survivor.metrics()[LOADS_FAILED] == NUM_CHUNKS
+    assert returned[0].cached_tokens == 0
+    again = survivor.generate(prompts, max_tokens=MAX_TOKENS)
+    require_same(again, computed, dtype=survivor.dtype)
