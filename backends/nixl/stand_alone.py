@@ -78,8 +78,9 @@ class StandAlonePeer:
         Raises:
             BackendUnavailableError: The address is in use, or is not one of this machine.
         """
-        with contextlib.suppress(BackendUnavailableError):  # the first peer must not wait for it
-            await self._opening.run(import_nixl, otherwise="let peers use sockets")
+        if self._node.config.transport != "socket":  # the first peer must not wait for it
+            with contextlib.suppress(BackendUnavailableError):
+                await self._opening.run(import_nixl, otherwise="let peers use sockets")
         await self._holder.start()
         self.is_ready = True
         logger.info("listening at %s", self.endpoint)

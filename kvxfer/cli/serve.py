@@ -7,8 +7,9 @@ import functools
 import logging
 import signal
 from collections.abc import Sequence
+from typing import get_args
 
-from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.config import NixlConfig, Transport
 from kvxfer.backends.nixl.endpoint import Endpoint
 from kvxfer.backends.nixl.readiness import Readiness
 from kvxfer.backends.nixl.stand_alone import StandAlonePeer
@@ -53,6 +54,12 @@ def main(argv: Sequence[str]) -> int:
     ):
         parser.add_argument(f"--tls-{name}", default="", metavar="FILE", help=f"{content}, PEM")
     parser.add_argument(
+        "--transport",
+        default="auto",
+        choices=get_args(Transport),
+        help="what moves blocks; auto, the default, chooses for each peer",
+    )
+    parser.add_argument(
         "--ready", metavar="HOST:PORT", help="answer GET /ready there: 200, or 503 while draining"
     )
     parser.add_argument(
@@ -72,6 +79,7 @@ def main(argv: Sequence[str]) -> int:
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,
         tls_ca=arguments.tls_ca,
+        transport=arguments.transport,
     )
     tiers = [{"type": "host", "capacity": capacity}, *arguments.tier]
     peer = StandAlonePeer(config, functools.partial(open_backend, tiers))
