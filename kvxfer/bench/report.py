@@ -19,7 +19,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         baseline: Median of the baseline's rounds, measured in the same run.
         ratio: Median over the rounds of ours against the baseline in the same round.
         spread: Half the distance between the quartiles of that ratio.
-        goal: What the ratio should be, `>= 0.9` or `<= 1.1`; empty when there is no goal.
+        goal: What the ratio should be, `>= 0.9`, `<= 1.1` or `= 1 ± 0.02`; empty when there is no
+            goal.
     """
 
     case: str
@@ -35,7 +36,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the ratio is what it should be."""
         if not self.goal:
             return True
-        sign, limit = self.goal.split()
+        sign, limit, *tolerance = self.goal.split()
+        if tolerance:
+            return abs(self.ratio - float(limit)) <= float(tolerance[-1])
         return self.ratio >= float(limit) if sign == ">=" else self.ratio <= float(limit)
 
 
