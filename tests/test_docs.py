@@ -1,6 +1,11 @@
 """The Python blocks of the README and of every page of the documentation run as they stand."""
 
+import contextlib
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash", "toml", ""}
+SERVER_LIMIT_S = 60
 
 
 def fences(page: Path) -> list[re.Match[str]]:
@@ -29,17 +35,39 @@ def run_blocks(page: Path) -> ModuleType:
     return module
 
 
+@contextlib.contextmanager
+def other_terminal(page: Path) -> Iterator[None]:
+    """Run the peer that the page about peers begins with, as a reader has it meanwhile."""
+    if page.name != "peers.md":
+        yield
+        return
+    program, *arguments = shlex.split(next(f[2] for f in fences(page) if f[1] == "bash"))
+    assert program == "kvxfer"
+    command = [sys.executable, "-c", "import sys; from kvxfer.cli import main; sys.exit(main())"]
+    with subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            assert any("listening at" in line for line in server.stderr)
+            yield
+            server.terminate()
+            assert server.wait(SERVER_LIMIT_S) == 0, server.stderr.read()
+        finally:
+            server.kill()
+
+
 PAGES_WITH_CODE = [page for page in PAGES if any(fence[1] == "python" for fence in fences(page))]
 
 
+@pytest.mark.timeout(2 * SERVER_LIMIT_S)
 @pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_python_blocks_of_a_page_run(page: Path) -> None:
-    run_blocks(page)
+    with other_terminal(page):
+        run_blocks(page)
 
 
 def test_the_readme_and_the_guides_have_code() -> None:
     names = {page.name for page in PAGES_WITH_CODE}
-    assert {"README.md", "index.md", "concepts.md", "backends.md"} <= names
+    assert {"README.md", "index.md", "concepts.md", "backends.md", "peers.md"} <= names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
