@@ -22,6 +22,7 @@ from kvxfer.backends.nixl.messages import Answer, Cancel, Failed, Hello, Message
 from kvxfer.backends.nixl.node import Node
 from kvxfer.backends.nixl.quarantine import shielded
 from kvxfer.errors import (
+    ClosedError,
     KVXferError,
     PeerClosedError,
     PeerError,
@@ -58,6 +59,7 @@ class Connection:
         endpoint: As given.
         link: As given.
         incarnation: Of the holder.
+        ended: Set when no more requests can be made.
         over: Set when nothing that the holder moved for this connection can touch our memory any
             more: it said so, or its process has ended.
     """
@@ -75,6 +77,7 @@ class Connection:
         self.link = link
         self.incarnation = greeting.hello.incarnation
         self.over = asyncio.Event()
+        self.ended = asyncio.Event()
         self._node = node
         self._channel = channel
         self._session = greeting.session
@@ -83,6 +86,7 @@ class Connection:
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._error: KVXferError | None = None
+        self._num_moving = 0
         self._heard = time.monotonic()
         self._opening = asyncio.Lock()
         self._connecting = Threads("kvxfer-connect", 1)
@@ -128,6 +132,11 @@ class Connection:
         return cls(node, endpoint, channel, greeting, link, tls)
 
     @property
+    def is_moving(self) -> bool:
+        """Whether the holder may be touching our memory for this connection."""
+        return self._num_moving > 0
+
+    @property
     def is_open(self) -> bool:
         """Whether requests can be made."""
         return self._error is None
@@ -143,8 +152,9 @@ class Connection:
             PeerError: The connection ended before.
             TransferFailedError: The holder cannot do it.
         """
-        number, answer = await self._send(make)
+        number, message, answer = self._begin(make)
         try:
+            await self._channel.send(message)
             return self._expect(answer_type, await answer)
         finally:
             self._waiting.pop(number, None)
@@ -158,22 +168,19 @@ class Connection:
             TransferFailedError: The holder cannot do it.
             asyncio.CancelledError: The holder was told, and has ended it.
         """
-        number, answer = await self._send(make)
+        number, message, answer = self._begin(make)
+        self._num_moving += 1
         try:
+            await self._channel.send(message)
             return self._expect(answer_type, await asyncio.shield(answer))
         except asyncio.CancelledError:
-            with contextlib.suppress(KVXferError):
-                await asyncio.shield(self._channel.send(Cancel(request_id=number)))
-            await shielded(asyncio.wait([answer]))
-            if answer.exception() is not None and not isinstance(
-                answer.exception(), TransferFailedError
-            ):
-                await shielded(self.over.wait())
+            await shielded(self._cancel(number, answer))
             raise
-        except PeerError:
+        except (PeerError, ClosedError):
             await shielded(self.over.wait())
             raise
         finally:
+            self._num_moving -= 1
             self._waiting.pop(number, None)
 
     async def open_data(self) -> DataConnection:
@@ -220,22 +227,26 @@ class Connection:
         Raises:
             PeerError: The connection ended before.
         """
-        number, _ = await self._send(make)
+        number, message, _ = self._begin(make)
         del self._waiting[number]
+        await self._channel.send(message)
 
-    async def _send(self, make: Callable[[int], Message]) -> tuple[int, asyncio.Future[Answer]]:
+    def _begin(self, make: Callable[[int], Message]) -> tuple[int, Message, asyncio.Future[Answer]]:
+        """Number a request, and get ready for its answer; nothing is sent yet."""
         if self._error is not None:
             raise self._error
         number = next(self._numbers)
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         message = make(number)
-        self._waiting[number] = answer
-        try:
-            await self._channel.send(message)
-        except BaseException:
-            self._waiting.pop(number, None)
-            raise
-        return number, answer
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        return number, message, answer
+
+    async def _cancel(self, number: int, answer: asyncio.Future[Answer]) -> None:
+        """Tell the holder to end a request, and wait until it has."""
+        with contextlib.suppress(KVXferError):
+            await self._channel.send(Cancel(request_id=number))
+        await asyncio.wait([answer])
+        if isinstance(answer.exception(), (PeerError, ClosedError)):
+            await self.over.wait()
 
     def _expect(self, answer_type: type[AnswerT], answer: Answer) -> AnswerT:
         if isinstance(answer, answer_type):
@@ -273,6 +284,7 @@ class Connection:
         if self._error is None:
             logger.info("connection to %s ended: %s", self.endpoint, error)
             self._error = error
+            self.ended.set()
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)

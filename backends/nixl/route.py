@@ -49,6 +49,7 @@ class Route:
         self._mover: Mover | None = None
         self._lost: list[Connection] = []
         self._settling: asyncio.Task[None] | None = None
+        self._watching: set[asyncio.Task[None]] = set()
         self._closed = False
         self._pause_s = FIRST_RETRY_S
         self._retry_at = 0.0
@@ -147,6 +148,9 @@ class Route:
             self._lose(connection)
             raise
         logger.info("connected to %s by %s", self.endpoint, mover.name)
+        watch = asyncio.create_task(self._watch(connection))
+        self._watching.add(watch)
+        watch.add_done_callback(self._watching.discard)
         return connection, mover
 
     async def _choose_mover(self, connection: Connection) -> Mover:
@@ -163,6 +167,13 @@ class Route:
             reads=reads,
             trusts=config.integrity is Integrity.OFF,
         )
+
+    async def _watch(self, connection: Connection) -> None:
+        """Notice that a connection has ended also when nobody asks for anything any more."""
+        await connection.ended.wait()
+        if connection.is_moving:
+            with contextlib.suppress(KVXferError):
+                await self.open()
 
     def _lose(self, connection: Connection) -> None:
         self._lost.append(connection)
