@@ -5,6 +5,7 @@ import importlib.util
 import mmap
 import os
 import platform
+import shutil
 import stat
 import subprocess
 import sys
@@ -351,6 +352,7 @@ def test_a_new_file_that_fits_on_the_disk_in_part_is_not_named(
     engine: FileIO, small_tmpfs: Path
 ) -> None:
     memory, folder_fd = Memory(2 << 20).fill(), os.open(small_tmpfs, os.O_RDONLY)
+    free_bytes = shutil.disk_usage(small_tmpfs).free
     try:
         vectors = [memory.vector((0, 64 << 10)), memory.vector((0, 2 << 20))]
         sizes = [64 << 10, 2 << 20]
@@ -360,6 +362,7 @@ def test_a_new_file_that_fits_on_the_disk_in_part_is_not_named(
     assert results[0] == 64 << 10
     assert errors(results)[1] in {errno.ENOSPC, errno.EIO}
     assert [path.name for path in small_tmpfs.iterdir()] == ["0"]
+    assert shutil.disk_usage(small_tmpfs).free == free_bytes - (64 << 10), "it is open still"
 
 
 def test_no_files_no_pieces_and_empty_pieces(engine: FileIO, open_file: OpenFile) -> None:
