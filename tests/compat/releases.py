@@ -25,11 +25,14 @@ class Release:
 
     Attributes:
         number: Its version.
+        has_spec: Whether its offloading interface is the one that the spec speaks; connectors'
+            hooks are understood in any case.
         has_engine: Whether it runs with the torch of the tests.
     """
 
     number: str
-    has_engine: bool
+    has_spec: bool = True
+    has_engine: bool = True
 
     @property
     def folder(self) -> Path:
@@ -68,11 +71,14 @@ class Release:
 
 
 RELEASES = (
+    Release("0.20.2", has_spec=False, has_engine=False),
+    Release("0.22.1", has_spec=False, has_engine=False),
+    Release("0.24.0", has_spec=False, has_engine=False),
     Release("0.26.0", has_engine=False),
-    Release("0.27.1", has_engine=True),
-    Release("0.28.0", has_engine=True),
-    Release("0.29.0", has_engine=True),
-    Release("0.30.0", has_engine=True),
-    Release("0.31.0", has_engine=True),
+    Release("0.27.1"),
+    Release("0.28.0"),
+    Release("0.29.0"),
+    Release("0.30.0"),
+    Release("0.31.0"),
 )
 """Older than the one that all other tests run with."""

@@ -49,7 +49,24 @@ def test_a_process_finds_this_release_first(release: Release) -> None:
 
 
 def test_the_contract_holds_with_the_interface_of_a_release(release: Release) -> None:
+    if not release.has_spec:
+        pytest.skip(f"vLLM {release.number} has another offloading interface")
     assert run_tests(release, "tests/integrations") > 50
+
+
+def test_a_release_with_another_interface_is_refused_by_name(release: Release) -> None:
+    if release.has_spec:
+        pytest.skip(f"vLLM {release.number} has the interface that the spec speaks")
+    code = (
+        "from kvxfer.errors import UnsupportedEngineError\ntry:\n import kvxfer.integrations.vllm"
+    )
+    printed = run(release, "-c", f"{code}\nexcept UnsupportedEngineError as e: print(e)")
+    assert f"vllm {release.number} is not supported" in printed
+    assert "supported: 0.26 to 0.32" in printed
+
+
+def test_every_hook_of_a_release_shows_the_bytes_that_vllm_moves(release: Release) -> None:
+    assert run_tests(release, "tests/integrations/test_vllm_connector.py") >= 10
 
 
 def test_an_engine_runs_where_its_torch_is_installed(release: Release) -> None:

@@ -29,7 +29,7 @@ from kvxfer.backends.nixl import NixlBackend
 from kvxfer.backends.nixl.store import BlockStore
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.interface import group_ids
-from kvxfer.integrations.vllm.worker import convert_caches
+from kvxfer.integrations.vllm_connector.hooks import convert_caches
 from kvxfer.kvcache.descriptors import describe
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, Loan, Room, Wanted

@@ -45,7 +45,6 @@ def test_what_was_offloaded_comes_back(
     ]
 
     assert all(generation.cached_tokens > 0 for generation in returned)
-    assert engine.metrics()["vllm:external_prefix_cache_hits"] > 0
     audit = engine.audit()
     assert audit.clean, audit
     assert audit.ranks == set(range(workers))

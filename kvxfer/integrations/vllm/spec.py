@@ -34,7 +34,8 @@ from kvxfer.integrations.vllm.interface import (
 from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
-from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker, convert_caches
+from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker
+from kvxfer.integrations.vllm_connector.hooks import convert_caches
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace

@@ -10,16 +10,8 @@ from numpy.typing import NDArray
 from kvxfer.backends.host import place
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.integrations.vllm.interface import (
-    CanonicalKVCaches as VLLMCanonicalKVCaches,
-)
 from kvxfer.integrations.vllm.interface import GPULoadStoreSpec, OffloadingWorker, TransferResult
 from kvxfer.integrations.vllm.manager import Placement
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
@@ -29,20 +21,6 @@ MAX_YIELD_S = 0.002
 gives up the interpreter lock would keep the copy from being started."""
 
 logger = logging.getLogger(__name__)
-
-
-def convert_caches(caches: VLLMCanonicalKVCaches) -> CanonicalKVCaches:
-    """Take over the canonical caches that vLLM made; zero-copy."""
-    return CanonicalKVCaches(
-        tensors=[
-            CanonicalKVCacheTensor(tensor.tensor, tensor.page_size_bytes)
-            for tensor in caches.tensors
-        ],
-        group_data_refs=[
-            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
-            for refs in caches.group_data_refs
-        ],
-    )
 
 
 class KVXferOffloadingWorker(OffloadingWorker):

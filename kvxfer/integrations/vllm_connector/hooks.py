@@ -1,0 +1,104 @@
+"""The hooks by which vLLM shows a connector its KV caches, as one."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from kvxfer.integrations.vllm_connector.config import convert_config
+from kvxfer.integrations.vllm_connector.layouts import LayerCache, cross_layer_layout, layer_cache
+from kvxfer.kvcache.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    canonicalize,
+)
+
+CROSS_LAYER = "every layer"
+"""What the one tensor of all layers is registered under; it may have any name."""
+
+
+class KVCacheHooks(ABC):
+    """Turns every hook that tells a worker's connector of its KV caches into `use_kv_caches`.
+
+    To be mixed into a connector, in front of vLLM's base class:
+
+        class MyConnector(KVCacheHooks, KVConnectorBase_V1): ...
+
+    A release calls one of the hooks, once: `register_kv_caches` with a tensor per layer;
+    `register_cross_layers_kv_cache` (up to 0.28) with one tensor of all layers, which it allocates
+    where the model and its attention backend allow it; or, in a vLLM that allocates canonical
+    caches itself, `initialize_worker_connector`. Nothing is imported from vLLM; a release from
+    0.20 on is understood by what its objects have.
+
+    Implementors must define `use_kv_caches`.
+    """
+
+    _vllm_config: Any
+    """A `vllm.config.VllmConfig`; vLLM's base class keeps it under this name."""
+    _kv_cache_config: Any
+    """A `vllm.v1.kv_cache_interface.KVCacheConfig`, likewise."""
+
+    @abstractmethod
+    def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
+        """Take this worker's KV caches; their memory is vLLM's and lives as long as the worker."""
+
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        """Ask for one tensor of all layers: a block of it is one piece of memory."""
+        return True
+
+    def register_kv_caches(
+        self, kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+    ) -> None:
+        """Take one entry per layer; entries that belong to no group, such as encoders', are left.
+
+        Raises:
+            InvalidArgumentError: A layer keeps something that kvxfer has no spec for.
+            LayoutError: A tensor is not laid out as vLLM says, see `canonicalize`.
+        """
+        config = convert_config(self._kv_cache_config, kv_caches)
+        layers: dict[str, LayerCache] = {
+            name: layer_cache(name, kv_caches[name], config, self._vllm_config)
+            for name in config.layer_names
+        }
+        layouts = {name: each.layout for name, each in layers.items() if each.layout}
+        entries = {name: each.entry for name, each in layers.items()}
+        self.use_kv_caches(canonicalize(entries, config, layouts=layouts))
+
+    def register_cross_layers_kv_cache(
+        self, kv_cache: torch.Tensor, attn_backend: type[Any]
+    ) -> None:
+        """Take one tensor of all layers.
+
+        Raises:
+            InvalidArgumentError: A layer keeps something that kvxfer has no spec for, or the
+                backend does not say how it lays out such a tensor.
+            LayoutError: It is not laid out as the backend says, see `canonicalize`.
+        """
+        config = convert_config(self._kv_cache_config, {})
+        layouts = {CROSS_LAYER: cross_layer_layout(attn_backend)}
+        self.use_kv_caches(canonicalize({CROSS_LAYER: kv_cache}, config, layouts=layouts))
+
+    def initialize_worker_connector(self, data: Any) -> None:
+        """Take the canonical caches that vLLM allocated, if it did.
+
+        No release up to 0.32 calls it: it is as vLLM's proposal for such an allocation has it.
+        """
+        if (canonical := getattr(data, "canonical_kv_caches", None)) is not None:
+            self.use_kv_caches(convert_caches(canonical))
+
+
+def convert_caches(caches: Any) -> CanonicalKVCaches:
+    """Take over the canonical caches that vLLM made; zero-copy."""
+    return CanonicalKVCaches(
+        tensors=[
+            CanonicalKVCacheTensor(tensor.tensor, tensor.page_size_bytes)
+            for tensor in caches.tensors
+        ],
+        group_data_refs=[
+            [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
+            for refs in caches.group_data_refs
+        ],
+    )

@@ -1,0 +1,122 @@
+"""What vLLM says of the layout of a registered KV cache, as `KVLayout` writes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.config import KVCacheConfig
+from kvxfer.kvcache.spec import (
+    AttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLASpec,
+    SlidingWindowMLASpec,
+)
+
+Entry = torch.Tensor | Sequence[torch.Tensor]
+
+AXES = {"B": "block", "H": "head", "N": "token"}
+"""Letters of the names that layouts have from 0.29 on; `C` is what one token keeps per head."""
+PROBE = {"num_blocks": 1009, "block_size": 16, "num_kv_heads": 7, "head_size": 64}
+"""Sizes to ask a backend's shape with: numbers that are told apart, and that backends accept."""
+AXIS_OF_SIZE = {1009: "block", 16: "token", 7: "head", 64: "dim", 128: "kv*dim", 2: "kv"}
+CPU_BACKEND = "CPU_ATTN"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """What was registered for a layer, and what vLLM says of it.
+
+    Attributes:
+        entry: Its tensor, or the states of a recurrent layer.
+        layout: Axes of the tensor; empty where vLLM does not say.
+    """
+
+    entry: Entry
+    layout: str = ""
+
+
+def layer_cache(name: str, entry: Entry, config: KVCacheConfig, vllm_config: Any) -> LayerCache:
+    """Find out how the cache of a layer is laid out.
+
+    Args:
+        name: Name of the layer.
+        entry: What was registered for it.
+        config: The plan that it belongs to.
+        vllm_config: A `vllm.config.VllmConfig`.
+    """
+    spec = _spec_of(name, config)
+    if isinstance(spec, MambaSpec):
+        if isinstance(entry, torch.Tensor):
+            entry = _one_state(entry, spec)
+        return LayerCache(entry)
+    if not isinstance(spec, AttentionSpec) or not isinstance(entry, torch.Tensor):
+        return LayerCache(entry)
+    backend = vllm_config.compilation_config.static_forward_context[name].get_attn_backend()
+    named = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    layout = _axes_of_name(named, spec) if named else _axes_of_backend(backend)
+    if backend.get_name() == CPU_BACKEND and layout.endswith("kv*dim"):
+        return LayerCache(_as_planes(entry), "block head kv token dim")
+    return LayerCache(entry, layout)
+
+
+def cross_layer_layout(attn_backend: Any) -> str:
+    """Ask a backend how it lays out one tensor of all layers.
+
+    Raises:
+        InvalidArgumentError: It does not say.
+    """
+    layout = _axes_of_backend(attn_backend, layers=True)
+    if not layout:
+        rule = "a backend that says how it lays out a tensor of all layers"
+        raise InvalidArgumentError("attn_backend", attn_backend, rule)
+    return layout
+
+
+def _spec_of(name: str, config: KVCacheConfig) -> KVCacheSpec:
+    (group,) = [group for group in config.groups if name in group.layer_names]
+    return group.spec.for_layer(name)
+
+
+def _axes_of_name(name: str, spec: KVCacheSpec) -> str:
+    content = "dim" if isinstance(spec, (MLASpec, SlidingWindowMLASpec)) else "kv*dim"
+    return " ".join(AXES.get(letter, content) for letter in name if letter != "L")
+
+
+def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
+    """Axes in the order of memory, from the shape and the stride order that a backend states."""
+    try:
+        shape = backend.get_kv_cache_shape(**PROBE)
+    except (AttributeError, NotImplementedError):
+        return ""
+    axes = [AXIS_OF_SIZE.get(size, "") for size in shape]
+    if not all(axes):
+        return ""
+    if layers:
+        axes = ["layer", *axes]
+    try:
+        order = backend.get_kv_cache_stride_order(include_num_layers_dimension=layers)
+    except (AttributeError, NotImplementedError):
+        order = () if layers else range(len(axes))
+    return " ".join(axes[index] for index in order)
+
+
+def _as_planes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a CPU cache as its kernels do: in each block and head all keys, then all values.
+
+    Its shape `(num_blocks, heads, tokens, 2*dim)` says otherwise.
+    """
+    num_blocks, heads, tokens, width = tensor.shape
+    block_stride, head_stride, _, _ = tensor.stride()
+    dim = width // 2
+    return tensor.as_strided(
+        (num_blocks, heads, 2, tokens, dim), (block_stride, head_stride, tokens * dim, dim, 1)
+    )
+
+
+def _one_state(tensor: torch.Tensor, spec: MambaSpec) -> Sequence[torch.Tensor]:
+    """View `(num_blocks, 1, 1, bytes)`, with padding or without, as one state of bytes."""
+    return [tensor[:, 0, 0, : spec.unpadded_page_size_bytes]]
