@@ -1,0 +1,146 @@
+"""Memory that a transfer may still touch after its deadline, with agents that stall when told."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory, FakeNixlAgent
+from kvxfer.testing.conformance.suite import make_keys, store_made_up
+from kvxfer.testing.payloads import read_payloads, write_payloads
+from kvxfer.units import ByteSize
+from tests.backends.test_nixl import WAYS
+
+KEYS = make_keys(4)
+MEMORY = [[4096, 512]]
+STUCK = {"timeout_s": 0.2, "lease_s": 4.0, "heartbeat_s": 0.5}
+
+
+@dataclass
+class Pair:
+    """A holder and a peer of it in one process, and the agents that they opened."""
+
+    holder: NixlBackend
+    client: NixlBackend
+    holder_agents: list[FakeNixlAgent]
+    client_agents: list[FakeNixlAgent]
+    memory: BlockMemory
+    payloads: list[bytes]
+
+    def stalled(self, way: str) -> FakeNixlAgent:
+        """The agent that moves what is loaded."""
+        return (self.client_agents if way == "read" else self.holder_agents)[-1]
+
+
+@contextlib.asynccontextmanager
+async def open_pair(way: str, **fields: Any) -> AsyncIterator[Pair]:
+    memory = BlockMemory(MEMORY, num_blocks=16)
+    agents: tuple[list[FakeNixlAgent], list[FakeNixlAgent]] = ([], [])
+
+    def open_backend(index: int, config: NixlConfig) -> NixlBackend:
+        def make_agent() -> FakeNixlAgent:
+            agents[index].append(FakeNixlAgent())
+            return agents[index][-1]
+
+        return NixlBackend(config, memory.namespace(), make_agent=make_agent)
+
+    holder = open_backend(0, NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20)))
+    async with holder:
+        await holder.start()
+        assert holder.holder is not None
+        config = NixlConfig(address=str(holder.holder.endpoint), **{**WAYS[way], **STUCK, **fields})
+        async with open_backend(1, config) as client:
+            payloads = await store_made_up(client, KEYS, memory.describe(0, range(4)))
+            yield Pair(holder, client, *agents, memory, payloads)
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_what_is_late_is_not_safe_until_it_is_over(way: str) -> None:
+    async with open_pair(way) as pair:
+        agent = pair.stalled(way)
+        agent.hold()
+        target = pair.memory.describe(0, [8, 9])
+        outcomes = await pair.client.load(KEYS[:2], target)
+        assert [(each.status, each.memory_safe) for each in outcomes] == [
+            (Status.TIMED_OUT, False)
+        ] * 2
+        assert pair.client.num_quarantined_bytes == target.num_bytes
+        draining = asyncio.create_task(pair.client.drain())
+        await asyncio.sleep(0)
+        assert not draining.done()
+        agent.release()
+        await draining
+        assert pair.client.num_quarantined_bytes == 0
+        canaries = [b"\x5a" * len(payload) for payload in pair.payloads[:2]]
+        write_payloads(target, canaries)
+        elsewhere = pair.memory.describe(0, [10, 11])
+        outcomes = await pair.client.load(KEYS[:2], elsewhere)
+        assert [each.status for each in outcomes] == [Status.DONE] * 2
+        assert read_payloads(elsewhere) == pair.payloads[:2]
+        assert read_payloads(target) == canaries, "a late write"
+
+
+async def test_a_store_that_is_late_leaves_its_memory_in_use_until_it_is_over() -> None:
+    async with open_pair("read") as pair:
+        agent = pair.holder_agents[-1]
+        agent.hold()
+        source = pair.memory.describe(0, [8])
+        new = make_keys(1, first=50)
+        [outcome] = await pair.client.store(new, source)
+        assert (outcome.status, outcome.memory_safe) == (Status.TIMED_OUT, False)
+        agent.release()
+        await pair.client.drain()
+        assert await pair.client.lookup(new) == [False], "a cancelled store was stored"
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_a_cancelled_load_that_stalls_is_for_drain_to_wait_for(way: str) -> None:
+    async with open_pair(way) as pair:
+        agent = pair.stalled(way)
+        agent.hold()
+        load = asyncio.create_task(pair.client.load(KEYS[:1], pair.memory.describe(0, [8])))
+        await agent.until_held()
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert pair.client.num_quarantined_bytes > 0
+        agent.release()
+        await pair.client.drain()
+        assert pair.client.num_quarantined_bytes == 0
+
+
+async def test_past_its_budget_the_quarantine_costs_a_new_agent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with open_pair("read", quarantine=ByteSize(1)) as pair:
+        pair.client_agents[-1].hold()
+        [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
+        assert outcome.status is Status.TIMED_OUT
+        assert "starting NIXL anew" in caplog.text
+        await pair.client.drain()
+        assert pair.client.num_quarantined_bytes == 0
+        target = pair.memory.describe(0, [9])
+        [outcome] = await pair.client.load(KEYS[:1], target)
+        assert outcome.done
+        assert read_payloads(target) == pair.payloads[:1]
+        assert len(pair.client_agents) == 2
+
+
+async def test_what_a_holder_may_still_write_to_is_never_freed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with open_pair("write") as pair:
+        agent = pair.holder_agents[-1]
+        agent.hold()
+        [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
+        assert not outcome.memory_safe
+        with caplog.at_level(logging.WARNING):
+            await pair.client.aclose()
+        assert "not freed" in caplog.text
+        agent.release()
