@@ -249,10 +249,12 @@ class AgentThread:
         try:
             while not self._stopping:
                 acted = self._obey(pause_s)
-                acted |= self._post()
+                posted = self._post()
                 self._end_what_is_over()
-                acted |= self._poll()
+                acted |= posted | self._poll()
                 pause_s = pace.pause_s(active=acted, waiting=bool(self._flights))
+                if posted:  # and perhaps more is to be
+                    pause_s = 0.0
         finally:
             _attempt(self._stopped, self._close)
             self._stopped.set_result(None)

@@ -2,11 +2,13 @@
 
 import time
 
-BUSY_S = 200e-6
 SOON_S = 20e-3
-"""After something happened: for how long to look without a pause, and then with a short one."""
+"""For how long to make short pauses after something happened."""
 
 SHORT_PAUSE_S = 50e-6
+"""Never without a pause: whoever looks again at once has the interpreter lock again before the
+event loop wakes up, and so takes milliseconds from it, some hundred times a second."""
+
 LONG_PAUSE_S = 1e-3
 IDLE_PAUSE_S = 5e-3
 
@@ -28,8 +30,6 @@ class Pace:
         if active:
             self._active_at = now
         quiet_s = now - self._active_at
-        if quiet_s < BUSY_S:
-            return 0.0
         if quiet_s < SOON_S:
             return SHORT_PAUSE_S
         return LONG_PAUSE_S if waiting else IDLE_PAUSE_S
