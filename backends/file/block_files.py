@@ -1,11 +1,9 @@
 """What reading and writing the block files of a namespace have in common."""
 
-import ctypes
 import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,6 +15,7 @@ from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.header import HEADER_BYTES, HeaderFrame
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.raw_memory import view_blocks
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 
@@ -28,10 +27,6 @@ ROUND_BYTES = 8 << 20
 ROUND_FILES = 64
 
 PAGE_BYTES = 4096
-
-# All of this process's memory as one view: a slice of it is a view of raw memory, made in a
-# fraction of the time that an object of its own would take.
-_ADDRESS_SPACE = memoryview((ctypes.c_ubyte * (1 << 62)).from_address(0)).cast("B")
 
 
 class Scratch:
@@ -172,10 +167,7 @@ def data_views(blocks: Descriptors, scratch: Scratch, *, straight: bool) -> list
     """The data of each block, where the kernel puts or finds it."""
     if not straight:
         return [[scratch.data(nth, size)] for nth, size in enumerate(blocks.block_sizes.tolist())]
-    starts = blocks.addresses.tolist()
-    stops = (blocks.addresses + blocks.lengths).tolist()
-    views = [_ADDRESS_SPACE[start:stop] for start, stop in zip(starts, stops, strict=True)]
-    return [views[first:last] for first, last in pairwise(blocks.block_offsets.tolist())]
+    return view_blocks(blocks)
 
 
 def whole_vectors(scratch: Scratch, sizes: Sequence[int]) -> list[IOVector]:

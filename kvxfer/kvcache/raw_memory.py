@@ -1,6 +1,7 @@
 """Bytes of described memory as Python sees them."""
 
 import ctypes
+from itertools import pairwise
 
 from kvxfer.kvcache.descriptors import Descriptors
 
@@ -14,3 +15,9 @@ def view_fragments(blocks: Descriptors) -> list[memoryview]:
     stops = (blocks.addresses + blocks.lengths).tolist()
     pairs = zip(blocks.addresses.tolist(), stops, strict=True)
     return [_ADDRESS_SPACE[start:stop] for start, stop in pairs]
+
+
+def view_blocks(blocks: Descriptors) -> list[list[memoryview]]:
+    """The views of the fragments of each block."""
+    views = view_fragments(blocks)
+    return [views[first:last] for first, last in pairwise(blocks.block_offsets.tolist())]

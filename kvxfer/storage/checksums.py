@@ -1,14 +1,12 @@
 """XXH3-64 of blocks, wherever their bytes are."""
 
-from itertools import pairwise
-
 import numpy as np
 import torch
 import xxhash
 
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.raw_memory import view_fragments
+from kvxfer.kvcache.raw_memory import view_blocks
 
 STRAIGHT_BYTES = 64 << 10
 """Mean fragment from which on fragments are hashed where they are; smaller ones are gathered
@@ -27,8 +25,7 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
     Source: https://github.com/Cyan4973/xxHash, XXH3.
     """
     if blocks.num_bytes >= len(blocks) * STRAIGHT_BYTES:
-        fragments, offsets = view_fragments(blocks), blocks.block_offsets.tolist()
-        return [_checksum(*fragments[first:last]) for first, last in pairwise(offsets)]
+        return [_checksum(*views) for views in view_blocks(blocks)]
     checksums: list[int] = []
     sizes = blocks.block_sizes
     step = max(1, ROUND_BYTES // int(sizes.max()))
