@@ -62,7 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int = 4096
     dtype: str = "auto"
     environment: dict[str, str] = {}
-    start_timeout_s: float = 180
+    start_timeout_s: float = 300
     timeout_s: float = 300
 
 
