@@ -3,7 +3,7 @@
 import time
 
 SOON_S = 20e-3
-"""For how long to make short pauses after something happened."""
+"""For how long to make shorter pauses after something happened."""
 
 SHORT_PAUSE_S = 50e-6
 """Never without a pause: whoever looks again at once has the interpreter lock again before the
@@ -29,7 +29,7 @@ class Pace:
         now = time.perf_counter()
         if active:
             self._active_at = now
-        quiet_s = now - self._active_at
-        if quiet_s < SOON_S:
-            return SHORT_PAUSE_S
-        return LONG_PAUSE_S if waiting else IDLE_PAUSE_S
+        is_quiet = now - self._active_at > SOON_S
+        if waiting:
+            return LONG_PAUSE_S if is_quiet else SHORT_PAUSE_S
+        return IDLE_PAUSE_S if is_quiet else LONG_PAUSE_S
