@@ -37,9 +37,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         if not self.goal:
             return True
         sign, limit, *tolerance = self.goal.split()
-        if tolerance:
-            return abs(self.ratio - float(limit)) <= float(tolerance[-1])
-        return self.ratio >= float(limit) if sign == ">=" else self.ratio <= float(limit)
+        wanted = float(limit)
+        if sign == "=":
+            around = float(tolerance[-1])
+            return wanted - around <= self.ratio <= wanted + around
+        return self.ratio >= wanted if sign == ">=" else self.ratio <= wanted
 
 
 def compare(

@@ -22,9 +22,14 @@ def row(ratio: float, goal: str) -> Row:
         (1.1, "<= 1.1", True),
         (0.2, "<= 1.1", True),
         (1.11, "<= 1.1", False),
+        (1.02, "= 1 ± 0.02", True),
+        (0.99, "= 1 ± 0.02", True),
+        (1.03, "= 1 ± 0.02", False),
+        (0.97, "= 1 ± 0.02", False),
         (0.0, "", True),
         (float("nan"), ">= 0.9", False),
         (float("nan"), "<= 1.1", False),
+        (float("nan"), "= 1 ± 0.02", False),
     ],
 )
 def test_a_goal_is_met_on_its_own_side_of_the_limit(

@@ -1,0 +1,52 @@
+"""The free blocks of an engine: which ids a request gets, and so which of them are neighbours."""
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+BlockIds = NDArray[np.int64]
+
+
+class FreeBlocks:
+    """The queue from which vLLM takes blocks, with its prefix cache on.
+
+    Blocks are taken from its head, and the full ones of a request go back to its end, last block
+    first: what begins a prompt is the likeliest to be asked for again. Block 0 is the null block.
+
+    Args:
+        num_blocks: Blocks of the cache.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._ids = deque(range(1, num_blocks))
+
+    def take(self, count: int) -> BlockIds:
+        """The blocks of a new request, in its order.
+
+        Raises:
+            IndexError: So many are not free.
+        """
+        return np.array([self._ids.popleft() for _ in range(count)], np.int64)
+
+    def give_back(self, block_ids: BlockIds) -> None:
+        """Take back the blocks of a request, given in its order."""
+        self._ids.extend(block_ids[::-1].tolist())
+
+
+def serve(num_blocks: int, num_requests: int, blocks_per_request: int) -> Iterator[BlockIds]:
+    """The blocks of each request where one prompt is computed while the one before is sent.
+
+    Args:
+        num_blocks: Blocks of the cache, all free at first.
+        num_requests: Requests, none of which has a prefix in common with another.
+        blocks_per_request: Blocks of each.
+    """
+    free, being_sent = FreeBlocks(num_blocks), None
+    for _ in range(num_requests):
+        block_ids = free.take(blocks_per_request)
+        if being_sent is not None:
+            free.give_back(being_sent)
+        being_sent = block_ids
+        yield block_ids
