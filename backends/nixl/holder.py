@@ -77,23 +77,29 @@ class Holder:
         Raises:
             BackendUnavailableError: The address is in use, or is not one of this machine.
         """
+        host, port = self._endpoint.host, self._endpoint.port
         try:
+            # Of a name with several addresses the first one: that for data must be the same.
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
             self._server = await asyncio.start_server(
                 self._accept,
-                self._endpoint.host,
-                self._endpoint.port,
+                str(found[0][-1][0]),
+                port,
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
                 limit=STREAM_BUFFER_BYTES,
             )
             bound = self._server.sockets[0]
             self._port = bound.getsockname()[1]
-            data = self._data_socket = socket.socket(bound.family, socket.SOCK_STREAM)
-            data.bind((bound.getsockname()[0], 0))
-            data.listen()
+            data = self._data_socket = socket.create_server(
+                (bound.getsockname()[0], 0), family=bound.family
+            )
             data.setblocking(False)
         except OSError as exc:
-            await self.aclose()
+            if self._server is not None:
+                self._server.close()
             raise BackendUnavailableError(f"cannot listen at {self._endpoint}: {exc}") from exc
         self._run(self._accept_data(data))
 

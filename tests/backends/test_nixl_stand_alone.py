@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import socket
 import threading
 
 import pytest
@@ -25,6 +26,13 @@ KEYS = [make_block_key(b"hash", 0)]
 
 def open_host(namespace: Namespace) -> HostBackend:
     return HostBackend(HostConfig(capacity=CAPACITY), namespace)
+
+
+async def store_at(address: str) -> None:
+    """Be a peer that stores a block."""
+    async with NixlBackend(NixlConfig(address=address, transport="socket"), NAMESPACE) as backend:
+        (outcome,) = await backend.store(KEYS, MEMORY.describe(0, [0]))
+        assert outcome.done, outcome
 
 
 class SlowHost:
@@ -88,7 +96,7 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
         assert not peer.is_ready
 
 
-async def test_a_port_that_is_taken_is_said_so() -> None:
+async def test_a_port_that_is_taken_is_said_so_and_listened_at_when_it_is_free() -> None:
     async with contextlib.aclosing(StandAlonePeer(CONFIG, open_host)) as peer:
         await peer.start()
         taken = NixlConfig(listen=str(peer.endpoint), capacity=CAPACITY, transport="socket")
@@ -96,6 +104,30 @@ async def test_a_port_that_is_taken_is_said_so() -> None:
             with pytest.raises(BackendUnavailableError, match=f"cannot listen at {peer.endpoint}"):
                 await another.start()
             assert not another.is_ready
+            await peer.aclose()
+            await another.start()
+            await store_at(str(another.endpoint))
+
+
+@pytest.mark.parametrize("first_of_peer", [0, 1])
+async def test_by_a_name_with_two_addresses_blocks_arrive_through_either(
+    monkeypatch: pytest.MonkeyPatch, first_of_peer: int
+) -> None:
+    addresses = ["127.0.0.1", "127.0.0.2"]
+
+    def resolve(host: str, port: int, *_: object, **__: object) -> list[tuple[object, ...]]:
+        kind = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "")
+        found = addresses if host == "localhost" else [host]
+        return [(*kind, (address, port)) for address in found]
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    config = NixlConfig(listen=f"localhost:{port}", capacity=CAPACITY, transport="socket")
+    async with contextlib.aclosing(StandAlonePeer(config, open_host)) as peer:
+        await peer.start()
+        addresses = [addresses[first_of_peer], addresses[1 - first_of_peer]]
+        await store_at(str(peer.endpoint))
 
 
 def test_a_peer_without_an_address_is_refused() -> None:
