@@ -1,11 +1,11 @@
 """The page of the layout zoo: `python -m tests.kvcache.layout_page` writes it into docs/."""
 
 from itertools import groupby, product
-from math import prod
 from pathlib import Path
 
 import numpy as np
 
+from kvxfer.bench.models import MODELS
 from kvxfer.errors import KVXferError
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.engine_layout import EngineLayout
@@ -20,9 +20,10 @@ DRAWN = {"layer": 2, "block": 3, "kv": 2, "head": 2, "token": 2, "kernel": 1, "s
 DRAWN_LATENTS = DRAWN | {"kv": 1, "head": 1, "token": 4}
 DRAWN_KERNEL_BLOCKS = DRAWN | {"kernel": 2, "token": 1}
 DRAWN_BLOCK = 1
-EXAMPLE = {"layer": 28, "kv": 2, "head": 8, "token": 16, "kernel": 1, "dim": 128}
-EXAMPLE_LATENTS = {"layer": 27, "kv": 1, "head": 1, "token": 64, "kernel": 1, "dim": 576}
-BYTES_PER_ELEMENT = 2
+EXAMPLE, EXAMPLE_LATENTS = (
+    next(model for model in MODELS if model.name == name)
+    for name in ("Qwen3-0.6B", "DeepSeek-V2-Lite")
+)
 
 CELL, BAR, GAP, MARGIN = 13, 20, 12, 6
 COLOURS = ("#2a6f97", "#c8553d")
@@ -74,9 +75,12 @@ def section(entry: EngineLayout) -> str:
 
 def in_pieces(entry: EngineLayout) -> str:
     """How many pieces a block of the example is in, and how large they are."""
-    sizes = EXAMPLE_LATENTS if entry.content == "latents" else EXAMPLE
-    pieces = entry.runs_per_block(sizes)
-    kib = prod(sizes.values()) * BYTES_PER_ELEMENT / pieces / 1024
+    model = EXAMPLE_LATENTS if entry.content == "latents" else EXAMPLE
+    (form,) = model.spec.cache_tensors
+    pieces = entry.runs_per_block(
+        {"layer": model.num_layers, "kv": 1, "kernel": 1, **form.axis_sizes}
+    )
+    kib = model.num_layers * model.spec.page_size_bytes / pieces / 1024
     size = f"{kib / 1024:.3g} MiB" if kib >= 1024 else f"{kib:.3g} KiB"
     return (
         f"a block of the example is {pieces} pieces of {size}"
