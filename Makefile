@@ -16,16 +16,19 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PYTHONHASHSEED := 0
 
-.PHONY: setup demo test e2e compat lint type docs layouts bench check-dist check
+.PHONY: setup demo test e2e faults compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
 
 demo: $(SMOLLM2) ; $(BIN)/python -m tests.e2e.demo
 
-test: $(INSTALLED) ; $(BIN)/pytest -m "not e2e and not slow and not compat" --ignore=tests/typing --ignore=tests/test_dist.py
+test: $(INSTALLED) ; $(BIN)/pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py
 
 e2e: $(MODELS) ; $(BIN)/pytest -m "e2e or slow" --ignore=tests/typing --ignore=tests/test_dist.py
+
+# Fifty rounds of everything that can happen to a peer, some ten minutes.
+faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py
 
 # Downloads the other releases of vLLM that the adapter supports, some 3 GB on disk.
 compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/test_dist.py

@@ -18,9 +18,15 @@ QUICK = {"timeout_s": 1.0, "lease_s": 1.0, "heartbeat_s": 0.2}
 ROUND_S = 30.0
 CAPACITY = 64 << 20
 
-# A few rounds of each kind always, fifty where time does not matter; the seed chooses the way.
+# A few rounds of each kind always, some more with the slow tests, fifty with `make faults`; the
+# seed chooses the way.
 seeds = pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 50))]
+    "seed",
+    [
+        *range(3),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10)),
+        *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(10, 50)),
+    ],
 )
 pytestmark = pytest.mark.timeout(60)
 
