@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
@@ -24,9 +24,11 @@ from kvxfer.kvcache.spec import AttentionSpec, MambaSpec
 from tests.kvcache.zoo_engines import SIZES, ZOO, ZooEngine, factors, numbers
 
 
-def payload(caches: CanonicalKVCaches, block_id: int, dtype: DTypeLike = np.int32) -> NDArray[Any]:
+def payload(
+    caches: CanonicalKVCaches, block_id: int, dtype: DTypeLike = np.int32, *, group: int = 0
+) -> NDArray[Any]:
     """The bytes of a block, read at the addresses of its descriptors."""
-    blocks = describe(caches, 0, [block_id])
+    blocks = describe(caches, group, [block_id])
     pieces = zip(blocks.addresses.tolist(), blocks.lengths.tolist(), strict=True)
     return np.frombuffer(b"".join(ctypes.string_at(*piece) for piece in pieces), dtype)
 
@@ -72,6 +74,37 @@ def test_an_element_is_where_the_order_of_axes_predicts(
         found = np.flatnonzero(payload(caches, block_id, np.uint8)).tolist()
         mine = block_id == at["block"]
         assert found == (list(range(place * item, (place + 1) * item)) if mine else [])
+
+
+@settings(max_examples=100)
+@given(engine=engines(), data=st.data())
+def test_a_layer_may_share_the_memory_of_another_in_its_group_or_in_another(
+    engine: ZooEngine, data: st.DataObject
+) -> None:
+    assume("layer" not in engine.shape)
+    owner = data.draw(st.sampled_from(engine.names))
+    kv_caches = {**engine.kv_caches, "again": engine.kv_caches[owner]}
+    layouts = dict.fromkeys(kv_caches, engine.entry.layout)
+    (group,), num_blocks = engine.config.groups, engine.config.num_blocks
+    alone = describe(
+        canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts), 0, range(num_blocks)
+    )
+    at = {axis: data.draw(st.integers(0, size - 1)) for axis, size in engine.sizes.items()}
+    engine.set_bits(at | {"layer": engine.names.index(owner)})
+    item = next(iter(engine.tensors.values())).element_size()
+    for groups in (
+        (KVCacheGroup(group.spec, (*engine.names, "again")),),
+        (group, KVCacheGroup(group.spec, ("again",))),
+    ):
+        config = KVCacheConfig(num_blocks, groups)
+        caches = canonicalize(kv_caches, config, layouts=layouts)
+        attest(kv_caches, config, caches, layouts=layouts)
+        blocks = describe(caches, 0, range(num_blocks))
+        assert blocks.addresses.tolist() == alone.addresses.tolist()
+        assert blocks.lengths.tolist() == alone.lengths.tolist()
+        for block_id in range(num_blocks):
+            shared = payload(caches, block_id, np.uint8, group=len(groups) - 1)
+            assert np.count_nonzero(shared) == (item if block_id == at["block"] else 0)
 
 
 TOLD = {"layer_first", "page_first", "page_first_direct", "page_head"}
