@@ -136,7 +136,7 @@ class AgentContract(ABC):
         assert await peer.content() == theirs.tobytes()
 
     @pytest.mark.parametrize("operation", Operation)
-    async def test_one_fragment_may_be_longer_than_a_piece_and_several_may_touch_across_regions(
+    async def test_a_fragment_may_be_longer_than_a_piece(
         self, agent: TransferAgent, peer: Peer, pool: Pool, operation: Operation
     ) -> None:
         await peer.fill(1)
@@ -150,6 +150,26 @@ class AgentContract(ABC):
         )  # fmt: skip
         seed = 1 if operation is Operation.READ else 2
         assert pool.bytes.tobytes() == await peer.content() == random_bytes(seed).tobytes()
+
+    async def test_fragments_that_touch_where_a_region_ends_are_not_one(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        await peer.fill(1)
+        pool.bytes[:] = 0
+        name = await agent.add_peer(peer.metadata)
+        half = POOL_BYTES // 2
+        for here, there in [(half, half), (8, half), (half, 8)]:
+            starts, lengths = words(here, here - 3), words(5, 3)
+            others = words(there, there - 3)
+            await agent.transfer(
+                Operation.READ,
+                name,
+                starts + words(pool.address),
+                others + words(peer.address),
+                lengths,
+            )
+            found = pool.bytes[here - 3 : here + 5]
+            assert found.tobytes() == random_bytes(1)[there - 3 : there + 5].tobytes()
 
     async def test_nothing_to_move_is_moved_at_once(
         self, agent: TransferAgent, peer: Peer, pool: Pool

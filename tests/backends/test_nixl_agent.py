@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
@@ -293,6 +295,28 @@ class TestPeerInTrouble:
         for operation in Operation:
             for num_bytes in (1, 64, 8192, POOL_BYTES // 2):
                 await agent.transfer(operation, name, here, there, words(num_bytes))
+
+    async def test_a_cancelled_transfer_waits_for_its_end(
+        self, agent: NixlAgent, process: PeerProcess
+    ) -> None:
+        pool = Pool()
+        agent.register(pool.regions())
+        name = await agent.add_peer(process.metadata)
+        busy: Future[None] = Future()
+        go_on = threading.Event()
+        agent._thread.order(busy, go_on.wait)
+        task = asyncio.create_task(move_all(agent, Operation.READ, name, pool, process))
+        await asyncio.sleep(0)
+        try:
+            for _ in range(2):
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=0.01)
+                assert not done
+        finally:
+            go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not agent._thread._transfers
 
     async def test_a_small_transfer_does_not_wait_for_a_large_one(
         self, agent: NixlAgent, process: PeerProcess
