@@ -283,6 +283,9 @@ async def _ask_each(
     ask: Callable[[Home, NDArray[np.intp]], Coroutine[Any, Any, T]],
 ) -> list[tuple[NDArray[np.intp], T]]:
     """Ask every home for what belongs to it, all at once."""
+    if len(placed) == 1:  # a task less to switch to and back from
+        ((home, indices),) = placed
+        return [(indices, await ask(home, indices))]
     async with asyncio.TaskGroup() as tasks:
         asked = [(indices, tasks.create_task(ask(home, indices))) for home, indices in placed]
     return [(indices, task.result()) for indices, task in asked]

@@ -9,6 +9,10 @@ from kvxfer.storage.threads import Threads
 
 NUM_THREADS = 2
 
+INLINE_BYTES = 2 << 20
+"""What is hashed on the event loop: some hundred microseconds, less than two changes of threads
+can take. Also of a batch in small fragments, which are gathered, a millisecond at most."""
+
 
 class BlockHasher:
     """Hashes blocks on threads of its own, beside whatever moves."""
@@ -19,6 +23,8 @@ class BlockHasher:
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
         """XXH3-64 of each block."""
+        if blocks.num_bytes <= INLINE_BYTES:
+            return checksum_blocks(blocks, self._copy_engine)
         return await self._threads.run(checksum_blocks, blocks, self._copy_engine)
 
     async def verify(self, blocks: Descriptors, expected: Sequence[int]) -> dict[int, int]:

@@ -131,12 +131,15 @@ class Peer:
     async def _move(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
+        bounds = cut(blocks, PIECE_BYTES)
+        if len(bounds) == 1:  # a task less to switch to and back from
+            return await self._move_piece(move, keys, blocks)
         async with asyncio.TaskGroup() as tasks:
             pieces = [
                 tasks.create_task(
                     self._move_piece(move, keys[start:stop], blocks.select(start, stop))
                 )
-                for start, stop in cut(blocks, PIECE_BYTES)
+                for start, stop in bounds
             ]
         return [outcome for piece in pieces for outcome in piece.result()]
 

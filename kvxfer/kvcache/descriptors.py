@@ -71,6 +71,8 @@ class Descriptors:
     def take(self, blocks: Sequence[int] | NDArray[np.int64]) -> "Descriptors":
         """The blocks at these indices, in this order, as descriptors of their own."""
         blocks = np.asarray(blocks, np.int64)
+        if np.array_equal(blocks, np.arange(self.num_blocks)):
+            return self
         counts = np.diff(self.block_offsets)[blocks]
         offsets = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
