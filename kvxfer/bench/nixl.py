@@ -1,7 +1,9 @@
 """Blocks of another process: against NIXL itself, sockets, UCX over TCP, and kvcr."""
 
 import asyncio
+import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +21,7 @@ RAW_GOALS = {BLOCK_BYTES: 0.95, 128 * KIB: 0.9}
 LATENCY_GOAL = 1.3
 SOCKET_GOAL = 0.8
 UCX_GOAL = 1.0
+KVCR_GOAL = 1.0
 LAG_LIMIT_S = 5e-3
 IDLE_LIMIT_CORES = 0.05
 
@@ -48,7 +51,7 @@ def run(*, quick: bool) -> list[Row]:
     Raises:
         RuntimeError: A block did not arrive, or the other process failed.
     """
-    return asyncio.run(_run(5 if quick else 31))
+    return asyncio.run(_run(3 if quick else 15))
 
 
 async def _run(rounds: int) -> list[Row]:
@@ -64,6 +67,7 @@ async def _run(rounds: int) -> list[Row]:
             rows += await _one_block(near, rounds)
             rows += await _disturbance(near, rounds)
             rows += await _against_sockets(near, rounds)
+            rows += await _against_kvcr(near, rounds)
         for model, (page_bytes, num_pages) in MODELS.items():
             near = Near(far, page_bytes * num_pages)
             async with near.holding():
@@ -173,6 +177,30 @@ async def _against_sockets(near: Near, rounds: int) -> list[Row]:
             rows.append(_row(f"{case} one plain connection", ours, plain, goal=goal))
             ucx_case = f"{case} NIXL {operation} over TCP"
             rows.append(_row(ucx_case, ours, by_ucx, goal=f">= {UCX_GOAL}"))
+    return rows
+
+
+async def _against_kvcr(near: Near, rounds: int) -> list[Row]:
+    """Kvcr copies within one process, without checksums, where we go to another one."""
+    if not importlib.util.find_spec("kvcr"):
+        sys.stderr.write("kvcr is not installed: its rows are left out\n")
+        return []
+    rows = []
+    async with (
+        near.kvcr() as kvcr,
+        near.backend() as backend,
+        near.backend(integrity=Integrity.OFF) as unverified,
+    ):
+        for case, contenders in (
+            (f"load {near.size} against kvcr's deliver", [near.loading(backend), kvcr.deliver]),
+            (
+                f"load {near.size}, not verified, against kvcr's deliver",
+                [near.loading(unverified), kvcr.deliver],
+            ),
+            (f"store {near.size} against kvcr's deposit", [near.storing(backend), kvcr.deposit]),
+        ):
+            times = await in_turn(contenders, rounds=rounds)
+            rows.append(_row(case, *times, goal=f">= {KVCR_GOAL}"))
     return rows
 
 

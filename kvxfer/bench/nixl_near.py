@@ -18,6 +18,7 @@ from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.config import Direction, Transport
 from kvxfer.bench.nixl_far import FarProcess
+from kvxfer.bench.nixl_kvcr import KVCRPool
 from kvxfer.bench.nixl_raw import (
     TOTAL_BYTES,
     Indices,
@@ -142,7 +143,7 @@ class Near:
         agent.connect(await self._ask("open_raw", f"far-{uuid.uuid4()}", False))
         raw = Raw(self, agent)
         try:
-            await asyncio.to_thread(asyncio.run, raw.moving("READ")())  # connects
+            await asyncio.to_thread(raw.connect)
             await self._ask("rest_raw")
             yield raw
         finally:
@@ -177,6 +178,16 @@ class Near:
 
             yield {"READ": partial(move, "READ"), "WRITE": partial(move, "WRITE")}
 
+    @contextlib.asynccontextmanager
+    async def kvcr(self) -> AsyncIterator[KVCRPool]:
+        """Open a pool of kvcr in this process.
+
+        Raises:
+            ImportError: It is not installed.
+        """
+        with contextlib.closing(KVCRPool(self._memory, self.block_bytes)) as pool:
+            yield pool
+
     async def far_cpu_seconds(self) -> float:
         """Processor time of the other process so far."""
         return float(await self._ask("cpu_seconds"))
@@ -202,10 +213,10 @@ class Near:
         return near, far
 
     async def _require_same_bytes(self, backend: NixlBackend) -> None:
-        expected = xxhash.xxh3_64_digest(self._memory)
+        expected = xxhash.xxh3_64_digest(self._memory.data)
         self._memory[:] = 0
         _require_done(await backend.load(self._loaded_keys, self.blocks))
-        if xxhash.xxh3_64_digest(self._memory) != expected:
+        if xxhash.xxh3_64_digest(self._memory.data) != expected:
             raise RuntimeError("other bytes came back than were stored")
 
     def _make_keys(self) -> list[BlockKey]:
@@ -228,6 +239,16 @@ class Raw:
     def __init__(self, near: Near, agent: RawAgent) -> None:
         self._near = near
         self._agent = agent
+
+    def connect(self) -> None:
+        """Move a block, as NIXL connects when it first moves something; blocks.
+
+        The other side must make progress meanwhile.
+        """
+        size = self._near.block_bytes
+        ours, theirs = self._near.fragments(size)
+        self._agent.prepare(size)
+        self._agent.move("READ", size, ours[:1], theirs[:1])
 
     def moving(
         self,
