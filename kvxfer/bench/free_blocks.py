@@ -36,7 +36,7 @@ class FreeBlocks:
 
 
 def serve(num_blocks: int, num_requests: int, blocks_per_request: int) -> Iterator[BlockIds]:
-    """The blocks of each request where one prompt is computed while the one before is sent.
+    """Hand out the blocks of each request; a prompt is computed while the one before is sent.
 
     Args:
         num_blocks: Blocks of the cache, all free at first.
