@@ -18,6 +18,7 @@ from kvxfer.backends.nixl.pace import Pace
 from kvxfer.backends.nixl.pieces import Fragments, Words, join, split
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl.transfer_agent import Operation
+from kvxfer.backends.nixl.transport import has_active_port
 from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -269,7 +270,7 @@ class AgentThread:
         )
         try:
             self._agent = nixl.nixl_agent(self._name, config)
-            self._agent.create_backend(BACKEND, {"engine_config": ENGINE_CONFIG})
+            self._agent.create_backend(BACKEND, {"engine_config": _engine_config()})
             self._agent.register_memory(
                 [(self._page.ctypes.data, self._page.nbytes, 0, "")], "DRAM"
             )
@@ -373,6 +374,13 @@ class AgentThread:
 def _rows(addresses: Words, lengths: Words) -> Words:
     """Describe memory as NIXL wants it: address, length, device."""
     return np.column_stack([addresses, lengths, np.zeros_like(lengths)])
+
+
+def _engine_config() -> str:
+    """Keep UCX off the network where no card can do RDMA: it listens there, and trusts anyone."""
+    if "UCX_NET_DEVICES" in os.environ or has_active_port():
+        return ENGINE_CONFIG
+    return f"{ENGINE_CONFIG},NET_DEVICES=lo"
 
 
 def _attempt(done: "Future[T]", command: Callable[[], object]) -> None:

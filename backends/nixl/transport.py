@@ -45,7 +45,7 @@ def choose_transport(ours: Hello, theirs: Hello) -> Transport:
         return "socket"
     if _is_same_host(ours, theirs) and _may_reach(theirs.pid):
         return "cma"
-    return "rdma" if _has_active_port() else "socket"
+    return "rdma" if has_active_port() else "socket"
 
 
 def _is_same_host(ours: Hello, theirs: Hello) -> bool:
@@ -71,7 +71,8 @@ def _may_reach(pid: int) -> bool:
     return found >= 0 or ctypes.get_errno() == errno.EFAULT
 
 
-def _has_active_port() -> bool:
+def has_active_port() -> bool:
+    """Whether a network card is there, and connected, that can do RDMA."""
     try:
         return any(state.read_text().startswith("4:") for state in PORTS.glob("*/ports/*/state"))
     except OSError:

@@ -362,3 +362,18 @@ async def move_all(
     starts, lengths = words(0, half), words(half, half)
     here, there = words(pool.address) + starts, words(peer.address) + starts
     await agent.transfer(operation, name, here, there, lengths)
+
+
+def test_without_rdma_nothing_listens_on_the_network() -> None:
+    code = (
+        "import os, pathlib\n"
+        "from kvxfer.backends.nixl.agent import NixlAgent\n"
+        "agent = NixlAgent()\n"
+        "inodes = {os.readlink(f)[8:-1] for f in map('/proc/self/fd/{}'.format, range(64))"
+        " if os.path.exists(f) or os.path.islink(f) if os.readlink(f).startswith('socket:')}\n"
+        "lines = pathlib.Path('/proc/net/tcp').read_text().splitlines()[1:]\n"
+        "rows = [line.split() for line in lines]\n"
+        "print(*sorted({row[1][:8] for row in rows if row[3] == '0A' and row[9] in inodes}))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["0100007F"]  # 127.0.0.1, in the byte order of /proc/net/tcp
