@@ -11,6 +11,9 @@ DIRECTORY = "KVXFER_E2E_AUDIT_DIRECTORY"
 HOOKS = "KVXFER_E2E_AUDIT_HOOKS"
 """Environment variable: values of `Hook`, separated by commas."""
 
+DIE = "die"
+"""File in the directory of the audit, see `Hook.DIE_WHILE_LENDING`."""
+
 
 class Hook(enum.Enum):
     """A fault to inject."""
@@ -20,7 +23,7 @@ class Hook(enum.Enum):
     EVICT_BEFORE_LOAD = "evict-before-load"
     """Store into the pool until it refuses, between the lookup of a prefix and its load."""
     DIE_WHILE_LENDING = "die-while-lending"
-    """Be killed when a peer has read chunks of this engine, and was not told yet that it has."""
+    """Once there is a file `DIE`, be killed when a peer was sent chunks and not told so yet."""
 
 
 @dataclass(frozen=True, slots=True)

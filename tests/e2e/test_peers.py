@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.bench.engine import Generation
 from tests.cli.peers import serving
-from tests.e2e.audit import Hook
+from tests.e2e.audit import DIE, Hook
 from tests.e2e.harness import AuditedEngine, random_prompts, require_same
 
 pytestmark = pytest.mark.e2e
@@ -25,9 +25,7 @@ LOADS_FAILED = "vllm:kvxfer_file_loads_failed"
 
 Start = Callable[..., AuditedEngine]
 
-make_prompts = functools.partial(
-    random_prompts, 2, shared_tokens=SHARED_TOKENS, own_tokens=60, seed=40
-)
+make_prompts = functools.partial(random_prompts, 2, shared_tokens=SHARED_TOKENS, own_tokens=60)
 
 
 @pytest.fixture
@@ -51,12 +49,14 @@ def free_address() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def compute_and_store(engine: AuditedEngine, prompts: list[list[int]]) -> list[Generation]:
-    """Compute prompts, and wait until the tier below has all of their chunks."""
+def compute_and_store(
+    engine: AuditedEngine, prompts: list[list[int]], *, num_chunks: int = NUM_CHUNKS
+) -> list[Generation]:
+    """Compute prompts, and wait until the tier below has so many chunks."""
     computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
     for _ in range(SETTLE_ROUNDS):
         engine.settle()
-        if engine.metrics().get(STORED, 0) >= NUM_CHUNKS:
+        if engine.metrics().get(STORED, 0) >= num_chunks:
             return computed
     raise AssertionError(engine.log())
 
@@ -72,7 +72,7 @@ def require_hits(
 
 
 def test_an_engine_finds_at_a_peer_what_one_before_it_stored(start: Start) -> None:
-    prompts = make_prompts()
+    prompts = make_prompts(seed=40)
     with serving("--capacity", "64MiB") as peer:
         url = f"nixl://{peer.endpoint}"
         first = start(url)
@@ -81,28 +81,23 @@ def test_an_engine_finds_at_a_peer_what_one_before_it_stored(start: Start) -> No
         require_hits(start(url), prompts, computed)
 
 
-def test_an_engine_finds_in_another_one_what_that_stored(start: Start) -> None:
-    prompts, address = make_prompts(), free_address()
-    holder = start(f"nixl://?listen={address}&capacity=64MiB")
-    computed = compute_and_store(holder, prompts)
-
-    require_hits(start(f"nixl://{address}"), prompts, computed)
-
-    require_same(holder.generate(prompts, max_tokens=MAX_TOKENS), computed, dtype=holder.dtype)
-
-
-def test_an_engine_computes_what_another_one_was_killed_while_sending(start: Start) -> None:
-    prompts, address = make_prompts(), free_address()
+def test_an_engine_finds_in_another_one_what_that_stored_until_it_is_killed_while_sending(
+    start: Start, tmp_path: Path
+) -> None:
+    prompts, later, address = make_prompts(seed=40), make_prompts(seed=41), free_address()
     holder = start(f"nixl://?listen={address}&capacity=64MiB", hooks=[Hook.DIE_WHILE_LENDING])
     computed = compute_and_store(holder, prompts)
-    # The holder writes: its memory has been copied to ours when it dies, and nobody said so.
-    survivor = start(f"nixl://{address}?direction=write")
+    computed_later = compute_and_store(holder, later, num_chunks=2 * NUM_CHUNKS)
+    # The holder writes: its chunks have been copied to ours when it dies, and nobody said so.
+    engine = start(f"nixl://{address}?direction=write")
+    require_hits(engine, prompts, computed)
 
-    returned = survivor.generate(prompts, max_tokens=MAX_TOKENS)
+    (tmp_path / DIE).touch()
+    returned = engine.generate(later, max_tokens=MAX_TOKENS)
 
     assert not holder.alive
-    require_same(returned, computed, dtype=survivor.dtype)
-    assert survivor.metrics()[LOADS_FAILED] == NUM_CHUNKS
+    require_same(returned, computed_later, dtype=engine.dtype)
     assert returned[0].cached_tokens == 0
-    again = survivor.generate(prompts, max_tokens=MAX_TOKENS)
-    require_same(again, computed, dtype=survivor.dtype)
+    assert engine.metrics()[LOADS_FAILED] == NUM_CHUNKS
+    again = engine.generate([*prompts, *later], max_tokens=MAX_TOKENS)
+    require_same(again, [*computed, *computed_later], dtype=engine.dtype)
