@@ -151,8 +151,10 @@ def test_the_secret_comes_from_the_file_without_the_end_of_the_line(
     assert config.read_secret() == SECRET
 
 
-def test_the_secret_comes_from_the_environment_without_a_file() -> None:
-    os.environb[SECRET_VARIABLE.encode()] = SECRET + b"\n"
+def test_the_secret_comes_from_the_environment_without_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(os.environb, SECRET_VARIABLE.encode(), SECRET + b"\n")
     assert NixlConfig(address="a:1").read_secret() == SECRET
 
 
