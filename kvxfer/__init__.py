@@ -71,7 +71,14 @@ from kvxfer.kvcache.spec import (
     UniformTypeKVCacheSpecs,
 )
 from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, group_of, make_block_key
+from kvxfer.storage.keys import (
+    BlockKey,
+    GroupIdentity,
+    Namespace,
+    StoredTensor,
+    group_of,
+    make_block_key,
+)
 from kvxfer.storage.tiers import TieredBackend
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId
@@ -138,6 +145,7 @@ __all__ = [
     "SlidingWindowSpec",
     "SpecMergeError",
     "Status",
+    "StoredTensor",
     "TieredBackend",
     "TokenBatch",
     "TooManyGroupsError",

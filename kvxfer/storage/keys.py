@@ -1,5 +1,6 @@
 """What names a block: a content hash, a group, and the namespace they live in."""
 
+import math
 from typing import Any, NewType
 
 import msgspec
@@ -8,6 +9,18 @@ import xxhash
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 
 GROUP_INDEX_BYTES = 4
+
+_BYTES_OF_DTYPES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""safetensors' data types of whole bytes.
+
+Source: https://github.com/huggingface/safetensors, `Dtype` in `safetensors/src/tensor.rs`.
+"""
 
 BlockKey = NewType("BlockKey", bytes)
 """A content hash followed by the group index, 4 bytes big-endian.
@@ -41,6 +54,38 @@ def group_of(key: BlockKey) -> int:
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
 
 
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One tensor in what is stored under a key, row-major and without gaps.
+
+    Attributes:
+        name: Name in a file, e.g. `layers.3.k`.
+        dtype: Data type as safetensors names it, e.g. `BF16`, `F32`, `U8`, `F8_E4M3`.
+        shape: E.g. `(heads, tokens, dim)`.
+
+    Raises:
+        InvalidArgumentError: The name is empty or reserved by safetensors, the data type is not
+            known, or there is nothing in the tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check that a file can hold it."""
+        if self.name in ("", "__metadata__"):
+            raise InvalidArgumentError("name", self.name, "the name of a tensor")
+        if self.dtype not in _BYTES_OF_DTYPES:
+            raise InvalidArgumentError("dtype", self.dtype, f"one of {', '.join(_BYTES_OF_DTYPES)}")
+        if any(length < 1 for length in self.shape):
+            raise InvalidArgumentError("shape", self.shape, "at least 1 along every axis")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * _BYTES_OF_DTYPES[self.dtype]
+
+
 class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What changes the bytes of one KV-cache group's blocks.
 
@@ -49,12 +94,25 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         layer_names: Layers of the group, in payload order.
         layouts: Layout of each ref's pages.
         spec: The group's spec in words: tokens per block, heads, dimensions, data type.
+        tensors: Tensors of a chunk, in payload order, which together are exactly its bytes; empty
+            where pages are opaque bytes.
+
+    Raises:
+        InvalidArgumentError: Two tensors have the same name.
     """
 
     page_sizes_bytes: tuple[int, ...]
     layer_names: tuple[str, ...] = ()
     layouts: tuple[str, ...] = ()
     spec: str = ""
+    tensors: tuple[StoredTensor, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that every tensor can be found by its name."""
+        names = [tensor.name for tensor in self.tensors]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidArgumentError("tensors", twice, "each name once in a group")
 
     @property
     def block_size_bytes(self) -> int:
@@ -81,6 +139,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         parallel: Parallel mapping, e.g. `{"tp_size": 2}`.
         instruction_set: Instruction set that the CPU attention kernels pack keys for;
             empty on devices whose bytes do not depend on it.
+
+    Raises:
+        InvalidArgumentError: The tensors of a group are not exactly the bytes of its chunks.
     """
 
     model: str
@@ -94,10 +155,31 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     parallel: dict[str, int] = {}
     instruction_set: str = ""
 
+    def __post_init__(self) -> None:
+        """Check that the tensors of each group are what is stored under its keys."""
+        for index, group in enumerate(self.groups):
+            listed, stored = sum(t.num_bytes for t in group.tensors), self.chunk_size_bytes(index)
+            if group.tensors and listed != stored:
+                raise InvalidArgumentError(
+                    f"groups[{index}].tensors", listed, f"{stored} bytes, as many as a chunk has"
+                )
+
     @property
     def fingerprint(self) -> str:
         """32 hexadecimal digits (XXH3-128) over every field, independent of field order."""
-        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self, order="deterministic"))
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self.fields()))
+
+    def fields(self) -> dict[str, Any]:
+        """Every field as JSON knows it: what the fingerprint covers.
+
+        An empty `tensors` is left out, so that opaque groups, and the files of those that were
+        stored before there was anything else, keep their fingerprint.
+        """
+        fields: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
+        for group in fields["groups"]:
+            if not group["tensors"]:
+                del group["tensors"]
+        return fields
 
     def chunk_size_bytes(self, group: int) -> int:
         """Bytes stored under one key of `group`."""
@@ -109,7 +191,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises:
             NamespaceMismatchError: Names the first field that differs, and both values.
         """
-        _require_equal("", msgspec.to_builtins(self), msgspec.to_builtins(theirs))
+        _require_equal("", self.fields(), theirs.fields())
 
 
 def _require_equal(path: str, ours: Any, theirs: Any) -> None:

@@ -12,6 +12,7 @@ from kvxfer.storage.keys import (
     BlockKey,
     GroupIdentity,
     Namespace,
+    StoredTensor,
     group_of,
     make_block_key,
 )
@@ -46,6 +47,7 @@ OTHER_GROUP_VALUES: dict[str, Any] = {
     "layer_names": ("a", "c"),
     "layouts": ("kv", "vk"),
     "spec": "sliding",
+    "tensors": (StoredTensor(name="k", dtype="BF16", shape=(2, 32)),),
 }
 
 
@@ -146,3 +148,48 @@ def test_a_chunk_is_as_large_as_its_blocks() -> None:
     namespace = msgspec.structs.replace(NAMESPACE, blocks_per_chunk=3)
     assert GROUP.block_size_bytes == 128
     assert namespace.chunk_size_bytes(0) == 3 * 128
+
+
+def tensor(**changes: Any) -> StoredTensor:
+    return StoredTensor(**({"name": "layers.0.k", "dtype": "BF16", "shape": (2, 4, 8)} | changes))
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("U8", 64), ("BF16", 128), ("F32", 256)])
+def test_a_tensor_has_the_bytes_of_its_shape_and_data_type(dtype: str, num_bytes: int) -> None:
+    assert tensor(dtype=dtype).num_bytes == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", ""),
+        ("name", "__metadata__"),
+        ("dtype", "bfloat16"),
+        ("shape", (2, 0)),
+        ("shape", (-2, -4)),
+    ],
+)
+def test_a_tensor_that_no_file_can_hold_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        tensor(**{field: value})
+    assert (caught.value.argument, caught.value.value) == (field, value)
+
+
+def test_two_tensors_of_a_group_with_one_name_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"tensors is 'layers\.0\.k'"):
+        msgspec.structs.replace(GROUP, tensors=(tensor(), tensor(dtype="F32")))
+
+
+def test_tensors_that_are_not_a_whole_chunk_are_refused_with_the_group_and_both_sizes() -> None:
+    listed = msgspec.structs.replace(GROUP, tensors=(tensor(),))
+    fitting = msgspec.structs.replace(NAMESPACE, groups=(GROUP, listed))
+    assert fitting.chunk_size_bytes(1) == 128
+    with pytest.raises(
+        InvalidArgumentError, match=r"^groups\[1\]\.tensors is 128; expected 256 bytes"
+    ):
+        msgspec.structs.replace(fitting, blocks_per_chunk=2)
+
+
+def test_a_group_without_tensors_keeps_the_fingerprint_it_had_before_there_were_any() -> None:
+    assert NAMESPACE.fingerprint == "08f90c7e96ed638bbad2d44ced3ef628"
+    assert "tensors" not in NAMESPACE.fields()["groups"][0]
