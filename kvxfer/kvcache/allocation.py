@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -49,8 +50,9 @@ def allocate_canonical(
 
     A row has one page for each position, that is, for each of `config.shared_tensors`. Where
     kernel blocks are smaller than blocks, a row is its kernel blocks, and each of them has its
-    part of every position. A padded page ends in its padding; when the layer axis is not the one
-    next to the blocks, pages of a row interleave and the padding is at the row's end.
+    part of every position. A padded page ends in its padding; when there are several heads, or
+    the like, between the blocks and the layers, pages of a row interleave and the padding is at
+    the row's end.
 
     A group's ref is the leading bytes of the row, up to the last one of its layers.
 
@@ -151,7 +153,7 @@ def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int
     for axis in reversed(memory):
         strides[axis] = dense
         dense *= sizes[axis]
-    if memory[1] == "layer":
+    if prod(sizes[axis] for axis in memory[1 : memory.index("layer")]) == 1:
         strides["layer"] = page_elements
     strides["block"] = page_elements * sizes["layer"]
     return strides

@@ -97,8 +97,8 @@ class LayoutReading:
     @property
     def has_gaps(self) -> bool:
         """Whether other layers lie between the heads of a page."""
-        inner = self.sizes[2:]
-        return self.layout.axes[:2] == ("block", "head") and self.strides[1] > prod(inner)
+        heads_outside = self.layout.axes[:2] == ("block", "head") and self.sizes[1] > 1
+        return heads_outside and self.strides[1] > prod(self.sizes[2:])
 
     def __str__(self) -> str:
         text = page_layout(self.layout, self.kernel_blocks_per_block)
@@ -353,7 +353,10 @@ def _page_strides(
     dense = 1
     for axis in reversed(range(len(sizes))):
         padded = dense
-        if axis == block or (axis == block + 1 and layout.axes[axis] == "layer"):
+        is_page = (
+            layout.axes[axis] == "layer" and axis > block and prod(sizes[block + 1 : axis]) == 1
+        )
+        if axis == block or is_page:
             padded = max(dense, padded_elements // splits)
         stride = actual[axis]
         if stride is None:

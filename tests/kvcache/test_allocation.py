@@ -1,6 +1,7 @@
 """Canonical allocation: every byte of every layer is where a slow reference says."""
 
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import pytest
@@ -92,9 +93,10 @@ def slow_offset(model: dict[str, Any], group: int, name: str, at: dict[str, int]
     axes = backend.memory.split()
     at = at | {"layer": next(i for i, names in enumerate(positions) if name in names)}
     page = spec.page_size_bytes // ratio
+    interleaved = prod(sizes[axis] for axis in axes[1 : axes.index("layer")])
     offset, step = 0, spec.dtype.itemsize
     for axis in reversed(axes[1:]):
-        step = page if axis == "layer" and axes[1] == "layer" else step
+        step = page if axis == "layer" and interleaved == 1 else step
         offset += at[axis] * step
         step *= len(positions) if axis == "layer" else sizes[axis]
     return int(offset + at["block"] % ratio * page * len(positions))
@@ -236,6 +238,21 @@ def test_heads_around_layers_canonicalize_into_the_same_rows() -> None:
         ours, theirs = (describe(c, group, [4, 1]) for c in (allocation.caches, registered))
         assert ours.addresses.tolist() == theirs.addresses.tolist()
         assert ours.lengths.tolist() == theirs.lengths.tolist()
+
+
+def test_a_single_head_does_not_part_the_layers_from_their_padding() -> None:
+    spec = replace(FULL, num_kv_heads=1, page_size_padded=600)
+    config = KVCacheConfig(6, (KVCacheGroup(spec, ("a", "b")),))
+    backend = AttentionLayout("kv block token head dim", "block head layer kv token dim")
+    allocation = allocate_canonical(config, [backend])
+    first, second = allocation.kv_caches.values()
+    assert second.data_ptr() - first.data_ptr() == 600
+    layered = allocation.buffer.view(spec.dtype).as_strided(
+        (6, 1, 2, 2, 16, 8), (600, 600, 300, 128, 8, 1)
+    )
+    registered = canonicalize({"all": layered}, config, layouts={"all": str(backend.memory)})
+    (ours,), (theirs,) = allocation.caches.group_data_refs[0], registered.group_data_refs[0]
+    assert (ours.page_size_bytes, ours.layout) == (theirs.page_size_bytes, theirs.layout)
 
 
 @pytest.mark.gpu
