@@ -102,6 +102,22 @@ class UnknownLayoutError(LayoutError):
         super().__init__(f"layer {layer_name!r}: got {actual}; expected one of: {wanted}")
 
 
+class PageMappingError(LayoutError):
+    """Report a page that cannot be rearranged into a portable one.
+
+    Attributes:
+        axis: What is in the way: an axis, or `dtype`, `encoding`, `layer`, `page`.
+        actual: What the worker has.
+        expected: What a mapping would need.
+    """
+
+    def __init__(self, axis: str, actual: object, expected: str) -> None:
+        self.axis = axis
+        self.actual = actual
+        self.expected = expected
+        super().__init__(f"pages cannot be mapped along {axis!r}: {actual}; expected {expected}")
+
+
 class AllocationRefusedError(KVXferError, ValueError):
     """Report that blocks of all layers cannot be allocated; register per-layer tensors instead.
 

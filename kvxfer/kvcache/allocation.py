@@ -16,6 +16,8 @@ from kvxfer.kvcache.canonical import (
 )
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import KVLayout, page_layout
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.page_contents import layer_boxes
 from kvxfer.kvcache.spec import AttentionSpec
 
 
@@ -110,6 +112,7 @@ class _Slice:
         offset: First element.
         end_bytes: From the start of a row to the last byte of the layer's page.
         layout: How a row reads.
+        boxes: What the layer's page is; offsets count from the start of a row.
     """
 
     dtype: torch.dtype
@@ -118,6 +121,7 @@ class _Slice:
     offset: int
     end_bytes: int
     layout: str
+    boxes: tuple[PageBox, ...]
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """The layer's view of the buffer; no copy."""
@@ -137,6 +141,13 @@ def _slice_of(request: AllocationRequest, group: int, layer_name: str) -> _Slice
     strides = _strides(memory, sizes, spec.page_size_bytes // (ratio * item))
     offset = position * strides["layer"]
     inside = sum((sizes[a] - 1) * strides[a] for a in memory if a not in {"block", "layer"})
+    boxes = layer_boxes(
+        layer_name,
+        spec.cache_tensors[0],
+        [(axis, sizes[axis], strides[axis]) for axis in memory if axis != "layer"],
+        kernel_blocks_per_block=ratio,
+        outer={},
+    )
     return _Slice(
         dtype=spec.dtype,
         shape=shape,
@@ -144,6 +155,7 @@ def _slice_of(request: AllocationRequest, group: int, layer_name: str) -> _Slice
         offset=offset,
         end_bytes=((ratio - 1) * strides["block"] + offset + inside + 1) * item,
         layout=page_layout(KVLayout(memory), ratio),
+        boxes=tuple(box.moved(offset * item) for box in boxes),
     )
 
 
@@ -170,6 +182,7 @@ def _ref(layer_names: Sequence[str], slices: Mapping[str, _Slice]) -> CanonicalK
         page_size_bytes=max(slices[name].end_bytes for name in layer_names),
         layer_names=tuple(layer_names),
         layout=slices[layer_names[0]].layout,
+        boxes=tuple(box for name in layer_names for box in slices[name].boxes),
     )
 
 

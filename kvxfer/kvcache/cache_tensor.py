@@ -58,20 +58,24 @@ class CacheTensorForm:
         axis_sizes: Elements along each named axis of one page; the block axis is not in it.
             K and V of unequal width share one axis, named `kv*dim`.
         layouts: Axis strings that engines are known to use, see `KVLayout`.
+        parts: Name and width of each thing that is kept, in the order of the K/V axis: `k`, `v`,
+            `latent`, `state0`. The width counts elements along the innermost axis.
     """
 
     dtype: torch.dtype
     axis_sizes: Mapping[str, int]
     layouts: tuple[str, ...]
+    parts: tuple[tuple[str, int], ...]
 
     @classmethod
-    def of_state(cls, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """A state of a recurrent layer: `(num_blocks, *shape)`, its axes without a meaning."""
+    def of_state(cls, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """One of a recurrent layer's states: `(num_blocks, *shape)`, its axes without a meaning."""
         axes = [f"s{index}" for index in range(len(shape))]
         return cls(
             dtype=dtype,
             axis_sizes=dict(zip(axes, shape, strict=True)),
             layouts=(" ".join(("block", *axes)),),
+            parts=((f"state{index}", shape[-1] if shape else 1),),
         )
 
     @property

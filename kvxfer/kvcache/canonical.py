@@ -7,6 +7,7 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError, LayoutError
 from kvxfer.kvcache.config import KVCacheConfig
+from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.pages import Pages, find_pages
 from kvxfer.kvcache.registered import KVCaches, Layouts, read_registered
 from kvxfer.kvcache.rows import Row, join_rows
@@ -45,12 +46,14 @@ class CanonicalKVCacheRef:
         page_size_bytes: The un-padded page: the first bytes of each row that carry data.
         layer_names: Layers whose data this is; empty when the engine did not say.
         layout: Axes of the page as `KVLayout` writes them; empty when the engine did not say.
+        boxes: What the bytes of the page are, layer by layer; empty when the engine did not say.
     """
 
     tensor_idx: int
     page_size_bytes: int
     layer_names: tuple[str, ...] = ()
     layout: str = ""
+    boxes: tuple[PageBox, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,7 @@ def _ref(tensor_idx: int, row: Row, members: Sequence[Pages]) -> CanonicalKVCach
         page_size_bytes=max(p.address - row.address + p.data_size_bytes for p in members),
         layer_names=tuple(names),
         layout=" | ".join(layouts),
+        boxes=tuple(box.moved(p.address - row.address) for p in members for box in p.boxes),
     )
 
 

@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.page_template import PageTemplate
 
 Addresses = NDArray[np.uint64]
 
@@ -118,17 +120,34 @@ class BlockDescriber:
     Args:
         caches: The canonical caches; kept alive by every descriptor.
         blocks_per_chunk: Consecutive blocks of a request that are stored under one key.
+        mappings: For each group how its blocks correspond to portable pages, which are then what
+            is stored under one key.
 
     Raises:
-        InvalidArgumentError: `blocks_per_chunk` is not positive.
+        InvalidArgumentError: `blocks_per_chunk` is not positive, or not 1 beside mappings; or
+            there is not one mapping per group.
     """
 
-    def __init__(self, caches: CanonicalKVCaches, *, blocks_per_chunk: int = 1) -> None:
-        if blocks_per_chunk < 1:
-            raise InvalidArgumentError("blocks_per_chunk", blocks_per_chunk, "at least 1")
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        *,
+        blocks_per_chunk: int = 1,
+        mappings: Sequence[PageMapping] = (),
+    ) -> None:
+        if blocks_per_chunk < 1 or (mappings and blocks_per_chunk > 1):
+            expected = "1, since pages say how many blocks they have" if mappings else "at least 1"
+            raise InvalidArgumentError("blocks_per_chunk", blocks_per_chunk, expected)
+        if mappings and len(mappings) != len(caches.group_data_refs):
+            expected = f"one for each of {len(caches.group_data_refs)} groups"
+            raise InvalidArgumentError("mappings", len(mappings), expected)
         self.caches = caches
         self.blocks_per_chunk = blocks_per_chunk
         self._groups = tuple(_BlockTemplate(caches, refs) for refs in caches.group_data_refs)
+        self._pages = tuple(
+            PageTemplate(caches, refs, mapping)
+            for refs, mapping in zip(caches.group_data_refs, mappings, strict=False)
+        )
 
     @property
     def num_groups(self) -> int:
@@ -144,24 +163,30 @@ class BlockDescriber:
         return self._group(group).block_size_bytes
 
     def describe(
-        self, group: int, block_ids: ArrayLike, *, first_block_index: int = 0
+        self,
+        group: int,
+        block_ids: ArrayLike,
+        *,
+        first_block_index: int = 0,
+        num_pages: int | None = None,
     ) -> Descriptors:
-        """Describe consecutive blocks of a request, one batch entry per chunk.
+        """Describe consecutive blocks of a request, one batch entry per chunk or portable page.
 
         Args:
             group: KV-cache group of the blocks.
             block_ids: Integers, `(n,)`, in request order, each at most once.
             first_block_index: Index of the first block within its request, in blocks. Where it
                 is not a multiple of `blocks_per_chunk`, the first chunk begins with the blocks
-                that are skipped.
+                that are skipped. Portable pages are never stored in part.
+            num_pages: Portable pages to describe, where the last block has fewer than it could.
 
         Returns:
-            `ceil((n + skip) / blocks_per_chunk)` chunks.
+            `ceil((n + skip) / blocks_per_chunk)` chunks, or the portable pages of the blocks.
 
         Raises:
             UnknownGroupError: There is no such group.
             InvalidArgumentError: `block_ids` is empty, not one-dimensional or not integers,
-                or `first_block_index` is negative.
+                `first_block_index` is negative, or the blocks are not those of whole pages.
             BlockIdError: A block id is negative or past the end of the cache.
             DuplicateError: A block id appears twice.
         """
@@ -169,6 +194,8 @@ class BlockDescriber:
         ids = _checked_block_ids(group, block_ids, template.num_blocks)
         if first_block_index < 0:
             raise InvalidArgumentError("first_block_index", first_block_index, "0 or more")
+        if self._pages:
+            return self._describe_pages(group, ids, first_block_index, num_pages)
         chunk = self.blocks_per_chunk
         skip = first_block_index % chunk
         num_chunks = -(-(len(ids) + skip) // chunk)
@@ -183,6 +210,23 @@ class BlockDescriber:
             block_offsets=firsts,
             payload_starts=payload_starts,
             device=template.device,
+            owners=(self.caches,),
+        )
+
+    def _describe_pages(
+        self, group: int, ids: NDArray[np.int64], first_block_index: int, num_pages: int | None
+    ) -> Descriptors:
+        template, mapping = self._pages[group], self._pages[group].mapping
+        if first_block_index % mapping.blocks_per_page:
+            expected = f"a multiple of {mapping.blocks_per_page}, the blocks of a page"
+            raise InvalidArgumentError("first_block_index", first_block_index, expected)
+        addresses, lengths, firsts = template.expand(ids, num_pages)
+        return Descriptors(
+            addresses=addresses,
+            lengths=lengths,
+            block_offsets=firsts,
+            payload_starts=np.zeros(len(firsts) - 1, np.int64),
+            device=self._groups[group].device,
             owners=(self.caches,),
         )
 

@@ -8,6 +8,8 @@ import torch
 
 from kvxfer.errors import LayoutError, PageBoundsError
 from kvxfer.kvcache.layout import describe_tensor
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.page_contents import read_contents
 from kvxfer.kvcache.registered import LayerPlace, RegisteredCache
 
 
@@ -31,6 +33,7 @@ class Pages:
         fragment_size_bytes: One fragment, padding included.
         fragment_stride_bytes: From one fragment to the next.
         data_size_bytes: From the first to the last byte of a page that carries data.
+        boxes: What that data is; offsets count from `address`.
     """
 
     group: int
@@ -44,6 +47,7 @@ class Pages:
     fragment_size_bytes: int
     fragment_stride_bytes: int
     data_size_bytes: int
+    boxes: tuple[PageBox, ...]
 
     @property
     def extent_bytes(self) -> int:
@@ -102,9 +106,8 @@ def _tensor_pages(cache: RegisteredCache, index: int) -> list[Pages]:
         else:
             places = [((p,), 0) for p in cache.positions[at.get("layer", 0)]]
         for layers, last_position in places:
-            pages.append(
-                _pages(cache, index, layers, last_position, tensor.data_ptr() + offset_bytes)
-            )
+            found = _pages(cache, index, layers, last_position, tensor.data_ptr() + offset_bytes)
+            pages.append(replace(found, boxes=read_contents(cache, index, at, layers)))
     return pages
 
 
@@ -153,6 +156,7 @@ def _pages(
         fragment_size_bytes=step_bytes * ratio if whole else padded_bytes,
         fragment_stride_bytes=step_bytes * ratio if whole else step_bytes,
         data_size_bytes=(ratio - 1) * step_bytes + data_bytes,
+        boxes=(),
     )
     if not reading.has_gaps:
         return pieces
@@ -217,16 +221,23 @@ def _spans(cache: RegisteredCache) -> list[tuple[int, int]]:
 def _joined_pages(cache: RegisteredCache, num_blocks: int) -> Pages:
     spec, (place,) = cache.spec, cache.positions[0]
     step = cache.readings[0].strides[0] * cache.tensors[0].element_size()
+    address = _spans(cache)[0][0]
+    boxes = [
+        box.moved(tensor.data_ptr() - address)
+        for index, tensor in enumerate(cache.tensors)
+        for box in read_contents(cache, index, {}, (place,))
+    ]
     return Pages(
         group=place.group,
         layer_names=(place.layer_name,),
         layout=" + ".join(map(str, cache.readings)),
         storage=cache.tensors[0].untyped_storage(),
-        address=_spans(cache)[0][0],
+        address=address,
         num_blocks=num_blocks,
         block_stride_bytes=spec.page_size_bytes if num_blocks == 1 else step,
         num_fragments=1,
         fragment_size_bytes=spec.page_size_bytes,
         fragment_stride_bytes=spec.page_size_bytes,
         data_size_bytes=spec.unpadded_page_size_bytes,
+        boxes=tuple(boxes),
     )

@@ -137,25 +137,37 @@ class AttentionSpec(KVCacheSpec):
     @property
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
         """One tensor that holds keys and values."""
-        form = CacheTensorForm(dtype=self.dtype, axis_sizes=self._axis_sizes, layouts=self.LAYOUTS)
+        form = CacheTensorForm(
+            dtype=self.dtype,
+            axis_sizes=self._axis_sizes,
+            layouts=self.LAYOUTS,
+            parts=self._parts,
+        )
         return (form,)
 
     @property
     def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
         """A tensor of keys and one of values."""
-        scales = self.quantization.scale_bytes_per_token_head
         return tuple(
             CacheTensorForm(
                 dtype=self.dtype,
                 axis_sizes={
                     "token": self.tokens_per_block,
                     "head": self.num_kv_heads,
-                    "dim": width + scales // 2,
+                    "dim": width,
                 },
                 layouts=SEPARATE_LAYOUTS,
+                parts=((part, width),),
             )
-            for width in (self.head_dim, self.head_dim_v or self.head_dim)
+            for part, width in self._parts
         )
+
+    @property
+    def _parts(self) -> tuple[tuple[str, int], ...]:
+        """Keys and values, with their scales, and how wide they are."""
+        scales = self.quantization.scale_bytes_per_token_head
+        widths = {"k": self.head_dim, "v": self.head_dim_v or self.head_dim}
+        return tuple((part, width + scales // 2) for part, width in widths.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,11 +265,12 @@ class _LatentSpec(AttentionSpec):
 
     @property
     def _axis_sizes(self) -> dict[str, int]:
-        return {
-            "token": self.tokens_per_block,
-            "head": self.num_kv_heads,
-            "dim": self.head_dim + self.quantization.scale_bytes_per_token_head,
-        }
+        ((_, width),) = self._parts
+        return {"token": self.tokens_per_block, "head": self.num_kv_heads, "dim": width}
+
+    @property
+    def _parts(self) -> tuple[tuple[str, int], ...]:
+        return (("latent", self.head_dim + self.quantization.scale_bytes_per_token_head),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,8 +320,8 @@ class MambaSpec(KVCacheSpec):
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
         """One tensor per state, all of them inside one page."""
         return tuple(
-            CacheTensorForm.of_state(shape, dtype)
-            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+            CacheTensorForm.of_state(index, shape, dtype)
+            for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True))
         )
 
 

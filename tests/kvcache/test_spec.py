@@ -330,6 +330,7 @@ def test_a_new_family_is_one_class() -> None:
                 dtype=torch.uint8,
                 axis_sizes={"token": self.tokens_per_block, "dim": self.width},
                 layouts=("block token dim",),
+                parts=(("indexer", self.width),),
             )
             return (form,)
 

@@ -1,0 +1,135 @@
+"""Mappings of whole caches: for every group how one worker's blocks are portable pages."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping
+from kvxfer.kvcache.portable_page import portable_page
+from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
+
+
+def map_caches(
+    caches: CanonicalKVCaches,
+    shard: WorkerShard,
+    *,
+    tokens_per_page: int | None = None,
+    num_shards: int = 1,
+    state_heads: Sequence[str | None] = (),
+    opaque: str = "",
+) -> tuple[PageMapping, ...]:
+    """Map the blocks of every group of a worker's caches to portable pages.
+
+    Args:
+        caches: From `canonicalize` or `allocate_canonical`, which know what bytes mean.
+        shard: Which worker of the model this is.
+        tokens_per_page: Tokens of a portable page: a divisor or a multiple of a block's, over all
+            workers that share its tokens; by default as many.
+        num_shards: Equal shares of the heads that are stored one by one. A worker must hold whole
+            ones, so as many as the most workers that will divide the heads.
+        state_heads: For each state of a recurrent layer the axis, `s0` or `s1`, ..., along which
+            workers divide it; by default states can be mapped on a single worker only.
+        opaque: Keep groups that cannot be mapped as plain bytes, which only a worker can read
+            that is the same: what has to be the same beside its rank, such as the engine, its
+            release and its layout. The reason is in the encoding of what is kept.
+
+    Returns:
+        One mapping per group.
+
+    Raises:
+        PageMappingError: A group cannot be mapped, and why; not with `opaque`.
+        InvalidArgumentError: The caches do not say what their bytes mean, or heads cannot be
+            shared out so.
+    """
+    if not caches.group_specs and not opaque:
+        raise InvalidArgumentError("caches", "no specs", "caches made by canonicalize")
+    mappings = []
+    for group, refs in enumerate(caches.group_data_refs):
+        try:
+            boxes = shard.place(_name_heads(payload_boxes(refs), state_heads))
+            tokens_per_block = caches.group_specs[group].tokens_per_block * shard.num_token_shares
+            mappings.append(_map(refs, boxes, shard, tokens_per_block, tokens_per_page, num_shards))
+        except PageMappingError as exc:
+            if not opaque:
+                raise
+            encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
+            boxes = opaque_boxes(refs, encoding)
+            mappings.append(_map(refs, boxes, shard, 1, None, 1))
+    return tuple(mappings)
+
+
+def _map(
+    refs: Sequence[CanonicalKVCacheRef],
+    boxes: Sequence[PageBox],
+    shard: WorkerShard,
+    tokens_per_block: int,
+    tokens_per_page: int | None,
+    num_shards: int,
+) -> PageMapping:
+    page = portable_page(
+        boxes, shard, num_tokens=tokens_per_page or tokens_per_block, num_shards=num_shards
+    )
+    num_writers, writer_index = shard.writers(boxes)
+    return compile_mapping(
+        boxes,
+        page,
+        tokens_per_block=tokens_per_block,
+        payload_sizes=[ref.page_size_bytes for ref in refs],
+        num_writers=num_writers,
+        writer_index=writer_index,
+    )
+
+
+def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
+    """What the payload of a block of a group is: the pages of its refs, one after the other.
+
+    Raises:
+        PageMappingError: The engine did not say what the bytes of a ref mean.
+    """
+    boxes, start = [], 0
+    for ref in refs:
+        if not ref.boxes:
+            raise PageMappingError("layout", f"bytes of {list(ref.layer_names)}", "named axes")
+        boxes += [box.moved(start) for box in ref.boxes]
+        start += ref.page_size_bytes
+    return boxes
+
+
+def opaque_boxes(refs: Sequence[CanonicalKVCacheRef], encoding: str) -> tuple[PageBox, ...]:
+    """The payload of a block as plain bytes, which only a worker can read that is the same.
+
+    Args:
+        refs: Of the group.
+        encoding: What such a worker must have the same: engine, layout, rank.
+    """
+    boxes, start = [], 0
+    for index, ref in enumerate(refs):
+        name = ref.layer_names[0] if len(ref.layer_names) == 1 else f"pages.{index}"
+        digits = (Digit("byte", ref.page_size_bytes, 1),)
+        boxes.append(
+            PageBox(
+                layer_name=name,
+                part=OPAQUE,
+                dtype=torch.uint8,
+                digits=digits,
+                offset_bytes=start,
+                encoding=encoding,
+            )
+        )
+        start += ref.page_size_bytes
+    return tuple(boxes)
+
+
+def _name_heads(boxes: Sequence[PageBox], state_heads: Sequence[str | None]) -> list[PageBox]:
+    named = []
+    for box in boxes:
+        axis = None
+        if box.part.startswith("state") and int(box.part.removeprefix("state")) < len(state_heads):
+            axis = state_heads[int(box.part.removeprefix("state"))]
+        digits = tuple(replace(d, axis="head") if d.axis == axis else d for d in box.digits)
+        named.append(replace(box, digits=digits))
+    return named

@@ -1,0 +1,153 @@
+"""Page boxes: what the bytes of a page are, as boxes of elements strided along named axes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvxfer.errors import PageMappingError
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """One step of an index: an axis, or one of several that together count along an axis.
+
+    Attributes:
+        axis: Axis that it counts along.
+        size: Values that it takes.
+        stride_bytes: From one value to the next in the page.
+        step: By how much the index along the axis grows with it.
+    """
+
+    axis: str
+    size: int
+    stride_bytes: int
+    step: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageBox:
+    """What one layer keeps of one kind in a page: its keys, values, latents or a state.
+
+    An element's index along an axis is `first` plus the sum of `step` times the value of every
+    digit of the axis; its place is `offset_bytes` plus the sum of their strides. An axis without
+    a digit has one index, `first`.
+
+    Attributes:
+        layer_name: The layer.
+        part: `k`, `v`, `latent`, `state0`, `state1`, ... or `kv` where they cannot be told apart.
+        dtype: Type of the elements, bytes where they have no meaning one by one.
+        digits: All digits; those of one axis in the order of falling steps.
+        offset_bytes: Where in the page the box begins.
+        first: Index of the box's first element along the axes where that is not zero.
+        encoding: What else the bytes depend on, when more than their place does.
+    """
+
+    layer_name: str
+    part: str
+    dtype: torch.dtype
+    digits: tuple[Digit, ...]
+    offset_bytes: int = 0
+    first: tuple[tuple[str, int], ...] = ()
+    encoding: str = ""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes with a digit, in the order of their first ones."""
+        return tuple(dict.fromkeys(digit.axis for digit in self.digits))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        count = self.dtype.itemsize
+        for digit in self.digits:
+            count *= digit.size
+        return count
+
+    def first_index(self, axis: str) -> int:
+        """Index of the first element along an axis."""
+        return dict(self.first).get(axis, 0)
+
+    def extent(self, axis: str) -> int:
+        """From the first to the last index along an axis, both included."""
+        return _extent([digit for digit in self.digits if digit.axis == axis])
+
+    def moved(self, num_bytes: int) -> "PageBox":
+        """The same box further on in the page."""
+        return replace(self, offset_bytes=self.offset_bytes + num_bytes)
+
+    def shifted(self, axis: str, count: int) -> "PageBox":
+        """The same bytes, as elements further on along an axis."""
+        first = dict(self.first) | {axis: self.first_index(axis) + count}
+        return replace(self, first=tuple(sorted(first.items())))
+
+    def interleaved(self, axis: str, *, run: int, rank: int, num_ranks: int) -> "PageBox":
+        """The same bytes, as elements of an axis that `num_ranks` workers share in turns.
+
+        Args:
+            axis: Axis along which workers take turns.
+            run: Neighbours that one worker holds before it is the next one's turn.
+            rank: Whose turn this worker's first element is.
+            num_ranks: Workers.
+
+        Raises:
+            PageMappingError: Turns do not end where digits of the box do.
+        """
+        digits: list[Digit] = []
+        for digit in self.digits:
+            reach = digit.size * digit.step
+            if digit.axis != axis or reach <= run:
+                digits.append(digit)
+            elif digit.step % run == 0:
+                digits.append(replace(digit, step=digit.step * num_ranks))
+            elif run % digit.step == 0 and reach % run == 0:
+                inner = run // digit.step
+                digits += [
+                    Digit(axis, digit.size // inner, digit.stride_bytes * inner, run * num_ranks),
+                    replace(digit, size=inner),
+                ]
+            else:
+                raise PageMappingError(axis, f"steps of {digit.step}", f"turns of {run}")
+        return replace(self, digits=tuple(digits)).shifted(axis, rank * run)
+
+    def narrowed(self, axis: str, start: int, stop: int) -> "PageBox | None":
+        """The elements whose index along an axis is from `start` to `stop` (exclusive).
+
+        Returns:
+            None when there are none.
+
+        Raises:
+            PageMappingError: They are not a box.
+        """
+        first = self.first_index(axis)
+        low, high = max(start - first, 0), min(stop - first, self.extent(axis))
+        if low >= high:
+            return None
+        if (low, high) == (0, self.extent(axis)):
+            return self
+        kept: list[Digit] = []
+        skipped_bytes = skipped = 0
+        rest = [digit for digit in self.digits if digit.axis == axis]
+        while rest:
+            digit, rest = rest[0], rest[1:]
+            inside = _extent(rest)
+            begin, end = low // digit.step, (high - 1) // digit.step
+            skipped_bytes += begin * digit.stride_bytes
+            skipped += begin * digit.step
+            low, high = low - begin * digit.step, high - end * digit.step
+            if begin == end:
+                high = min(high, inside)
+                if low >= high:
+                    return None
+            elif low == 0 and high >= inside:
+                kept += [replace(digit, size=end - begin + 1), *rest]
+                break
+            else:
+                raise PageMappingError(axis, f"steps of {digit.step}", f"{start} to {stop}")
+        others = tuple(digit for digit in self.digits if digit.axis != axis)
+        box = replace(self, digits=(*others, *kept))
+        return box.moved(skipped_bytes).shifted(axis, skipped)
+
+
+def _extent(digits: Sequence[Digit]) -> int:
+    return 1 + sum((digit.size - 1) * digit.step for digit in digits)

@@ -1,0 +1,88 @@
+"""Page templates: where portable pages are in a worker's memory, worked out for every block."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.page_mapping import Fragments, PageMapping
+
+_Addresses = NDArray[np.uint64]
+
+
+class PageTemplate:
+    """Turns block ids of one group into pieces of memory, in the order of a portable page.
+
+    Args:
+        caches: The canonical caches.
+        refs: Those of the group.
+        mapping: The group's mapping.
+    """
+
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        refs: Sequence[CanonicalKVCacheRef],
+        mapping: PageMapping,
+    ) -> None:
+        self.mapping = mapping
+        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
+        starts = np.array(list(accumulate((r.page_size_bytes for r in refs[:-1]), initial=0)))
+        bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64) - starts
+        strides = np.array([tensor.stride(0) for tensor in tensors], np.int64)
+        self._pages = [_Pieces(each, starts, bases, strides) for each in mapping.pages]
+
+    def expand(
+        self, ids: NDArray[np.int64], num_pages: int | None
+    ) -> tuple[_Addresses, _Addresses, NDArray[np.int64]]:
+        """Addresses, lengths, and the first piece of each page.
+
+        Raises:
+            InvalidArgumentError: The blocks are not those of whole pages, or not of as many.
+        """
+        per_page, per_block = self.mapping.blocks_per_page, self.mapping.pages_per_block
+        if len(ids) % per_page:
+            raise InvalidArgumentError("block_ids", len(ids), f"a multiple of {per_page} blocks")
+        most = len(ids) // per_page * per_block
+        count = most if num_pages is None else num_pages
+        if not most - per_block < count <= most:
+            expected = f"{most - per_block + 1} to {most} for {len(ids)} blocks"
+            raise InvalidArgumentError("num_pages", count, expected)
+        grouped = ids.reshape(-1, per_page)
+        addresses = np.concatenate([each.at(grouped) for each in self._pages], axis=1)
+        lengths = np.concatenate([each.lengths for each in self._pages])
+        counts = np.tile([len(each.lengths) for each in self._pages], len(grouped))[:count]
+        firsts = np.concatenate(([0], np.cumsum(counts)))
+        used = int(firsts[-1])
+        return addresses.reshape(-1)[:used], np.tile(lengths, len(grouped))[:used], firsts
+
+
+class _Pieces:
+    """The pieces of one page, joined where they touch in memory."""
+
+    def __init__(
+        self,
+        fragments: Fragments,
+        starts: NDArray[np.int64],
+        bases: NDArray[np.int64],
+        strides: NDArray[np.int64],
+    ) -> None:
+        ref = np.searchsorted(starts, fragments.local_offsets, side="right") - 1
+        base, stride = bases[ref] + fragments.local_offsets, strides[ref]
+        block, lengths = fragments.blocks, fragments.lengths
+        touching = (base[1:] == base[:-1] + lengths[:-1]) & (stride[1:] == stride[:-1])
+        touching &= block[1:] == block[:-1]
+        kept = np.flatnonzero(np.concatenate(([True], ~touching)))
+        self._blocks = block[kept]
+        self._bases, self._strides = base[kept].astype(np.uint64), stride[kept].astype(np.uint64)
+        self.lengths = np.add.reduceat(lengths, kept).astype(np.uint64)
+
+    def at(self, ids: NDArray[np.int64]) -> _Addresses:
+        """Addresses for pages of these blocks, `(num_pages, num_pieces)`."""
+        blocks = ids.astype(np.uint64)[:, self._blocks]
+        blocks *= self._strides
+        blocks += self._bases
+        return blocks

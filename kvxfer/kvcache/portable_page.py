@@ -1,0 +1,165 @@
+"""Portable pages: the bytes of a block as no worker has them, the same for all of them."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.worker_shard import WorkerShard
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableTensor:
+    """One tensor of a portable page, contiguous, row-major.
+
+    Attributes:
+        name: E.g. `layers.3.k`.
+        dtype: Type of the elements.
+        axes: Outermost first, e.g. `("head", "token", "dim")`.
+        shape: Size of each axis.
+        first: Index of the first element along each axis: not all zero in a part of a page.
+        encoding: See `PageBox`.
+    """
+
+    name: str
+    dtype: torch.dtype
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+    encoding: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def strides_bytes(self) -> tuple[int, ...]:
+        """Bytes from one index to the next, per axis."""
+        inner = accumulate(reversed(self.shape[1:]), int.__mul__, initial=self.dtype.itemsize)
+        return tuple(reversed(list(inner)))
+
+
+@dataclass(frozen=True, slots=True)
+class PortablePage:
+    """All heads, all tokens, all layers of a block, cut into shards that are stored one by one.
+
+    Attributes:
+        shards: The tensors of each shard, in the order of their bytes.
+    """
+
+    shards: tuple[tuple[PortableTensor, ...], ...]
+
+    @property
+    def tensors(self) -> tuple[PortableTensor, ...]:
+        """The tensors of all shards."""
+        return tuple(tensor for shard in self.shards for tensor in shard)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the page."""
+        return sum(self.shard_sizes)
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Bytes of each shard."""
+        return tuple(sum(tensor.num_bytes for tensor in shard) for shard in self.shards)
+
+    @property
+    def offsets_bytes(self) -> tuple[int, ...]:
+        """Where each tensor begins in the page, one shard after the other."""
+        sizes = [tensor.num_bytes for tensor in self.tensors]
+        return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of the page; None when it has none, but states.
+
+        Raises:
+            PageMappingError: Its tensors differ in that.
+        """
+        counts = {t.shape[t.axes.index("token")] for t in self.tensors if "token" in t.axes}
+        if len(counts) > 1:
+            raise PageMappingError("token", sorted(counts), "one number of tokens")
+        return next(iter(counts), None)
+
+
+def portable_page(
+    boxes: Sequence[PageBox], shard: WorkerShard, *, num_tokens: int, num_shards: int = 1
+) -> PortablePage:
+    """Find the page that has everything which the boxes of one worker are a part of.
+
+    In every tensor the heads come first, then tokens, then what is inside of them, so that the
+    heads of any worker are one piece of it.
+
+    Args:
+        boxes: Of one block, with the indices that they have in the whole model.
+        shard: The worker.
+        num_tokens: Tokens of a portable page.
+        num_shards: Equal shares of the heads that are stored one by one; as many as the most
+            workers that will divide them. Tensors without heads are in the first.
+
+    Raises:
+        InvalidArgumentError: The heads of some tensor cannot be divided so.
+    """
+    parts: dict[str, list[PageBox]] = {}
+    for name, box in zip(tensor_names(boxes), boxes, strict=True):
+        parts.setdefault(name, []).append(box)
+    shards: list[list[PortableTensor]] = [[] for _ in range(num_shards)]
+    for name, same in parts.items():
+        box = same[0]
+        sizes = {axis: max(b.first_index(axis) + b.extent(axis) for b in same) for axis in box.axes}
+        sizes |= {"head": shard.total_heads(same), "token": num_tokens}
+        axes = (*(a for a in ("head", "token") if a in box.axes), *_inner_axes(box))
+        tensor = PortableTensor(
+            name=name,
+            dtype=box.dtype,
+            axes=axes,
+            shape=tuple(sizes[axis] for axis in axes),
+            first=(0,) * len(axes),
+            encoding=box.encoding,
+        )
+        for each, share in zip(shards, _share_heads(tensor, num_shards), strict=False):
+            each.append(share)
+    return PortablePage(tuple(tuple(each) for each in shards if each))
+
+
+def _inner_axes(box: PageBox) -> tuple[str, ...]:
+    return tuple(sorted(axis for axis in box.axes if axis not in ("head", "token")))
+
+
+def _share_heads(tensor: PortableTensor, num_shards: int) -> Iterator[PortableTensor]:
+    if "head" not in tensor.axes:
+        yield tensor
+        return
+    heads = tensor.shape[0]
+    if heads % num_shards:
+        rule = f"a divisor of {heads}, the heads of {tensor.name!r}"
+        raise InvalidArgumentError("num_shards", num_shards, rule)
+    share = heads // num_shards
+    for start in range(0, heads, share):
+        yield replace(tensor, shape=(share, *tensor.shape[1:]), first=(start, *tensor.first[1:]))
+
+
+def tensor_names(boxes: Sequence[PageBox]) -> list[str]:
+    """Name what boxes hold, alike in all engines: `layers.3.k`.
+
+    A layer is called by its number where its name has exactly one, and by its name where it has
+    not, or where another layer has the same number.
+    """
+    layers = dict.fromkeys(box.layer_name for box in boxes)
+    numbers = {name: _NUMBER.findall(name) for name in layers}
+    count = Counter(found[0] for found in numbers.values() if len(found) == 1)
+    called = {
+        name: f"layers.{int(found[0])}" if len(found) == 1 and count[found[0]] == 1 else name
+        for name, found in numbers.items()
+    }
+    return [f"{called[box.layer_name]}.{box.part}" for box in boxes]

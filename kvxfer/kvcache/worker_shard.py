@@ -1,0 +1,132 @@
+"""Worker shards: which heads and tokens of a model one of its workers keeps."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.checks import require_positive
+from kvxfer.kvcache.page_box import PageBox
+
+OPAQUE = "opaque"
+"""The part whose bytes nobody can tell apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerShard:
+    """One worker of those that share the layers of a pipeline stage.
+
+    Workers are numbered as vLLM does: tensor parallelism innermost; decode context parallelism
+    divides tokens among workers that hold the same heads, prefill context parallelism among
+    groups of `tp_size` workers.
+
+    Attributes:
+        rank: This worker, 0 to `tp_size * pcp_size - 1`.
+        tp_size: Workers that divide the heads.
+        num_kv_heads: KV heads of the whole model; fewer than `tp_size` are kept several times.
+        pcp_size: Groups of workers that divide the tokens in prefill.
+        dcp_size: Workers that divide the tokens among those that hold the same heads.
+        interleave_tokens: Neighbouring tokens that one worker keeps before the next one's turn.
+
+    Raises:
+        InvalidArgumentError: No such worker can be; names the number.
+
+    Source: `_RankContext` of vLLM's `offloading/canonical_mapping.py`.
+    """
+
+    num_kv_heads: int
+    rank: int = 0
+    tp_size: int = 1
+    pcp_size: int = 1
+    dcp_size: int = 1
+    interleave_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "tp_size", "pcp_size", "dcp_size", "interleave_tokens"):
+            require_positive(name, getattr(self, name))
+        if not 0 <= self.rank < self.num_workers:
+            raise InvalidArgumentError("rank", self.rank, f"0 <= rank < {self.num_workers}")
+        small, large = sorted((self.num_kv_heads, self.tp_size))
+        if large % small:
+            rule = f"a divisor or a multiple of {self.num_kv_heads} KV heads"
+            raise InvalidArgumentError("tp_size", self.tp_size, rule)
+
+    @property
+    def num_workers(self) -> int:
+        """All workers."""
+        return self.tp_size * self.pcp_size
+
+    @property
+    def num_token_shares(self) -> int:
+        """Workers that divide the tokens of a block."""
+        return self.pcp_size * self.dcp_size
+
+    def place(self, boxes: Sequence[PageBox]) -> tuple[PageBox, ...]:
+        """Give the boxes of this worker's block the indices that they have in the whole model.
+
+        Raises:
+            PageMappingError: The boxes have another number of heads than such a worker keeps,
+                turns of tokens do not end where the worker's digits do, or it is not known how
+                workers divide a state.
+        """
+        kept = max(1, self.num_kv_heads // self.tp_size)
+        placed = []
+        for box in boxes:
+            if _is_state(box):
+                if self.num_workers > 1 and "head" not in box.axes:
+                    raise PageMappingError("head", f"{box.part} without heads", "one worker")
+                first = self._tp_rank * box.extent("head")
+            else:
+                heads = max(b.first_index("head") + b.extent("head") for b in boxes)
+                if "head" in box.axes and heads != kept:
+                    raise PageMappingError("head", heads, f"{kept} per worker")
+                first = self._tp_rank // self._num_copies(box) * kept
+            moved = box.shifted("head", first) if "head" in box.axes else box
+            if "token" in box.axes and self.num_token_shares > 1:
+                moved = moved.interleaved(
+                    "token",
+                    run=self.interleave_tokens,
+                    rank=self._token_rank,
+                    num_ranks=self.num_token_shares,
+                )
+            placed.append(moved)
+        return tuple(placed)
+
+    def total_heads(self, boxes: Sequence[PageBox]) -> int:
+        """Heads of the whole model in what these boxes, of one layer and part, are some of."""
+        if _is_state(boxes[0]):
+            return boxes[0].extent("head") * self.tp_size
+        return self.num_kv_heads
+
+    def writers(self, boxes: Sequence[PageBox]) -> tuple[int, int]:
+        """How many workers hold the same bytes as this one, and which of them this is.
+
+        Raises:
+            PageMappingError: Some boxes are kept by more workers than others.
+            InvalidArgumentError: Tokens are divided among more workers than hold the same heads.
+        """
+        found = {self._num_copies(box) for box in boxes}
+        if len(found) > 1:
+            raise PageMappingError("head", f"kept by {sorted(found)} workers", "one number")
+        (copies,) = found
+        if copies % self.dcp_size:
+            rule = f"a divisor of {copies}, the workers that hold the same heads"
+            raise InvalidArgumentError("dcp_size", self.dcp_size, rule)
+        return copies // self.dcp_size, self._tp_rank % copies // self.dcp_size
+
+    @property
+    def _tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def _token_rank(self) -> int:
+        return self.rank // self.tp_size * self.dcp_size + self._tp_rank % self.dcp_size
+
+    def _num_copies(self, box: PageBox) -> int:
+        """Workers of a tensor-parallel group that keep the same heads of a box."""
+        if _is_state(box) or box.part == OPAQUE:
+            return 1
+        return max(1, self.tp_size // self.num_kv_heads) if "head" in box.axes else self.tp_size
+
+
+def _is_state(box: PageBox) -> bool:
+    return box.part.startswith("state")
