@@ -14,19 +14,18 @@ import numpy as np
 
 from kvxfer.backends.file.block_files import BlockFiles, failure
 from kvxfer.backends.file.breaker import CircuitBreaker
-from kvxfer.backends.file.config import EngineName, FileConfig
+from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.digest import Digester, read_secret
 from kvxfer.backends.file.direct import probe_direct
-from kvxfer.backends.file.file_io import FileIO, PosixFileIO
+from kvxfer.backends.file.engines import open_engine
 from kvxfer.backends.file.folder import FOLDER_MODE, BlockFolder, file_name
-from kvxfer.backends.file.header import HEADER_BYTES
+from kvxfer.backends.file.group_format import GroupFormat
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.space import Space, stop_walk
 from kvxfer.backends.file.tree import BlockTree
-from kvxfer.backends.file.uring_io import UringFileIO
 from kvxfer.backends.file.writer import BUSY, BlockWriter
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
@@ -49,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 _PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
 _NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
+_PART = Outcome(Status.FAILED, reason="a part of a chunk is not the tensors that its group lists")
 
 
 class FileBackend(Backend):
@@ -86,7 +86,7 @@ class FileBackend(Backend):
             self._folder,
             namespace,
             digester,
-            file_io=_open_engine(config.engine),
+            file_io=open_engine(config.engine),
             copy_engine=CPUCopyEngine(),
             alignment=alignment,
         )
@@ -220,6 +220,8 @@ class FileBackend(Backend):
         outcomes = [DONE] * len(keys)
         for index in reservation.refused:
             outcomes[index] = _NO_ROOM
+        for index in reservation.parts:
+            outcomes[index] = _PART
         if reservation.accepted:
             written = await self._write(
                 [keys[index] for index in reservation.accepted], blocks.take(reservation.accepted)
@@ -286,16 +288,23 @@ class FileBackend(Backend):
         self, reservation: "_Reservation", keys: Sequence[BlockKey], blocks: Descriptors
     ) -> None:
         found = self._folder.sizes(keys)
-        absent = [index for index, size in enumerate(found) if size is None]
+        absent: dict[int, int] = {}
+        for index, num_bytes in enumerate(blocks.block_sizes.tolist()):
+            if found[index] is None:
+                expected = self._files.format(keys[index])
+                if expected.can_hold(num_bytes):
+                    absent[index] = expected.header_size_bytes + num_bytes
+                else:
+                    reservation.parts.append(index)
         if absent:
-            sizes = (blocks.block_sizes[absent] + HEADER_BYTES).tolist()
+            indices = list(absent)
             fitting = self._space.reserve(
-                [keys[index] for index in absent],
-                sizes,
+                [keys[index] for index in indices],
+                list(absent.values()),
                 spare=[key for key, size in zip(keys, found, strict=True) if size is not None],
             )
-            reservation.keys = [keys[index] for index in absent[:fitting]]
-            reservation.accepted, reservation.refused = absent[:fitting], absent[fitting:]
+            reservation.keys = [keys[index] for index in indices[:fitting]]
+            reservation.accepted, reservation.refused = indices[:fitting], indices[fitting:]
         else:
             self._space.touch(keys)
 
@@ -349,8 +358,9 @@ class FileBackend(Backend):
             self._require_whole_blocks(keys, blocks)
 
     def _require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        block = np.array([self._files.block_size(key) for key in keys])
-        chunk = np.array([self._files.chunk_size(key) for key in keys])
+        formats = [self._files.format(key) for key in keys]
+        block = np.array([each.block_size_bytes for each in formats])
+        chunk = np.array([each.chunk_size_bytes for each in formats])
         starts, sizes = blocks.payload_starts, blocks.block_sizes
         good = (
             (sizes > 0) & (starts + sizes <= chunk) & (sizes % block == 0) & (starts % block == 0)
@@ -369,6 +379,7 @@ class _Reservation:
     keys: list[BlockKey] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
 
 
 def _shares(
@@ -390,25 +401,8 @@ def _require_room(config: FileConfig, namespace: Namespace) -> int:
     for name in ("read_threads", "write_threads"):
         if getattr(config, name) < 1:
             raise InvalidArgumentError(name, getattr(config, name), "at least 1")
-    groups = range(len(namespace.groups))
-    largest = max(size_on_disk(namespace.chunk_size_bytes(g) + HEADER_BYTES) for g in groups)
+    formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
+    largest = max(size_on_disk(each.file_size_bytes) for each in formats)
     if config.capacity < largest:
         raise InvalidArgumentError("capacity", config.capacity, f"{largest} bytes or more")
     return largest
-
-
-def _open_engine(name: EngineName) -> FileIO:
-    if name == "nixl":
-        # NIXL is heavy to import, and the rest of the library works without it.
-        from kvxfer.backends.file.nixl_io import NixlFileIO
-
-        return NixlFileIO()
-    if name != "posix":
-        try:
-            return UringFileIO()
-        except OSError as exc:
-            if name == "uring":
-                wanted = f"an engine that this machine has; io_uring: {exc.strerror}"
-                raise InvalidArgumentError("engine", name, wanted) from exc
-            logger.info("no io_uring here, which makes small blocks slower: %s", exc.strerror)
-    return PosixFileIO()

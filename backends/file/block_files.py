@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.file_io import IOV_MAX, FileIO, IOVector
 from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.header import HEADER_BYTES, HeaderFrame
+from kvxfer.backends.file.group_format import GroupFormat
+from kvxfer.backends.file.header import HeaderFrame
+from kvxfer.backends.file.pages import PAGE_BYTES, padded
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.raw_memory import view_blocks
@@ -26,30 +28,43 @@ first: hashing them one by one would cost more than copying them."""
 ROUND_BYTES = 8 << 20
 ROUND_FILES = 64
 
-PAGE_BYTES = 4096
-
 
 class Scratch:
-    """Page-aligned memory: a row per file, a page for its header, then room for its data.
+    """Page-aligned memory: a row per file, its header in whole pages, then room for its data.
+
+    A short header does not begin where its row does, but ends where the data begins.
+
+    Args:
+        memory: Bytes of all rows.
+        header_sizes: Bytes of each file's header.
 
     Attributes:
-        addresses: Of the rows, uint64 `(num_files,)`.
-        row_bytes: Bytes of a row.
+        header_sizes: As given.
+        header_addresses: Where the headers begin, uint64 `(num_files,)`.
+        data_addresses: Where the data begins, uint64 `(num_files,)`.
+        room_bytes: Bytes for the data of a file.
     """
 
-    def __init__(self, memory: NDArray[np.uint8], row_bytes: int) -> None:
+    def __init__(self, memory: NDArray[np.uint8], header_sizes: Sequence[int]) -> None:
+        num_files, largest = len(header_sizes), max(header_sizes)
         self._view = memory.data
-        self.row_bytes = row_bytes
-        starts = np.arange(len(memory) // row_bytes, dtype=np.uint64) * np.uint64(row_bytes)
-        self.addresses = np.uint64(memory.ctypes.data) + starts
+        self._row_bytes = len(memory) // num_files
+        self._data_offset = largest
+        self.header_sizes = header_sizes
+        self.room_bytes = self._row_bytes - largest
+        rows = np.arange(num_files, dtype=np.uint64) * np.uint64(self._row_bytes)
+        self.data_addresses = np.uint64(memory.ctypes.data + largest) + rows
+        self.header_addresses = self.data_addresses - np.array(header_sizes, np.uint64)
 
-    def page(self, row: int) -> memoryview:
-        """The page of a file's header."""
-        return self._view[row * self.row_bytes :][:HEADER_BYTES]
+    def header(self, row: int) -> memoryview:
+        """The whole header of a file."""
+        stop = row * self._row_bytes + self._data_offset
+        return self._view[stop - self.header_sizes[row] : stop]
 
     def data(self, row: int, num_bytes: int) -> memoryview:
         """The leading bytes of the room of a file."""
-        return self._view[row * self.row_bytes + HEADER_BYTES :][:num_bytes]
+        start = row * self._row_bytes + self._data_offset
+        return self._view[start : start + num_bytes]
 
 
 class BlockFiles:
@@ -57,7 +72,7 @@ class BlockFiles:
 
     Args:
         folder: Where the files are.
-        namespace: Says how large a whole chunk is.
+        namespace: Says what the chunks of each group are.
         digester: Makes and checks the checksums.
         file_io: What moves the bytes; closed with this.
         copy_engine: Gathers and scatters small fragments; closed with this.
@@ -82,12 +97,9 @@ class BlockFiles:
         self.flags = os.O_DIRECT if alignment else 0
         self._alignment = alignment
         # By the last bytes of a key, which are its group.
-        self._block_sizes = {
-            index.to_bytes(GROUP_INDEX_BYTES, "big"): group.block_size_bytes
-            for index, group in enumerate(namespace.groups)
-        }
-        self._chunk_sizes = {
-            group: size * namespace.blocks_per_chunk for group, size in self._block_sizes.items()
+        self._formats = {
+            group.to_bytes(GROUP_INDEX_BYTES, "big"): GroupFormat(namespace, group)
+            for group in range(len(namespace.groups))
         }
         self._scratches = threading.local()
         # As many as ways to cut a chunk at its blocks.
@@ -96,15 +108,11 @@ class BlockFiles:
     @property
     def num_groups(self) -> int:
         """KV-cache groups of the namespace."""
-        return len(self._block_sizes)
+        return len(self._formats)
 
-    def block_size(self, key: BlockKey) -> int:
-        """Bytes of one block of a key's group."""
-        return self._block_sizes[key[-GROUP_INDEX_BYTES:]]
-
-    def chunk_size(self, key: BlockKey) -> int:
-        """Bytes of a whole chunk of a key's group."""
-        return self._chunk_sizes[key[-GROUP_INDEX_BYTES:]]
+    def format(self, key: BlockKey) -> GroupFormat:
+        """What the files of a key's group hold."""
+        return self._formats[key[-GROUP_INDEX_BYTES:]]
 
     def rounds(self, blocks: Descriptors) -> Iterator[tuple[int, int]]:
         """Runs of blocks whose files are open, and whose scratch memory is needed, at one time."""
@@ -124,26 +132,26 @@ class BlockFiles:
         bits = int(np.bitwise_or.reduce(blocks.addresses | blocks.lengths))
         return bits % self._alignment == 0
 
-    def scratch(self, num_files: int, room_bytes: int) -> Scratch:
-        """Memory for the headers of so many files, and whole pages of room behind each.
+    def scratch(self, keys: Sequence[BlockKey], room_bytes: int) -> Scratch:
+        """Memory for the headers of some files, and whole pages of room behind each.
 
         It is this thread's, until its next call.
         """
-        row = HEADER_BYTES + padded(room_bytes)
+        header_sizes = [self.format(key).header_size_bytes for key in keys]
+        num_bytes = len(keys) * (max(header_sizes) + padded(room_bytes))
         memory: mmap.mmap | None = getattr(self._scratches, "memory", None)
-        if memory is None or len(memory) < num_files * row:
-            memory = self._scratches.memory = mmap.mmap(-1, num_files * row)
-        return Scratch(np.frombuffer(memory, np.uint8, num_files * row), row)
+        if memory is None or len(memory) < num_bytes:
+            memory = self._scratches.memory = mmap.mmap(-1, num_bytes)
+        return Scratch(np.frombuffer(memory, np.uint8, num_bytes), header_sizes)
 
     def header(self, key: BlockKey, start: int, num_bytes: int, checksum: str) -> bytes:
         """What the header of a file with this data is."""
         group = key[-GROUP_INDEX_BYTES:]
         frame = self._frames.get((group, start, num_bytes))
         if frame is None:
-            block_size = self.block_size(key)
-            frame = self._frames[group, start, num_bytes] = HeaderFrame(
-                self.fingerprint, start, num_bytes // block_size, block_size, self.digester
-            )
+            tensors = self._formats[group].tensors(num_bytes)
+            frame = HeaderFrame(self.fingerprint, start, tensors, self.digester)
+            self._frames[group, start, num_bytes] = frame
         return frame.fill(key, checksum, self.digester.integrity)
 
     def close(self) -> None:
@@ -158,11 +166,6 @@ def failure(exc: OSError) -> Outcome:
     return Outcome(Status.FAILED, reason=f"{type(exc).__name__}: {exc.strerror or exc}")
 
 
-def padded(num_bytes: int) -> int:
-    """Bytes of the whole pages that so many bytes take."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-
-
 def data_views(blocks: Descriptors, scratch: Scratch, *, straight: bool) -> list[list[memoryview]]:
     """The data of each block, where the kernel puts or finds it."""
     if not straight:
@@ -171,10 +174,10 @@ def data_views(blocks: Descriptors, scratch: Scratch, *, straight: bool) -> list
 
 
 def whole_vectors(scratch: Scratch, sizes: Sequence[int]) -> list[IOVector]:
-    """Files that are read into, or written from, the leading bytes of scratch rows."""
+    """Files that are read into, or written from, scratch: headers, and `sizes` bytes of data."""
     pieces = np.empty((len(sizes), 1, 2), np.uint64)
-    pieces[:, 0, 0] = scratch.addresses
-    pieces[:, 0, 1] = sizes
+    pieces[:, 0, 0] = scratch.header_addresses
+    pieces[:, 0, 1] = np.add(scratch.header_sizes, sizes)
     return list(pieces)
 
 
@@ -188,10 +191,10 @@ def straight_vectors(scratch: Scratch, blocks: Descriptors, *, tail: bool) -> li
     firsts = np.concatenate(([0], ends[:-1]))
     pieces = np.empty((ends[-1], 2), np.uint64)
     is_data = np.ones(len(pieces), bool)
-    pieces[firsts, 0], pieces[firsts, 1] = scratch.addresses, HEADER_BYTES
+    pieces[firsts, 0], pieces[firsts, 1] = scratch.header_addresses, scratch.header_sizes
     is_data[firsts] = False
     if tail:
-        pieces[ends - 1, 0], pieces[ends - 1, 1] = scratch.addresses + HEADER_BYTES, PAGE_BYTES
+        pieces[ends - 1, 0], pieces[ends - 1, 1] = scratch.data_addresses, PAGE_BYTES
         is_data[ends - 1] = False
     pieces[is_data, 0], pieces[is_data, 1] = blocks.addresses, blocks.lengths
     return [pieces[first:end] for first, end in zip(firsts.tolist(), ends.tolist(), strict=True)]
@@ -202,7 +205,7 @@ def describe_scratch(
 ) -> Descriptors:
     """Describe the data in scratch rows that belongs to `blocks`, from a byte of it on."""
     return Descriptors(
-        addresses=scratch.addresses[list(rows)] + np.uint64(HEADER_BYTES + skip_bytes),
+        addresses=scratch.data_addresses[list(rows)] + np.uint64(skip_bytes),
         lengths=blocks.block_sizes.astype(np.uint64),
         block_offsets=np.arange(len(rows) + 1),
         payload_starts=blocks.payload_starts,

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from kvxfer.backends.file.digest import Digester, Integrity
 from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.header import HEADER_BYTES, BlockFileError, BlockHeader
+from kvxfer.backends.file.header import (
+    LENGTH_BYTES,
+    BlockFileError,
+    BlockHeader,
+    header_size_in,
+)
 from kvxfer.backends.file.tree import FoundBlock
 from kvxfer.storage.keys import BlockKey
 
@@ -103,25 +108,25 @@ class BlockCheck:
             raise BlockFileError(f"no lookup finds it in the folder {block.folder!r}")
         # What counts is what the disk holds, not what the page cache does.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        page, num_bytes = read_header_page(fd)
-        said = BlockHeader.decode(page)
+        head, num_bytes = read_header(fd)
+        said = BlockHeader.decode(head)
         digester = self.digester(said.integrity)
         header = check_header(
-            page, digester, namespace=block.fingerprint, key=block.key, num_bytes=num_bytes
+            head, digester, namespace=block.fingerprint, key=block.key, num_bytes=num_bytes
         )
-        check_data(header, digester, read_data(fd))
+        check_data(header, digester, read_data(fd, len(head)))
         if digester.integrity is not Integrity.OFF:
             return Verdict.GOOD
         return Verdict.KEYED if header.integrity is Integrity.KEYED else Verdict.UNCHECKED
 
 
 def check_header(
-    page: bytes, digester: Digester, *, namespace: str, key: BlockKey, num_bytes: int
+    head: bytes, digester: Digester, *, namespace: str, key: BlockKey, num_bytes: int
 ) -> BlockHeader:
     """Read a header and compare it with its seal and with where it was found.
 
     Args:
-        page: The header.
+        head: The header.
         digester: Makes the seal.
         namespace: Fingerprint in the name of the folder.
         key: Key in the name of the file.
@@ -130,7 +135,7 @@ def check_header(
     Raises:
         BlockFileError: It changed, or it is another block's.
     """
-    header = BlockHeader.verify(page, digester)
+    header = BlockHeader.verify(head, digester)
     for name, said, expected in (
         ("namespace", header.namespace, namespace),
         ("key", header.key.hex(), key.hex()),
@@ -153,8 +158,8 @@ def check_data(header: BlockHeader, digester: Digester, data: Iterable[memoryvie
             raise BlockFileError(f"checksum of the data is {found}, stored {header.checksum}")
 
 
-def read_header_page(fd: int) -> tuple[bytes, int]:
-    """Read the first page of an open file, and how many bytes follow it.
+def read_header(fd: int) -> tuple[bytes, int]:
+    """Read the header of an open file, and how many bytes follow it.
 
     Raises:
         BlockFileError: It is not a file that could be a block's.
@@ -163,15 +168,15 @@ def read_header_page(fd: int) -> tuple[bytes, int]:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise BlockFileError("no block file: not a regular file")
-    if found.st_size <= HEADER_BYTES:
+    size = header_size_in(os.pread(fd, LENGTH_BYTES, 0))
+    if found.st_size <= size:
         raise BlockFileError(f"no block file: {found.st_size} bytes are too few")
-    return os.pread(fd, HEADER_BYTES, 0), found.st_size - HEADER_BYTES
+    return os.pread(fd, size, 0), found.st_size - size
 
 
-def read_data(fd: int) -> Iterator[memoryview]:
+def read_data(fd: int, offset: int) -> Iterator[memoryview]:
     """Read what follows the header, piece by piece; a piece is valid until the next."""
     memory = memoryview(bytearray(READ_BYTES))
-    offset = HEADER_BYTES
     while num_read := os.preadv(fd, [memory], offset):
         yield memory[:num_read]
         offset += num_read

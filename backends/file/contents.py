@@ -5,11 +5,11 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvxfer.backends.file.pages import padded
 from kvxfer.backends.file.tree import FoundBlock
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 
-PAGE_BYTES = 4096
 FINGERPRINT_BYTES = 16
 
 NOTE_USE_S = 3600.0
@@ -259,4 +259,4 @@ def file_id(fingerprint: str, key: BlockKey) -> FileId:
 
 def size_on_disk(num_bytes: int) -> int:
     """What a file takes of the disk: whole pages."""
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    return padded(num_bytes)

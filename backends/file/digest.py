@@ -70,12 +70,12 @@ class Digester:
             hasher.update(piece)
         return hasher.hexdigest()
 
-    def seal(self, text: str) -> str:
+    def seal(self, text: bytes) -> str:
         """Checksum of a header; XXH3 also when integrity is off."""
         if self._secret is None:
-            return xxhash.xxh3_64_hexdigest(text.encode())
+            return xxhash.xxh3_64_hexdigest(text)
         hasher = self._hasher()
-        hasher.update(memoryview(text.encode()))
+        hasher.update(memoryview(text))
         return hasher.hexdigest()
 
     def _hasher(self) -> Hasher:

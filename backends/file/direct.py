@@ -7,8 +7,9 @@ import mmap
 import os
 from pathlib import Path
 
+from kvxfer.backends.file.pages import PAGE_BYTES
+
 SECTOR_BYTES = 512
-PAGE_BYTES = 4096
 
 
 def probe_direct(root: Path) -> int:

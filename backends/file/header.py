@@ -1,22 +1,26 @@
 """The head of a block file: a safetensors header that says what the block is."""
 
-import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from kvxfer.backends.file.digest import Digester, Integrity
-from kvxfer.errors import KVXferError
-from kvxfer.storage.keys import BlockKey
+from kvxfer.backends.file.pages import PAGE_BYTES, padded
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.storage.keys import BlockKey, StoredTensor
 
-HEADER_BYTES = 4096
-"""Every header fills one page, so that the data starts on a page: O_DIRECT and GDS need it."""
+LENGTH_BYTES = 8
+"""What a file begins with: the length of the text after it, little-endian."""
+
+MAX_HEADER_BYTES = 1 << 20
+"""Of a longer header nothing is read. About 10,000 tensors fit."""
 
 FORMAT_VERSION = "1"
 MAX_KEY_BYTES = 119
 """A key in hexadecimal with the suffixes of a file is a name of less than 255 bytes."""
 
-_LENGTH_PREFIX = struct.pack("<Q", HEADER_BYTES - 8)
+_METADATA_BYTES = 1024  # more than the longest key and keyed checksums take
 
 
 class BlockFileError(KVXferError, ValueError):
@@ -36,25 +40,23 @@ class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     data_offsets: tuple[int, int]
 
 
-class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    metadata: _Metadata = msgspec.field(name="__metadata__")
-    blocks: _Tensor
-
-
-_decoder = msgspec.json.Decoder(_Header)
+_header_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_metadata_decoder = msgspec.json.Decoder(_Metadata)
+_tensor_decoder = msgspec.json.Decoder(_Tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
     """What a block file says about its data.
 
-    The file holds one tensor, `blocks`: uint8, `(num_blocks, block_size_bytes)`, the blocks of
-    the chunk from the one at byte `start` of the chunk on. What the pages of a block are is
-    written in the `namespace.json` of the folder.
+    The data is that of the tensors, in order. Where a group says which tensors its chunks are,
+    the file lists them. Otherwise it holds one tensor, `blocks`: uint8,
+    `(num_blocks, block_size_bytes)`, the blocks of the chunk from the one at byte `start` of the
+    chunk on; what their pages are is written in the `namespace.json` of the folder.
 
     The header is sealed: its own checksum covers every field, that of the data included, so that
     a changed header is never mistaken for another block's.
@@ -63,8 +65,7 @@ class BlockHeader:
         namespace: Fingerprint of the namespace.
         key: Key of the chunk.
         start: Where the data belongs in the chunk, in bytes.
-        num_blocks: Rows of the tensor.
-        block_size_bytes: Columns of the tensor.
+        tensors: What the data is.
         integrity: How `checksum` was made.
         checksum: Hexadecimal digits over the data.
 
@@ -74,71 +75,75 @@ class BlockHeader:
     namespace: str
     key: BlockKey
     start: int
-    num_blocks: int
-    block_size_bytes: int
+    tensors: tuple[StoredTensor, ...]
     integrity: Integrity
     checksum: str
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the data."""
-        return self.num_blocks * self.block_size_bytes
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def stop(self) -> int:
         """Where the data ends in the chunk, in bytes."""
         return self.start + self.num_bytes
 
+    @property
+    def data_offset(self) -> int:
+        """Where the data begins in the file, in bytes: the size of the header."""
+        return header_size(self.tensors)
+
     def encode(self, digester: Digester) -> bytes:
-        """Write the header, `HEADER_BYTES` long."""
-        frame = HeaderFrame(
-            self.namespace, self.start, self.num_blocks, self.block_size_bytes, digester
-        )
+        """Write the header, `data_offset` bytes long."""
+        frame = HeaderFrame(self.namespace, self.start, self.tensors, digester)
         return frame.fill(self.key, self.checksum, self.integrity)
 
     @classmethod
-    def decode(cls, page: bytes) -> "BlockHeader":
-        """Read a header; its seal is not checked.
+    def decode(cls, data: bytes) -> "BlockHeader":
+        """Read a whole header; its seal is not checked.
 
         Raises:
             BlockFileError: It is not the header of a block file of this version.
         """
-        if len(page) != HEADER_BYTES or not page.startswith(_LENGTH_PREFIX):
-            raise BlockFileError("no block file: the header is not one page")
+        if header_size_in(data) != len(data):
+            raise BlockFileError(f"no block file: {len(data)} bytes are not the whole header")
         try:
-            header = _decoder.decode(page[len(_LENGTH_PREFIX) :])
-            metadata, blocks = header.metadata, header.blocks
+            entries = _header_decoder.decode(data[LENGTH_BYTES:])
+            metadata = _metadata_decoder.decode(entries.pop("__metadata__", b"null"))
             found = cls(
                 namespace=metadata.namespace,
                 key=BlockKey(bytes.fromhex(metadata.key)),
                 start=int(metadata.start),
-                num_blocks=blocks.shape[0],
-                block_size_bytes=blocks.shape[1],
+                tensors=_read_tensors(entries),
                 integrity=Integrity(metadata.integrity),
                 checksum=metadata.checksum,
             )
-        except (msgspec.MsgspecError, ValueError) as exc:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise BlockFileError(f"no block file: {exc}") from exc
         if (metadata.format, metadata.version) != ("kvxfer-block", FORMAT_VERSION):
             said = f"{metadata.format} {metadata.version}"
             raise BlockFileError(f"format is {said!r}; expected 'kvxfer-block {FORMAT_VERSION}'")
+        if found.data_offset != len(data):
+            wanted = f"expected {found.data_offset} for its tensors"
+            raise BlockFileError(f"no block file: the header has {len(data)} bytes, {wanted}")
         return found
 
     @classmethod
-    def verify(cls, page: bytes, digester: Digester) -> "BlockHeader":
-        """Read a header and check its seal.
+    def verify(cls, data: bytes, digester: Digester) -> "BlockHeader":
+        """Read a whole header and check its seal.
 
         Raises:
             BlockFileError: It is not a header of this version, a byte of it changed, or it was
                 written with another integrity or secret.
         """
-        header = cls.decode(page)
+        header = cls.decode(data)
         if digester.integrity not in (header.integrity, Integrity.OFF):
             said, wanted = header.integrity.value, digester.integrity.value
             raise BlockFileError(f"integrity is {said!r}; expected {wanted!r}")
         has_secret = digester.integrity is Integrity.KEYED
         sealed_by_secret = header.integrity is Integrity.KEYED
-        if (has_secret or not sealed_by_secret) and header.encode(digester) != page:
+        if (has_secret or not sealed_by_secret) and header.encode(digester) != data:
             raise BlockFileError("the header does not match its seal")
         return header
 
@@ -147,36 +152,75 @@ class HeaderFrame:
     """What the headers of many blocks have in common: all but the key and the checksums.
 
     Args:
-        namespace: See `BlockHeader`, as the next three.
+        namespace: See `BlockHeader`, as the next two.
         start: As above.
-        num_blocks: As above.
-        block_size_bytes: As above.
+        tensors: As above.
         digester: Makes the seals.
     """
 
     def __init__(
-        self,
-        namespace: str,
-        start: int,
-        num_blocks: int,
-        block_size_bytes: int,
-        digester: Digester,
+        self, namespace: str, start: int, tensors: Sequence[StoredTensor], digester: Digester
     ) -> None:
         self._digester = digester
+        self._num_bytes = header_size(tensors)
+        self._length = (self._num_bytes - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
         self._before_key = (
             f'{{"__metadata__":{{"format":"kvxfer-block","version":"{FORMAT_VERSION}",'
             f'"namespace":"{namespace}","start":"{start}","key":"'
         )
-        self._after_seal = (
-            f'}},"blocks":{{"dtype":"U8","shape":[{num_blocks},{block_size_bytes}],'
-            f'"data_offsets":[0,{num_blocks * block_size_bytes}]}}}}'
-        )
+        self._after_seal = b"}" + _list(tensors) + b"}"
 
     def fill(self, key: BlockKey, checksum: str, integrity: Integrity) -> bytes:
-        """Write the header of one block, `HEADER_BYTES` long."""
+        """Write the header of one block, whole pages."""
         head = (
             f'{self._before_key}{key.hex()}","integrity":"{integrity.value}",'
             f'"checksum":"{checksum}"'
-        )
-        text = f'{head},"seal":"{self._digester.seal(head + self._after_seal)}"{self._after_seal}'
-        return _LENGTH_PREFIX + text.encode().ljust(HEADER_BYTES - len(_LENGTH_PREFIX))
+        ).encode()
+        seal = self._digester.seal(head + self._after_seal).encode()
+        parts = (self._length, head, b',"seal":"', seal, b'"', self._after_seal)
+        return b"".join(parts).ljust(self._num_bytes)
+
+
+def header_size(tensors: Sequence[StoredTensor]) -> int:
+    """Bytes of a header that lists `tensors`: whole pages, the same for every key and checksum."""
+    return padded(LENGTH_BYTES + _METADATA_BYTES + len(_list(tensors)))
+
+
+def header_size_in(data: bytes) -> int:
+    """Read how long a header is from the first `LENGTH_BYTES` of its file.
+
+    Raises:
+        BlockFileError: No block file has a header of that size.
+    """
+    if len(data) < LENGTH_BYTES:
+        raise BlockFileError(f"no block file: {len(data)} bytes are too few")
+    size = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
+    if size % PAGE_BYTES or not PAGE_BYTES <= size <= MAX_HEADER_BYTES:
+        raise BlockFileError(f"no block file: a header of {size} bytes, expected whole pages")
+    return size
+
+
+def _list(tensors: Sequence[StoredTensor]) -> bytes:
+    """Each tensor as safetensors lists it, after a comma."""
+    entries, start = [], 0
+    for tensor in tensors:
+        stop = start + tensor.num_bytes
+        listed = _Tensor(tensor.dtype, tensor.shape, (start, stop))
+        entries.append(b",%b:%b" % (msgspec.json.encode(tensor.name), msgspec.json.encode(listed)))
+        start = stop
+    return b"".join(entries)
+
+
+def _read_tensors(entries: dict[str, msgspec.Raw]) -> tuple[StoredTensor, ...]:
+    tensors, start = [], 0
+    for name, entry in entries.items():
+        listed = _tensor_decoder.decode(entry)
+        tensor = StoredTensor(name=name, dtype=listed.dtype, shape=listed.shape)
+        offsets = start, start + tensor.num_bytes
+        if listed.data_offsets != offsets:
+            raise InvalidArgumentError(
+                f"data_offsets of {name!r}", listed.data_offsets, str(offsets)
+            )
+        tensors.append(tensor)
+        start = offsets[1]
+    return tuple(tensors)

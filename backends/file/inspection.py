@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvxfer.backends.file.check import BlockCheck, check_data, read_data, read_header_page
+from kvxfer.backends.file.check import BlockCheck, check_data, read_data, read_header
 from kvxfer.backends.file.digest import Integrity
 from kvxfer.backends.file.folder import READ_FLAGS, SUFFIX, BlockFolder
 from kvxfer.backends.file.header import BlockFileError, BlockHeader
@@ -45,7 +45,7 @@ class Inspection:
 
 
 def inspect_file(path: Path, check: BlockCheck) -> Inspection:
-    """Read a file, of its header no more than a page; a link is not followed.
+    """Read a file, of its header no more than `MAX_HEADER_BYTES`; a link is not followed.
 
     Raises:
         BlockFileError: It is not a block file.
@@ -53,17 +53,17 @@ def inspect_file(path: Path, check: BlockCheck) -> Inspection:
     """
     fd = os.open(path, READ_FLAGS)
     try:
-        page, num_bytes = read_header_page(fd)
-        header = BlockHeader.decode(page)
+        head, num_bytes = read_header(fd)
+        header = BlockHeader.decode(head)
         digester = check.digester(header.integrity)
         seal_error = checksum_error = ""
         try:
-            BlockHeader.verify(page, digester)
+            BlockHeader.verify(head, digester)
         except BlockFileError as exc:
             seal_error = str(exc)
         try:
             _require_size(header, num_bytes)
-            check_data(header, digester, read_data(fd))
+            check_data(header, digester, read_data(fd, len(head)))
         except BlockFileError as exc:
             checksum_error = str(exc)
     finally:

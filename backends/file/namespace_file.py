@@ -15,7 +15,7 @@ def write_namespace(folder: BlockFolder, namespace: Namespace) -> None:
     Raises:
         OSError: It cannot be written.
     """
-    text = msgspec.json.format(msgspec.json.encode(namespace), indent=2).decode()
+    text = msgspec.json.format(msgspec.json.encode(namespace.fields()), indent=2).decode()
     folder.write_text(NAMESPACE_FILE, text + "\n")
 
 

@@ -4,9 +4,9 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from kvxfer.backends.file.block_files import (
-    PAGE_BYTES,
     BlockFiles,
     data_views,
     describe_scratch,
@@ -17,7 +17,8 @@ from kvxfer.backends.file.block_files import (
 from kvxfer.backends.file.check import check_data, check_header
 from kvxfer.backends.file.file_io import NamedFile
 from kvxfer.backends.file.folder import READ_FLAGS
-from kvxfer.backends.file.header import HEADER_BYTES, BlockFileError, BlockHeader
+from kvxfer.backends.file.header import BlockFileError, BlockHeader
+from kvxfer.backends.file.pages import PAGE_BYTES
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -54,7 +55,7 @@ class BlockReader:
         sizes = blocks.block_sizes.tolist()
         named: dict[int, NamedFile] = {}
         for index, key in enumerate(keys):
-            if sizes[index] == self._files.chunk_size(key):
+            if sizes[index] == self._files.format(key).chunk_size_bytes:
                 location = self._files.folder.locate(key)
                 if location is not None:
                     named[index] = location
@@ -75,20 +76,20 @@ class BlockReader:
         """Read whole chunks; None where something is not as it should be."""
         files, sizes = self._files, blocks.block_sizes.tolist()
         straight = files.is_straight(blocks)
-        scratch = files.scratch(len(keys), PAGE_BYTES + (0 if straight else max(sizes)))
+        scratch = files.scratch(keys, PAGE_BYTES + (0 if straight else max(sizes)))
         vectors = (
             straight_vectors(scratch, blocks, tail=True)
             if straight
-            else whole_vectors(scratch, [scratch.row_bytes] * len(keys))
+            else whole_vectors(scratch, [scratch.room_bytes] * len(keys))
         )
         results = files.file_io.read_named(named, vectors, READ_FLAGS | files.flags)
         outcomes: list[Outcome | None] = [None] * len(keys)
         data = data_views(blocks, scratch, straight=straight)
         for row, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-            if results[row] == HEADER_BYTES + size:
+            if results[row] == scratch.header_sizes[row] + size:
                 # One comparison for the seal, the key, the namespace, the size and the checksum.
                 expected = files.header(key, 0, size, files.digester.checksum(data[row]))
-                if bytes(scratch.page(row)) == expected:
+                if bytes(scratch.header(row)) == expected:
                     outcomes[row] = DONE
         done = [row for row, outcome in enumerate(outcomes) if outcome]
         if done and not straight:
@@ -107,12 +108,12 @@ class BlockReader:
             return failure(exc)
         try:
             size = self._data_size(key, fd)
-            scratch = files.scratch(1, size)
-            (result,) = files.file_io.read([fd], whole_vectors(scratch, [scratch.row_bytes]))
+            scratch = files.scratch([key], size)
+            (result,) = files.file_io.read([fd], whole_vectors(scratch, [scratch.room_bytes]))
             if isinstance(result, OSError):
                 return failure(result)
-            _require_all(result, HEADER_BYTES + size)
-            header = self._check(key, bytes(scratch.page(0)), scratch.data(0, size))
+            _require_all(result, scratch.header_sizes[0] + size)
+            header = self._check(key, bytes(scratch.header(0)), scratch.data(0, size))
             skip = int(block.payload_starts[0]) - header.start
             if skip < 0 or skip + block.num_bytes > size:
                 return MISSING
@@ -123,18 +124,18 @@ class BlockReader:
             os.close(fd)
         return DONE
 
-    def _check(self, key: BlockKey, page: bytes, data: memoryview) -> BlockHeader:
+    def _check(self, key: BlockKey, head: bytes, data: memoryview) -> BlockHeader:
         """Check everything that was read of a file.
 
         Raises:
             BlockFileError: A byte is not what was stored, or the file is another block's.
         """
-        digester, block_size = self._files.digester, self._files.block_size(key)
-        namespace = self._files.fingerprint
-        header = check_header(page, digester, namespace=namespace, key=key, num_bytes=len(data))
-        if header.block_size_bytes != block_size:
-            said = header.block_size_bytes
-            raise BlockFileError(f"block size: the file says {said}, expected {block_size}")
+        digester, namespace = self._files.digester, self._files.fingerprint
+        header = check_header(head, digester, namespace=namespace, key=key, num_bytes=len(data))
+        tensors = self._files.format(key).tensors(len(data))
+        for said, expected in zip_longest(header.tensors, tensors):
+            if said != expected:
+                raise BlockFileError(f"tensor: the file says {said}, expected {expected}")
         check_data(header, digester, [data])
         return header
 
@@ -147,14 +148,16 @@ class BlockReader:
         return Outcome(Status.CORRUPT, reason=str(exc))
 
     def _data_size(self, key: BlockKey, fd: int) -> int:
-        """Size of an open file's data: at least one byte, at most a whole chunk."""
+        """Size of an open file's data: what a file of the key's group can hold."""
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise BlockFileError("not a regular file")
-        largest = HEADER_BYTES + self._files.chunk_size(key)
-        if not HEADER_BYTES < found.st_size <= largest:
-            raise BlockFileError(f"the file has {found.st_size} bytes, expected at most {largest}")
-        return found.st_size - HEADER_BYTES
+        expected = self._files.format(key)
+        num_bytes = found.st_size - expected.header_size_bytes
+        if not expected.can_hold(num_bytes):
+            whole = f"that of a whole chunk {expected.file_size_bytes}"
+            raise BlockFileError(f"the file has {found.st_size} bytes, {whole}")
+        return num_bytes
 
 
 def _require_all(num_read: int, num_bytes: int) -> None:

@@ -4,20 +4,21 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from kvxfer.backends.file.block_files import (
     BlockFiles,
     data_views,
     describe_scratch,
     failure,
-    padded,
     straight_vectors,
     whole_vectors,
 )
 from kvxfer.backends.file.contents import file_id
 from kvxfer.backends.file.file_io import IOVector, NewFile, Result
 from kvxfer.backends.file.folder import temporary_name
-from kvxfer.backends.file.header import HEADER_BYTES
 from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.pages import padded
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -73,17 +74,17 @@ class BlockWriter:
     def _write_claimed(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         files, sizes = self._files, blocks.block_sizes.tolist()
         straight = files.is_straight(blocks)
-        scratch = files.scratch(len(keys), 0 if straight else max(sizes))
+        scratch = files.scratch(keys, 0 if straight else max(sizes))
         if straight:
             vectors = straight_vectors(scratch, blocks, tail=False)
         else:
             files.copy_engine.copy(blocks, describe_scratch(scratch, range(len(keys)), blocks))
-            vectors = whole_vectors(scratch, [HEADER_BYTES + padded(size) for size in sizes])
+            vectors = whole_vectors(scratch, [padded(size) for size in sizes])
         data, starts = data_views(blocks, scratch, straight=straight), blocks.payload_starts
         for row, (key, size, start) in enumerate(zip(keys, sizes, starts.tolist(), strict=True)):
             checksum = files.digester.checksum(data[row])
-            scratch.page(row)[:] = files.header(key, start, size, checksum)
-        totals = [HEADER_BYTES + size for size in sizes]
+            scratch.header(row)[:] = files.header(key, start, size, checksum)
+        totals = np.add(scratch.header_sizes, sizes).tolist()
         results = self._make(keys, vectors, totals)
         gone = [i for i, result in enumerate(results) if isinstance(result, FileNotFoundError)]
         if gone and files.folder.forget_removed():

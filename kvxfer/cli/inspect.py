@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvxfer.backends.file.check import BlockCheck
 from kvxfer.backends.file.digest import Integrity, read_secret
-from kvxfer.backends.file.header import HEADER_BYTES, BlockFileError
+from kvxfer.backends.file.header import BlockFileError
 from kvxfer.backends.file.inspection import Inspection, inspect_file
 from kvxfer.cli.text import printable
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, Namespace, group_of
@@ -39,14 +39,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
     header = found.header
-    key, size = header.key.hex(), HEADER_BYTES + found.num_bytes
+    key, size = header.key.hex(), header.data_offset + found.num_bytes
     if len(header.key) > GROUP_INDEX_BYTES:
         key += f" (group {group_of(header.key)})"
     yield "namespace", header.namespace
     yield "key", key if found.is_named else f"{key}, which is not the name of the file"
-    yield "tensor", f"blocks: U8 [{header.num_blocks}, {header.block_size_bytes}]"
+    for tensor in header.tensors:
+        yield "tensor", f"{tensor.name}: {tensor.dtype} {list(tensor.shape)}"
     yield "in the chunk", f"bytes {header.start} to {header.stop}"
-    yield "data offset", str(HEADER_BYTES)
+    yield "data offset", str(header.data_offset)
     yield "file size", f"{size} ({format_size(size)})"
     yield "integrity", header.integrity.value
     yield "seal", _verdict(found.seal_error, is_checked=found.is_sealed)

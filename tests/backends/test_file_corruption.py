@@ -354,8 +354,7 @@ async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(tmp_path:
             namespace=old.namespace,
             key=old.key,
             start=old.start,
-            num_blocks=old.num_blocks,
-            block_size_bytes=old.block_size_bytes,
+            tensors=old.tensors,
             integrity=old.integrity,
             checksum=forger.checksum([memoryview(data[4096:])]),
         )

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from kvxfer.backends.file import BlockFileError, BlockHeader, Digester, Integrity
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.keys import BlockKey, Namespace, StoredTensor, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload
 from tests.backends.file_store import (
@@ -39,8 +39,7 @@ def make_header(**changes: object) -> BlockHeader:
         "namespace": "0" * 32,
         "key": hashed_keys(1)[0],
         "start": 0,
-        "num_blocks": 2,
-        "block_size_bytes": 512,
+        "tensors": (StoredTensor(name="blocks", dtype="U8", shape=(2, 512)),),
         "integrity": Integrity.FAST,
         "checksum": "0123456789abcdef",
     }
@@ -237,8 +236,7 @@ def test_the_longest_header_fills_less_than_its_page() -> None:
     header = make_header(
         key=BlockKey(b"\xff" * 119),
         start=2**63,
-        num_blocks=2**62,
-        block_size_bytes=2**62,
+        tensors=(StoredTensor(name="blocks", dtype="U8", shape=(2**62, 2**62)),),
         integrity=Integrity.KEYED,
         checksum="f" * 64,
     )
