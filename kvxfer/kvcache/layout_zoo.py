@@ -115,7 +115,7 @@ VLLM_LAYOUTS = (
     ),
     EngineLayout(
         engine="vLLM",
-        releases="0.11 to 0.33",
+        releases="0.11 to 0.26",
         name="Mamba states",
         shape="block",
         memory="block state",
@@ -123,6 +123,17 @@ VLLM_LAYOUTS = (
         content="states",
         note="A list of tensors for each layer, side by side in one page. The dimensions of a "
         "state follow those that are shown.",
+    ),
+    EngineLayout(
+        engine="vLLM",
+        releases="0.27 to 0.33",
+        name="Mamba states, as bytes",
+        shape="block state",
+        memory="block state",
+        allocations="layer",
+        content="states",
+        note="One tensor for each layer, with two dimensions of one between those that are shown. "
+        "Register what is not padding as a state of bytes.",
     ),
     EngineLayout(
         engine="vLLM",

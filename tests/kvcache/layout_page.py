@@ -10,7 +10,7 @@ from kvxfer.errors import KVXferError
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from tests.kvcache.zoo_engines import ZooEngine
+from tests.kvcache.zoo_engines import AttentionEngine
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "layouts.md"
@@ -93,7 +93,7 @@ def told(entry: EngineLayout) -> bool:
     """Whether strides alone do not say which layout it is."""
     if entry.content == "states":
         return False
-    engine = ZooEngine(entry)
+    engine = AttentionEngine(entry)
     try:
         canonicalize(engine.kv_caches, engine.config)
     except KVXferError:

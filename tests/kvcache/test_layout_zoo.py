@@ -1,17 +1,18 @@
 """The layout zoo on real strides: what is described is what an engine's view wrote."""
 
 import ctypes
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.errors import InvalidArgumentError, LayoutError
 from kvxfer.kvcache.allocation import allocate_canonical
 from kvxfer.kvcache.allocation_refusal import AllocationCondition, why_not_canonical
 from kvxfer.kvcache.attestation import attest
@@ -20,8 +21,26 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import describe
 from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from kvxfer.kvcache.spec import AttentionSpec, MambaSpec
-from tests.kvcache.zoo_engines import SIZES, ZOO, ZooEngine, factors, numbers
+from kvxfer.kvcache.quantization import KVQuantization
+from kvxfer.kvcache.spec import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    MambaSpec,
+    MLASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+from tests.kvcache.zoo_engines import (
+    ZOO,
+    AttentionEngine,
+    StateEngine,
+    ZooEngine,
+    ZooGroup,
+    numbers,
+    with_kernel_blocks,
+)
 
 
 def payload(
@@ -33,9 +52,13 @@ def payload(
     return np.frombuffer(b"".join(ctypes.string_at(*piece) for piece in pieces), dtype)
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=lambda entry: f"{entry.engine}, {entry.name}")
+def named(entry: EngineLayout) -> str:
+    return f"{entry.engine}, {entry.name}"
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=named)
 def test_a_block_of_an_engine_is_what_its_views_wrote(entry: EngineLayout) -> None:
-    engine = ZooEngine(entry)
+    engine = AttentionEngine(entry)
     engine.number()
     caches = canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
     inside = [axis for axis in entry.order if axis != "block"]
@@ -46,74 +69,99 @@ def test_a_block_of_an_engine_is_what_its_views_wrote(entry: EngineLayout) -> No
     attest(engine.kv_caches, engine.config, caches, layouts=engine.layouts)
 
 
+DTYPES = [torch.float8_e4m3fn, torch.int8, torch.float16, torch.bfloat16, torch.float32]
+
+
 @st.composite
-def engines(draw: st.DrawFn) -> ZooEngine:
-    """Any engine of the zoo, for a model of any size."""
-    entry = draw(st.sampled_from(ZOO))
-    sizes = {axis: draw(st.integers(1, 4)) for axis in SIZES}
+def positions(draw: st.DrawFn) -> list[tuple[int, ...]]:
+    """Of the layers of each group. Layers share memory, in one group as well as across groups."""
+    num_positions = draw(st.integers(1, 4))
+    one = st.integers(0, num_positions - 1)
+    groups = draw(st.lists(st.lists(one, min_size=1, max_size=4), min_size=1, max_size=3))
+    unused = set(range(num_positions)).difference(*groups)
+    return [(*groups[0], *unused), *map(tuple, groups[1:])]
+
+
+def families(entry: EngineLayout, common: dict[str, Any], num_kv_heads: int) -> list[AttentionSpec]:
+    """Specs whose pages are alike."""
+    if entry.content == "latents":
+        return [MLASpec(**common), SlidingWindowMLASpec(**common, sliding_window=5)]
+    common = common | {"num_kv_heads": num_kv_heads}
+    return [
+        FullAttentionSpec(**common),
+        SlidingWindowSpec(**common, sliding_window=5),
+        ChunkedLocalAttentionSpec(**common, attention_chunk_tokens=5),
+        CrossAttentionSpec(**common),
+    ]
+
+
+@st.composite
+def attention_engines(draw: st.DrawFn, entry: EngineLayout) -> AttentionEngine:
+    """An engine of the zoo for any model: family, dtype, heads, padding, kernel blocks, sharing."""
+    ratio, num_kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    tokens, dim = ratio * draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    dtype = draw(st.sampled_from(DTYPES))
+    common: dict[str, Any] = {"tokens_per_block": tokens, "head_dim": dim, "dtype": dtype}
+    if dtype.itemsize == 1:
+        common["quantization"] = draw(st.sampled_from(KVQuantization))
+    if "kv*dim" in entry.shape.split():
+        common["head_dim_v"] = draw(st.none() | st.integers(1, 4))
+    alike = families(entry, common, num_kv_heads)
+    if "kv" not in entry.allocations:
+        padding = draw(st.integers(0, 2)) * 2 * num_kv_heads * tokens * dtype.itemsize
+        padded = alike[0].page_size_bytes + padding
+        alike = [replace(spec, page_size_padded=padded) for spec in alike]
+    groups = [ZooGroup(draw(st.sampled_from(alike)), each) for each in draw(positions())]
+    # A kernel block of a layer that has other layers between its heads is no piece of memory.
+    may_be_cut = entry.layout == entry.memory or not entry.memory.startswith("block head layer")
+    cut = with_kernel_blocks(entry) if may_be_cut and draw(st.booleans()) else entry
     # A lone block has no stride, so layers side by side in it cannot be told from others.
-    sizes["block"] = draw(st.integers(2, 5))
-    dtypes = [torch.float8_e4m3fn, torch.int8, torch.float16, torch.bfloat16, torch.float32]
-    return ZooEngine(entry, sizes, draw(st.sampled_from(dtypes)))
+    num_blocks = draw(st.integers(2, 5))
+    return AttentionEngine(cut, groups, num_blocks=num_blocks, kernel_blocks_per_block=ratio)
 
 
-@settings(max_examples=300)
-@given(engine=engines(), data=st.data())
+@st.composite
+def state_engines(draw: st.DrawFn, entry: EngineLayout) -> StateEngine:
+    """An engine of the zoo for any recurrent model: states, dtypes, padding, sharing."""
+    inner = st.lists(st.integers(1, 3), max_size=2)
+    shapes = [(*draw(inner), 4) for _ in range(draw(st.integers(1, 3)))]  # states stay aligned
+    dtypes = [draw(st.sampled_from(DTYPES)) for _ in shapes]
+    if "state" in entry.shape.split():
+        shapes, dtypes = [(4 * draw(st.integers(1, 9)),)], [torch.int8]
+    spec = MambaSpec(tokens_per_block=8, shapes=tuple(shapes), dtypes=tuple(dtypes))
+    if "state" not in entry.allocations:
+        padded = spec.page_size_bytes + 4 * draw(st.integers(0, 3))
+        spec = replace(spec, page_size_padded=padded)
+    groups = [ZooGroup(spec, each) for each in draw(positions())]
+    return StateEngine(entry, groups, num_blocks=draw(st.integers(2, 5)))
+
+
+@pytest.mark.parametrize("entry", LAYOUT_ZOO, ids=named)
+@settings(max_examples=20)
+@given(data=st.data())
 def test_an_element_is_where_the_order_of_axes_predicts(
-    engine: ZooEngine, data: st.DataObject
+    entry: EngineLayout, data: st.DataObject
 ) -> None:
+    strategy = state_engines if entry.content == "states" else attention_engines
+    engine: ZooEngine = data.draw(strategy(entry))
     caches = canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
-    at = {axis: data.draw(st.integers(0, size - 1)) for axis, size in engine.sizes.items()}
-    engine.set_bits(at)
-    inside = [axis for axis in engine.entry.order if axis != "block"]
-    place = np.ravel_multi_index(
-        [at[axis] for axis in inside], [engine.sizes[axis] for axis in inside]
-    )
-    item = next(iter(engine.tensors.values())).element_size()
-    for block_id in range(engine.config.num_blocks):
-        found = np.flatnonzero(payload(caches, block_id, np.uint8)).tolist()
-        mine = block_id == at["block"]
-        assert found == (list(range(place * item, (place + 1) * item)) if mine else [])
-
-
-@settings(max_examples=100)
-@given(engine=engines(), data=st.data())
-def test_a_layer_may_share_the_memory_of_another_in_its_group_or_in_another(
-    engine: ZooEngine, data: st.DataObject
-) -> None:
-    assume("layer" not in engine.shape)
-    owner = data.draw(st.sampled_from(engine.names))
-    kv_caches = {**engine.kv_caches, "again": engine.kv_caches[owner]}
-    layouts = dict.fromkeys(kv_caches, engine.entry.layout)
-    (group,), num_blocks = engine.config.groups, engine.config.num_blocks
-    alone = describe(
-        canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts), 0, range(num_blocks)
-    )
-    at = {axis: data.draw(st.integers(0, size - 1)) for axis, size in engine.sizes.items()}
-    engine.set_bits(at | {"layer": engine.names.index(owner)})
-    item = next(iter(engine.tensors.values())).element_size()
-    for groups in (
-        (KVCacheGroup(group.spec, (*engine.names, "again")),),
-        (group, KVCacheGroup(group.spec, ("again",))),
-    ):
-        config = KVCacheConfig(num_blocks, groups)
-        caches = canonicalize(kv_caches, config, layouts=layouts)
-        attest(kv_caches, config, caches, layouts=layouts)
-        blocks = describe(caches, 0, range(num_blocks))
-        assert blocks.addresses.tolist() == alone.addresses.tolist()
-        assert blocks.lengths.tolist() == alone.lengths.tolist()
-        for block_id in range(num_blocks):
-            shared = payload(caches, block_id, np.uint8, group=len(groups) - 1)
-            assert np.count_nonzero(shared) == (item if block_id == at["block"] else 0)
+    attest(engine.kv_caches, engine.config, caches, layouts=engine.layouts)
+    element = data.draw(st.integers(0, engine.num_elements - 1))
+    engine.set_bits(element)
+    for group in range(len(engine.groups)):
+        for block_id in range(engine.config.num_blocks):
+            found = np.flatnonzero(payload(caches, block_id, np.uint8, group=group)).tolist()
+            mine = block_id == engine.block_of(element)
+            assert found == (list(engine.bytes_of(element, group)) if mine else [])
 
 
 TOLD = {"layer_first", "page_first", "page_first_direct", "page_head"}
 """SGLang's host pools of keys and values: their owner has to say which one it is."""
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=lambda entry: f"{entry.engine}, {entry.name}")
+@pytest.mark.parametrize("entry", ZOO, ids=named)
 def test_strides_alone_say_which_layout_it_is(entry: EngineLayout) -> None:
-    engine = ZooEngine(entry)
+    engine = AttentionEngine(entry)
     if entry.name.removeprefix("Host pool, ") in TOLD:
         with pytest.raises(InvalidArgumentError, match="kv_caches"):
             canonicalize(engine.kv_caches, engine.config)
@@ -125,46 +173,58 @@ def test_strides_alone_say_which_layout_it_is(entry: EngineLayout) -> None:
         assert payload(recognised, block_id).tolist() == payload(told, block_id).tolist()
 
 
-ALLOCATED = [
-    entry for entry in ZOO if entry.attention_layout and entry.attention_layout.memory is not None
-]
+@pytest.mark.parametrize("entry", [e for e in ZOO if "kv" in e.allocations], ids=named)
+def test_pages_whose_keys_and_values_are_apart_are_not_padded(entry: EngineLayout) -> None:
+    (group,) = AttentionEngine(entry).groups
+    padded = replace(group.spec, page_size_padded=2 * group.spec.page_size_bytes)
+    engine = AttentionEngine(entry, [ZooGroup(padded, group.positions)])
+    with pytest.raises(LayoutError, match=f"pages of {padded.page_size_bytes} bytes"):
+        canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
 
 
-@pytest.mark.parametrize("entry", ALLOCATED, ids=lambda entry: f"{entry.engine}, {entry.name}")
-def test_what_is_allocated_is_what_the_engine_would_register(entry: EngineLayout) -> None:
-    engine, backend = ZooEngine(entry), entry.attention_layout
+@pytest.mark.parametrize("entry", [e for e in ZOO if e.attention_layout], ids=named)
+@settings(max_examples=10)
+@given(data=st.data())
+def test_what_is_allocated_is_what_the_engine_would_register(
+    entry: EngineLayout, data: st.DataObject
+) -> None:
+    engine, backend = data.draw(attention_engines(entry)), entry.attention_layout
     assert backend is not None
-    if entry.order[0] != "block":
-        (refusal,) = why_not_canonical(engine.config, [backend])
-        assert refusal.condition is AllocationCondition.BLOCK_OUTERMOST
+    config, backends = engine.config, [backend] * len(engine.groups)
+    kernel_tokens = [engine.sizes["token"]] * len(backends)
+    if backend.memory is None or not backend.memory.startswith("block"):
+        conditions = {r.condition for r in why_not_canonical(config, backends)}
+        one_per_layer = backend.memory is None
+        assert conditions == {
+            AllocationCondition.LAYER_DIMENSION
+            if one_per_layer
+            else AllocationCondition.BLOCK_OUTERMOST
+        }
         return
-    engine.number()
-    allocation = allocate_canonical(engine.config, [backend])
-    for layer, name in enumerate(engine.names):
-        view = allocation.kv_caches[name]
-        written = numbers(engine.sizes, factors(backend.shape), {"layer": layer})
-        view.copy_(torch.from_numpy(written).view(view.shape))
-    registered = canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
-    for block_id in range(engine.config.num_blocks):
-        ours, theirs = payload(allocation.caches, block_id), payload(registered, block_id)
-        assert ours.tolist() == theirs.tolist()
-    assert len(describe(allocation.caches, 0, [1])) == 1
+    allocation = allocate_canonical(config, backends, tokens_per_kernel_block=kernel_tokens)
+    engine.fill()
+    for name in config.layer_names:
+        allocation.kv_caches[name].copy_(engine.layer_view(name).view(engine.dtype))
+    registered = canonicalize(engine.kv_caches, config, layouts=engine.layouts)
+    for group in range(len(backends)):
+        for block_id in range(config.num_blocks):
+            ours = payload(allocation.caches, block_id, np.uint8, group=group)
+            theirs = payload(registered, block_id, np.uint8, group=group)
+            assert ours.tolist() == theirs.tolist()
+        assert len(describe(allocation.caches, group, [1])) == 1
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=lambda entry: f"{entry.engine}, {entry.name}")
+@pytest.mark.parametrize("entry", ZOO, ids=named)
 def test_an_attention_backend_has_the_shape_that_is_registered(entry: EngineLayout) -> None:
-    engine, backend = ZooEngine(entry), entry.attention_layout
+    engine, backend = AttentionEngine(entry), entry.attention_layout
     if backend is None:
         one_tensor_per_layer = "kv" not in entry.allocations
         assert not one_tensor_per_layer or "block*" in entry.shape
         return
-    (group,) = engine.config.groups
-    assert isinstance(group.spec, AttentionSpec)
-    shape = backend.cache_shape(group.spec, engine.config.num_blocks)
-    (tensor, *_) = engine.tensors.values()
-    if "layer" in entry.shape.split():
-        tensor = tensor.select(entry.shape.split().index("layer"), 0)
-    assert tuple(tensor.shape) == shape
+    spec = engine.groups[0].spec
+    assert isinstance(spec, AttentionSpec)
+    view = engine.layer_view(engine.config.layer_names[0])
+    assert tuple(view.shape) == backend.cache_shape(spec, engine.config.num_blocks)
 
 
 def test_names_are_unique() -> None:
@@ -203,8 +263,9 @@ def test_states_that_have_allocations_of_their_own_are_pages_of_their_own() -> N
 
 
 def test_keys_and_values_of_one_row_are_one_piece() -> None:
-    engine = ZooEngine(ZOO[0])
-    rows = {name: torch.zeros(5, 2, 8, 7, 6, dtype=torch.int32) for name in engine.names}
+    engine = AttentionEngine(ZOO[0])
+    names = engine.config.layer_names
+    rows = {name: torch.zeros(5, 2, 8, 7, 6, dtype=torch.int32) for name in names}
     kv_caches = {name: (row[:, 0], row[:, 1]) for name, row in rows.items()}
     caches = canonicalize(kv_caches, engine.config)
     assert [tuple(each.tensor.shape) for each in caches.tensors] == [(5, 2 * 8 * 7 * 6 * 4)] * 3

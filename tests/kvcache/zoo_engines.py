@@ -1,6 +1,8 @@
 """Engines of the layout zoo: the tensors that they would register."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -12,61 +14,158 @@ from numpy.typing import NDArray
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MLASpec
+from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec, MLASpec
 
 ZOO = [entry for entry in LAYOUT_ZOO if entry.content != "states"]
 
-SIZES = {"layer": 3, "block": 5, "kernel": 2, "token": 4, "head": 7, "dim": 6}
-"""No two axes look alike; a block has eight tokens where its kernel blocks have four."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""By their size in bytes."""
 
 
-class ZooEngine:
-    """An engine with one group of layers, and zeros in its cache.
+@dataclass(frozen=True, slots=True)
+class ZooGroup:
+    """A KV-cache group.
 
     Attributes:
-        sizes: Size of every axis of the layout.
-        names: The layers.
-        config: The blocks, the group and its spec.
-        tensors: Every registered tensor by its index along the axes that are not in its shape.
-        kv_caches: What the engine registers: the tensors of each layer, or one of all layers.
+        spec: What each of its layers keeps.
+        positions: For each layer the position of a block at which it keeps that. Layers at one
+            position share memory, in one group as well as across groups.
+    """
+
+    spec: KVCacheSpec
+    positions: tuple[int, ...]
+
+    @property
+    def used_positions(self) -> tuple[int, ...]:
+        """Each position once, in the order of the layers."""
+        return tuple(dict.fromkeys(self.positions))
+
+
+class ZooEngine(ABC):
+    """An engine with zeros in its cache, whose elements are numbered.
+
+    Attributes:
+        entry: How it keeps its cache.
+        groups: Its groups.
+        num_positions: Positions of a block.
+        config: What it plans.
+        kv_caches: What it registers: the tensors of each layer, or one of all layers.
         layouts: Its word for their layout.
+        num_elements: Elements in all of its cache.
+    """
+
+    kv_caches: Mapping[str, Any]
+    layouts: Mapping[str, str]
+    num_elements: int
+
+    def __init__(self, entry: EngineLayout, groups: Sequence[ZooGroup], num_blocks: int) -> None:
+        self.entry = entry
+        self.groups = tuple(groups)
+        self.num_positions = 1 + max(p for group in groups for p in group.positions)
+        planned = []
+        shared: list[list[str]] = [[] for _ in range(self.num_positions)]
+        for index, group in enumerate(groups):
+            names = tuple(f"{index}.{layer}" for layer in range(len(group.positions)))
+            planned.append(KVCacheGroup(group.spec, names))
+            for name, position in zip(names, group.positions, strict=True):
+                shared[position].append(name)
+        self.config = KVCacheConfig(num_blocks, tuple(planned), tuple(map(tuple, shared)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.entry.order}, {self.config})"
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """The position of each layer."""
+        return {n: i for i, names in enumerate(self.config.shared_tensors) for n in names}
+
+    @abstractmethod
+    def set_bits(self, element: int) -> None:
+        """Set every bit of one element, through the registered tensor that has it."""
+
+    @abstractmethod
+    def block_of(self, element: int) -> int:
+        """The block that an element is in."""
+
+    @abstractmethod
+    def bytes_of(self, element: int, group: int) -> range:
+        """Which bytes of the group's block an element is; none where the group has no part in it.
+
+        Said by the order of axes alone, from the outermost inwards.
+        """
+
+
+class AttentionEngine(ZooEngine):
+    """An engine that keeps keys and values, or latents.
+
+    Groups differ in nothing that the layout shows.
+
+    Attributes:
+        dtype: Of an element.
+        sizes: Size of every axis of the layout.
+        strides: Of every axis of an allocation, elements.
+        tensors: Every registered tensor by its index along the axes that are not in its shape.
     """
 
     def __init__(
         self,
         entry: EngineLayout,
-        sizes: Mapping[str, int] = SIZES,
-        dtype: torch.dtype = torch.int32,
+        groups: Sequence[ZooGroup] = (),
+        *,
+        num_blocks: int = 5,
+        kernel_blocks_per_block: int = 2,
     ) -> None:
-        self.entry = entry
-        tokens = sizes["token"] * sizes["kernel"]
-        self.sizes = {**sizes, "kv": 2}
-        if "kernel" not in entry.order:
-            self.sizes |= {"kernel": 1, "token": tokens}
-        if entry.content == "latents":
-            self.sizes |= {"kv": 1, "head": 1}
-        self.names = tuple(f"layers.{index}" for index in range(sizes["layer"]))
-        common: dict[str, Any] = {
-            "tokens_per_block": tokens,
-            "head_dim": sizes["dim"],
-            "dtype": dtype,
-        }
-        spec: AttentionSpec = MLASpec(**common)
-        if entry.content == "keys and values":
-            spec = FullAttentionSpec(**common, num_kv_heads=sizes["head"])
-        self.config = KVCacheConfig(sizes["block"], (KVCacheGroup(spec, self.names),))
-        self.memory = factors(entry.memory)
-        self.shape = factors(entry.shape)
+        super().__init__(entry, groups or [_default_group(entry)], num_blocks)
+        spec = self.groups[0].spec
+        (form,) = spec.cache_tensors
+        self.dtype, self._page_size_bytes = form.dtype, spec.page_size_bytes
+        self.sizes = {"kv": 1, "kernel": 1, **form.axis_sizes}
+        self.sizes |= {"block": num_blocks, "layer": self.num_positions}
+        if "kv*dim" in self.sizes:  # of another width each: one after the other, as one key
+            self.sizes["dim"] = self.sizes.pop("kv*dim")
+        if "kernel" in entry.order:
+            self.sizes["kernel"] = kernel_blocks_per_block
+            self.sizes["token"] //= kernel_blocks_per_block
+        self.num_elements = prod(self.sizes[axis] for axis in entry.order)
+        self.memory, self.shape = factors(entry.memory), factors(entry.shape)
         self.steps = [axis for axis in self.memory if axis not in self.shape]
-        # Engines register 8-bit floats as plain bytes.
-        self.tensors = self._make_tensors(torch.uint8 if dtype.itemsize == 1 else dtype)
+        self.strides, num_elements = self._strides()
+        self.tensors = self._make_tensors(num_elements)
         self.kv_caches = self._registered()
         self.layouts = dict.fromkeys(self.kv_caches, entry.layout)
 
-    def _make_tensors(self, dtype: torch.dtype) -> dict[tuple[int, ...], torch.Tensor]:
+    def _strides(self) -> tuple[dict[str, int], int]:
+        """Of each axis of an allocation, and the elements of all of it, padding included."""
+        block = next(axis for axis in self.entry.memory.split() if axis.startswith("block"))
+        *_, step = factors(block)
+        num_steps = prod(self.sizes[axis] for axis in factors(block)[1:])
+        outside = self.entry.order[: self.entry.order.index("block")]
+        num_parts = num_steps * prod(self.sizes[axis] for axis in outside if axis != "layer")
+        page = self._page_size_bytes // self.dtype.itemsize // num_parts
+        inside = self.memory[self.memory.index(step) + 1 :]
+        strides, dense = {}, 1
+        for axis in reversed(self.memory):
+            if axis == step:
+                dense = page * (self.sizes["layer"] if "layer" in inside else 1)
+            elif axis == "layer" and axis in inside and self._is_next_to_blocks(inside):
+                dense = page
+            strides[axis] = dense
+            dense *= self.sizes[axis]
+        return strides, dense
+
+    def _is_next_to_blocks(self, inside: Sequence[str]) -> bool:
+        """Whether nothing is between blocks and layers, so that padding is between layers."""
+        return prod(self.sizes[axis] for axis in inside[: inside.index("layer")]) == 1
+
+    def _make_tensors(self, num_elements: int) -> dict[tuple[int, ...], torch.Tensor]:
+        # Engines register 8-bit floats as plain bytes.
+        dtype = torch.uint8 if self.dtype.itemsize == 1 else self.dtype
         tensors = {}
         for at in self._indices(self.entry.allocations.split()):
-            storage = torch.zeros([self.sizes[axis] for axis in self.memory], dtype=dtype)
+            storage = torch.zeros(num_elements, dtype=dtype).as_strided(
+                [self.sizes[axis] for axis in self.memory],
+                [self.strides[axis] for axis in self.memory],
+            )
             for step in self._indices(self.steps):
                 chosen = dict(zip(self.steps, step, strict=True))
                 view = storage[tuple(chosen.get(axis, slice(None)) for axis in self.memory)]
@@ -82,10 +181,19 @@ class ZooEngine:
     def _registered(self) -> dict[str, Any]:
         if "layer" in self.shape:
             return {"all layers": self.tensors[()]}
-        by_layer: dict[str, list[torch.Tensor]] = {}
+        at_position: dict[int, list[torch.Tensor]] = {}
         for index, tensor in self.tensors.items():
-            by_layer.setdefault(self.names[index[0]], []).append(tensor)
-        return {name: each[0] if len(each) == 1 else each for name, each in by_layer.items()}
+            at_position.setdefault(index[0], []).append(tensor)
+        entries = {p: each[0] if len(each) == 1 else each for p, each in at_position.items()}
+        return {name: entries[position] for name, position in self.positions.items()}
+
+    def layer_view(self, layer_name: str) -> torch.Tensor:
+        """The one tensor of a layer, or its part of the tensor of all layers."""
+        if "layer" not in self.shape:
+            view: torch.Tensor = self.kv_caches[layer_name]
+            return view
+        whole = self.tensors[()]
+        return whole.select(self.entry.shape.split().index("layer"), self.positions[layer_name])
 
     def number(self) -> None:
         """Write a number of its own into each element, through the registered tensors."""
@@ -94,18 +202,143 @@ class ZooEngine:
             at = dict(zip(outside, index, strict=True))
             tensor.copy_(torch.from_numpy(numbers(self.sizes, self.shape, at)).view(tensor.shape))
 
-    def set_bits(self, at: Mapping[str, int]) -> None:
+    def fill(self) -> None:
+        """Write anything, through the registered tensors."""
+        generator = torch.Generator().manual_seed(len(self.tensors))
+        for tensor in self.tensors.values():
+            tensor.view(INTEGERS[tensor.element_size()]).random_(generator=generator)
+
+    def set_bits(self, element: int) -> None:
         """Set every bit of one element, through the registered tensor that has it."""
+        at = self._at(element)
         outside = (*self.entry.allocations.split(), *self.steps)
         tensor = self.tensors[tuple(at[axis] for axis in outside)]
-        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
         index = tuple(
-            np.ravel_multi_index(
-                [at[f] for f in factors(axis)], [self.sizes[f] for f in factors(axis)]
-            )
-            for axis in self.entry.shape.split()
+            int(np.ravel_multi_index([at[f] for f in axes], [self.sizes[f] for f in axes]))
+            for axes in map(factors, self.entry.shape.split())
         )
-        tensor.view(integers)[index] = -1
+        tensor.view(INTEGERS[tensor.element_size()])[index].bitwise_not_()
+
+    def block_of(self, element: int) -> int:
+        """The block that an element is in."""
+        return self._at(element)["block"]
+
+    def bytes_of(self, element: int, group: int) -> range:
+        """Which bytes of the group's block an element is."""
+        at, order, used = self._at(element), self.entry.order, self.groups[group].used_positions
+        outside, inside = order[: order.index("block")], order[order.index("block") + 1 :]
+        if "layer" in self.shape:  # no layer has a place before it is known where they all are
+            used = tuple(sorted(used))
+        sizes = self.sizes | {"layer": len(used) if "layer" in outside else max(used) + 1}
+        if "layer" in outside:
+            if at["layer"] not in used:
+                return range(0)
+            at["layer"] = used.index(at["layer"])
+        piece = 0
+        for axis in outside:
+            piece = piece * sizes[axis] + at[axis]
+        piece_elements = 1 + sum((sizes[axis] - 1) * self.strides[axis] for axis in inside)
+        place = sum(at[axis] * self.strides[axis] for axis in inside)
+        if place >= piece_elements:  # behind the last layer of the group
+            return range(0)
+        start = (piece * piece_elements + place) * self.dtype.itemsize
+        return range(start, start + self.dtype.itemsize)
+
+    def _at(self, element: int) -> dict[str, int]:
+        """Where an element is along each axis."""
+        order = self.entry.order
+        places = np.unravel_index(element, [self.sizes[axis] for axis in order])
+        return {axis: int(place) for axis, place in zip(order, places, strict=True)}
+
+
+class StateEngine(ZooEngine):
+    """An engine of recurrent layers."""
+
+    def __init__(self, entry: EngineLayout, groups: Sequence[ZooGroup], *, num_blocks: int) -> None:
+        super().__init__(entry, groups, num_blocks)
+        self.spec = next(g.spec for g in groups if isinstance(g.spec, MambaSpec))
+        self.layouts = {}
+        states = zip(self.spec.shapes, self.spec.dtypes, strict=True)
+        self._elements = [
+            (state, index)
+            for state, (shape, _) in enumerate(states)
+            for index in range(prod(shape))
+        ]
+        self.num_elements = self.num_positions * num_blocks * len(self._elements)
+        ends = np.cumsum([form.page_size_bytes for form in self.spec.cache_tensors]).tolist()
+        self._offsets_bytes = [0, *ends[:-1]]
+        apart = "state" in entry.allocations
+        self._at_position = self._slots() if apart else self._pages()
+        self.kv_caches = {n: self._at_position[p] for n, p in self.positions.items()}
+
+    def _slots(self) -> list[list[torch.Tensor]]:
+        """One allocation for a state of all layers."""
+        shapes = zip(self.spec.shapes, self.spec.dtypes, strict=True)
+        leading = (self.num_positions, self.config.num_blocks)
+        states = [torch.zeros((*leading, *shape), dtype=dtype) for shape, dtype in shapes]
+        return [[state[position] for state in states] for position in range(self.num_positions)]
+
+    def _pages(self) -> list[list[torch.Tensor]]:
+        """One allocation for each layer, whose pages have the states side by side."""
+        num_blocks, page = self.config.num_blocks, self.spec.page_size_bytes
+        layers = []
+        for _ in range(self.num_positions):
+            raw, states = torch.zeros(num_blocks * page, dtype=torch.int8), []
+            for index, offset in enumerate(self._offsets_bytes):
+                shape, dtype = self.spec.shapes[index], self.spec.dtypes[index]
+                strides = (page // dtype.itemsize, *torch.empty(shape).stride())
+                start = offset // dtype.itemsize
+                states.append(raw.view(dtype).as_strided((num_blocks, *shape), strides, start))
+            layers.append(states)
+        return layers
+
+    def set_bits(self, element: int) -> None:
+        """Set every bit of one element, through the registered tensor that has it."""
+        position, block, state, index = self._at(element)
+        tensor = self._at_position[position][state]
+        tensor.view(INTEGERS[tensor.element_size()])[block].view(-1)[index].bitwise_not_()
+
+    def block_of(self, element: int) -> int:
+        """The block that an element is in."""
+        return self._at(element)[1]
+
+    def bytes_of(self, element: int, group: int) -> range:
+        """Which bytes of the group's block an element is: layer by layer, state by state."""
+        position, _, state, index = self._at(element)
+        used = self.groups[group].used_positions
+        if position not in used:
+            return range(0)
+        item = self.spec.dtypes[state].itemsize
+        page = used.index(position) * self.spec.unpadded_page_size_bytes
+        start = page + self._offsets_bytes[state] + index * item
+        return range(start, start + item)
+
+    def _at(self, element: int) -> tuple[int, int, int, int]:
+        """Position, block, state and index within the state."""
+        row, inside = divmod(element, len(self._elements))
+        position, block = divmod(row, self.config.num_blocks)
+        return position, block, *self._elements[inside]
+
+
+def with_kernel_blocks(entry: EngineLayout) -> EngineLayout:
+    """The same with kernel blocks, where it has a block to itself."""
+    if "block" not in entry.shape.split():
+        return entry
+    cut = {"block": "block*kernel"}
+    return replace(
+        entry,
+        shape=" ".join(cut.get(axis, axis) for axis in entry.shape.split()),
+        memory=" ".join(cut.get(axis, axis) for axis in entry.memory.split()),
+    )
+
+
+def _default_group(entry: EngineLayout) -> ZooGroup:
+    """No two axes look alike; a block has eight tokens where its kernel blocks have four."""
+    common: dict[str, Any] = {"tokens_per_block": 8, "head_dim": 6, "dtype": torch.int32}
+    spec: AttentionSpec = MLASpec(**common)
+    if entry.content == "keys and values":
+        spec = FullAttentionSpec(**common, num_kv_heads=7)
+    return ZooGroup(spec, (0, 1, 2))
 
 
 def factors(axes: str) -> list[str]:
