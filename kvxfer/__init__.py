@@ -20,6 +20,7 @@ from kvxfer.errors import (
     NamespaceMismatchError,
     OverlapError,
     PageBoundsError,
+    PageMappingError,
     PeerClosedError,
     PeerError,
     PeerTimeoutError,
@@ -56,7 +57,9 @@ from kvxfer.kvcache.descriptors import Descriptors, describe
 from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.layout import KVLayout
 from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
+from kvxfer.kvcache.map_caches import map_caches
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
+from kvxfer.kvcache.page_mapping import CopyRun, PageMapping, verify_mappings
 from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
     AttentionSpec,
@@ -70,6 +73,7 @@ from kvxfer.kvcache.spec import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from kvxfer.kvcache.worker_shard import WorkerShard
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import (
     BlockKey,
@@ -110,6 +114,7 @@ __all__ = [
     "CapacityError",
     "ChunkedLocalAttentionSpec",
     "ClosedError",
+    "CopyRun",
     "CrossAttentionSpec",
     "Descriptors",
     "DuplicateError",
@@ -137,6 +142,8 @@ __all__ = [
     "Outcome",
     "OverlapError",
     "PageBoundsError",
+    "PageMapping",
+    "PageMappingError",
     "PeerClosedError",
     "PeerError",
     "PeerTimeoutError",
@@ -154,6 +161,7 @@ __all__ = [
     "UnknownGroupError",
     "UnknownLayoutError",
     "UnsupportedEngineError",
+    "WorkerShard",
     "allocate_canonical",
     "attest",
     "canonicalize",
@@ -162,5 +170,7 @@ __all__ = [
     "describe",
     "group_of",
     "make_block_key",
+    "map_caches",
+    "verify_mappings",
     "why_not_canonical",
 ]

@@ -12,8 +12,11 @@ import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.tiers import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
 from kvxfer.units import ByteSize
@@ -43,6 +46,7 @@ def connect(
     *,
     namespace: Namespace,
     blocks_per_chunk: int = 1,
+    mappings: Sequence[PageMapping] = (),
     max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
 ) -> TransferEngine:
@@ -55,6 +59,8 @@ def connect(
         caches: The caches to move blocks of.
         namespace: What the blocks are. Groups are taken from the caches when it has none.
         blocks_per_chunk: Blocks stored under one key.
+        mappings: From `map_caches`: what is stored under a key is then a portable page, which
+            engines of another layout, block size or parallelism can load.
         max_bytes_in_flight: See `TransferEngine`.
         timeout_s: See `TransferEngine`.
 
@@ -64,15 +70,19 @@ def connect(
     Raises:
         InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter.
         NamespaceMismatchError: The namespace's groups are not those of the caches.
+        PageMappingError: This worker holds only a part of some shard of the portable pages.
         CapacityError: The memory or disk that was asked for is not there.
     """
     complete = complete_namespace(namespace, caches, blocks_per_chunk)
+    if mappings:
+        complete = portable_namespace(complete, mappings)
     opened = open_backend(backend, complete)
     try:
         return TransferEngine(
             caches,
-            opened,
+            PortableBackend(opened, mappings) if mappings else opened,
             blocks_per_chunk=blocks_per_chunk,
+            mappings=mappings,
             max_bytes_in_flight=max_bytes_in_flight,
             timeout_s=timeout_s,
         )

@@ -33,7 +33,8 @@ class PageTemplate:
         starts = np.array(list(accumulate((r.page_size_bytes for r in refs[:-1]), initial=0)))
         bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64) - starts
         strides = np.array([tensor.stride(0) for tensor in tensors], np.int64)
-        self._pages = [_Pieces(each, starts, bases, strides) for each in mapping.pages]
+        cuts = np.cumsum(mapping.page.shard_sizes)
+        self._pages = [_Pieces(each, starts, bases, strides, cuts) for each in mapping.pages]
 
     def expand(
         self, ids: NDArray[np.int64], num_pages: int | None
@@ -61,7 +62,7 @@ class PageTemplate:
 
 
 class _Pieces:
-    """The pieces of one page, joined where they touch in memory."""
+    """The pieces of one page, joined where they touch in memory and are of one shard."""
 
     def __init__(
         self,
@@ -69,12 +70,13 @@ class _Pieces:
         starts: NDArray[np.int64],
         bases: NDArray[np.int64],
         strides: NDArray[np.int64],
+        cuts: NDArray[np.int64],
     ) -> None:
         ref = np.searchsorted(starts, fragments.local_offsets, side="right") - 1
         base, stride = bases[ref] + fragments.local_offsets, strides[ref]
         block, lengths = fragments.blocks, fragments.lengths
         touching = (base[1:] == base[:-1] + lengths[:-1]) & (stride[1:] == stride[:-1])
-        touching &= block[1:] == block[:-1]
+        touching &= (block[1:] == block[:-1]) & ~np.isin(fragments.page_offsets[1:], cuts)
         kept = np.flatnonzero(np.concatenate(([True], ~touching)))
         self._blocks = block[kept]
         self._bases, self._strides = base[kept].astype(np.uint64), stride[kept].astype(np.uint64)

@@ -133,8 +133,9 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         quantization: Quantization of the cache, empty when there is none.
         config_hash: Hash of everything in the model's configuration that changes keys or
             values at equal tokens: RoPE parameters, sliding windows, adapters.
-        layout: Name that the engine gives the layout of its caches, if any.
         groups: One identity per KV-cache group.
+        layout: Name that the engine gives the layout of its caches, if any. This and all that
+            follows a page mapping bridges: see `portable_namespace`.
         blocks_per_chunk: Engine blocks stored under one key.
         parallel: Parallel mapping, e.g. `{"tp_size": 2}`.
         instruction_set: Instruction set that the CPU attention kernels pack keys for;

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
@@ -19,6 +19,7 @@ from kvxfer.errors import ClosedError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
 from kvxfer.kvcache.memory_region import memory_regions
+from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import Backend, Outcome, Status, require_batch
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.admission import Admission
@@ -50,6 +51,8 @@ class TransferEngine:
         caches: The caches to move blocks of; kept alive.
         backend: Where blocks go; closed with the engine.
         blocks_per_chunk: Blocks stored under one key.
+        mappings: For each group how its blocks are portable pages, if that is what is stored
+            under one key.
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
         timeout_s: Deadline of batches that do not bring their own, None for none.
 
@@ -64,6 +67,7 @@ class TransferEngine:
         backend: Backend,
         *,
         blocks_per_chunk: int = 1,
+        mappings: Sequence[PageMapping] = (),
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -73,7 +77,9 @@ class TransferEngine:
             raise InvalidArgumentError("device of caches", sorted(kinds), f"one of {reachable}")
         self.backend = backend
         backend.attach(memory_regions(caches))
-        self._describer = BlockDescriber(caches, blocks_per_chunk=blocks_per_chunk)
+        self._describer = BlockDescriber(
+            caches, blocks_per_chunk=blocks_per_chunk, mappings=mappings
+        )
         self._admission = Admission(max_bytes_in_flight)
         self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
         self._timeout_s = timeout_s
@@ -114,7 +120,7 @@ class TransferEngine:
         that their memory is not safe until `drain` returns.
 
         Args:
-            keys: One per chunk, group after group.
+            keys: One per chunk, or portable page, group after group.
             block_ids: For each KV-cache group its block ids, in request order; may be empty.
             first_block_indices: For each group the index of its first block within the request;
                 0 by default. Matters only with several blocks per chunk.
@@ -283,11 +289,14 @@ class TransferEngine:
             if len(per_group) != num_groups:
                 expected = f"one entry for each of {num_groups} groups"
                 raise InvalidArgumentError(name, per_group, expected)
+        wanted = Counter(map(group_of, keys))
         described, groups = [], []
         for group, (ids, first) in enumerate(zip(block_ids, firsts, strict=True)):
             if np.size(ids) == 0:
                 continue
-            batch = self._describer.describe(group, ids, first_block_index=first)
+            batch = self._describer.describe(
+                group, ids, first_block_index=first, num_pages=wanted[group]
+            )
             described.append(batch)
             groups += [group] * batch.num_blocks
         if len(groups) != len(keys):

@@ -1,0 +1,154 @@
+"""A backend in front of another one: keeps portable pages, shard by shard."""
+
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvxfer.errors import InvalidArgumentError, UnknownGroupError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.storage.backend import DONE, Backend, Outcome, require_batch
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
+from kvxfer.storage.outcomes import more_telling
+from kvxfer.storage.portable_namespace import shard_groups
+
+_Move = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
+
+
+class PortableBackend(Backend):
+    """Stores what one worker holds of each page, so that workers of another shape can load it.
+
+    A block is the shards of a portable page that the worker holds, one after the other, as
+    `BlockDescriber` describes them with the same mappings. Each is stored under the key of its
+    page and its own group. Workers that hold the same bytes take turns, by key: for one whose
+    turn it is not, a store is `DONE` without being stored.
+
+    Args:
+        backend: Opened with `portable_namespace`; closed with this one.
+        mappings: One per group of this worker's caches.
+
+    Raises:
+        PageMappingError: The worker holds only a part of some shard.
+    """
+
+    def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
+        self._backend = backend
+        self._mappings = tuple(mappings)
+        self._groups = shard_groups(mappings)
+        self._sizes = [
+            [mapping.page.shard_sizes[shard] for shard in mapping.shards] for mapping in mappings
+        ]
+        self.memory_kinds = backend.memory_kinds
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`."""
+        self._backend.attach(memory)
+
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        await self._backend.start()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Say for each key whether every shard that this worker holds is there."""
+        require_batch(keys)
+        names, counts = self._names(keys)
+        found = np.array(await self._backend.lookup(names))
+        return [bool(shards.all()) for shards in np.split(found, np.cumsum(counts)[:-1])]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`; what is another worker's turn is done already."""
+        require_batch(keys, blocks)
+        outcomes = [DONE] * len(keys)
+        ours = [index for index, key in enumerate(keys) if self._is_turn(key)]
+        if ours:
+            chosen = [keys[index] for index in ours]
+            stored = await self._move(self._backend.store, chosen, blocks.take(ours))
+            for index, outcome in zip(ours, stored, strict=True):
+                outcomes[index] = outcome
+        return outcomes
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        require_batch(keys, blocks)
+        return await self._move(self._backend.load, keys, blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> int:
+        """Forget the pages, with the shards that this worker holds; count the first of each."""
+        require_batch(keys)
+        names, counts = self._names(keys)
+        firsts = (np.cumsum(counts) - counts).tolist()
+        rest = [name for index, name in enumerate(names) if index not in set(firsts)]
+        deleted = await self._backend.delete([names[index] for index in firsts])
+        if rest:
+            await self._backend.delete(rest)
+        return deleted
+
+    async def drain(self) -> None:
+        """See `Backend.drain`."""
+        await self._backend.drain()
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        await self._backend.aclose()
+
+    async def _move(
+        self, move: _Move, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        names, counts = self._names(keys)
+        sizes = [size for key in keys for size in self._sizes[group_of(key)]]
+        found = await move(names, _split(blocks, sizes))
+        outcomes, start = [], 0
+        for count in counts:
+            shards = found[start : start + count]
+            outcomes.append(_worst(shards))
+            start += count
+        return outcomes
+
+    def _names(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[int]]:
+        """Keys of all shards, and how many each page has."""
+        names, counts = [], []
+        for key in keys:
+            group = group_of(key)
+            if group >= len(self._groups):
+                raise UnknownGroupError(group, len(self._groups))
+            content_hash = key[:-GROUP_INDEX_BYTES]
+            names += [make_block_key(content_hash, shard) for shard in self._groups[group]]
+            counts.append(len(self._groups[group]))
+        return names, counts
+
+    def _is_turn(self, key: BlockKey) -> bool:
+        group = group_of(key)
+        if group >= len(self._mappings):
+            raise UnknownGroupError(group, len(self._mappings))
+        return self._mappings[group].writes(xxhash.xxh3_64_intdigest(key))
+
+
+def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
+    """Cut blocks into shards of these sizes, as blocks of their own."""
+    ends = np.cumsum(blocks.lengths.astype(np.int64))
+    offsets = np.searchsorted(ends, np.cumsum(sizes)) + 1
+    if offsets[-1] != len(ends) or not np.array_equal(ends[offsets - 1], np.cumsum(sizes)):
+        raise InvalidArgumentError("blocks", blocks.block_sizes.tolist(), f"shards of {sizes}")
+    return Descriptors(
+        addresses=blocks.addresses,
+        lengths=blocks.lengths,
+        block_offsets=np.concatenate(([0], offsets)),
+        payload_starts=np.zeros(len(sizes), np.int64),
+        device=blocks.device,
+        owners=blocks.owners,
+    )
+
+
+def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """What is said of a page whose shards had these outcomes."""
+    missed = [outcome for outcome in outcomes if not outcome.done]
+    safe = all(outcome.memory_safe for outcome in outcomes)
+    if not missed:
+        return DONE
+    worst = missed[0]
+    for outcome in missed[1:]:
+        worst = more_telling(worst, outcome, memory_safe=safe)
+    return more_telling(worst, worst, memory_safe=safe)

@@ -1,0 +1,83 @@
+"""Namespaces of portable pages: what workers of different shape must still agree on."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import msgspec
+import torch
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable_page import PortableTensor
+from kvxfer.storage.keys import GroupIdentity, Namespace, StoredTensor
+
+_SAFETENSORS_DTYPES = {
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""Source: https://github.com/huggingface/safetensors, `bindings/python/py_src/safetensors`."""
+
+
+def portable_namespace(namespace: Namespace, mappings: Sequence[PageMapping]) -> Namespace:
+    """Name portable pages: the namespace without all that mappings bridge.
+
+    Model, revision, data type, quantization and configuration must agree, and so must the tensors
+    of a page. Layout, block size, parallel mapping and the packing of an instruction set need
+    not: how a worker's bytes differ is what its mappings say. What they could not tell is in the
+    encoding of a tensor, which is part of the name.
+
+    Every shard of a group is a group of its own here, as `shard_groups` numbers them.
+
+    Raises:
+        InvalidArgumentError: A tensor has a data type that a file cannot name.
+    """
+    return msgspec.structs.replace(
+        namespace,
+        layout="",
+        parallel={},
+        instruction_set="",
+        blocks_per_chunk=1,
+        groups=tuple(
+            GroupIdentity(
+                page_sizes_bytes=(sum(tensor.num_bytes for tensor in shard),),
+                layouts=tuple(dict.fromkeys(map(_describe, shard))),
+                tensors=tuple(map(_stored, shard)),
+            )
+            for mapping in mappings
+            for shard in mapping.page.shards
+        ),
+    )
+
+
+def shard_groups(mappings: Sequence[PageMapping]) -> list[list[int]]:
+    """For each group the groups, in a portable namespace, of the shards that a worker holds.
+
+    Raises:
+        PageMappingError: It holds only a part of one.
+    """
+    firsts = accumulate((len(mapping.page.shards) for mapping in mappings[:-1]), initial=0)
+    return [
+        [first + shard for shard in mapping.shards]
+        for first, mapping in zip(firsts, mappings, strict=True)
+    ]
+
+
+def _describe(tensor: PortableTensor) -> str:
+    axes = " ".join(tensor.axes)
+    return f"{axes}, {tensor.encoding}" if tensor.encoding else axes
+
+
+def _stored(tensor: PortableTensor) -> StoredTensor:
+    if tensor.dtype not in _SAFETENSORS_DTYPES:
+        known = ", ".join(map(str, _SAFETENSORS_DTYPES))
+        raise InvalidArgumentError(f"dtype of {tensor.name!r}", tensor.dtype, f"one of {known}")
+    return StoredTensor(
+        name=tensor.name, dtype=_SAFETENSORS_DTYPES[tensor.dtype], shape=tensor.shape
+    )

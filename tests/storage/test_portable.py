@@ -1,0 +1,252 @@
+"""Portable pages: stored by workers of one shape, loaded by workers of another."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors import safe_open
+
+from kvxfer import (
+    FullAttentionSpec,
+    InvalidArgumentError,
+    KVCacheConfig,
+    KVCacheGroup,
+    MLASpec,
+    Namespace,
+    PageMappingError,
+    Status,
+    WorkerShard,
+    canonicalize,
+    connect,
+    make_block_key,
+    map_caches,
+)
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.units import ByteSize
+
+LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
+HEADS, DIM, TOKENS, PAGE = 4, 8, 64, 16
+NAMESPACE = Namespace(model="model", revision="1", layout="whatever")
+KEYS = [make_block_key(b"page %d" % index, 0) for index in range(TOKENS // PAGE)]
+AXES = ("block", "kv", "head", "token", "dim")
+
+
+@dataclass
+class Worker:
+    """One worker of an engine, its caches filled with its part of a model's values."""
+
+    shard: WorkerShard
+    layout: str
+    views: dict[str, torch.Tensor]
+    caches: CanonicalKVCaches
+    mappings: tuple[PageMapping, ...]
+    num_blocks: int
+
+    @property
+    def values(self) -> torch.Tensor:
+        """`(layers, 2, heads, tokens, dim)` of its caches."""
+        layers = []
+        for view in self.views.values():
+            named = view.permute([self.layout.split().index(axis) for axis in AXES])
+            layers.append(named.permute(1, 2, 0, 3, 4).reshape(2, -1, TOKENS, DIM))
+        return torch.stack(layers)
+
+    def part(self, values: torch.Tensor) -> torch.Tensor:
+        """What a worker keeps of the values of all heads."""
+        heads = max(1, HEADS // self.shard.tp_size)
+        first = self.shard.rank * HEADS // self.shard.tp_size
+        return values[:, :, first : first + heads]
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Put the worker's part of the values into its caches."""
+        part = self.part(values)
+        for layer, view in zip(part, self.views.values(), strict=True):
+            named = view.permute([self.layout.split().index(axis) for axis in AXES])
+            blocks = layer.unflatten(2, (self.num_blocks, -1)).permute(2, 0, 1, 3, 4)
+            named.copy_(blocks)
+
+
+def make_worker(
+    layout: str, *, rank: int, tp_size: int, tokens_per_block: int, num_shards: int = 4
+) -> Worker:
+    heads = max(1, HEADS // tp_size)
+    num_blocks = TOKENS // tokens_per_block
+    sizes = {"block": num_blocks, "kv": 2, "token": tokens_per_block, "head": heads, "dim": DIM}
+    spec = FullAttentionSpec(
+        tokens_per_block=tokens_per_block, num_kv_heads=heads, head_dim=DIM, dtype=torch.bfloat16
+    )
+    views = {
+        name: torch.zeros([sizes[axis] for axis in layout.split()], dtype=torch.bfloat16)
+        for name in LAYERS
+    }
+    config = KVCacheConfig(num_blocks, (KVCacheGroup(spec, LAYERS),))
+    caches = canonicalize(views, config, layouts=dict.fromkeys(LAYERS, layout))
+    shard = WorkerShard(num_kv_heads=HEADS, rank=rank, tp_size=tp_size)
+    mappings = map_caches(caches, shard, tokens_per_page=PAGE, num_shards=num_shards)
+    return Worker(shard, layout, views, caches, mappings, num_blocks)
+
+
+def make_engine(
+    layout: str, *, tp_size: int, tokens_per_block: int, num_shards: int = 4
+) -> list[Worker]:
+    return [
+        make_worker(
+            layout,
+            rank=rank,
+            tp_size=tp_size,
+            tokens_per_block=tokens_per_block,
+            num_shards=num_shards,
+        )
+        for rank in range(tp_size)
+    ]
+
+
+def make_values() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(LAYERS), 2, HEADS, TOKENS, DIM)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+async def store(workers: Sequence[Worker], url: str, values: torch.Tensor) -> None:
+    for worker in workers:
+        worker.fill(values)
+        async with connect(
+            url, worker.caches, namespace=NAMESPACE, mappings=worker.mappings
+        ) as engine:
+            outcomes = await engine.store(KEYS, [range(worker.num_blocks)])
+            assert all(outcome.done for outcome in outcomes)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (("block kv token head dim", 2, 16), ("block kv head token dim", 1, 32)),
+        (("block kv head token dim", 1, 8), ("kv block token head dim", 4, 16)),
+        (("block token kv head dim", 8, 64), ("block head token kv dim", 2, 8)),
+    ],
+)
+async def test_files_serve_another_parallelism_block_size_and_layout(
+    writer: tuple[str, int, int], reader: tuple[str, int, int], tmp_path: Path
+) -> None:
+    url, values = f"file://{tmp_path}?capacity=64MiB&min_free=1MiB", make_values()
+    layout, tp_size, tokens = writer
+    await store(make_engine(layout, tp_size=tp_size, tokens_per_block=tokens), url, values)
+    layout, tp_size, tokens = reader
+    for worker in make_engine(layout, tp_size=tp_size, tokens_per_block=tokens):
+        async with connect(
+            url, worker.caches, namespace=NAMESPACE, mappings=worker.mappings
+        ) as engine:
+            assert await engine.lookup(KEYS) == [True] * len(KEYS)
+            outcomes = await engine.load(KEYS, [range(worker.num_blocks)])
+            assert all(outcome.done for outcome in outcomes)
+        assert torch.equal(worker.values, worker.part(values))
+
+
+@pytest.mark.asyncio
+async def test_a_folder_has_one_copy_of_every_head_and_names_keys_and_values(
+    tmp_path: Path,
+) -> None:
+    values = make_values()
+    workers = make_engine("block kv token head dim", tp_size=8, tokens_per_block=16)
+    await store(workers, f"file://{tmp_path}?capacity=64MiB&min_free=1MiB", values)
+    found: dict[str, int] = {}
+    for file in tmp_path.rglob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                tensor = opened.get_tensor(name)
+                assert tensor.shape == (1, PAGE, DIM)
+                layer, part = int(name.split(".")[1]), "kv".index(name.split(".")[2])
+                pages = values[layer, part].unflatten(1, (-1, PAGE)).flatten(0, 1)
+                assert any(torch.equal(tensor[0], page) for page in pages)
+                found[name] = found.get(name, 0) + 1
+    expected = {f"layers.{layer}.{part}": len(KEYS) * HEADS for layer in (0, 1) for part in "kv"}
+    assert found == expected
+
+
+@pytest.mark.asyncio
+async def test_the_last_block_may_have_fewer_pages_than_it_could(tmp_path: Path) -> None:
+    url, values = f"file://{tmp_path}?capacity=64MiB&min_free=1MiB", make_values()
+    (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=32)
+    worker.fill(values)
+    async with connect(url, worker.caches, namespace=NAMESPACE, mappings=worker.mappings) as engine:
+        outcomes = await engine.store(KEYS[:3], [[0, 1]])
+        assert [outcome.done for outcome in outcomes] == [True] * 3
+        assert await engine.lookup(KEYS) == [True, True, True, False]
+        with pytest.raises(InvalidArgumentError, match="num_pages"):
+            await engine.store(KEYS[:2], [[0, 1]])
+
+
+def test_namespaces_agree_across_what_a_mapping_bridges_and_differ_in_the_rest() -> None:
+    first = make_worker("block kv token head dim", rank=1, tp_size=2, tokens_per_block=16)
+    other = make_worker("kv block head token dim", rank=0, tp_size=4, tokens_per_block=64)
+    ours = portable_namespace(
+        msgspec.structs.replace(NAMESPACE, instruction_set="avx2"), first.mappings
+    )
+    theirs = portable_namespace(
+        msgspec.structs.replace(NAMESPACE, parallel={"tp": 4}), other.mappings
+    )
+    assert ours.fingerprint == theirs.fingerprint
+    ours.require_same(theirs)
+    revised = portable_namespace(msgspec.structs.replace(NAMESPACE, revision="2"), first.mappings)
+    assert revised.fingerprint != ours.fingerprint
+
+
+def test_a_worker_that_holds_a_part_of_a_shard_is_refused() -> None:
+    worker = make_worker(
+        "block kv token head dim", rank=0, tp_size=2, tokens_per_block=16, num_shards=1
+    )
+    with pytest.raises(PageMappingError, match="use more shards") as caught:
+        connect(
+            "host://?capacity=1MiB", worker.caches, namespace=NAMESPACE, mappings=worker.mappings
+        )
+    assert caught.value.axis == "head"
+
+
+@pytest.mark.asyncio
+async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
+    (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
+    namespace = portable_namespace(NAMESPACE, worker.mappings)
+    inner = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+    backend = PortableBackend(inner, worker.mappings)
+    worker.fill(make_values())
+    engine = TransferEngine(worker.caches, backend, mappings=worker.mappings)
+    async with engine:
+        assert all(o.done for o in await engine.store(KEYS, [range(worker.num_blocks)]))
+        content_hash = KEYS[1][:-4]
+        assert await inner.delete([make_block_key(content_hash, 2)]) == 1
+        assert await engine.lookup(KEYS) == [True, False, True, True]
+        outcomes = await engine.load(KEYS, [range(worker.num_blocks)])
+        assert [outcome.status for outcome in outcomes] == [
+            Status.DONE,
+            Status.MISSING,
+            Status.DONE,
+            Status.DONE,
+        ]
+        assert await backend.delete(KEYS) == len(KEYS)
+        assert await engine.lookup(KEYS) == [False] * len(KEYS)
+
+
+@pytest.mark.asyncio
+async def test_latents_are_stored_once_whoever_holds_them(tmp_path: Path) -> None:
+    spec = MLASpec(tokens_per_block=16, head_dim=DIM, dtype=torch.float16)
+    url = f"file://{tmp_path}?capacity=64MiB&min_free=1MiB"
+    latents = torch.randn(4, 16, DIM).to(torch.float16)
+    config = KVCacheConfig(4, (KVCacheGroup(spec, ("layers.7",)),))
+    for rank in range(2):
+        caches = canonicalize({"layers.7": latents}, config)
+        mappings = map_caches(caches, WorkerShard(num_kv_heads=1, rank=rank, tp_size=2))
+        async with connect(url, caches, namespace=NAMESPACE, mappings=mappings) as engine:
+            assert all(outcome.done for outcome in await engine.store(KEYS, [range(4)]))
+            stored = len(list(tmp_path.rglob("*.safetensors")))
+            assert 0 < stored < 4 if rank == 0 else stored == 4
+    with safe_open(next(tmp_path.rglob("*.safetensors")), framework="pt") as opened:
+        assert opened.get_tensor("layers.7.latent").shape == (16, DIM)
