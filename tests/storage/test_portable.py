@@ -70,7 +70,8 @@ class Worker:
         part = self.part(values)
         for layer, view in zip(part, self.views.values(), strict=True):
             named = view.permute([self.layout.split().index(axis) for axis in AXES])
-            blocks = layer.unflatten(2, (self.num_blocks, -1)).permute(2, 0, 1, 3, 4)
+            blocks = layer.reshape(2, -1, self.num_blocks, TOKENS // self.num_blocks, DIM)
+            blocks = blocks.permute(2, 0, 1, 3, 4)
             named.copy_(blocks)
 
 
@@ -113,6 +114,10 @@ def make_values() -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     shape = (len(LAYERS), 2, HEADS, TOKENS, DIM)
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def block_files(root: Path) -> list[Path]:
+    return sorted(root.rglob("*.safetensors"))
 
 
 async def store(workers: Sequence[Worker], url: str, values: torch.Tensor) -> None:
@@ -159,13 +164,13 @@ async def test_a_folder_has_one_copy_of_every_head_and_names_keys_and_values(
     workers = make_engine("block kv token head dim", tp_size=8, tokens_per_block=16)
     await store(workers, f"file://{tmp_path}?capacity=64MiB&min_free=1MiB", values)
     found: dict[str, int] = {}
-    for file in tmp_path.rglob("*.safetensors"):
+    for file in block_files(tmp_path):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 tensor = opened.get_tensor(name)
                 assert tensor.shape == (1, PAGE, DIM)
                 layer, part = int(name.split(".")[1]), "kv".index(name.split(".")[2])
-                pages = values[layer, part].unflatten(1, (-1, PAGE)).flatten(0, 1)
+                pages = values[layer, part].reshape(-1, PAGE, DIM)
                 assert any(torch.equal(tensor[0], page) for page in pages)
                 found[name] = found.get(name, 0) + 1
     expected = {f"layers.{layer}.{part}": len(KEYS) * HEADS for layer in (0, 1) for part in "kv"}
@@ -246,7 +251,7 @@ async def test_latents_are_stored_once_whoever_holds_them(tmp_path: Path) -> Non
         mappings = map_caches(caches, WorkerShard(num_kv_heads=1, rank=rank, tp_size=2))
         async with connect(url, caches, namespace=NAMESPACE, mappings=mappings) as engine:
             assert all(outcome.done for outcome in await engine.store(KEYS, [range(4)]))
-            stored = len(list(tmp_path.rglob("*.safetensors")))
+            stored = len(block_files(tmp_path))
             assert 0 < stored < 4 if rank == 0 else stored == 4
-    with safe_open(next(tmp_path.rglob("*.safetensors")), framework="pt") as opened:
+    with safe_open(block_files(tmp_path)[0], framework="pt") as opened:
         assert opened.get_tensor("layers.7.latent").shape == (16, DIM)
