@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
-from kvxfer.errors import InvalidArgumentError, LayoutError
+from kvxfer.errors import InvalidArgumentError, LayoutError, UnknownLayoutError
 from kvxfer.kvcache.allocation import allocate_canonical
 from kvxfer.kvcache.allocation_refusal import AllocationCondition, why_not_canonical
 from kvxfer.kvcache.attestation import attest
@@ -179,6 +179,13 @@ def test_pages_whose_keys_and_values_are_apart_are_not_padded(entry: EngineLayou
     padded = replace(group.spec, page_size_padded=2 * group.spec.page_size_bytes)
     engine = AttentionEngine(entry, [ZooGroup(padded, group.positions)])
     with pytest.raises(LayoutError, match=f"pages of {padded.page_size_bytes} bytes"):
+        canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
+
+
+def test_kernel_blocks_with_other_layers_between_their_heads_are_refused() -> None:
+    (entry,) = (entry for entry in ZOO if entry.name == "BHLNC")
+    engine = AttentionEngine(with_kernel_blocks(entry))
+    with pytest.raises(UnknownLayoutError, match=r"got shape \(10, 7, 4, 12\)"):
         canonicalize(engine.kv_caches, engine.config, layouts=engine.layouts)
 
 
