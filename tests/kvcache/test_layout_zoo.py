@@ -35,12 +35,12 @@ from kvxfer.kvcache.spec import (
 from tests.kvcache.zoo_engines import (
     ZOO,
     AttentionEngine,
-    StateEngine,
     ZooEngine,
     ZooGroup,
     numbers,
     with_kernel_blocks,
 )
+from tests.kvcache.zoo_states import StateEngine
 
 
 def payload(
