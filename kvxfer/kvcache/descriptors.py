@@ -350,10 +350,12 @@ def pair_fragments(
         from_, to, lengths = source.addresses, destination.addresses, source.lengths
     else:
         source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
-        ends = np.union1d(source_ends, destination_ends)
+        ends = np.concatenate((source_ends, destination_ends))
+        ends.sort(kind="stable")  # merges what is sorted already, which `union1d` does not
+        ends = ends[np.concatenate(([True], ends[1:] != ends[:-1]))]
         lengths = np.diff(ends, prepend=np.uint64(0))
-        from_ = _addresses_at(source, source_ends, ends - lengths)
-        to = _addresses_at(destination, destination_ends, ends - lengths)
+        from_ = _addresses_at(source, source_ends, ends, lengths)
+        to = _addresses_at(destination, destination_ends, ends, lengths)
     touching = np.flatnonzero(from_[1:] - from_[:-1] == lengths[:-1])
     touching = touching[to[touching + 1] - to[touching] == lengths[touching]]
     if not len(touching):
@@ -364,7 +366,13 @@ def pair_fragments(
     return from_[firsts], to[firsts], np.add.reduceat(lengths, firsts)
 
 
-def _addresses_at(batch: Descriptors, ends: Addresses, positions: Addresses) -> Addresses:
-    index = np.searchsorted(ends, positions, side="right")
-    addresses: Addresses = batch.addresses[index] + positions - (ends[index] - batch.lengths[index])
+def _addresses_at(
+    batch: Descriptors, batch_ends: Addresses, ends: Addresses, lengths: Addresses
+) -> Addresses:
+    """Where pieces begin that end at `ends`, among which are the ends of the batch's own."""
+    if len(batch_ends) == len(ends):
+        return batch.addresses
+    counts = np.diff(np.searchsorted(ends, batch_ends), prepend=-1)
+    bases = batch.addresses - (batch_ends - batch.lengths)
+    addresses: Addresses = np.repeat(bases, counts) + (ends - lengths)
     return addresses
