@@ -20,11 +20,19 @@ FORMAT_VERSION = "1"
 MAX_KEY_BYTES = 119
 """A key in hexadecimal with the suffixes of a file is a name of less than 255 bytes."""
 
+MAX_DETAIL = 1000
 _METADATA_BYTES = 1024  # more than the longest key and keyed checksums take
 
 
 class BlockFileError(KVXferError, ValueError):
-    """Report a file that is not a block file, or not the one it should be."""
+    """Report a file that is not a block file, or not the one it should be.
+
+    Args:
+        detail: What is wrong; cut where a file says so much that it would fill a log.
+    """
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail[:MAX_DETAIL])
 
 
 class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -161,14 +169,15 @@ class HeaderFrame:
     def __init__(
         self, namespace: str, start: int, tensors: Sequence[StoredTensor], digester: Digester
     ) -> None:
+        listed = _list(tensors)
         self._digester = digester
-        self._num_bytes = header_size(tensors)
+        self._num_bytes = _size(listed)
         self._length = (self._num_bytes - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
         self._before_key = (
             f'{{"__metadata__":{{"format":"kvxfer-block","version":"{FORMAT_VERSION}",'
             f'"namespace":"{namespace}","start":"{start}","key":"'
         )
-        self._after_seal = b"}" + _list(tensors) + b"}"
+        self._after_seal = b"}" + listed + b"}"
 
     def fill(self, key: BlockKey, checksum: str, integrity: Integrity) -> bytes:
         """Write the header of one block, whole pages."""
@@ -183,7 +192,7 @@ class HeaderFrame:
 
 def header_size(tensors: Sequence[StoredTensor]) -> int:
     """Bytes of a header that lists `tensors`: whole pages, the same for every key and checksum."""
-    return padded(LENGTH_BYTES + _METADATA_BYTES + len(_list(tensors)))
+    return _size(_list(tensors))
 
 
 def header_size_in(data: bytes) -> int:
@@ -200,15 +209,18 @@ def header_size_in(data: bytes) -> int:
     return size
 
 
+def _size(listed: bytes) -> int:
+    return padded(LENGTH_BYTES + _METADATA_BYTES + len(listed))
+
+
 def _list(tensors: Sequence[StoredTensor]) -> bytes:
-    """Each tensor as safetensors lists it, after a comma."""
-    entries, start = [], 0
+    """Tensors as safetensors lists them, each after a comma."""
+    entries, start = {}, 0
     for tensor in tensors:
         stop = start + tensor.num_bytes
-        listed = _Tensor(tensor.dtype, tensor.shape, (start, stop))
-        entries.append(b",%b:%b" % (msgspec.json.encode(tensor.name), msgspec.json.encode(listed)))
+        entries[tensor.name] = _Tensor(tensor.dtype, tensor.shape, (start, stop))
         start = stop
-    return b"".join(entries)
+    return b"," + msgspec.json.encode(entries)[1:-1] if entries else b""
 
 
 def _read_tensors(entries: dict[str, msgspec.Raw]) -> tuple[StoredTensor, ...]:

@@ -17,7 +17,7 @@ from kvxfer.backends.file.block_files import (
 from kvxfer.backends.file.check import check_data, check_header
 from kvxfer.backends.file.file_io import NamedFile
 from kvxfer.backends.file.folder import READ_FLAGS
-from kvxfer.backends.file.header import BlockFileError, BlockHeader
+from kvxfer.backends.file.header import BlockFileError
 from kvxfer.backends.file.pages import PAGE_BYTES
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
@@ -113,8 +113,8 @@ class BlockReader:
             if isinstance(result, OSError):
                 return failure(result)
             _require_all(result, scratch.header_sizes[0] + size)
-            header = self._check(key, bytes(scratch.header(0)), scratch.data(0, size))
-            skip = int(block.payload_starts[0]) - header.start
+            start = self._check(key, bytes(scratch.header(0)), scratch.data(0, size))
+            skip = int(block.payload_starts[0]) - start
             if skip < 0 or skip + block.num_bytes > size:
                 return MISSING
             files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
@@ -124,20 +124,22 @@ class BlockReader:
             os.close(fd)
         return DONE
 
-    def _check(self, key: BlockKey, head: bytes, data: memoryview) -> BlockHeader:
-        """Check everything that was read of a file.
+    def _check(self, key: BlockKey, head: bytes, data: memoryview) -> int:
+        """Check everything that was read of a file; returns where in the chunk it belongs.
 
         Raises:
             BlockFileError: A byte is not what was stored, or the file is another block's.
         """
         digester, namespace = self._files.digester, self._files.fingerprint
+        if head == self._files.header(key, 0, len(data), digester.checksum([data])):
+            return 0
         header = check_header(head, digester, namespace=namespace, key=key, num_bytes=len(data))
         tensors = self._files.format(key).tensors(len(data))
         for said, expected in zip_longest(header.tensors, tensors):
             if said != expected:
                 raise BlockFileError(f"tensor: the file says {said}, expected {expected}")
         check_data(header, digester, [data])
-        return header
+        return header.start
 
     def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:

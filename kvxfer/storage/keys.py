@@ -10,6 +10,9 @@ from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 
 GROUP_INDEX_BYTES = 4
 
+MAX_AXES = 64
+"""torch and numpy have tensors of no more."""
+
 _BYTES_OF_DTYPES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
@@ -64,7 +67,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Raises:
         InvalidArgumentError: The name is empty or reserved by safetensors, the data type is not
-            known, or there is nothing in the tensor.
+            known, there is nothing in the tensor, or it has too many axes.
     """
 
     name: str
@@ -77,8 +80,9 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidArgumentError("name", self.name, "the name of a tensor")
         if self.dtype not in _BYTES_OF_DTYPES:
             raise InvalidArgumentError("dtype", self.dtype, f"one of {', '.join(_BYTES_OF_DTYPES)}")
-        if any(length < 1 for length in self.shape):
-            raise InvalidArgumentError("shape", self.shape, "at least 1 along every axis")
+        if len(self.shape) > MAX_AXES or any(length < 1 for length in self.shape):
+            wanted = f"at most {MAX_AXES} axes, at least 1 along each"
+            raise InvalidArgumentError("shape", self.shape, wanted)
 
     @property
     def num_bytes(self) -> int:

@@ -167,6 +167,7 @@ def test_a_tensor_has_the_bytes_of_its_shape_and_data_type(dtype: str, num_bytes
         ("dtype", "bfloat16"),
         ("shape", (2, 0)),
         ("shape", (-2, -4)),
+        ("shape", (1,) * 65),
     ],
 )
 def test_a_tensor_that_no_file_can_hold_is_refused(field: str, value: Any) -> None:
