@@ -11,16 +11,19 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import xxhash
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.folder import file_name
+from kvxfer.backends.file.group_format import GroupFormat
 from kvxfer.backends.file.uring_io import UringFileIO
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.storage.keys import BlockKey, Namespace, StoredTensor, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
@@ -64,8 +67,26 @@ def open_store(path: Path, namespace: Namespace, **fields: object) -> FileBacken
 def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
     """The capacity in which exactly so many chunks of the largest group fit."""
     groups = range(len(namespace.groups))
-    chunk = max(namespace.chunk_size_bytes(group) for group in groups)
-    return ByteSize(num_blocks * size_on_disk(PAGE_BYTES + chunk))
+    file = max(GroupFormat(namespace, group).file_size_bytes for group in groups)
+    return ByteSize(num_blocks * size_on_disk(file))
+
+
+def listed(namespace: Namespace, num_tensors: int = 160) -> Namespace:
+    """The namespace if the chunks of each group were so many tensors, or one for each byte.
+
+    160 do not fit into one page of a header.
+    """
+    groups = []
+    for index, group in enumerate(namespace.groups):
+        chunk = namespace.chunk_size_bytes(index)
+        count = min(num_tensors, chunk)
+        ends = [chunk * (number + 1) // count for number in range(count)]
+        tensors = tuple(
+            StoredTensor(name=f"layers.{number // 2}.{'kv'[number % 2]}", dtype="U8", shape=(size,))
+            for number, size in enumerate(np.diff([0, *ends]).tolist())
+        )
+        groups.append(msgspec.structs.replace(group, tensors=tensors))
+    return msgspec.structs.replace(namespace, groups=tuple(groups))
 
 
 def path_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:

@@ -18,6 +18,7 @@ from tests.backends.file_store import (
     HAS_NIXL,
     capacity_of,
     flip_bit,
+    listed,
     open_store,
     path_of,
     temporary_folder,
@@ -75,6 +76,19 @@ class TestFileBackendKeyed(FileBackendTests):
         secret = tmp_path / "secret"
         secret.write_bytes(bytes(range(32)))
         self.own_fields |= {"integrity": Integrity.KEYED, "secret_file": str(secret)}
+
+
+class TestFileBackendOfTensors(FileBackendTests):
+    """With files that list tensors, in headers of several pages."""
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return await super().make_backend(listed(namespace))
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        return await super().make_bounded_backend(listed(namespace))
+
+    async def test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one(self) -> None:
+        """No part of a chunk is stored: see `test_file_tensors.py`."""
 
 
 class FileStateMachine(BackendStateMachine):

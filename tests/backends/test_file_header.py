@@ -68,6 +68,29 @@ async def test_a_stored_block_is_a_safetensors_file_of_its_payload(
     assert data[PAGE_BYTES:] == payload, "data begins on a page"
 
 
+OLD = (
+    b"\xf8\x0f\0\0\0\0\0\0"
+    b'{"__metadata__":{"format":"kvxfer-block","version":"1",'
+    b'"namespace":"c6214ece1928b36692a0c49b8b38ec31","start":"0",'
+    b'"key":"f1d3c091062dc79753f50d24755cc2c000000000","integrity":"fast",'
+    b'"checksum":"606576ef06cf52f8","seal":"79bbc4af20814079"},'
+    b'"blocks":{"dtype":"U8","shape":[2,307],"data_offsets":[0,614]}}'
+).ljust(PAGE_BYTES)
+"""What was written of the block below before a group could say what its chunks are."""
+
+
+async def test_opaque_blocks_are_written_as_ever_and_old_ones_are_read(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[300, 7]], num_blocks=4, blocks_per_chunk=2), hashed_keys(1)
+    path = path_of(tmp_path, memory.namespace(), keys[0])
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await store(backend, keys, memory.describe(0, [0, 1]))
+        assert path.read_bytes() == OLD + make_payload(keys[0], 614)
+        path.unlink()
+        path.write_bytes(OLD + make_payload(keys[0], 614))
+        assert await load_verified(backend, keys, memory.describe(0, [2, 3])) == [Status.DONE]
+    assert "tensors" not in (path.parents[1] / "namespace.json").read_text()
+
+
 async def test_files_and_folders_are_their_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
     memory, keys = BlockMemory([[512]], num_blocks=4), hashed_keys(2)
     for umask in (0, 0o022, 0o077):

@@ -10,6 +10,7 @@ from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, write_payloads
 from kvxfer.units import ByteSize
+from tests.backends.file_store import listed
 
 PAGES = [[4096, 1000]]
 DATA_BYTES = 5096
@@ -43,11 +44,14 @@ class Store:
         *,
         model: str = "example/model",
         num_blocks: int = NUM_BLOCKS,
+        num_tensors: int = 0,
         integrity: Integrity = Integrity.FAST,
         secret_file: Path | None = None,
     ) -> Namespace:
         memory = BlockMemory(PAGES, num_blocks=num_blocks)
         namespace = memory.namespace(model=model)
+        if num_tensors:
+            namespace = listed(namespace, num_tensors)
         config = FileConfig(
             path=str(self.root),
             capacity=ByteSize(1 << 30),

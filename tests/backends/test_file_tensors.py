@@ -1,0 +1,351 @@
+"""Where a group says which tensors its chunks are, safetensors shows them; all else stays true."""
+
+import mmap
+import random
+import struct
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from kvxfer.backends.file import BlockFileError, BlockHeader, Digester, Integrity
+from kvxfer.backends.file.block_files import STRAIGHT_BYTES
+from kvxfer.backends.file.direct import probe_direct
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, StoredTensor
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import (
+    describe_buffer,
+    make_payload,
+    read_payloads,
+    write_payloads,
+)
+from tests.backends.file_store import (
+    ENGINES,
+    PAGE_BYTES,
+    bytes_on_disk,
+    counted_bytes,
+    flip_bit,
+    hashed_keys,
+    listed,
+    load_verified,
+    open_store,
+    path_of,
+    quarantine_of,
+    store,
+    temporary_files,
+    until_scanned,
+)
+
+FAST = Digester(Integrity.FAST)
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+
+
+def name_tensors(
+    num_tensors: int, shape: tuple[int, ...], dtype: str = "BF16"
+) -> tuple[StoredTensor, ...]:
+    """Keys and values, layer by layer."""
+    return tuple(
+        StoredTensor(name=f"layers.{index // 2}.{'kv'[index % 2]}", dtype=dtype, shape=shape)
+        for index in range(num_tensors)
+    )
+
+
+def namespace_of(tensors: tuple[StoredTensor, ...]) -> Namespace:
+    group = GroupIdentity(
+        page_sizes_bytes=tuple(each.num_bytes for each in tensors), tensors=tensors
+    )
+    return Namespace(model="model", groups=(group,))
+
+
+def describe_pages(payloads: Sequence[bytes]) -> Descriptors:
+    """Describe page-aligned memory, as O_DIRECT wants it, with a block for each payload."""
+    sizes = [len(payload) for payload in payloads]
+    buffer = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
+    return describe_buffer(buffer, sizes, np.zeros(len(sizes), np.int64))
+
+
+def make_values(tensors: tuple[StoredTensor, ...], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        each.name: torch.randn(each.shape, generator=generator).to(DTYPES[each.dtype])
+        for each in tensors
+    }
+
+
+def payload_of(values: dict[str, torch.Tensor]) -> bytes:
+    flat = torch.cat([value.reshape(-1).view(torch.uint8) for value in values.values()])
+    return flat.numpy().tobytes()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("direct", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("num_tensors", "shape", "header_pages"),
+    [(2, (2, 4, 8), 1), (160, (2, 4, 8), 4), (2, (8, 64, 128), 1), (160, (2, 16, 32), 4)],
+    ids=["2 small", "160 small", "2 large", "160 large"],
+)
+async def test_safetensors_shows_every_tensor_with_its_name_data_type_shape_and_values(
+    tmp_path: Path,
+    engine: str,
+    direct: str,
+    num_tensors: int,
+    shape: tuple[int, ...],
+    header_pages: int,
+) -> None:
+    if direct == "auto" and not probe_direct(tmp_path):
+        pytest.skip("the file system has no O_DIRECT")
+    tensors, keys = name_tensors(num_tensors, shape), hashed_keys(2)
+    namespace = namespace_of(tensors)
+    values = [make_values(tensors, seed) for seed in range(2)]
+    payloads = [payload_of(each) for each in values]
+    source, target = describe_pages(payloads), describe_pages(payloads)
+    write_payloads(source, payloads)
+    async with open_store(tmp_path, namespace, engine=engine, direct=direct) as backend:
+        assert backend._files.is_straight(source) == (len(payloads[0]) > STRAIGHT_BYTES)
+        assert all(outcome.done for outcome in await backend.store(keys, source))
+        assert all(outcome.done for outcome in await backend.load(keys, target))
+    assert read_payloads(target) == payloads
+    for key, expected in zip(keys, values, strict=True):
+        path = path_of(tmp_path, namespace, key)
+        assert path.stat().st_size == header_pages * PAGE_BYTES + len(payloads[0])
+        with safe_open(path, framework="pt") as file:
+            assert sorted(file.keys()) == sorted(expected)
+            assert file.metadata()["key"] == key.hex()
+            for name, value in expected.items():
+                found = file.get_tensor(name)
+                assert (found.dtype, found.shape) == (torch.bfloat16, shape)
+                assert torch.equal(found, value)
+
+
+async def test_tensors_of_several_data_types_and_any_name_are_shown(tmp_path: Path) -> None:
+    tensors = (
+        StoredTensor(name="layers.0.k", dtype="F8_E4M3", shape=(3, 5)),
+        StoredTensor(name='größe "\\ \n', dtype="F32", shape=()),
+        StoredTensor(name="layers.0.state", dtype="F32", shape=(1, 2, 3, 4)),
+    )
+    namespace, (key,) = namespace_of(tensors), hashed_keys(1)
+    values = make_values(tensors, 0)
+    payloads = [payload_of(values)]
+    source = describe_pages(payloads)
+    write_payloads(source, payloads)
+    async with open_store(tmp_path, namespace) as backend:
+        assert [outcome.done for outcome in await backend.store([key], source)] == [True]
+    with safe_open(path_of(tmp_path, namespace, key), framework="pt") as file:
+        assert set(file.keys()) == set(values)
+        for name, value in values.items():
+            found = file.get_tensor(name)
+            assert (found.dtype, found.shape) == (value.dtype, value.shape)
+            assert payload_of({name: found}) == payload_of({name: value})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_groups_with_headers_of_any_size_go_in_one_batch(tmp_path: Path, engine: str) -> None:
+    memory = BlockMemory([[512, 7], [5000], [700]], num_blocks=8)
+    opaque, many, few = (
+        memory.namespace(),
+        listed(memory.namespace()),
+        listed(memory.namespace(), 2),
+    )
+    namespace = msgspec.structs.replace(
+        opaque, groups=(opaque.groups[0], many.groups[1], few.groups[2])
+    )
+    keys = [hashed_keys(2, group=group) for group in range(3)]
+    mixed = [keys[2][0], keys[0][0], keys[1][0], keys[0][1], keys[1][1], keys[2][1]]
+    sources, targets = (
+        Descriptors.concatenate(
+            [
+                memory.describe(2, [first]),
+                memory.describe(0, [first]),
+                memory.describe(1, [first]),
+                memory.describe(0, [first + 1]),
+                memory.describe(1, [first + 1]),
+                memory.describe(2, [first + 1]),
+            ]
+        )
+        for first in (0, 4)
+    )
+    async with open_store(tmp_path, namespace, engine=engine) as backend:
+        assert all(outcome.done for outcome in await store(backend, mixed, sources))
+        assert await load_verified(backend, mixed, targets) == [Status.DONE] * 6
+        await until_scanned(backend)
+        assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+    sizes = [path_of(tmp_path, namespace, key).stat().st_size for key in mixed]
+    assert sizes == [4796, 4615, 3 * 4096 + 5000, 4615, 3 * 4096 + 5000, 4796]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_no_flipped_bit_in_any_page_of_a_header_is_ever_loaded(
+    tmp_path: Path, engine: str
+) -> None:
+    rng = random.Random(engine)
+    memory, (key,) = BlockMemory([[5000]], num_blocks=8, blocks_per_chunk=2), hashed_keys(1)
+    namespace = listed(memory.namespace())
+    path = path_of(tmp_path, namespace, key)
+    whole, part = memory.describe(0, [2, 3]), memory.describe(0, [5], first_block_index=1)
+    async with open_store(tmp_path, namespace, engine=engine) as backend:
+        for turn, page in enumerate([0, 1, 2, 3] * 2):
+            (outcome,) = await store(backend, [key], memory.describe(0, [0, 1]))
+            assert outcome.done
+            flip_bit(path, 8 * PAGE_BYTES * page + rng.randrange(8 * PAGE_BYTES))
+            (outcome,) = await backend.load([key], whole if turn < 4 else part)
+            assert outcome.status is Status.CORRUPT
+            assert await backend.lookup([key]) == [False]
+            assert quarantine_of(tmp_path, namespace, key).exists()
+            assert backend.num_corrupt == turn + 1
+
+
+async def test_a_part_of_a_chunk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=16, blocks_per_chunk=4), hashed_keys(2)
+    namespace = listed(memory.namespace())
+    async with open_store(tmp_path, namespace) as backend:
+        await until_scanned(backend)
+        for _ in range(6):  # more often than an I/O error would be allowed to
+            for source in (
+                memory.describe(0, [0, 1, 2, 3, 4, 5, 6], first_block_index=1),  # without its head
+                memory.describe(0, [4, 5, 6, 7, 0, 1]),  # without its tail
+            ):
+                outcomes = await store(backend, keys, source)
+                part = int(source.block_sizes.argmin())
+                assert outcomes[part].status is Status.FAILED
+                assert "a part of a chunk" in outcomes[part].reason
+                assert outcomes[1 - part].done
+                assert await backend.lookup(keys) == [part == 1, part == 0]
+                assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 16384
+                assert not temporary_files(tmp_path)
+                assert await backend.delete(keys) == 1
+
+
+async def test_parts_of_a_stored_chunk_can_be_loaded_and_count_as_stored(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=16, blocks_per_chunk=4), hashed_keys(1)
+    async with open_store(tmp_path, listed(memory.namespace())) as backend:
+        await store(backend, keys, memory.describe(0, [0, 1, 2, 3]))
+        payload = make_payload(keys[0], 2048)
+        for first, blocks in ((0, [8, 9]), (1, [10, 11]), (3, [12])):
+            part = memory.describe(0, blocks, first_block_index=first)
+            assert [outcome.done for outcome in await backend.load(keys, part)] == [True]
+            assert read_payloads(part) == [payload[512 * first :][: 512 * len(blocks)]]
+            assert [outcome.done for outcome in await backend.store(keys, part)] == [True]
+
+
+async def test_tensors_that_no_header_can_list_are_refused(tmp_path: Path) -> None:
+    name_bytes = 100_000
+    tensors = tuple(
+        StoredTensor(name=str(number).rjust(name_bytes), dtype="U8", shape=(1,))
+        for number in range(11)
+    )
+    open_store(tmp_path, namespace_of(tensors[:10]))._scan.result()
+    with pytest.raises(InvalidArgumentError, match=r"groups\[0\]\.tensors is '11 tensors'"):
+        open_store(tmp_path, namespace_of(tensors))
+
+
+def make_header(num_tensors: int) -> BlockHeader:
+    return BlockHeader(
+        namespace="0" * 32,
+        key=hashed_keys(1)[0],
+        start=0,
+        tensors=name_tensors(num_tensors, (2, 8)),
+        integrity=Integrity.FAST,
+        checksum="0123456789abcdef",
+    )
+
+
+@pytest.mark.parametrize("num_tensors", [1, 2, 40, 41, 160, 1000])
+def test_a_header_fills_whole_pages_whatever_is_in_it(num_tensors: int) -> None:
+    header = make_header(num_tensors)
+    data = header.encode(FAST)
+    assert len(data) == header.data_offset
+    assert len(data) % PAGE_BYTES == 0
+    assert BlockHeader.verify(data, FAST) == header
+    keyed = Digester(Integrity.KEYED, bytes(32))
+    longest = replace(
+        header,
+        start=2**63,
+        key=BlockKey(b"\xff" * 119),
+        integrity=Integrity.KEYED,
+        checksum="f" * 64,
+    )
+    assert len(longest.encode(keyed)) == len(data)
+    assert BlockHeader.verify(longest.encode(keyed), keyed) == longest
+
+
+def test_every_changed_byte_of_a_long_header_is_noticed() -> None:
+    data = make_header(60).encode(FAST)
+    assert len(data) == 2 * PAGE_BYTES
+    for index in [*range(0, len(data), 3), len(data) - 1]:
+        changed = bytearray(data)
+        changed[index] ^= 1
+        with pytest.raises(BlockFileError):
+            BlockHeader.verify(bytes(changed), FAST)
+
+
+async def test_a_file_that_lists_other_tensors_is_corrupt_though_its_seal_holds(
+    tmp_path: Path,
+) -> None:
+    memory, (key,) = BlockMemory([[512]], num_blocks=4), hashed_keys(1)
+    namespace = listed(memory.namespace(), 2)
+    path = path_of(tmp_path, namespace, key)
+    async with open_store(tmp_path, namespace) as backend:
+        await store(backend, [key], memory.describe(0, [0]))
+        data = path.read_bytes()
+        header = BlockHeader.verify(data[:PAGE_BYTES], FAST)
+        first, second = header.tensors
+        renamed = (
+            msgspec.structs.replace(first, name=second.name),
+            msgspec.structs.replace(second, name=first.name),
+        )
+        path.write_bytes(replace(header, tensors=renamed).encode(FAST) + data[PAGE_BYTES:])
+        (outcome,) = await backend.load([key], memory.describe(0, [1]))
+    assert outcome.status is Status.CORRUPT
+    assert "layers.0.k" in outcome.reason
+    assert "layers.0.v" in outcome.reason
+
+
+def head(text: bytes, *, num_pages: int = 1) -> bytes:
+    num_bytes = num_pages * PAGE_BYTES - 8
+    return struct.pack("<Q", num_bytes) + text.ljust(num_bytes)
+
+
+def changed(old: bytes, new: bytes) -> bytes:
+    """A header whose text is another one."""
+    text = make_header(2).encode(FAST)[8:].rstrip()
+    assert text.count(old) == 1
+    return head(text.replace(old, new))
+
+
+K = b'"layers.0.k":{"dtype":"BF16","shape":[2,8],"data_offsets":[0,32]}'
+V = b'"layers.0.v":{"dtype":"BF16","shape":[2,8],"data_offsets":[32,64]}'
+
+HOSTILE = {
+    "a gap": changed(b"[32,64]", b"[33,65]"),
+    "an overlap": changed(b"[32,64]", b"[31,63]"),
+    "another order": changed(K + b"," + V, V + b"," + K),
+    "fewer bytes than the shape": changed(b"[0,32]", b"[0,31]"),
+    "an unknown data type": changed(K, K.replace(b"BF16", b"BF17")),
+    "no such shape": changed(K, K.replace(b"[2,8]", b"[-2,-8]")),
+    "a shape of 65 axes": changed(K, K.replace(b"[2,8]", b"[2,8" + b",1" * 63 + b"]")),
+    "a name that is none": changed(b'"layers.0.k"', b'""'),
+    "no metadata": head(b"{" + K + b"," + V + b"}"),
+    "a field too many": changed(b'"BF16","shape":[2,8],"data_offsets":[0,', b'"x":0,"shape":[0,'),
+    "one page too many": head(make_header(2).encode(FAST)[8:].rstrip(), num_pages=2),
+    "one page too few": make_header(60).encode(FAST)[:PAGE_BYTES],
+    "a long shape": head(
+        make_header(1).encode(FAST)[8:].rstrip().replace(b"[2,8]", b"[" + b"9" * 18 + b"]")
+    ).replace(b"9" * 18, b"1" + b",9223372036854775807" * 50_000),
+    "an endless array": head(b'{"x":' + b"[" * 500_000, num_pages=130),
+    "more than a header may be": head(b"{}", num_pages=257),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_list_of_tensors_is_a_typed_error_that_fits_into_a_log(name: str) -> None:
+    with pytest.raises(BlockFileError) as caught:
+        BlockHeader.verify(HOSTILE[name], FAST)
+    assert len(str(caught.value)) <= 1000
