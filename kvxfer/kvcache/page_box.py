@@ -93,6 +93,8 @@ class PageBox:
         Raises:
             PageMappingError: Turns do not end where digits of the box do.
         """
+        if self.extent(axis) % run:
+            raise PageMappingError(axis, f"{self.extent(axis)} per block", f"whole turns of {run}")
         digits: list[Digit] = []
         for digit in self.digits:
             reach = digit.size * digit.step
@@ -131,10 +133,14 @@ class PageBox:
         while rest:
             digit, rest = rest[0], rest[1:]
             inside = _extent(rest)
-            begin, end = low // digit.step, (high - 1) // digit.step
+            (begin, low), (end, high) = divmod(low, digit.step), divmod(high - 1, digit.step)
+            high += 1
+            if low >= inside:  # behind what that step has
+                begin, low = begin + 1, 0
+            if begin > end:
+                return None
             skipped_bytes += begin * digit.stride_bytes
             skipped += begin * digit.step
-            low, high = low - begin * digit.step, high - end * digit.step
             if begin == end:
                 high = min(high, inside)
                 if low >= high:
