@@ -76,14 +76,15 @@ def layer_boxes(
             _, stride = inside.pop("kv*dim")
             offset = sum(each for _, each in form.parts[:number]) * stride
             inside["dim"] = (width, stride)
-        if part == "latent":
-            inside.pop("head", None)  # of all heads together
         _, kernel_stride = inside.pop("block")
+        for axis in form.axis_sizes:
+            if "kv" not in axis:  # outside of the page, or left out by the layout
+                inside.setdefault(axis, (1, 0))
+        if part == "latent" and inside["head"][0] == 1:
+            inside.pop("head")  # of all heads together
         digits = [Digit(name, size, stride) for name, (size, stride) in inside.items()]
-        if "head" in outer:
-            digits.insert(0, Digit("head", 1, 0))
         if ratio > 1:
-            tokens, _ = inside.get("token", (1, 0))
+            tokens, _ = inside["token"]
             digits.insert(0, Digit("token", ratio, kernel_stride, tokens))
         boxes.append(
             PageBox(
