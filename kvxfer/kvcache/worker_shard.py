@@ -8,7 +8,7 @@ from kvxfer.kvcache.checks import require_positive
 from kvxfer.kvcache.page_box import PageBox
 
 OPAQUE = "opaque"
-"""The part whose bytes nobody can tell apart."""
+"""What parts are called whose bytes nobody can tell apart, before their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,16 +69,26 @@ class WorkerShard:
                 workers divide a state.
         """
         kept = max(1, self.num_kv_heads // self.tp_size)
+        heads: dict[tuple[str, str], int] = {}
+        for box in boxes:
+            name = box.layer_name, box.part
+            heads[name] = max(heads.get(name, 0), box.first_index("head") + box.extent("head"))
         placed = []
         for box in boxes:
+            found = heads[box.layer_name, box.part]
             if _is_state(box):
                 if self.num_workers > 1 and "head" not in box.axes:
                     raise PageMappingError("head", f"{box.part} without heads", "one worker")
-                first = self._tp_rank * box.extent("head")
+                if self.num_token_shares > 1:
+                    raise PageMappingError(
+                        "token", f"{box.part} without tokens", "no shares of them"
+                    )
+                first = self._tp_rank * found
             else:
-                heads = max(b.first_index("head") + b.extent("head") for b in boxes)
-                if "head" in box.axes and heads != kept:
-                    raise PageMappingError("head", heads, f"{kept} per worker")
+                if "head" in box.axes and found != kept:
+                    raise PageMappingError(
+                        "head", f"{found} in {box.layer_name!r}", f"{kept} per worker"
+                    )
                 first = self._tp_rank // self._num_copies(box) * kept
             moved = box.shifted("head", first) if "head" in box.axes else box
             if "token" in box.axes and self.num_token_shares > 1:
@@ -108,10 +118,11 @@ class WorkerShard:
         if len(found) > 1:
             raise PageMappingError("head", f"kept by {sorted(found)} workers", "one number")
         (copies,) = found
-        if copies % self.dcp_size:
+        shares = self.dcp_size if any("token" in box.axes for box in boxes) else 1
+        if copies % shares:
             rule = f"a divisor of {copies}, the workers that hold the same heads"
             raise InvalidArgumentError("dcp_size", self.dcp_size, rule)
-        return copies // self.dcp_size, self._tp_rank % copies // self.dcp_size
+        return copies // shares, self._tp_rank % copies // shares
 
     @property
     def _tp_rank(self) -> int:
@@ -123,7 +134,7 @@ class WorkerShard:
 
     def _num_copies(self, box: PageBox) -> int:
         """Workers of a tensor-parallel group that keep the same heads of a box."""
-        if _is_state(box) or box.part == OPAQUE:
+        if _is_state(box) or box.part.startswith(OPAQUE):
             return 1
         return max(1, self.tp_size // self.num_kv_heads) if "head" in box.axes else self.tp_size
 
