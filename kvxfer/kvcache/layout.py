@@ -184,7 +184,7 @@ def fitting_readings(
         InvalidArgumentError: `layout` is not a layout that a page can be read from.
     """
     candidates = _candidates(form, layout, num_layers)
-    if not _same_bytes(tensor.dtype, form.dtype):
+    if not same_bytes(tensor.dtype, form.dtype):
         return []
     padded_elements = (page_size_bytes or form.page_size_bytes) // form.dtype.itemsize
     readings: dict[tuple[str, ...], LayoutReading] = {}
@@ -371,8 +371,8 @@ def _page_strides(
     return tuple(strides)
 
 
-def _same_bytes(actual: torch.dtype, expected: torch.dtype) -> bool:
-    """Whether elements are the same; engines register 8-bit floats as plain bytes."""
+def same_bytes(actual: torch.dtype, expected: torch.dtype) -> bool:
+    """Say whether elements are the same; engines register 8-bit floats as plain bytes."""
     plain = (torch.uint8, torch.int8)
     if expected.itemsize == 1 and (actual in plain or expected in plain):
         return actual.itemsize == 1

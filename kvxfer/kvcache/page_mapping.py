@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import PageMappingError
+from kvxfer.kvcache.layout import same_bytes
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable_page import PortablePage, PortableTensor, tensor_names
 
@@ -196,7 +198,7 @@ def compile_mapping(
     for name, box in zip(tensor_names(boxes), boxes, strict=True):
         named.setdefault(name, []).append(box)
     _require_tensors(named, page)
-    pages = []
+    pages: list[Fragments] = []
     for first in firsts:
         parts = []
         for tensor, offset in zip(page.tensors, page.offsets_bytes, strict=True):
@@ -205,36 +207,54 @@ def compile_mapping(
                     placed = box.shifted("token", block * tokens_per_block - first)
                     parts += _place(placed, tensor, offset, block)
         if not parts:
-            raise PageMappingError("head", "no head", "some of those of the page")
+            axis = "token" if len(firsts) > 1 else "head"
+            raise PageMappingError(axis, f"nothing of page {len(pages)} of a block", "a part of it")
         pages.append(Fragments.join(parts, cuts, np.cumsum(page.shard_sizes)))
     mapping = PageMapping(
         page, sum(payload_sizes), blocks_per_page, tuple(pages), num_writers, writer_index
     )
     _require_disjoint(mapping)
+    expected = blocks_per_page * sum(box.num_bytes for box in boxes)
+    if (found := sum(int(fragments.lengths.sum()) for fragments in pages)) != expected:
+        raise PageMappingError("page", f"{found} bytes in pages", f"all {expected} of the blocks")
     return mapping
 
 
 def verify_mappings(mappings: Sequence[PageMapping]) -> None:
-    """Prove that the workers of a model and a portable page are the same bytes.
+    """Prove that the workers of a model and its portable pages are the same bytes.
 
-    Every worker's fragments must cover the boxes of its blocks exactly once, which
-    `compile_mapping` has seen to; and for each turn the workers whose turn it is must tile the
-    page exactly once.
+    Every worker's fragments must be bytes of its blocks, none of them twice; and for each turn
+    the workers whose turn it is must tile the page exactly once. That they are all bytes of the
+    blocks that carry data, `compile_mapping` has seen to.
+
+    Args:
+        mappings: Those of all workers for one group.
 
     Raises:
-        PageMappingError: Some byte of the page is nobody's, or that of two workers.
+        PageMappingError: Some byte of a page is nobody's, or that of two workers; or workers cut
+            their blocks into different pages.
     """
-    turns = {mapping.num_writers for mapping in mappings}
-    for turn in range(max(turns)):
-        writers = [mapping for mapping in mappings if mapping.writes(turn)]
-        num_pages = min(mapping.pages_per_block for mapping in mappings)
-        for index in range(num_pages):
-            offsets = [mapping.pages[index].page_offsets for mapping in writers]
-            lengths = [mapping.pages[index].lengths for mapping in writers]
-            size = mappings[0].page.num_bytes
-            if not writers or not _tiles(np.concatenate(offsets), np.concatenate(lengths), size):
-                found = sum(int(each.sum()) for each in lengths)
-                raise PageMappingError("head", f"{found} bytes of all workers", f"{size} of a page")
+    of_page: dict[PortablePage, list[PageMapping]] = {}
+    for mapping in mappings:
+        _require_disjoint(mapping)
+        of_page.setdefault(mapping.page, []).append(mapping)  # each opaque worker has its own
+    for page, sharing in of_page.items():
+        if len(counts := {mapping.pages_per_block for mapping in sharing}) > 1:
+            raise PageMappingError("token", f"{sorted(counts)} pages per block", "one number")
+        for turn in range(lcm(*(mapping.num_writers for mapping in sharing))):
+            writers = [mapping for mapping in sharing if mapping.writes(turn)]
+            for index in range(*counts):
+                _require_tiles([mapping.pages[index] for mapping in writers], page.num_bytes)
+
+
+def _require_tiles(parts: Sequence[Fragments], size: int) -> None:
+    offsets = np.concatenate([np.zeros(0, np.int64), *(part.page_offsets for part in parts)])
+    lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
+    order = np.argsort(offsets)
+    ends = np.cumsum(lengths[order])
+    starts = ends - lengths[order]
+    if lengths.sum() != size or (offsets[order] != starts).any():
+        raise PageMappingError("head", f"{lengths.sum()} bytes of all workers", f"{size} of a page")
 
 
 def _place(box: PageBox, tensor: PortableTensor, offset: int, block: int) -> list[Fragments]:
@@ -278,7 +298,7 @@ def _coalesce(
 
 
 def _require_same_elements(box: PageBox, tensor: PortableTensor) -> None:
-    if box.dtype.itemsize != tensor.dtype.itemsize:
+    if not same_bytes(box.dtype, tensor.dtype):
         raise PageMappingError("dtype", box.dtype, f"{tensor.dtype} of {tensor.name!r}")
     if box.encoding != tensor.encoding:
         raise PageMappingError("encoding", box.encoding, f"{tensor.encoding!r} of {tensor.name!r}")
@@ -312,10 +332,3 @@ def _require_disjoint(mapping: PageMapping) -> None:
     limit = mapping.blocks_per_page * mapping.block_size_bytes
     if starts.min() < 0 or ends[-1] > limit:
         raise PageMappingError("page", f"bytes up to {int(ends[-1])}", f"at most {limit}")
-
-
-def _tiles(offsets: Offsets, lengths: Offsets, size: int) -> bool:
-    order = np.argsort(offsets)
-    ends = np.cumsum(lengths[order])
-    starts = offsets[order]
-    return bool(len(ends) and (starts == ends - lengths[order]).all() and ends[-1] == size)
