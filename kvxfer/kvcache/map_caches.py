@@ -9,7 +9,7 @@ from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping
-from kvxfer.kvcache.portable_page import portable_page
+from kvxfer.kvcache.portable_page import natural_order, portable_page
 from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
 
 
@@ -87,16 +87,23 @@ def _map(
 def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
     """What the payload of a block of a group is: the pages of its refs, one after the other.
 
+    Layers that keep the same bytes are one: the first of them, by the numbers in their names.
+
     Raises:
         PageMappingError: The engine did not say what the bytes of a ref mean.
     """
-    boxes, start = [], 0
+    boxes: list[PageBox] = []
+    start = 0
     for ref in refs:
         if not ref.boxes:
             raise PageMappingError("layout", f"bytes of {list(ref.layer_names)}", "named axes")
         boxes += [box.moved(start) for box in ref.boxes]
         start += ref.page_size_bytes
-    return boxes
+    boxes.sort(key=lambda box: natural_order(box.layer_name))
+    distinct: dict[PageBox, PageBox] = {}
+    for box in boxes:
+        distinct.setdefault(replace(box, layer_name=""), box)
+    return list(distinct.values())
 
 
 def opaque_boxes(refs: Sequence[CanonicalKVCacheRef], encoding: str) -> tuple[PageBox, ...]:
@@ -108,12 +115,12 @@ def opaque_boxes(refs: Sequence[CanonicalKVCacheRef], encoding: str) -> tuple[Pa
     """
     boxes, start = [], 0
     for index, ref in enumerate(refs):
-        name = ref.layer_names[0] if len(ref.layer_names) == 1 else f"pages.{index}"
+        name = ref.layer_names[0] if len(ref.layer_names) == 1 else "row"
         digits = (Digit("byte", ref.page_size_bytes, 1),)
         boxes.append(
             PageBox(
                 layer_name=name,
-                part=OPAQUE,
+                part=f"{OPAQUE}{index}",
                 dtype=torch.uint8,
                 digits=digits,
                 offset_bytes=start,

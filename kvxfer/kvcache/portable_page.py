@@ -13,7 +13,7 @@ from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.worker_shard import WorkerShard
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,8 @@ def portable_page(
 ) -> PortablePage:
     """Find the page that has everything which the boxes of one worker are a part of.
 
-    In every tensor the heads come first, then tokens, then what is inside of them, so that the
-    heads of any worker are one piece of it.
+    Tensors are in the order of the numbers in their names. In every tensor the heads come first,
+    then tokens, then what is inside of them, so that the heads of any worker are one piece of it.
 
     Args:
         boxes: Of one block, with the indices that they have in the whole model.
@@ -114,8 +114,8 @@ def portable_page(
     for name, box in zip(tensor_names(boxes), boxes, strict=True):
         parts.setdefault(name, []).append(box)
     shards: list[list[PortableTensor]] = [[] for _ in range(num_shards)]
-    for name, same in parts.items():
-        box = same[0]
+    for name in sorted(parts, key=natural_order):
+        same, box = parts[name], parts[name][0]
         sizes = {axis: max(b.first_index(axis) + b.extent(axis) for b in same) for axis in box.axes}
         sizes |= {"head": shard.total_heads(same), "token": num_tokens}
         axes = (*(a for a in ("head", "token") if a in box.axes), *_inner_axes(box))
@@ -156,10 +156,16 @@ def tensor_names(boxes: Sequence[PageBox]) -> list[str]:
     not, or where another layer has the same number.
     """
     layers = dict.fromkeys(box.layer_name for box in boxes)
-    numbers = {name: _NUMBER.findall(name) for name in layers}
+    numbers = {name: [int(found) for found in _NUMBER.findall(name)] for name in layers}
     count = Counter(found[0] for found in numbers.values() if len(found) == 1)
     called = {
-        name: f"layers.{int(found[0])}" if len(found) == 1 and count[found[0]] == 1 else name
+        name: f"layers.{found[0]}" if len(found) == 1 and count[found[0]] == 1 else name
         for name, found in numbers.items()
     }
     return [f"{called[box.layer_name]}.{box.part}" for box in boxes]
+
+
+def natural_order(name: str) -> tuple[list[str | int], str]:
+    """Sort key by which layer 9 comes before layer 10."""
+    pieces = _NUMBER.split(name)
+    return [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)], name
