@@ -1,7 +1,8 @@
 """Mappings of whole caches: for every group how one worker's blocks are portable pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -9,7 +10,7 @@ from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping
-from kvxfer.kvcache.portable_page import natural_order, portable_page
+from kvxfer.kvcache.portable_page import PortablePage, natural_order, portable_page
 from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
 
 
@@ -20,6 +21,7 @@ def map_caches(
     tokens_per_page: int | None = None,
     num_shards: int = 1,
     state_heads: Sequence[str | None] = (),
+    axes: Mapping[str, Sequence[str]] = MappingProxyType({}),
     opaque: str = "",
 ) -> tuple[PageMapping, ...]:
     """Map the blocks of every group of a worker's caches to portable pages.
@@ -33,6 +35,7 @@ def map_caches(
             ones, so as many as the most workers that will divide the heads.
         state_heads: For each state of a recurrent layer the axis, `s0` or `s1`, ..., along which
             workers divide it; by default states can be mapped on a single worker only.
+        axes: See `portable_page`; all engines that share pages must give the same.
         opaque: Keep groups that cannot be mapped as plain bytes, which only a worker can read
             that is the same: what has to be the same beside its rank, such as the engine, its
             release and its layout. The reason is in the encoding of what is kept.
@@ -52,27 +55,31 @@ def map_caches(
         try:
             boxes = shard.place(_name_heads(payload_boxes(refs), state_heads))
             tokens_per_block = caches.group_specs[group].tokens_per_block * shard.num_token_shares
-            mappings.append(_map(refs, boxes, shard, tokens_per_block, tokens_per_page, num_shards))
+            page = portable_page(
+                boxes,
+                shard,
+                num_tokens=tokens_per_page or tokens_per_block,
+                num_shards=num_shards,
+                axes=axes,
+            )
+            mappings.append(_map(refs, boxes, page, shard, tokens_per_block))
         except PageMappingError as exc:
             if not opaque:
                 raise
             encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
             boxes = opaque_boxes(refs, encoding)
-            mappings.append(_map(refs, boxes, shard, 1, None, 1))
+            page = portable_page(boxes, shard, num_tokens=1)
+            mappings.append(_map(refs, boxes, page, shard, 1))
     return tuple(mappings)
 
 
 def _map(
     refs: Sequence[CanonicalKVCacheRef],
     boxes: Sequence[PageBox],
+    page: PortablePage,
     shard: WorkerShard,
     tokens_per_block: int,
-    tokens_per_page: int | None,
-    num_shards: int,
 ) -> PageMapping:
-    page = portable_page(
-        boxes, shard, num_tokens=tokens_per_page or tokens_per_block, num_shards=num_shards
-    )
     num_writers, writer_index = shard.writers(boxes)
     return compile_mapping(
         boxes,

@@ -2,10 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
+from types import MappingProxyType
 
 import torch
 
@@ -93,7 +94,12 @@ class PortablePage:
 
 
 def portable_page(
-    boxes: Sequence[PageBox], shard: WorkerShard, *, num_tokens: int, num_shards: int = 1
+    boxes: Sequence[PageBox],
+    shard: WorkerShard,
+    *,
+    num_tokens: int,
+    num_shards: int = 1,
+    axes: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> PortablePage:
     """Find the page that has everything which the boxes of one worker are a part of.
 
@@ -106,9 +112,12 @@ def portable_page(
         num_tokens: Tokens of a portable page.
         num_shards: Equal shares of the heads that are stored one by one; as many as the most
             workers that will divide them. Tensors without heads are in the first.
+        axes: Order of the axes of some parts where all engines agree on another one, e.g.
+            `{"k": ("head", "dim", "token")}`.
 
     Raises:
-        InvalidArgumentError: The heads of some tensor cannot be divided so.
+        InvalidArgumentError: A part has other axes than the order says, or the heads of some
+            tensor cannot be divided so.
     """
     parts: dict[str, list[PageBox]] = {}
     for name, box in zip(tensor_names(boxes), boxes, strict=True):
@@ -118,13 +127,15 @@ def portable_page(
         same, box = parts[name], parts[name][0]
         sizes = {axis: max(b.first_index(axis) + b.extent(axis) for b in same) for axis in box.axes}
         sizes |= {"head": shard.total_heads(same), "token": num_tokens}
-        axes = (*(a for a in ("head", "token") if a in box.axes), *_inner_axes(box))
+        order = tuple(axes.get(box.part) or _usual_axes(box))
+        if set(order) != set(box.axes):
+            raise InvalidArgumentError(f"axes of {box.part!r}", order, f"the axes {box.axes}")
         tensor = PortableTensor(
             name=name,
             dtype=box.dtype,
-            axes=axes,
-            shape=tuple(sizes[axis] for axis in axes),
-            first=(0,) * len(axes),
+            axes=order,
+            shape=tuple(sizes[axis] for axis in order),
+            first=(0,) * len(order),
             encoding=box.encoding,
         )
         for each, share in zip(shards, _share_heads(tensor, num_shards), strict=False):
@@ -132,8 +143,9 @@ def portable_page(
     return PortablePage(tuple(tuple(each) for each in shards if each))
 
 
-def _inner_axes(box: PageBox) -> tuple[str, ...]:
-    return tuple(sorted(axis for axis in box.axes if axis not in ("head", "token")))
+def _usual_axes(box: PageBox) -> tuple[str, ...]:
+    outer = [axis for axis in ("head", "token") if axis in box.axes]
+    return (*outer, *sorted(set(box.axes) - set(outer)))
 
 
 def _share_heads(tensor: PortableTensor, num_shards: int) -> Iterator[PortableTensor]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
@@ -15,12 +16,15 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, spec
 from kvxfer.integrations.vllm.identity import (
     ModelIdentity,
+    WorkerIdentity,
     identify_model,
     publish_identity,
-    receive_identity,
+    receive_identities,
     row_namespace,
 )
 from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
+from kvxfer.integrations.vllm.worker_pages import GroupPages, WorkerPages
+from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
 
@@ -53,6 +57,7 @@ def make_model(path: str) -> SimpleNamespace:
         model_class_overrides=None,
         disable_sliding_window=False,
         max_model_len=4096,
+        get_total_num_kv_heads=lambda: 2,
         hf_config=HFConfig(),
     )
 
@@ -72,6 +77,7 @@ def vllm_config(tmp_path: Path) -> Any:
             mamba_cache_mode="none",
         ),
         attention_config="AttentionConfig(backend=None)",
+        parallel_config=SimpleNamespace(),
         load_config=SimpleNamespace(load_format="auto"),
     )
 
@@ -194,13 +200,24 @@ def test_rows_of_other_shapes_or_parallel_sizes_are_in_other_namespaces() -> Non
     assert len({each.fingerprint for each in [one, *others]}) == 4
 
 
-def test_the_scheduler_receives_what_a_worker_published() -> None:
-    identity = ModelIdentity(revision="r" * 100, quantization="q", config_hash="h")
-    segment = publish_identity("test-identity", identity)
-    assert receive_identity("test-identity") == identity
-    segment.close()
-    with pytest.raises(InvalidArgumentError, match="first worker"):
-        receive_identity("test-identity")
+def test_the_scheduler_receives_what_every_worker_published() -> None:
+    model = ModelIdentity(revision="r" * 100, quantization="q", config_hash="h")
+    digits = (Digit("head", 2, 4096), Digit("token", 16, 256), Digit("dim", 64, 4))
+    box = PageBox(layer_name="layers.1", part="k", dtype=torch.float32, digits=digits)
+    told = GroupPages(payload_size_bytes=8192, boxes=(box,), axes={"k": ("head", "dim", "token")})
+    untold = GroupPages(payload_size_bytes=64, reason="states")
+    published = [
+        WorkerIdentity(model=model, pages=WorkerPages(groups=(told, untold), num_kv_heads=heads))
+        for heads in (1, 2)
+    ]
+    segments = [
+        publish_identity("test-identity", rank, identity) for rank, identity in enumerate(published)
+    ]
+    assert receive_identities("test-identity", 2) == published
+    for segment in segments:
+        segment.close()
+    with pytest.raises(InvalidArgumentError, match="whose workers"):
+        receive_identities("test-identity", 2)
 
 
 @pytest.mark.parametrize("num_lower", [1, 2])
@@ -222,7 +239,7 @@ def test_a_vllm_that_does_not_say_what_its_model_is_gets_no_files() -> None:
     memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
     with pytest.raises(InvalidArgumentError, match="what its model is"):
         KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
-    with pytest.raises(InvalidArgumentError, match="first worker"):
+    with pytest.raises(InvalidArgumentError, match="whose workers"):
         KVXferOffloadingSpec(config).get_manager()
 
 

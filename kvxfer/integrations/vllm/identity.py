@@ -1,6 +1,7 @@
 """What changes the bytes of vLLM's KV cache: the namespace of chunks that outlive an engine."""
 
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from kvxfer.integrations.vllm.interface import (
     installed_version,
     layout_name,
 )
+from kvxfer.integrations.vllm.worker_pages import WorkerPages
 from kvxfer.storage.keys import GroupIdentity, Namespace
 
 VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
-SEGMENT_BYTES = HEADER_BYTES + (16 << 10)
-SEGMENT_HEADER = b"kvxfer model identity 1"
+SEGMENT_BYTES = HEADER_BYTES + (256 << 10)
+SEGMENT_HEADER = b"kvxfer worker identity 1"
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,32 +118,54 @@ def row_namespace(
     )
 
 
-def publish_identity(name: str, identity: ModelIdentity) -> SharedSegment:
+class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker tells the scheduler, to which vLLM does not.
+
+    Attributes:
+        model: What its model is.
+        pages: What the bytes of its blocks are.
+    """
+
+    model: ModelIdentity
+    pages: WorkerPages
+
+
+def publish_identity(name: str, rank: int, identity: WorkerIdentity) -> SharedSegment:
     """Put an identity where the scheduler finds it; to be closed when the engine ends.
 
     vLLM tells its workers what the model is, not the spec that it builds for its scheduler.
     """
-    segment = SharedSegment(f"{name}-model", SEGMENT_HEADER, SEGMENT_BYTES)
-    encoded = msgspec.json.encode(identity)
+    segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
+    encoded = zlib.compress(msgspec.json.encode(identity, enc_hook=str))
     segment.memory[HEADER_BYTES : HEADER_BYTES + len(encoded)] = list(encoded)
     return segment
 
 
-def receive_identity(name: str) -> ModelIdentity:
-    """Read what a worker published.
+def receive_identities(name: str, num_workers: int) -> list[WorkerIdentity]:
+    """Read what all workers published, by rank.
 
     Raises:
-        InvalidArgumentError: Nothing was published.
+        InvalidArgumentError: A worker published nothing.
     """
-    segment = SharedSegment(f"{name}-model", SEGMENT_HEADER, SEGMENT_BYTES)
+    return [_receive_identity(name, rank) for rank in range(num_workers)]
+
+
+def _receive_identity(name: str, rank: int) -> WorkerIdentity:
+    segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
     try:
-        encoded = segment.memory[HEADER_BYTES:].tobytes().rstrip(b"\0")
+        encoded = segment.memory[HEADER_BYTES:].tobytes()
     finally:
         segment.close()
-    if not encoded:
-        rule = "an engine whose first worker says what its model is; keep to host:// alone"
+    if not any(encoded):
+        rule = "an engine whose workers say what their model is; keep to host:// alone"
         raise InvalidArgumentError("backend", "a tier below host memory", rule)
-    return msgspec.json.decode(encoded, type=ModelIdentity)
+    text = zlib.decompressobj().decompress(encoded)
+    return msgspec.json.decode(text, type=WorkerIdentity, dec_hook=_decode_dtype)
+
+
+def _decode_dtype(kind: type, value: Any) -> Any:
+    assert kind is torch.dtype
+    return getattr(torch, value.removeprefix("torch."))
 
 
 def _describe(model: Any) -> dict[str, Any]:

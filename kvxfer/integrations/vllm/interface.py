@@ -100,6 +100,14 @@ def host_layout(config: OffloadingConfig) -> Mapping[str, int]:
     }
 
 
+def workers_keep_the_same(config: OffloadingConfig) -> bool:
+    """Whether all workers have the same bytes, and one of them is enough to store them.
+
+    So it is with latents in tensor parallelism on one machine; before 0.27 nobody said so.
+    """
+    return bool(getattr(config, "replicated_layout", False))
+
+
 def require_tiering() -> None:
     """Check that vLLM's tiers take what a verified one tells of its jobs.
 
@@ -142,4 +150,5 @@ __all__ = [
     "layout_name",
     "may_load_from_storage",
     "require_tiering",
+    "workers_keep_the_same",
 ]

@@ -20,6 +20,7 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.engine import TransferEngine
@@ -78,6 +79,8 @@ class LowerTier:
         rows: uint8, `(num_rows, row_size_bytes)`, contiguous; kept alive.
         num_groups: One more than the largest group index of a key.
         backend: Where rows go; closed with the tier.
+        mappings: For each group how rows are portable pages; by default they are stored as they
+            are.
         timeouts: How long the backend may take.
 
     Raises:
@@ -90,6 +93,7 @@ class LowerTier:
         num_groups: int,
         backend: Backend,
         *,
+        mappings: Sequence[PageMapping] = (),
         timeouts: Timeouts | None = None,
     ) -> None:
         tensor = torch.from_numpy(rows).view(torch.int8)
@@ -99,7 +103,9 @@ class LowerTier:
             group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * num_groups,
         )
         self._timeouts = timeouts or Timeouts()
-        self._engine = TransferEngine(caches, backend, timeout_s=self._timeouts.store)
+        self._engine = TransferEngine(
+            caches, backend, mappings=mappings, timeout_s=self._timeouts.store
+        )
         try:
             self._engine.submit_call(backend.start()).result()
         except BaseException:

@@ -14,9 +14,10 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import metrics
 from kvxfer.integrations.vllm.identity import (
+    WorkerIdentity,
     identify_model,
     publish_identity,
-    receive_identity,
+    receive_identities,
     row_namespace,
 )
 from kvxfer.integrations.vllm.interface import (
@@ -30,15 +31,20 @@ from kvxfer.integrations.vllm.interface import (
     get_current_vllm_config_or_none,
     group_ids,
     layout_name,
+    workers_keep_the_same,
 )
 from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.row_mapping import map_rows
 from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker
+from kvxfer.integrations.vllm.worker_pages import describe_pages
 from kvxfer.integrations.vllm_connector.hooks import convert_caches
+from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.tiers import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, TransferEngine
 
@@ -66,6 +72,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
+        self.replicated_layout = workers_keep_the_same(config)  # vLLM: then only rank 0 stores
         self._pool_config, self._lower = _parse_tiers(config.extra_config.get("backend"))
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
@@ -84,10 +91,12 @@ class KVXferOffloadingSpec(OffloadingSpec):
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """The side of the worker with these caches; the same one at every call."""
         if self._worker is None:
-            published = self._publish_identity()
-            backend = PlacedBackend(self._open_pool(), part=self.config.parallel.rank)
+            caches = convert_caches(kv_caches)
+            published = self._publish_identity(caches)
+            part = 0 if self.replicated_layout else self.config.parallel.rank
+            backend = PlacedBackend(self._open_pool(), part=part)
             engine = TransferEngine(
-                convert_caches(kv_caches),
+                caches,
                 backend,
                 blocks_per_chunk=self.blocks_per_chunk,
                 max_bytes_in_flight=DEFAULT_MAX_BYTES_IN_FLIGHT,
@@ -111,20 +120,29 @@ class KVXferOffloadingSpec(OffloadingSpec):
         return TieredOffloadingManager(pool, index, tier, emit_events=emit_events)
 
     def _open_lower_tier(self, pool: HostPool) -> LowerTier:
-        identity = receive_identity(self._name)
-        namespace = row_namespace(self.config, identity, row_size_bytes=pool.shape.slot_size_bytes)
+        workers = receive_identities(self._name, self.config.parallel.world_size)
+        rows = row_namespace(
+            self.config, workers[0].model, row_size_bytes=pool.shape.slot_size_bytes
+        )
+        pages = [worker.pages for worker in workers]
+        mappings = map_rows(pages, self.config, pool.shape, f"rows {rows.fingerprint}")
+        namespace = portable_namespace(rows, mappings)
         backends = [backend_type(config, namespace) for backend_type, config in self._lower]
         backend = backends[0] if len(backends) == 1 else TieredBackend(backends, namespace)
-        return LowerTier(pool.rows, len(namespace.groups), backend)
+        return LowerTier(pool.rows, len(namespace.groups), backend, mappings=mappings)
 
-    def _publish_identity(self) -> list[SharedSegment]:
-        if not self._lower or self.config.parallel.rank:
+    def _publish_identity(self, caches: OurCaches) -> list[SharedSegment]:
+        if not self._lower:
             return []
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None:
             rule = "host:// alone: vLLM does not say what its model is"
             raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
-        return [publish_identity(self._name, identify_model(vllm_config))]
+        identity = WorkerIdentity(
+            model=identify_model(vllm_config),
+            pages=describe_pages(caches, self.config, vllm_config),
+        )
+        return [publish_identity(self._name, self.config.parallel.rank, identity)]
 
     @property
     def _name(self) -> str:
@@ -136,7 +154,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
         config = self.config
         shape = PoolShape.fit(
             capacity_bytes=self._pool_config.capacity,
-            num_parts=config.parallel.world_size,
+            num_parts=1 if self.replicated_layout else config.parallel.world_size,
             part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
         )
         return HostPool(

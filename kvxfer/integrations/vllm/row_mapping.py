@@ -1,0 +1,98 @@
+"""Rows of host memory as portable pages: the chunks of all workers of an engine."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvxfer.backends.host import PoolShape
+from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.integrations.vllm.interface import OffloadingConfig, group_ids
+from kvxfer.integrations.vllm.worker_pages import WorkerPages
+from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping
+from kvxfer.kvcache.portable_page import portable_page
+from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
+
+
+def map_rows(
+    workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, encoding: str
+) -> list[PageMapping]:
+    """Say what a row is, for every group that a key may name.
+
+    A row has a part for each worker, or one for all where they keep the same. A group of which
+    this cannot be told is kept as it is: another engine reads it if it has the same `encoding`.
+
+    Args:
+        workers: What each worker says of its blocks, by rank.
+        config: vLLM's plan of the offloading.
+        shape: Of the pool.
+        encoding: What tells this engine's rows from others' that mean something else.
+    """
+    position = {group_id: index for index, group_id in enumerate(group_ids(config))}
+    mappings = []
+    for group_id in range(max(position) + 1):
+        try:
+            if group_id not in position:
+                raise PageMappingError(OPAQUE, f"group {group_id}", "one that is offloaded")  # noqa: TRY301
+            boxes = list(_row_boxes(workers, config, shape, position[group_id]))
+            tokens = config.groups[position[group_id]].tokens_per_block * _num_blocks(config)
+            axes = workers[0].groups[position[group_id]].axes
+        except (PageMappingError, InvalidArgumentError) as exc:
+            boxes = [_opaque(shape.slot_size_bytes, f"{encoding} ({exc})")]
+            tokens, axes = 1, {}
+        page = portable_page(boxes, _shard(workers, config, 0), num_tokens=tokens, axes=axes)
+        mappings.append(
+            compile_mapping(
+                boxes, page, tokens_per_block=tokens, payload_sizes=[shape.slot_size_bytes]
+            )
+        )
+    return mappings
+
+
+def _row_boxes(
+    workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
+) -> Iterator[PageBox]:
+    """What a row holds of a group, with the indices of the whole model.
+
+    Raises:
+        PageMappingError: That is not known, or several parts of a row are the same.
+    """
+    if config.parallel.pp_size > 1:
+        raise PageMappingError("layer", f"{config.parallel.pp_size} stages", "one stage")
+    tokens = config.groups[group].tokens_per_block
+    for rank in range(shape.num_parts):
+        pages, shard = workers[rank].groups[group], _shard(workers, config, rank)
+        if pages.reason:
+            raise PageMappingError(OPAQUE, pages.reason, "named axes")
+        num_writers, _ = shard.writers(pages.boxes)
+        if num_writers > 1 and shape.num_parts > 1:
+            raise PageMappingError("head", f"kept by {num_writers} workers", "one part of a row")
+        for block in range(_num_blocks(config)):
+            start = rank * shape.part_size_bytes + block * pages.payload_size_bytes
+            for box in shard.place(pages.boxes):
+                yield box.moved(start).shifted("token", block * tokens)
+
+
+def _opaque(row_size_bytes: int, encoding: str) -> PageBox:
+    return PageBox(
+        layer_name="row",
+        part=OPAQUE,
+        dtype=torch.uint8,
+        digits=(Digit("byte", row_size_bytes, 1),),
+        encoding=encoding,
+    )
+
+
+def _shard(workers: Sequence[WorkerPages], config: OffloadingConfig, rank: int) -> WorkerShard:
+    return WorkerShard(
+        num_kv_heads=max(1, workers[0].num_kv_heads),
+        rank=rank,
+        tp_size=config.parallel.tp_size,
+        pcp_size=config.parallel.pcp_size,
+        dcp_size=config.parallel.dcp_size,
+        interleave_tokens=workers[0].interleave_tokens,
+    )
+
+
+def _num_blocks(config: OffloadingConfig) -> int:
+    return int(config.cache.blocks_per_chunk)

@@ -1,0 +1,68 @@
+"""Prompts stored by an engine of one shape are hits for an engine of another, from one folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tests.e2e.harness import AuditedEngine, random_prompts, require_same
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 8
+BLOCK_TOKENS = 128
+SHARED_BLOCKS = 5
+
+
+def run(
+    tmp_path: Path, name: str, workers: int, model: str = "llama", **more: Any
+) -> Iterator[AuditedEngine]:
+    directory = tmp_path / name
+    directory.mkdir()
+    engine = AuditedEngine(
+        model,
+        directory,
+        files=tmp_path / "files",
+        tensor_parallel_size=workers,
+        multiprocessing=workers > 1,
+        kv_cache_memory_bytes=64 << 20,
+        max_model_len=2048,
+        **more,
+    )
+    try:
+        yield engine
+    finally:
+        engine.close()
+        assert "Traceback" not in engine.log(), engine.log()
+
+
+def block_files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "files").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
+def test_another_tensor_parallel_size_hits_what_was_stored(
+    tmp_path: Path, first: int, second: int
+) -> None:
+    prompts = random_prompts(
+        2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2
+    )
+    for engine in run(tmp_path, "first", first):
+        computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+        engine.settle()
+    stored = block_files(tmp_path)
+    assert len(stored) == SHARED_BLOCKS
+    for engine in run(tmp_path, "second", second):
+        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
+        metrics = engine.metrics()
+        engine.settle()
+    require_same(returned, computed, dtype=engine.dtype)
+    assert all(one.cached_tokens == SHARED_BLOCKS * BLOCK_TOKENS for one in returned)
+    assert metrics["vllm:external_prefix_cache_hits"] >= SHARED_BLOCKS * BLOCK_TOKENS
+    assert block_files(tmp_path) == stored, "there is more than one copy"
+    with safe_open(stored[0], framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert shapes["layers.0.k"] == (2, 64, BLOCK_TOKENS)
+    assert shapes["layers.0.v"] == (2, BLOCK_TOKENS, 64)
