@@ -1,0 +1,215 @@
+"""The kernel of vLLM's CPU attention puts keys and values where its packing says, bit by bit."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
+
+from vllm import _custom_ops
+from vllm.config import CacheConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends import cpu_attn
+
+from kvxfer.integrations.vllm.cpu_packing import (
+    MEASURED_ITEMSIZES,
+    TOKEN_UNITS,
+    PackedPlane,
+    cpu_attention_isa,
+    cpu_packing,
+    kernel_packs_as,
+)
+
+Digits = tuple[tuple[str, int, int], ...]
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD_DIMS = (64, 80, 96, 128, 256, 512)
+TOKENS = (16, 32, 48, 64, 128)
+NUM_BLOCKS, NUM_HEADS = 2, 2
+UNTOUCHED = 0x5A
+
+has_kernel = pytest.mark.skipif(
+    not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"),
+    reason="this vLLM has no CPU attention that runs with the torch that is installed",
+)
+
+
+def element_ids(tokens: int, head_dim: int) -> torch.Tensor:
+    """Give every element a number: `(k or v, slot, head, dim)`."""
+    slots = NUM_BLOCKS * tokens
+    return torch.arange(2 * slots * NUM_HEADS * head_dim, dtype=torch.int32).reshape(
+        2, slots, NUM_HEADS, head_dim
+    )
+
+
+def measure(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> npt.NDArray[np.int32]:
+    """Find the number of the element in every place of a cache: `(block, head, k or v, place)`.
+
+    The kernel is given the halves of the numbers that fit an element, one after the other, and
+    the slots of all blocks in random order.
+    """
+    as_int = torch.int16 if dtype.itemsize == 2 else torch.int32
+    slots = torch.randperm(NUM_BLOCKS * tokens)
+    ids = element_ids(tokens, head_dim)[:, slots]
+    found = []
+    for patterns in ids.view(as_int).reshape(*ids.shape, -1).unbind(-1):
+        key, value = patterns.contiguous().view(dtype)
+        cache = torch.full((NUM_BLOCKS, NUM_HEADS, 2 * tokens, head_dim), UNTOUCHED, dtype=as_int)
+        key_cache, value_cache = cache.view(dtype).chunk(2, dim=2)
+        _custom_ops.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa)
+        found.append(cache)
+    together = torch.stack(found, dim=-1).view(torch.int32)
+    return together.reshape(NUM_BLOCKS, NUM_HEADS, 2, -1).numpy()
+
+
+def expect(
+    planes: tuple[PackedPlane, PackedPlane], tokens: int, head_dim: int
+) -> npt.NDArray[np.int32]:
+    """Say from digits what `measure` has to find."""
+    ids = element_ids(tokens, head_dim).numpy()
+    by_block = ids.reshape(2, NUM_BLOCKS, tokens, NUM_HEADS, head_dim).transpose(1, 3, 0, 2, 4)
+    packed = []
+    for part, plane in enumerate(planes):
+        token, dim = plane.elements().T
+        packed.append(by_block[:, :, part, token, dim])
+    return np.stack(packed, axis=2)
+
+
+@has_kernel
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("isa", TOKEN_UNITS)
+def test_every_element_lies_where_the_digits_say(
+    isa: str, dtype: torch.dtype, head_dim: int
+) -> None:
+    for tokens in TOKENS:
+        if tokens % TOKEN_UNITS[isa]:
+            continue
+        planes = cpu_packing(
+            isa, tokens_per_block=tokens, head_dim=head_dim, itemsize=dtype.itemsize
+        )
+        assert planes is not None
+        measured = measure(isa, dtype, tokens, head_dim)
+        assert np.array_equal(np.sort(measured, axis=None), np.arange(measured.size))
+        assert np.array_equal(measured, expect(planes, tokens, head_dim))
+        assert kernel_packs_as(planes, isa, dtype)
+
+
+def swapped(digits: Digits) -> Digits:
+    return (*digits[1:], digits[0])
+
+
+def grouped(digits: Digits) -> Digits:
+    """The same elements, in groups of two of what is innermost."""
+    *outer, (axis, step, size) = digits
+    return ((axis, 2 * step, size // 2), *outer, (axis, step, 2))
+
+
+@has_kernel
+@pytest.mark.parametrize("change", [swapped, grouped])
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_wrong_digit_is_found_out(part: int, change: Any) -> None:
+    planes = cpu_packing("vec", tokens_per_block=64, head_dim=64, itemsize=2)
+    assert planes is not None
+    wrong = replace(planes[part], digits=change(planes[part].digits))
+    changed = (wrong, planes[1]) if part == 0 else (planes[0], wrong)
+    measured = measure("vec", torch.bfloat16, 64, 64)
+    assert not np.array_equal(measured, expect(changed, 64, 64))
+    assert not kernel_packs_as(changed, "vec", torch.bfloat16)
+
+
+def test_digits_of_one_axis_count_together() -> None:
+    """Pairs of dimensions inside groups of four tokens."""
+    plane = PackedPlane((("token", 4, 3), ("dim", 2, 5), ("token", 1, 4), ("dim", 1, 2)))
+    places = np.arange(12 * 10).reshape(12, 10).reshape(3, 4, 5, 2).transpose(0, 2, 1, 3).ravel()
+    token, dim = plane.elements().T
+    assert np.array_equal(token * 10 + dim, places)
+
+
+@pytest.mark.parametrize("isa", ["amx", "amx_fp8", "neon", "rvv", "vsx", "vxe", "unheard-of"])
+def test_what_was_not_measured_is_opaque(isa: str) -> None:
+    assert cpu_packing(isa, tokens_per_block=32, head_dim=64, itemsize=2) is None
+
+
+@pytest.mark.parametrize("isa", TOKEN_UNITS)
+def test_quantized_caches_and_blocks_that_the_kernel_cannot_read_are_opaque(isa: str) -> None:
+    assert cpu_packing(isa, tokens_per_block=32, head_dim=64, itemsize=1) is None
+    for tokens in (8, 24, 40):
+        assert cpu_packing(isa, tokens_per_block=tokens, head_dim=64, itemsize=2) is None
+    assert set(MEASURED_ITEMSIZES) == {dtype.itemsize for dtype in DTYPES}
+
+
+def make_layer(dtype: torch.dtype, head_dim: int, tokens: int) -> tuple[Any, str]:
+    """A layer of the CPU attention as an engine makes it, and the ISA that its metadata is for."""
+    config = VllmConfig(cache_config=CacheConfig(block_size=tokens))
+    config.model_config = SimpleNamespace(  # a real one starts a process that imports a model
+        dtype=dtype,
+        is_mm_prefix_lm=False,
+        rswa_window=None,
+        get_num_attention_heads=lambda parallel: NUM_HEADS,
+    )
+    with set_current_vllm_config(config):
+        layer = Attention(
+            NUM_HEADS,
+            head_dim,
+            1.0,
+            num_kv_heads=NUM_HEADS,
+            cache_config=config.cache_config,
+            prefix="layer",
+        )
+        make_builder = layer.attn_backend.get_builder_cls()
+        spec = layer.get_kv_cache_spec(config)
+        builder = make_builder(spec, ["layer"], config, torch.device("cpu"))
+    return layer, builder.isa
+
+
+@has_kernel
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="this vLLM is for another device")
+@pytest.mark.parametrize("tokens", [32, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_of_vllm_has_the_isa_that_is_told_and_packs_as_it_says(
+    dtype: torch.dtype, head_dim: int, tokens: int
+) -> None:
+    isa = cpu_attention_isa(dtype=dtype, tokens_per_block=tokens, head_dim=head_dim)
+    assert isa is not None
+    layer, isa_of_metadata = make_layer(dtype, head_dim, tokens)
+    assert isa == isa_of_metadata
+
+    planes = cpu_packing(isa, tokens_per_block=tokens, head_dim=head_dim, itemsize=dtype.itemsize)
+    if planes is None:
+        pytest.skip(f"the packing of {isa} is not known")
+    key, value = torch.randn(2, tokens, NUM_HEADS, head_dim).to(dtype)
+    cache = torch.zeros(1, NUM_HEADS, tokens, 2 * head_dim, dtype=dtype)
+    layer.impl.do_kv_cache_update(layer, key, value, cache, torch.arange(tokens))
+    halves = cache.reshape(NUM_HEADS, 2, -1).unbind(1)
+    for plane, part, half in zip(planes, (key, value), halves, strict=True):
+        token, dim = plane.elements().T
+        assert torch.equal(half, part[token, :, dim].T)
+
+
+def test_the_isa_is_unknown_where_vllm_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "tokens_per_block": 32, "head_dim": 64}
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: True)
+    assert cpu_attention_isa(**sizes) is not None
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size: "vec")
+    assert cpu_attention_isa(**sizes) is None
+    monkeypatch.delattr(cpu_attn, "_get_attn_isa")
+    assert cpu_attention_isa(**sizes) is None
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    assert cpu_attention_isa(**sizes) is None
+
+
+def test_the_isa_of_a_cache_that_vllm_refuses_is_unknown() -> None:
+    assert (
+        cpu_attention_isa(
+            dtype=torch.bfloat16, tokens_per_block=32, head_dim=80, kv_cache_dtype="fp8"
+        )
+        is None
+    )
