@@ -31,6 +31,7 @@ from kvxfer.kvcache.spec import (
     MLASpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 from tests.kvcache.zoo_engines import (
     ZOO,
@@ -277,3 +278,22 @@ def test_keys_and_values_of_one_row_are_one_piece() -> None:
     caches = canonicalize(kv_caches, engine.config)
     assert [tuple(each.tensor.shape) for each in caches.tensors] == [(5, 2 * 8 * 7 * 6 * 4)] * 3
     attest(kv_caches, engine.config, caches)
+
+
+@settings(max_examples=50)
+@given(widths=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_layers_of_other_widths_may_lie_in_the_same_row(widths: list[int]) -> None:
+    common: dict[str, Any] = {"tokens_per_block": 8, "dtype": torch.int32}
+    specs = {f"{i}": MLASpec(head_dim=width, **common) for i, width in enumerate(widths)}
+    group = UniformTypeKVCacheSpecs(tokens_per_block=8, layer_specs=specs)
+    rows = torch.arange(5 * 8 * sum(widths), dtype=torch.int32).view(5, -1)
+    pages = torch.split(rows, [8 * width for width in widths], dim=1)
+    views = (page.unflatten(1, (8, width)) for page, width in zip(pages, widths, strict=True))
+    kv_caches = dict(zip(specs, views, strict=True))
+    config = KVCacheConfig(5, (KVCacheGroup(group, tuple(specs)),))
+    layouts = dict.fromkeys(specs, "block token dim")
+    caches = canonicalize(kv_caches, config, layouts=layouts)
+    attest(kv_caches, config, caches, layouts=layouts)
+    for block_id in range(5):
+        assert payload(caches, block_id).tolist() == rows[block_id].tolist()
+    assert len(describe(caches, 0, [1])) == 1
