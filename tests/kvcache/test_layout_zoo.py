@@ -288,7 +288,7 @@ def test_layers_of_other_widths_may_lie_in_the_same_row(widths: list[int]) -> No
     group = UniformTypeKVCacheSpecs(tokens_per_block=8, layer_specs=specs)
     rows = torch.arange(5 * 8 * sum(widths), dtype=torch.int32).view(5, -1)
     pages = torch.split(rows, [8 * width for width in widths], dim=1)
-    views = (page.unflatten(1, (8, width)) for page, width in zip(pages, widths, strict=True))
+    views = (page.view(5, 8, width) for page, width in zip(pages, widths, strict=True))
     kv_caches = dict(zip(specs, views, strict=True))
     config = KVCacheConfig(5, (KVCacheGroup(group, tuple(specs)),))
     layouts = dict.fromkeys(specs, "block token dim")
