@@ -1,0 +1,218 @@
+"""Runs of fragments say what the fragments are, and what is broken in a mapping is found."""
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvxfer.errors import PageMappingError
+from kvxfer.kvcache.engine_layout import EngineLayout
+from kvxfer.kvcache.page_mapping import CopyRun, Fragments, PageMapping, verify_mappings
+from kvxfer.kvcache.worker_shard import WorkerShard
+from tests.kvcache.page_worlds import World
+from tests.kvcache.random_worlds import layouts_of, random_options, random_page, random_world
+from tests.kvcache.world_engines import EngineOptions, MappedEngine, start_engine
+from tests.kvcache.zoo_engines import ZOO
+
+LAYERS, HEADS, TOKENS, DIM = 2, 4, 16, 4
+HEAD = TOKENS * DIM * 2  # bytes of one head of a page's keys
+
+
+def mappings_of(
+    name: str, shard: WorkerShard, *, tokens_per_block: int = TOKENS, **options: Any
+) -> list[PageMapping]:
+    """The mappings of all workers of an engine of vLLM."""
+    entry: EngineLayout = next(entry for entry in ZOO if entry.name == name)
+    world = World(
+        np.random.default_rng(0),
+        positions=[tuple(range(LAYERS))],
+        num_heads=shard.num_kv_heads,
+        num_tokens=4 * TOKENS,
+        options={"head_dim": DIM, "dtype": torch.float16},
+        latents=entry.content == "latents",
+    )
+    engine = EngineOptions(entry=entry, shard=shard, tokens_per_block=tokens_per_block)
+    started = start_engine(np.random.default_rng(0), world, engine)
+    return MappedEngine.of(started, **options).of_group(0)
+
+
+def runs_of(mapping: PageMapping) -> list[tuple[int, CopyRun]]:
+    (fragments,) = mapping.pages
+    return fragments.runs()
+
+
+def expanded(fragments: Fragments) -> list[list[int]]:
+    """The fragments that runs stand for, one by one."""
+    return [
+        [
+            block,
+            run.local_offset + index * run.local_stride,
+            run.canonical_offset + index * run.canonical_stride,
+            run.fragment_size,
+        ]
+        for block, run in fragments.runs()
+        for index in range(run.num_fragments)
+    ]
+
+
+def fewest_runs(rows: list[list[int]]) -> int:
+    """How few runs of neighbours fragments are, by trying every end of every run."""
+    best = [0]
+    for stop in range(1, len(rows) + 1):
+        found = stop
+        for start in reversed(range(stop)):
+            steps = {tuple(np.subtract(b, a)) for a, b in pairwise(rows[start:stop])}
+            if len(steps) > 1 or any(step[0] or step[3] for step in steps):
+                break
+            found = min(found, best[start] + 1)
+        best.append(found)
+    return best[-1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_runs_are_exactly_the_fragments_and_as_few_as_can_be(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    world = random_world(rng)
+    layouts = layouts_of(world)
+    tokens_per_page = None
+    while tokens_per_page is None:
+        options = random_options(rng, world, layouts[rng.integers(len(layouts))])
+        tokens_per_page = random_page(rng, world, options)
+    engine = MappedEngine.of(start_engine(rng, world, options), tokens_per_page=tokens_per_page)
+    mapping = engine.mappings[-1][-1]
+    for fragments in mapping.pages[:2]:
+        fields = fragments.blocks, fragments.local_offsets, fragments.page_offsets
+        rows = np.stack([*fields, fragments.lengths], axis=1).tolist()
+        assert expanded(fragments) == rows
+        if len(rows) <= 64:
+            assert len(fragments.runs()) == fewest_runs(rows)
+
+
+ALONE = WorkerShard(num_kv_heads=HEADS)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_fragments", "num_runs"),
+    [
+        ("K and V first, heads in the shape", 4, 1),  # as in the page, but each K and V apart
+        ("Blocks first, HND", 2, 1),  # a layer is as in the page
+        # Token by token, but for the last of a layer's keys, which its values follow on both sides.
+        ("Blocks first, NHD", 4 * HEADS * TOKENS - LAYERS, 4 * HEADS + LAYERS),
+        ("Packed K/V, HND", 4 * HEADS * TOKENS, 4),
+        ("MLA", 2, 1),
+    ],
+)
+def test_a_worker_alone_copies_no_more_pieces_than_its_layout_has(
+    name: str, num_fragments: int, num_runs: int
+) -> None:
+    shard = replace(ALONE, num_kv_heads=1) if name == "MLA" else ALONE
+    (mapping,) = mappings_of(name, shard)
+    assert len(mapping.pages[0].lengths) == num_fragments
+    assert len(runs_of(mapping)) == num_runs
+
+
+def test_half_of_the_heads_is_one_piece_of_every_tensor() -> None:
+    mappings = mappings_of("Blocks first, HND", replace(ALONE, tp_size=2))
+    for rank, mapping in enumerate(mappings):
+        expected = CopyRun(
+            local_offset=0,
+            canonical_offset=rank * 2 * HEAD,
+            fragment_size=2 * HEAD,
+            num_fragments=4,
+            local_stride=2 * HEAD,
+            canonical_stride=4 * HEAD,
+        )
+        assert runs_of(mapping) == [(0, expected)]
+
+
+def test_a_page_of_several_blocks_has_runs_of_each() -> None:
+    (mapping,) = mappings_of("Blocks first, HND", ALONE, tokens_per_block=8, tokens_per_page=TOKENS)
+    found = [(block, run.fragment_size) for block, run in runs_of(mapping)]
+    assert found == [(0, HEAD // 2), (1, HEAD // 2)] * 4 * HEADS
+
+
+PARALLEL = {
+    "heads": WorkerShard(num_kv_heads=HEADS, tp_size=4),
+    "replicated": WorkerShard(num_kv_heads=2, tp_size=8),
+    "tokens": WorkerShard(num_kv_heads=1, tp_size=4, dcp_size=2, pcp_size=2, interleave_tokens=4),
+    "latents": WorkerShard(num_kv_heads=1, tp_size=4),
+}
+
+
+def parallel_mappings(kind: str) -> list[PageMapping]:
+    name = "MLA" if kind == "latents" else "Blocks first, NHD"
+    return mappings_of(name, PARALLEL[kind])
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_all_workers_together_are_the_page(kind: str) -> None:
+    verify_mappings(parallel_mappings(kind))
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_a_missing_worker_is_found(kind: str) -> None:
+    mappings = parallel_mappings(kind)
+    for rank in range(len(mappings)):
+        with pytest.raises(PageMappingError, match="bytes of all workers") as caught:
+            verify_mappings(mappings[:rank] + mappings[rank + 1 :])
+        assert caught.value.axis == "head"
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_a_worker_in_the_place_of_another_is_found(kind: str) -> None:
+    mappings = parallel_mappings(kind)
+    for rank in range(len(mappings)):
+        doubled = list(mappings)
+        doubled[rank] = mappings[rank - 1]
+        for wrong in (doubled, [*mappings, mappings[rank]]):
+            with pytest.raises(PageMappingError):
+                verify_mappings(wrong)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "latents"])
+def test_writers_that_do_not_take_turns_are_found(kind: str) -> None:
+    mappings = parallel_mappings(kind)
+    swapped = [replace(mappings[0], writer_index=1), *mappings[1:]]
+    alone = [replace(mappings[0], num_writers=1, writer_index=0), *mappings[1:]]
+    for wrong in (swapped, alone):
+        with pytest.raises(PageMappingError):
+            verify_mappings(wrong)
+
+
+@pytest.mark.parametrize("kind", PARALLEL)
+@pytest.mark.parametrize("field", ["page_offsets", "local_offsets", "lengths", "blocks"])
+@pytest.mark.parametrize("by", [-1, 1, 8, 10**6])
+def test_a_corrupted_fragment_is_found(kind: str, field: str, by: int) -> None:
+    mappings = parallel_mappings(kind)
+    fragments = mappings[1].pages[0]
+    for index in {0, len(fragments.lengths) // 2, len(fragments.lengths) - 1}:
+        values = getattr(fragments, field).copy()
+        values[index] += by
+        broken = replace(fragments, **{field: values})
+        wrong = [mappings[0], replace(mappings[1], pages=(broken,)), *mappings[2:]]
+        with pytest.raises(PageMappingError):
+            verify_mappings(wrong)
+
+
+def test_workers_with_other_pages_are_found() -> None:
+    shard = replace(ALONE, tp_size=2)
+    ours, theirs = (
+        mappings_of("Blocks first, HND", shard, tokens_per_page=tokens) for tokens in (16, 8)
+    )
+    for wrong in ([ours[0], theirs[1]], [*ours, theirs[1]]):
+        with pytest.raises(PageMappingError):
+            verify_mappings(wrong)
+
+
+def test_workers_with_other_blocks_are_found() -> None:
+    shard = replace(ALONE, tp_size=2)
+    ours, theirs = (
+        mappings_of("Blocks first, HND", shard, tokens_per_block=tokens, tokens_per_page=8)
+        for tokens in (16, 8)
+    )
+    with pytest.raises(PageMappingError, match=r"\[1, 2\] pages per block") as caught:
+        verify_mappings([ours[0], theirs[1]])
+    assert caught.value.axis == "token"
