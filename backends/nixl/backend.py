@@ -88,11 +88,11 @@ class NixlBackend(Backend):
         self._starting = asyncio.Lock()
         self._started = False
         self._closed = False
-        self.attach([self._staging.region])
         if config.listen_endpoint is not None and config.capacity is not None:
             self._own = HostBackend(HostConfig(capacity=config.capacity), namespace)
-            self.attach([self._own.region])
+            self.attach([self._own.region])  # first: peers try their way to us with that
             self._holder = Holder(self._node, self._open_store, config.listen_endpoint)
+        self.attach([self._staging.region])
 
     def __repr__(self) -> str:
         peers = ", ".join(f"{e} by {p.route.transport}" for e, p in self._peers.items())

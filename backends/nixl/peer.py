@@ -27,6 +27,10 @@ GRACE_S = 0.5
 
 Move = Callable[[Mover, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
 
+SMALL_PIECE_BYTES = 4 << 10
+MANY_PIECES = 16
+"""Pieces of a block below that size, more of which than this are gathered before they are sent."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -176,7 +180,7 @@ class Peer:
     async def _load_piece(
         self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        if mover.reaches(blocks):
+        if mover.reaches(blocks) and not _is_in_crumbs(blocks):
             return await self._load_verified(mover, keys, blocks)
         outcomes: list[Outcome] = []
         while len(outcomes) < len(keys):
@@ -215,7 +219,7 @@ class Peer:
     async def _store_piece(
         self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        if mover.reaches(blocks):
+        if mover.reaches(blocks) and not _is_in_crumbs(blocks):
             return await mover.store(keys, blocks, await self._hasher.checksums(blocks))
         outcomes: list[Outcome] = []
         while len(outcomes) < len(keys):
@@ -236,6 +240,12 @@ class Peer:
         self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
         self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
         self.statistics.num_failed += statuses.count(Status.FAILED)
+
+
+def _is_in_crumbs(blocks: Descriptors) -> bool:
+    """Whether a transfer of whole blocks and a copy in memory is less work than one of pieces."""
+    small = blocks.num_bytes < len(blocks) * SMALL_PIECE_BYTES
+    return small and len(blocks) > blocks.num_blocks * MANY_PIECES
 
 
 def _done_bytes(outcomes: Sequence[Outcome], blocks: Descriptors) -> int:

@@ -141,9 +141,10 @@ class _AuditedWorker(_Forwarding):
         self._blocks_per_chunk = spec.blocks_per_chunk
         self._group_ids = group_ids(spec.config)
         self._rank = spec.config.parallel.rank
+        self._storing_rank = 0 if spec.replicated_layout else self._rank
         self._log = _Log(f"rank{self._rank}")
         self._log.write("registered", descriptors=_descriptors_per_block(caches))
-        self._stored = dict(_digests_of_before(self._rank))
+        self._stored = dict(_digests_of(self._rank))
         self._loads: dict[int, _Load] = {}
 
     def submit_store(
@@ -161,6 +162,8 @@ class _AuditedWorker(_Forwarding):
         self, job_id: int, src_spec: _NamedSpec, dst_spec: GPULoadStoreSpec, **kwargs: Any
     ) -> bool:
         pages = list(self._pages(dst_spec, src_spec.keys))
+        if self._storing_rank != self._rank:
+            self._stored |= dict(_digests_of(self._storing_rank))
         expected = [self._stored.get(page.name) for page in pages]
         self._loads[job_id] = _Load(pages, expected)
         submitted: bool = self._inner.submit_load(job_id, src_spec.inner, dst_spec, **kwargs)
@@ -307,8 +310,8 @@ def _descriptors_per_block(caches: Any) -> list[int]:
     ]
 
 
-def _digests_of_before(rank: int) -> Iterator[tuple[tuple[Key, int], str]]:
-    """What this rank of an earlier engine stored: it may come back from files."""
+def _digests_of(rank: int) -> Iterator[tuple[tuple[Key, int], str]]:
+    """What a rank stored, that of an earlier engine included: it may come back from files."""
     for path in sorted(Path(os.environ[DIRECTORY]).glob(f"rank{rank}-*.jsonl")):
         for line in path.read_text().splitlines():
             for key, index, digest in json.loads(line).get("digests", ()):

@@ -66,3 +66,27 @@ def test_another_tensor_parallel_size_hits_what_was_stored(
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     assert shapes["layers.0.k"] == (2, 64, BLOCK_TOKENS)
     assert shapes["layers.0.v"] == (2, BLOCK_TOKENS, 64)
+
+
+def test_latents_are_kept_once_and_hit_by_another_tensor_parallel_size(tmp_path: Path) -> None:
+    prompts = random_prompts(
+        2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2
+    )
+    for engine in run(tmp_path, "first", 2, "mla"):
+        engine.computed(prompts, max_tokens=MAX_TOKENS)
+        engine.settle()
+        engine.offload()
+        engine.generate(prompts, max_tokens=MAX_TOKENS)
+        audit = engine.audit()
+        assert audit.clean, audit
+        assert audit.ranks == {0, 1}
+    stored = block_files(tmp_path)
+    with safe_open(stored[0], framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    assert set(shapes) == {f"layers.{layer}.latent" for layer in range(3)}
+    assert len(set(shapes.values())) == 1
+    for engine in run(tmp_path, "second", 1, "mla"):
+        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
+        engine.settle()
+    assert all(one.cached_tokens >= SHARED_BLOCKS * BLOCK_TOKENS for one in returned)
+    assert block_files(tmp_path) == stored

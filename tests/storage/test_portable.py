@@ -1,7 +1,6 @@
 """Portable pages: stored by workers of one shape, loaded by workers of another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -10,12 +9,10 @@ import torch
 from safetensors import safe_open
 
 from kvxfer import (
-    FullAttentionSpec,
     InvalidArgumentError,
     KVCacheConfig,
     KVCacheGroup,
     MLASpec,
-    Namespace,
     PageMappingError,
     Status,
     WorkerShard,
@@ -25,95 +22,21 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.portable import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
-
-LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
-HEADS, DIM, TOKENS, PAGE = 4, 8, 64, 16
-NAMESPACE = Namespace(model="model", revision="1", layout="whatever")
-KEYS = [make_block_key(b"page %d" % index, 0) for index in range(TOKENS // PAGE)]
-AXES = ("block", "kv", "head", "token", "dim")
-
-
-@dataclass
-class Worker:
-    """One worker of an engine, its caches filled with its part of a model's values."""
-
-    shard: WorkerShard
-    layout: str
-    views: dict[str, torch.Tensor]
-    caches: CanonicalKVCaches
-    mappings: tuple[PageMapping, ...]
-    num_blocks: int
-
-    @property
-    def values(self) -> torch.Tensor:
-        """`(layers, 2, heads, tokens, dim)` of its caches."""
-        layers = []
-        for view in self.views.values():
-            named = view.permute([self.layout.split().index(axis) for axis in AXES])
-            layers.append(named.permute(1, 2, 0, 3, 4).reshape(2, -1, TOKENS, DIM))
-        return torch.stack(layers)
-
-    def part(self, values: torch.Tensor) -> torch.Tensor:
-        """What a worker keeps of the values of all heads."""
-        heads = max(1, HEADS // self.shard.tp_size)
-        first = self.shard.rank * HEADS // self.shard.tp_size
-        return values[:, :, first : first + heads]
-
-    def fill(self, values: torch.Tensor) -> None:
-        """Put the worker's part of the values into its caches."""
-        part = self.part(values)
-        for layer, view in zip(part, self.views.values(), strict=True):
-            named = view.permute([self.layout.split().index(axis) for axis in AXES])
-            blocks = layer.reshape(2, -1, self.num_blocks, TOKENS // self.num_blocks, DIM)
-            blocks = blocks.permute(2, 0, 1, 3, 4)
-            named.copy_(blocks)
-
-
-def make_worker(
-    layout: str, *, rank: int, tp_size: int, tokens_per_block: int, num_shards: int = 4
-) -> Worker:
-    heads = max(1, HEADS // tp_size)
-    num_blocks = TOKENS // tokens_per_block
-    sizes = {"block": num_blocks, "kv": 2, "token": tokens_per_block, "head": heads, "dim": DIM}
-    spec = FullAttentionSpec(
-        tokens_per_block=tokens_per_block, num_kv_heads=heads, head_dim=DIM, dtype=torch.bfloat16
-    )
-    views = {
-        name: torch.zeros([sizes[axis] for axis in layout.split()], dtype=torch.bfloat16)
-        for name in LAYERS
-    }
-    config = KVCacheConfig(num_blocks, (KVCacheGroup(spec, LAYERS),))
-    caches = canonicalize(views, config, layouts=dict.fromkeys(LAYERS, layout))
-    shard = WorkerShard(num_kv_heads=HEADS, rank=rank, tp_size=tp_size)
-    mappings = map_caches(caches, shard, tokens_per_page=PAGE, num_shards=num_shards)
-    return Worker(shard, layout, views, caches, mappings, num_blocks)
-
-
-def make_engine(
-    layout: str, *, tp_size: int, tokens_per_block: int, num_shards: int = 4
-) -> list[Worker]:
-    return [
-        make_worker(
-            layout,
-            rank=rank,
-            tp_size=tp_size,
-            tokens_per_block=tokens_per_block,
-            num_shards=num_shards,
-        )
-        for rank in range(tp_size)
-    ]
-
-
-def make_values() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    shape = (len(LAYERS), 2, HEADS, TOKENS, DIM)
-    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+from tests.storage.portable_workers import (
+    DIM,
+    HEADS,
+    KEYS,
+    NAMESPACE,
+    PAGE,
+    Worker,
+    make_engine,
+    make_values,
+    make_worker,
+)
 
 
 def block_files(root: Path) -> list[Path]:
