@@ -3,47 +3,70 @@
 import ctypes
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.rows import (
+    SMALLEST_ROW_BYTES,
+    Pieces,
+    bounce,
+    common_row_bytes,
+    gather,
+    scatter,
+)
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import Addresses, Descriptors, pair_fragments
+from kvxfer.kvcache.descriptors import (
+    Addresses,
+    Descriptors,
+    pair_fragments,
+    require_same_blocks,
+)
 
 # Measured by `kvxfer bench copy`: a memcpy call costs about as much as moving 16 KiB (the
 # interpreter lock changes hands), and stops to matter at 128 KiB; numpy moves many rows per
-# call, but one side has to be a contiguous array.
+# call, but one side has to be an array. Rows of a few bytes are slower than a call for them all.
 MEMCPY_BYTES = 128 << 10
 MEMCPY_SCATTERED_BYTES = 16 << 10
-SMALLEST_ROW_BYTES = 64
-BOUNCE_BYTES = 8 << 20
+MOST_SMALL_ROWS = 16
 SMALLEST_SHARE_BYTES = 256 << 10
+# Measured by `kvxfer bench mapping`: pairing pieces as small as this takes as long as copying them.
+SMALL_PIECE_BYTES = 4 << 10
 
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
-Rows = np.ndarray[Any, np.dtype[np.void]]
+Method = Callable[[Pieces, Pieces], None]
+Side = TypeVar("Side", Pieces, Descriptors)
 
 
 @dataclass(frozen=True, slots=True)
 class _Fragments:
-    """Paired pieces of memory, uint64 `(n,)` each; no two overlap."""
+    """Paired pieces of memory: each is as long as its partner."""
 
-    sources: Addresses
-    destinations: Addresses
-    lengths: Addresses
+    source: Pieces
+    destination: Pieces
+
+    @classmethod
+    def pair(cls, source: Descriptors, destination: Descriptors) -> "_Fragments":
+        """Cut two batches of equal blocks so that their pieces are pairs."""
+        sources, destinations, lengths = pair_fragments(source, destination)
+        return cls(Pieces(sources, lengths), Pieces(destinations, lengths))
+
+    @property
+    def lengths(self) -> Addresses:
+        """Bytes of each pair, uint64 `(n,)`."""
+        return self.source.lengths
 
     def slice(self, start: int, stop: int) -> "_Fragments":
-        return _Fragments(
-            self.sources[start:stop], self.destinations[start:stop], self.lengths[start:stop]
-        )
+        """The pairs from `start` to `stop` (exclusive)."""
+        return _Fragments(self.source.slice(start, stop), self.destination.slice(start, stop))
 
     def split(self, num_shares: int) -> list["_Fragments"]:
         """Cut into at most `num_shares` parts of about equal bytes."""
@@ -65,7 +88,8 @@ class _Fragments:
         offsets = nth * np.uint64(longest)
         lengths = np.minimum(self.lengths[index] - offsets, np.uint64(longest))
         return _Fragments(
-            self.sources[index] + offsets, self.destinations[index] + offsets, lengths
+            Pieces(self.source.addresses[index] + offsets, lengths),
+            Pieces(self.destination.addresses[index] + offsets, lengths),
         )
 
 
@@ -76,8 +100,9 @@ class CPUCopyEngine(CopyEngine):
 
     - large ones: one `memcpy` each, through ctypes, on twice as many threads as cores, since
       each call waits a moment for the interpreter lock;
-    - small ones into (out of) contiguous memory: numpy indexing of equal rows;
-    - small ones on both sides: gathered into a bounce buffer, scattered from there.
+    - small ones into (out of) memory that is contiguous or evenly strided: numpy indexing of
+      equal rows;
+    - small ones on both sides: gathered into an array that fits the cache, scattered from there.
 
     Args:
         num_threads: Cores to use; by default those this process may run on, at most 8.
@@ -92,116 +117,89 @@ class CPUCopyEngine(CopyEngine):
         for name, side in (("source", source), ("destination", destination)):
             if side.device.type != "cpu":
                 raise InvalidArgumentError(f"{name}.device", str(side.device), "cpu")
-        fragments = _Fragments(*pair_fragments(source, destination))
+        if _are_small(source, destination):
+            require_same_blocks(source, destination)
+            self._run(_copy_small, _share_blocks(source, destination, self.num_threads))
+            return
+        fragments = _Fragments.pair(source, destination)
         if len(fragments.lengths):
             method, num_threads = self._choose(fragments)
             shares = fragments.split(num_threads)
-            if len(shares) == 1:
-                method(shares[0])
-            else:
-                moves = [self._pool.submit(method, share) for share in shares]
-                wait(moves)
-                for move in moves:
-                    move.result()
+            self._run(method, [(share.source, share.destination) for share in shares])
 
     def close(self) -> None:
         """See `CopyEngine.close`."""
         self._pool.shutdown()
 
-    def _choose(self, fragments: _Fragments) -> tuple[Callable[[_Fragments], None], int]:
-        typical = int(fragments.lengths.sum()) // len(fragments.lengths)
-        if typical >= MEMCPY_BYTES or _row_bytes(fragments) < SMALLEST_ROW_BYTES:
-            return _copy_each, 2 * self.num_threads
-        if _runs_are_long(fragments.destinations, fragments.lengths):
-            return _gather, self.num_threads
-        if _runs_are_long(fragments.sources, fragments.lengths):
-            return _scatter, self.num_threads
-        if typical >= MEMCPY_SCATTERED_BYTES:
-            return _copy_each, 2 * self.num_threads
-        return _bounce, self.num_threads
+    def _choose(self, fragments: _Fragments) -> tuple[Method, int]:
+        typical = fragments.source.num_bytes // len(fragments.lengths)
+        if typical < MEMCPY_BYTES:
+            method = _choose_rows(fragments.source, fragments.destination)
+            if method is not bounce or typical < MEMCPY_SCATTERED_BYTES:
+                return method, self.num_threads
+        return _copy_each, 2 * self.num_threads
+
+    def _run(
+        self, method: Callable[[Side, Side], None], shares: Sequence[tuple[Side, Side]]
+    ) -> None:
+        if len(shares) == 1:
+            method(*shares[0])
+            return
+        moves = [self._pool.submit(method, *share) for share in shares]
+        wait(moves)
+        for move in moves:
+            move.result()
 
 
-def _copy_each(fragments: _Fragments) -> None:
+def _are_small(source: Descriptors, destination: Descriptors) -> bool:
+    count = max(len(source), len(destination))
+    return 0 < source.num_bytes <= count * SMALL_PIECE_BYTES
+
+
+def _share_blocks(
+    source: Descriptors, destination: Descriptors, num_shares: int
+) -> list[tuple[Descriptors, Descriptors]]:
+    """Cut between blocks into at most `num_shares` parts of about equal bytes."""
+    ends = np.cumsum(source.block_sizes)
+    num_shares = max(1, min(num_shares, int(ends[-1]) // SMALLEST_SHARE_BYTES))
+    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, num_shares) // num_shares) + 1
+    bounds = [0, *cuts.tolist(), len(ends)]
+    return [
+        (source.select(start, stop), destination.select(start, stop))
+        for start, stop in pairwise(bounds)
+        if stop > start
+    ]
+
+
+def _copy_small(source: Descriptors, destination: Descriptors) -> None:
+    from_ = Pieces(source.addresses, source.lengths)
+    to = Pieces(destination.addresses, destination.lengths)
+    method = _choose_rows(from_, to)
+    if method is _copy_each:
+        fragments = _Fragments.pair(source, destination)
+        from_, to = fragments.source, fragments.destination
+    method(from_, to)
+
+
+def _choose_rows(source: Pieces, destination: Pieces) -> Method:
+    num_bytes, count = source.num_bytes, max(len(source), len(destination))
+    source, destination = source.runs(), destination.runs()
+    row_bytes = common_row_bytes(source, destination)
+    if row_bytes < min(SMALLEST_ROW_BYTES, num_bytes // count // MOST_SMALL_ROWS):
+        return _copy_each
+    if len(destination.series(row_bytes)) * SMALLEST_SHARE_BYTES <= num_bytes:
+        return gather
+    if len(source.series(row_bytes)) * SMALLEST_SHARE_BYTES <= num_bytes:
+        return scatter
+    return bounce
+
+
+def _copy_each(source: Pieces, destination: Pieces) -> None:
+    """Copy pairs of pieces."""
     calls = map(
         _memcpy,
-        fragments.destinations.tolist(),
-        fragments.sources.tolist(),
-        fragments.lengths.tolist(),
+        destination.addresses.tolist(),
+        source.addresses.tolist(),
+        source.lengths.tolist(),
     )
     deque(calls, maxlen=0)
-
-
-def _gather(fragments: _Fragments) -> None:
-    """Copy scattered sources to destinations that are long runs."""
-    row_bytes = _row_bytes(fragments)
-    for run in _runs(fragments.destinations, fragments):
-        view, rows = _rows(run.sources, run.lengths, row_bytes)
-        np.take(view, rows, out=_memory(run.destinations[0], row_bytes, len(rows)), mode="clip")
-
-
-def _scatter(fragments: _Fragments) -> None:
-    """Copy sources that are long runs to scattered destinations."""
-    row_bytes = _row_bytes(fragments)
-    for run in _runs(fragments.sources, fragments):
-        view, rows = _rows(run.destinations, run.lengths, row_bytes)
-        # Not `numpy.put`: where the values lie inside the view it copies the view and writes it
-        # back, memory that others write to or that is not even mapped.
-        view[rows] = _memory(run.sources[0], row_bytes, len(rows))
-
-
-def _bounce(fragments: _Fragments) -> None:
-    """Copy scattered to scattered: gather into a buffer, scatter from it."""
-    ends = np.cumsum(fragments.lengths)
-    longest = int(fragments.lengths.max())
-    buffer = np.empty(max(BOUNCE_BYTES, longest), np.uint8)
-    base, start = np.uint64(buffer.ctypes.data), 0
-    while start < len(ends):
-        done = ends[start] - fragments.lengths[start]
-        stop = int(np.searchsorted(ends, done + np.uint64(buffer.nbytes), side="right"))
-        part = fragments.slice(start, stop)
-        inside = base + ends[start:stop] - part.lengths - done
-        _gather(_Fragments(part.sources, inside, part.lengths))
-        _scatter(_Fragments(inside, part.destinations, part.lengths))
-        start = stop
-
-
-def _run_starts(addresses: Addresses, lengths: Addresses) -> NDArray[np.int64]:
-    breaks = addresses[1:] != addresses[:-1] + lengths[:-1]
-    return np.concatenate(([0], np.flatnonzero(breaks) + 1)).astype(np.int64)
-
-
-def _runs_are_long(addresses: Addresses, lengths: Addresses) -> bool:
-    return int(lengths.sum()) >= len(_run_starts(addresses, lengths)) * SMALLEST_SHARE_BYTES
-
-
-def _runs(addresses: Addresses, fragments: _Fragments) -> list[_Fragments]:
-    bounds = [*_run_starts(addresses, fragments.lengths).tolist(), len(addresses)]
-    return [fragments.slice(start, stop) for start, stop in pairwise(bounds)]
-
-
-def _row_bytes(fragments: _Fragments) -> int:
-    """Largest power of two that divides every length and every distance on either side."""
-    sides = (fragments.sources, fragments.destinations)
-    bits = [np.bitwise_or.reduce(side - side.min()) for side in sides]
-    union = int(np.bitwise_or.reduce(fragments.lengths) | bits[0] | bits[1])
-    return union & -union
-
-
-def _rows(
-    addresses: Addresses, lengths: Addresses, row_bytes: int
-) -> tuple[Rows, NDArray[np.int64]]:
-    """The memory from the first address to the last as rows, and the rows the fragments are."""
-    first, last = addresses.min(), (addresses + lengths).max()
-    view = _memory(first, row_bytes, int(last - first) // row_bytes)
-    starts = ((addresses - first) // np.uint64(row_bytes)).astype(np.int64)
-    if int(lengths.max()) == row_bytes:
-        return view, starts
-    counts = (lengths // np.uint64(row_bytes)).astype(np.int64)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return view, np.repeat(starts, counts) + within
-
-
-def _memory(address: np.uint64, row_bytes: int, num_rows: int) -> Rows:
-    """A view of raw memory as rows; rows that nobody indexes are never touched."""
-    buffer = (ctypes.c_char * (row_bytes * num_rows)).from_address(int(address))
-    return np.ndarray(num_rows, np.dtype((np.void, row_bytes)), memoryview(buffer))

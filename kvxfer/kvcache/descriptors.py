@@ -50,7 +50,8 @@ class Descriptors:
     @property
     def block_sizes(self) -> NDArray[np.int64]:
         """Bytes of each block, int64, `(num_blocks,)`."""
-        ends = np.concatenate(([0], np.cumsum(self.lengths.astype(np.int64))))
+        ends = np.zeros(len(self) + 1, np.int64)
+        np.cumsum(self.lengths, dtype=np.int64, out=ends[1:])
         return np.diff(ends[self.block_offsets])
 
     @property
@@ -342,10 +343,7 @@ def pair_fragments(
     """
     same_cuts = np.array_equal(source.lengths, destination.lengths)
     if not (same_cuts and np.array_equal(source.block_offsets, destination.block_offsets)):
-        ours, theirs = source.block_sizes, destination.block_sizes
-        if not np.array_equal(ours, theirs):
-            wanted = f"blocks of {ours.tolist()} bytes"
-            raise InvalidArgumentError("destination", theirs.tolist(), wanted)
+        require_same_blocks(source, destination)
     if same_cuts:
         from_, to, lengths = source.addresses, destination.addresses, source.lengths
     else:
@@ -364,6 +362,18 @@ def pair_fragments(
     begins[touching + 1] = False
     firsts = np.flatnonzero(begins)
     return from_[firsts], to[firsts], np.add.reduceat(lengths, firsts)
+
+
+def require_same_blocks(source: Descriptors, destination: Descriptors) -> None:
+    """Check that two batches have as many blocks, of as many bytes.
+
+    Raises:
+        InvalidArgumentError: They have not.
+    """
+    ours, theirs = source.block_sizes, destination.block_sizes
+    if not np.array_equal(ours, theirs):
+        wanted = f"blocks of {ours.tolist()} bytes"
+        raise InvalidArgumentError("destination", theirs.tolist(), wanted)
 
 
 def _addresses_at(

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
-from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.cpu import CPUCopyEngine, Method
+from kvxfer.copy_engine.rows import CHUNK_BYTES, Pieces, bounce, gather, scatter
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import Descriptors, pair_fragments
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
 
 KIB = 1 << 10
@@ -31,9 +32,7 @@ MAX_TOTAL_BYTES = 3 * MIB
 MAX_FRAGMENTS = 200
 
 Bytes = NDArray[np.uint8]
-Method = Callable[[cpu._Fragments], None]
-
-METHODS = (cpu._copy_each, cpu._gather, cpu._scatter, cpu._bounce)
+METHODS = (cpu._copy_each, gather, scatter, bounce)
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
 
 
@@ -68,7 +67,12 @@ class Copy:
 
     def fragments(self) -> cpu._Fragments:
         """What the engine makes of it."""
-        return cpu._Fragments(*pair_fragments(*self.describe()))
+        return cpu._Fragments.pair(*self.describe())
+
+    def pieces(self) -> tuple[Pieces, Pieces]:
+        """The same, as the methods take it."""
+        fragments = self.fragments()
+        return fragments.source, fragments.destination
 
     def expected(self) -> tuple[Bytes, Bytes]:
         """Both buffers as a loop over the fragments leaves them."""
@@ -168,7 +172,7 @@ def test_every_byte_lands_in_its_place_and_no_other_byte_changes(
 @settings(max_examples=20)
 @given(copy=copies())
 def test_each_method_is_right_for_any_fragments(method: Method, copy: Copy) -> None:
-    copy.check(lambda: method(copy.fragments()))
+    copy.check(lambda: method(*copy.pieces()))
 
 
 @settings(max_examples=30)
@@ -199,17 +203,17 @@ def places(scattered: ScatteredBlocks) -> list[int]:
 @pytest.mark.parametrize(
     ("num_bytes", "source_shuffled", "destination_shuffled", "method", "num_threads"),
     [
-        (8 * KIB, True, True, cpu._bounce, NUM_THREADS),
-        (8 * KIB, True, False, cpu._gather, NUM_THREADS),
-        (8 * KIB, False, True, cpu._scatter, NUM_THREADS),
+        (8 * KIB, True, True, bounce, NUM_THREADS),
+        (8 * KIB, True, False, gather, NUM_THREADS),
+        (8 * KIB, False, True, scatter, NUM_THREADS),
         (8 * KIB, False, False, cpu._copy_each, 2 * NUM_THREADS),
         (32 * KIB, True, True, cpu._copy_each, 2 * NUM_THREADS),
-        (32 * KIB, True, False, cpu._gather, NUM_THREADS),
-        (32 * KIB, False, True, cpu._scatter, NUM_THREADS),
+        (32 * KIB, True, False, gather, NUM_THREADS),
+        (32 * KIB, False, True, scatter, NUM_THREADS),
         (256 * KIB, True, True, cpu._copy_each, 2 * NUM_THREADS),
         (256 * KIB, True, False, cpu._copy_each, 2 * NUM_THREADS),
-        (1001, True, True, cpu._copy_each, 2 * NUM_THREADS),
-        (1001, True, False, cpu._copy_each, 2 * NUM_THREADS),
+        (1001, True, True, bounce, NUM_THREADS),
+        (1001, True, False, gather, NUM_THREADS),
     ],
 )
 def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_one_piece(
@@ -230,20 +234,20 @@ def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_o
     copy.check(lambda: engine.copy(*copy.describe()))
 
 
-def test_a_batch_larger_than_the_bounce_buffer_goes_through_it_in_rounds() -> None:
-    count = 2 * cpu.BOUNCE_BYTES // (8 * KIB) + 5
+def test_a_batch_larger_than_a_chunk_bounces_in_rounds() -> None:
+    count = 2 * CHUNK_BYTES // (8 * KIB) + 5
     copy = equal_pieces(8 * KIB, count, source_shuffled=True, destination_shuffled=True)
-    copy.check(lambda: cpu._bounce(copy.fragments()))
+    copy.check(lambda: bounce(*copy.pieces()))
 
 
-def test_a_fragment_larger_than_the_bounce_buffer_goes_through_it() -> None:
-    lengths = [8 * KIB, cpu.BOUNCE_BYTES + 64, 8 * KIB, 64]
+def test_a_fragment_larger_than_a_chunk_bounces() -> None:
+    lengths = [8 * KIB, CHUNK_BYTES + 64, 8 * KIB, 64]
     copy = Copy(
         lay_out(lengths, seed=1, shuffled=True, gap=64),
         lay_out(lengths, seed=2, shuffled=True, gap=64),
         lengths,
     )
-    copy.check(lambda: cpu._bounce(copy.fragments()))
+    copy.check(lambda: bounce(*copy.pieces()))
 
 
 @every_method
@@ -264,7 +268,7 @@ def test_memory_between_the_fragments_is_left_alone(method: Method, apart: str) 
     pieces = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
     for start, piece in zip(source.starts, pieces, strict=True):
         memory[start : start + size] = piece
-    method(Copy(source, destination, [size] * count).fragments())
+    method(*Copy(source, destination, [size] * count).pieces())
     for side in (destination, source):
         for start, piece in zip(side.starts, pieces, strict=True):
             assert np.array_equal(memory[start : start + size], piece)
@@ -293,7 +297,7 @@ def move_of_every_byte(fragments: cpu._Fragments) -> NDArray[np.uint64]:
     """Source and destination address of each byte, uint64 `(2, num_bytes)`."""
     counts = fragments.lengths.astype(np.int64)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    sides = (fragments.sources, fragments.destinations)
+    sides = (fragments.source.addresses, fragments.destination.addresses)
     return np.stack([np.repeat(side, counts) + within.astype(np.uint64) for side in sides])
 
 
@@ -312,10 +316,10 @@ def test_one_large_fragment_is_split_over_threads() -> None:
     both_are_here = threading.Barrier(NUM_THREADS, timeout=10)
     shares: list[int] = []
 
-    def method(fragments: cpu._Fragments) -> None:
+    def method(source: Pieces, destination: Pieces) -> None:
         both_are_here.wait()
-        shares.append(int(fragments.lengths.sum()))
-        cpu._copy_each(fragments)
+        shares.append(source.num_bytes)
+        cpu._copy_each(source, destination)
 
     copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
     engine = RecordingEngine(method)
@@ -329,7 +333,7 @@ def test_a_copy_that_fails_raises_only_when_no_thread_is_copying_any_more() -> N
     raised_too_early: list[bool] = []
     first = threading.Lock()
 
-    def method(fragments: cpu._Fragments) -> None:
+    def method(source: Pieces, destination: Pieces) -> None:
         if first.acquire(blocking=False):
             raise MemoryError
         raised_too_early.append(has_raised.wait(0.2))
@@ -347,8 +351,8 @@ def test_a_copy_that_fails_raises_only_when_no_thread_is_copying_any_more() -> N
     ("method", "num_bytes", "source_shuffled", "destination_shuffled"),
     [
         (cpu._copy_each, 128 * MIB, False, False),
-        (cpu._gather, 64 * KIB, True, False),
-        (cpu._scatter, 64 * KIB, False, True),
+        (gather, 64 * KIB, True, False),
+        (scatter, 64 * KIB, False, True),
     ],
 )
 def test_python_runs_while_bytes_move(
@@ -363,11 +367,11 @@ def test_python_runs_while_bytes_move(
         source_shuffled=source_shuffled,
         destination_shuffled=destination_shuffled,
     )
-    fragments = copy.fragments()
+    pieces = copy.pieces()
 
     def timed() -> tuple[float, float]:
         begin = time.perf_counter()
-        method(fragments)
+        method(*pieces)
         return begin, time.perf_counter()
 
     ticks = []
