@@ -57,7 +57,7 @@ def layer_cache(name: str, entry: Entry, config: KVCacheConfig, vllm_config: Any
         return LayerCache(entry)
     backend = vllm_config.compilation_config.static_forward_context[name].get_attn_backend()
     named = getattr(vllm_config.cache_config, "kv_cache_layout", None)
-    layout = _axes_of_name(named, spec) if named else _axes_of_backend(backend)
+    layout = _axes_of_name(named, spec, entry.ndim) if named else _axes_of_backend(backend)
     if backend.get_name() == CPU_BACKEND and layout.endswith("kv*dim"):
         return LayerCache(_as_planes(entry), "block head kv token dim")
     return LayerCache(entry, layout)
@@ -81,9 +81,12 @@ def _spec_of(name: str, config: KVCacheConfig) -> KVCacheSpec:
     return group.spec.for_layer(name)
 
 
-def _axes_of_name(name: str, spec: KVCacheSpec) -> str:
-    content = "dim" if isinstance(spec, (MLASpec, SlidingWindowMLASpec)) else "kv*dim"
-    return " ".join(AXES.get(letter, content) for letter in name if letter != "L")
+def _axes_of_name(name: str, spec: KVCacheSpec, num_axes: int) -> str:
+    """Axes that a name stands for; latents have no heads, and a dimension for them or not."""
+    if not isinstance(spec, (MLASpec, SlidingWindowMLASpec)):
+        return " ".join(AXES.get(letter, "kv*dim") for letter in name if letter != "L")
+    axes = [AXES.get(letter, "dim") for letter in name if letter != "L"]
+    return " ".join(axis for axis in axes if axis != "head" or num_axes == len(axes))
 
 
 def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
