@@ -8,8 +8,13 @@ import msgspec
 import torch
 
 from kvxfer.errors import LayoutError, PageMappingError
-from kvxfer.integrations.vllm.cpu_packing import cpu_attention_isa, cpu_packing, kernel_packs_as
-from kvxfer.integrations.vllm.interface import OffloadingConfig
+from kvxfer.integrations.vllm.cpu_packing import (
+    PackedPlane,
+    cpu_attention_isa,
+    cpu_packing,
+    kernel_packs_as,
+)
+from kvxfer.integrations.vllm.interface import OffloadingConfig, installed_version
 from kvxfer.integrations.vllm_connector.config import convert_spec
 from kvxfer.integrations.vllm_connector.layouts import CPU_BACKEND, layer_cache
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, canonicalize
@@ -17,7 +22,7 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.spec import AttentionSpec
 
-CPU_AXES = {"k": ("head", "dim", "token")}
+CPU_AXES: dict[str, tuple[str, ...]] = {"k": ("head", "dim", "token")}
 """Portable order of what the CPU attention keeps transposed: otherwise no two elements of a key
 would be neighbours on both sides. `cpu_packing` has the evidence."""
 
@@ -132,36 +137,65 @@ def _describe_layer(
     if len(found) > 1 or not same:
         raise LayoutError(f"layer {name!r}: vLLM's block is not {ours}")
     boxes = found[0].boxes
-    if layer.get_attn_backend().get_name() == CPU_BACKEND and "head" in boxes[0].axes:
-        return [_as_packed(box, spec, vllm_config) for box in boxes], CPU_AXES
-    return boxes, {}
+    if layer.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
+        return boxes, {}
+    *_, token, _ = boxes[0].digits
+    packing = _find_packing(spec, token.size, vllm_config)
+    if packing is None:
+        isa = _instruction_set(spec, token.size, vllm_config)
+        return [as_bytes(box, f"packed for {isa}") for box in boxes], {}
+    planes = dict(zip(("k", "v"), packing, strict=True))
+    return [_as_packed(box, planes[box.part]) for box in boxes], CPU_AXES
 
 
-def _as_packed(box: PageBox, spec: AttentionSpec, vllm_config: Any) -> PageBox:
-    """Say in which order the CPU's kernels keep keys or values, after trying them.
-
-    Raises:
-        PageMappingError: It is not known.
-    """
-    *outer, token, _ = box.digits
-    cache_dtype = vllm_config.cache_config.cache_dtype
-    isa = cpu_attention_isa(
-        dtype=vllm_config.model_config.dtype,
-        tokens_per_block=token.size,
-        head_dim=spec.head_dim,
-        kv_cache_dtype=cache_dtype,
-    )
-    planes = isa and cpu_packing(
+def _find_packing(
+    spec: AttentionSpec, tokens_per_block: int, vllm_config: Any
+) -> tuple[PackedPlane, PackedPlane] | None:
+    """In which order the CPU's kernels keep keys and values, None unless they were seen to."""
+    isa = _instruction_set(spec, tokens_per_block, vllm_config)
+    if isa is None:
+        return None
+    planes = cpu_packing(
         isa,
-        tokens_per_block=token.size,
+        tokens_per_block=tokens_per_block,
         head_dim=spec.head_dim,
-        itemsize=box.dtype.itemsize,
+        itemsize=spec.dtype.itemsize,
     )
-    if not isa or not planes or not kernel_packs_as(planes, isa, box.dtype):
-        raise PageMappingError("dim", f"keys packed for {isa!r}", "an order that is known")
-    plane = planes["kv".index(box.part)]
+    return planes if planes and kernel_packs_as(planes, isa, spec.dtype) else None
+
+
+def _as_packed(box: PageBox, plane: PackedPlane) -> PageBox:
+    *outer, _, _ = box.digits
     stride, inner = box.dtype.itemsize, []
     for axis, step, size in reversed(plane.digits):
         inner.append(Digit(axis, size, stride, step))
         stride *= size
     return replace(box, digits=(*outer, *reversed(inner)))
+
+
+def as_bytes(box: PageBox, packing: str) -> PageBox:
+    """Keys or values of each head as bytes: heads can still be divided among other workers.
+
+    Raises:
+        PageMappingError: A head of a block is in several pieces.
+    """
+    *outer, token, dim = box.digits
+    if [digit.axis for digit in outer] != ["head"]:
+        raise PageMappingError("token", f"{box.axes} of keys in an unknown order", "one piece")
+    num_bytes = token.size * dim.size * box.dtype.itemsize
+    return replace(
+        box,
+        dtype=torch.uint8,
+        digits=(*outer, Digit("byte", num_bytes, 1)),
+        encoding=f"{token.size} tokens of {box.dtype} {packing} by vLLM {installed_version()} "
+        f"on {torch.backends.cpu.get_cpu_capability()}",
+    )
+
+
+def _instruction_set(spec: AttentionSpec, tokens_per_block: int, vllm_config: Any) -> str | None:
+    return cpu_attention_isa(
+        dtype=vllm_config.model_config.dtype,
+        tokens_per_block=tokens_per_block,
+        head_dim=spec.head_dim,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+    )
