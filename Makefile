@@ -41,7 +41,7 @@ docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
-bench: $(SMOLLM2) ; for name in describe layout copy file nixl vllm; do $(BIN)/kvxfer bench $$name --check || exit 1; done
+bench: $(SMOLLM2) ; for name in describe layout copy mapping file nixl vllm; do $(BIN)/kvxfer bench $$name --check || exit 1; done
 
 check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
 

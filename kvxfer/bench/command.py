@@ -10,7 +10,7 @@ import msgspec
 
 from kvxfer.bench.report import Row
 
-BENCHES = ("describe", "layout", "copy", "file", "nixl", "vllm")
+BENCHES = ("describe", "layout", "copy", "mapping", "file", "nixl", "vllm")
 COLUMNS = Row.__struct_fields__
 
 
