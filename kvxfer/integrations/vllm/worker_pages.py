@@ -1,5 +1,6 @@
 """What the bytes of a worker's blocks mean, told to the scheduler, which moves them all at once."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -155,13 +156,18 @@ def _find_packing(
     isa = _instruction_set(spec, tokens_per_block, vllm_config)
     if isa is None:
         return None
+    return _seen_packing(isa, tokens_per_block, spec.head_dim, spec.dtype)
+
+
+@functools.cache
+def _seen_packing(
+    isa: str, tokens_per_block: int, head_dim: int, dtype: torch.dtype
+) -> tuple[PackedPlane, PackedPlane] | None:
+    """What `cpu_packing` says, if the kernel does it: tried once for all layers alike."""
     planes = cpu_packing(
-        isa,
-        tokens_per_block=tokens_per_block,
-        head_dim=spec.head_dim,
-        itemsize=spec.dtype.itemsize,
+        isa, tokens_per_block=tokens_per_block, head_dim=head_dim, itemsize=dtype.itemsize
     )
-    return planes if planes and kernel_packs_as(planes, isa, spec.dtype) else None
+    return planes if planes and kernel_packs_as(planes, isa, dtype) else None
 
 
 def _as_packed(box: PageBox, plane: PackedPlane) -> PageBox:
