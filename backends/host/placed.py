@@ -35,11 +35,18 @@ class PlacedBackend(Backend):
     Args:
         pool: The pool, mapped by this process; closed with the backend.
         part: Which part of every slot is this worker's.
+        num_writers: Workers that have this part because they keep the same bytes; they take turns
+            to write it, by slot.
+        writer_index: Which of them this one is.
     """
 
-    def __init__(self, pool: HostPool, *, part: int) -> None:
+    def __init__(
+        self, pool: HostPool, *, part: int, num_writers: int = 1, writer_index: int = 0
+    ) -> None:
         self._pool = pool
         self._part = part
+        self._num_writers = num_writers
+        self._writer_index = writer_index
         self._threads = Threads("kvxfer-placed", NUM_THREADS)
         self._closed = False
 
@@ -49,10 +56,15 @@ class PlacedBackend(Backend):
         return [self._pool.holds(*_split(key)) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Write each block into the slot in its key, whatever is there."""
+        """Write each block into the slot in its key, whatever is there, if it is our turn."""
         self._check(keys, blocks)
-        slots, names = zip(*map(_split, keys), strict=True)
-        await self._threads.run(self._pool.write, slots, names, blocks, part=self._part)
+        placed = [_split(key) for key in keys]
+        turns = [slot % self._num_writers == self._writer_index for slot, _ in placed]
+        ours = [index for index, is_ours in enumerate(turns) if is_ours]
+        if ours:
+            slots, names = zip(*(placed[index] for index in ours), strict=True)
+            chosen = blocks.take(ours)
+            await self._threads.run(self._pool.write, slots, names, chosen, part=self._part)
         return [DONE] * len(keys)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

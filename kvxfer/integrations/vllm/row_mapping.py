@@ -6,12 +6,34 @@ import torch
 
 from kvxfer.backends.host import PoolShape
 from kvxfer.errors import InvalidArgumentError, PageMappingError
-from kvxfer.integrations.vllm.interface import OffloadingConfig, group_ids
+from kvxfer.integrations.vllm.interface import (
+    OffloadingConfig,
+    group_ids,
+    workers_keep_the_same,
+)
 from kvxfer.integrations.vllm.worker_pages import WorkerPages
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping
 from kvxfer.kvcache.portable_page import portable_page
 from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
+
+
+def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
+    """How many workers keep the same bytes, so that a row has one part for all of them.
+
+    Args:
+        pages: What a worker says of its blocks, None if it says nothing.
+        config: vLLM's plan of the offloading.
+    """
+    parallel = config.parallel
+    if workers_keep_the_same(config):
+        return int(parallel.world_size)
+    if pages is None or parallel.world_size != parallel.tp_size or parallel.dcp_size > 1:
+        return 1
+    boxes = [box for group in pages.groups for box in group.boxes]
+    if any(group.reason for group in pages.groups) or any("head" not in b.axes for b in boxes):
+        return 1  # other things are divided in another way
+    return max(1, int(parallel.tp_size) // max(1, pages.num_kv_heads))
 
 
 def map_rows(
@@ -60,15 +82,18 @@ def _row_boxes(
     if config.parallel.pp_size > 1:
         raise PageMappingError("layer", f"{config.parallel.pp_size} stages", "one stage")
     tokens = config.groups[group].tokens_per_block
-    for rank in range(shape.num_parts):
+    copies = config.parallel.world_size // shape.num_parts
+    for part in range(shape.num_parts):
+        rank = part * copies
         pages, shard = workers[rank].groups[group], _shard(workers, config, rank)
         if pages.reason:
             raise PageMappingError(OPAQUE, pages.reason, "named axes")
         num_writers, _ = shard.writers(pages.boxes)
-        if num_writers > 1 and shape.num_parts > 1:
-            raise PageMappingError("head", f"kept by {num_writers} workers", "one part of a row")
+        if num_writers != copies:
+            expected = f"{copies} for a part of a row"
+            raise PageMappingError("head", f"kept by {num_writers} workers", expected)
         for block in range(_num_blocks(config)):
-            start = rank * shape.part_size_bytes + block * pages.payload_size_bytes
+            start = part * shape.part_size_bytes + block * pages.payload_size_bytes
             for box in shard.place(pages.boxes):
                 yield box.moved(start).shifted("token", block * tokens)
 

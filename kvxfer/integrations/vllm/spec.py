@@ -35,7 +35,7 @@ from kvxfer.integrations.vllm.interface import (
 )
 from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
-from kvxfer.integrations.vllm.row_mapping import map_rows
+from kvxfer.integrations.vllm.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker
 from kvxfer.integrations.vllm.worker_pages import describe_pages
@@ -80,9 +80,12 @@ class KVXferOffloadingSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         """The scheduler's side; the same one at every call."""
         if self._manager is None:
-            pool = self._open_pool(claim=True)
+            world_size = self.config.parallel.world_size
+            workers = receive_identities(self._name, world_size) if self._lower else []
+            copies = num_copies(workers[0].pages if workers else None, self.config)
+            pool = self._open_pool(copies, claim=True)
             try:
-                self._manager = self._make_manager(pool)
+                self._manager = self._make_manager(pool, workers)
             except BaseException:
                 pool.close()
                 raise
@@ -92,9 +95,15 @@ class KVXferOffloadingSpec(OffloadingSpec):
         """The side of the worker with these caches; the same one at every call."""
         if self._worker is None:
             caches = convert_caches(kv_caches)
-            published = self._publish_identity(caches)
-            part = 0 if self.replicated_layout else self.config.parallel.rank
-            backend = PlacedBackend(self._open_pool(), part=part)
+            identity = self._identify(caches) if self._lower else None
+            copies = num_copies(identity.pages if identity else None, self.config)
+            part, turn = divmod(self.config.parallel.rank, copies)
+            backend = PlacedBackend(
+                self._open_pool(copies),
+                part=part,
+                num_writers=1 if self.replicated_layout else copies,
+                writer_index=0 if self.replicated_layout else turn,
+            )
             engine = TransferEngine(
                 caches,
                 backend,
@@ -106,21 +115,20 @@ class KVXferOffloadingSpec(OffloadingSpec):
                 engine,
                 group_ids=group_ids(self.config),
                 blocks_per_chunk=self.blocks_per_chunk,
-                closes=published,
+                closes=[self._publish(identity)] if identity else [],
             )
         return self._worker
 
-    def _make_manager(self, pool: HostPool) -> OffloadingManager:
+    def _make_manager(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> OffloadingManager:
         num_slots = pool.shape.num_slots
         index = BlockIndex(num_slots, POLICIES[self._pool_config.eviction](num_slots))
         emit_events = self.kv_events_config.enable_kv_cache_events
         if not self._lower:
             return KVXferOffloadingManager(pool, index, emit_events=emit_events)
-        tier = self._open_lower_tier(pool)
+        tier = self._open_lower_tier(pool, workers)
         return TieredOffloadingManager(pool, index, tier, emit_events=emit_events)
 
-    def _open_lower_tier(self, pool: HostPool) -> LowerTier:
-        workers = receive_identities(self._name, self.config.parallel.world_size)
+    def _open_lower_tier(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> LowerTier:
         rows = row_namespace(
             self.config, workers[0].model, row_size_bytes=pool.shape.slot_size_bytes
         )
@@ -131,18 +139,18 @@ class KVXferOffloadingSpec(OffloadingSpec):
         backend = backends[0] if len(backends) == 1 else TieredBackend(backends, namespace)
         return LowerTier(pool.rows, len(namespace.groups), backend, mappings=mappings)
 
-    def _publish_identity(self, caches: OurCaches) -> list[SharedSegment]:
-        if not self._lower:
-            return []
+    def _identify(self, caches: OurCaches) -> WorkerIdentity:
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None:
             rule = "host:// alone: vLLM does not say what its model is"
             raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
-        identity = WorkerIdentity(
+        return WorkerIdentity(
             model=identify_model(vllm_config),
             pages=describe_pages(caches, self.config, vllm_config),
         )
-        return [publish_identity(self._name, self.config.parallel.rank, identity)]
+
+    def _publish(self, identity: WorkerIdentity) -> SharedSegment:
+        return publish_identity(self._name, self.config.parallel.rank, identity)
 
     @property
     def _name(self) -> str:
@@ -150,11 +158,11 @@ class KVXferOffloadingSpec(OffloadingSpec):
         engine_id = xxhash.xxh3_64_hexdigest(self.config.engine_id.encode())
         return f"vllm-{engine_id}-{self.config.parallel.data_parallel_index}"
 
-    def _open_pool(self, *, claim: bool = False) -> HostPool:
+    def _open_pool(self, copies: int, *, claim: bool = False) -> HostPool:
         config = self.config
         shape = PoolShape.fit(
             capacity_bytes=self._pool_config.capacity,
-            num_parts=1 if self.replicated_layout else config.parallel.world_size,
+            num_parts=config.parallel.world_size // copies,
             part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
         )
         return HostPool(
