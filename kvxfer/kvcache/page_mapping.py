@@ -202,10 +202,9 @@ def compile_mapping(
     for first in firsts:
         parts = []
         for tensor, offset in zip(page.tensors, page.offsets_bytes, strict=True):
-            for block in range(blocks_per_page):
-                for box in named[tensor.name]:
-                    placed = box.shifted("token", block * tokens_per_block - first)
-                    parts += _place(placed, tensor, offset, block)
+            for box in named[tensor.name]:
+                placed = box.shifted("token", -first)
+                parts += _place(placed, tensor, offset, blocks_per_page, tokens_per_block)
         if not parts:
             axis = "token" if len(firsts) > 1 else "head"
             raise PageMappingError(axis, f"nothing of page {len(pages)} of a block", "a part of it")
@@ -257,8 +256,13 @@ def _require_tiles(parts: Sequence[Fragments], size: int) -> None:
         raise PageMappingError("head", f"{lengths.sum()} bytes of all workers", f"{size} of a page")
 
 
-def _place(box: PageBox, tensor: PortableTensor, offset: int, block: int) -> list[Fragments]:
-    """Where the elements that a box and a portable tensor both have are in each."""
+def _place(
+    box: PageBox, tensor: PortableTensor, offset: int, num_blocks: int, tokens_per_block: int
+) -> list[Fragments]:
+    """Where the elements that a box and a portable tensor both have are in each.
+
+    Several blocks are all inside of the page, so that the first says where the others are.
+    """
     _require_same_elements(box, tensor)
     for axis, first, size in zip(tensor.axes, tensor.first, tensor.shape, strict=True):
         narrowed = box.narrowed(axis, first, first + size)
@@ -280,8 +284,14 @@ def _place(box: PageBox, tensor: PortableTensor, offset: int, block: int) -> lis
         index = np.arange(size, dtype=np.int64)
         local = (local[:, None] + index * local_stride).reshape(-1)
         page = (page[:, None] + index * page_stride).reshape(-1)
-    count = len(local)
-    return [Fragments(np.full(count, block), local, page, np.full(count, length))]
+    blocks = np.arange(num_blocks, dtype=np.int64)
+    block_stride = tokens_per_block * strides.get("token", 0)
+    page = (page + blocks[:, None] * block_stride).reshape(-1)
+    return [
+        Fragments(
+            blocks.repeat(len(local)), np.tile(local, num_blocks), page, np.full(len(page), length)
+        )
+    ]
 
 
 def _coalesce(
