@@ -18,6 +18,7 @@ from kvxfer.kvcache.canonical import (
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.map_caches import map_caches, payload_boxes
 from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping, verify_mappings
+from kvxfer.kvcache.portable_page import portable_page
 from kvxfer.kvcache.spec import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -78,6 +79,13 @@ def test_a_page_is_heads_then_tokens_layer_by_layer() -> None:
     assert str(mapping) == (
         "512 of 512 bytes of a page in 4 runs, 1 blocks per page, 1 pages per block"
     ).replace("4 runs", f"{len([r for f in mapping.pages for r in f.runs()])} runs")
+
+
+def test_the_order_of_boxes_does_not_matter() -> None:
+    caches = caches_of(names=("layers.9", "layers.10"))
+    boxes = payload_boxes(caches.group_data_refs[0])
+    page = portable_page(boxes[::-1], ALONE, num_tokens=TOKENS)
+    assert page == map_one(caches).page
 
 
 @pytest.mark.parametrize(

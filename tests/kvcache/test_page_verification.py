@@ -134,6 +134,12 @@ def test_a_page_of_several_blocks_has_runs_of_each() -> None:
     assert found == [(0, HEAD // 2), (1, HEAD // 2)] * 4 * HEADS
 
 
+def test_shards_that_a_worker_has_side_by_side_are_pieces_of_their_own() -> None:
+    (mapping,) = mappings_of("All layers, heads first", ALONE, num_shards=HEADS)
+    assert mapping.shards == tuple(range(HEADS))
+    assert len(mapping.pages[0].lengths) == HEADS
+
+
 PARALLEL = {
     "heads": WorkerShard(num_kv_heads=HEADS, tp_size=4),
     "replicated": WorkerShard(num_kv_heads=2, tp_size=8),
