@@ -77,12 +77,12 @@ def gather(source: Pieces, destination: Pieces) -> None:
     start = 0
     for out in _view_series(destination, row_bytes):
         part = rows[start : start + len(out)]
-        if aligned and out.flags.c_contiguous:
-            np.take(view, part, out=out, mode="clip")
-        else:
-            for chunk in _chunks(len(out), row_bytes):
-                out[chunk] = view[part[chunk]]
         start += len(out)
+        for chunk in _chunks(len(out), row_bytes):
+            if aligned and out.flags.c_contiguous:
+                np.take(view, part[chunk], out=out[chunk], mode="clip")
+            else:
+                out[chunk] = view[part[chunk]]
 
 
 def scatter(source: Pieces, destination: Pieces) -> None:
@@ -92,11 +92,12 @@ def scatter(source: Pieces, destination: Pieces) -> None:
     view, rows = _index_rows(destination, row_bytes)
     start = 0
     for values in _view_series(source, row_bytes):
-        # Arrays of one dimension, which numpy copies directly; and not `numpy.put`: where the
-        # values lie inside the view it copies the view and writes it back, memory that others
-        # write to or that is not even mapped.
-        view[rows[start : start + len(values)]] = values
+        part = rows[start : start + len(values)]
         start += len(values)
+        for chunk in _chunks(len(values), row_bytes):
+            # Not `numpy.put`: where the values lie inside the view it copies the view and writes
+            # it back, memory that others write to or that is not even mapped.
+            view[part[chunk]] = values[chunk]
 
 
 def bounce(source: Pieces, destination: Pieces) -> None:
@@ -109,7 +110,11 @@ def bounce(source: Pieces, destination: Pieces) -> None:
 
 
 def _chunks(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Rows that are in between at a time: numpy makes an array of what it gathers."""
+    """Rows to copy at a time.
+
+    Numpy makes an array of what it gathers, and copies the rows that lie within the view of the
+    other side: such arrays should fit the cache.
+    """
     count = max(1, CHUNK_BYTES // row_bytes)
     for start in range(0, num_rows, count):
         yield slice(start, min(start + count, num_rows))
@@ -126,9 +131,9 @@ def _divisor(lengths: Addresses) -> int:
 
 def _index_rows(pieces: Pieces, row_bytes: int) -> tuple[Rows, Indices]:
     """A view with a row at every byte from the first address on, and which rows the pieces are."""
-    first, last = pieces.addresses.min(), pieces.addresses.max()
-    longest = int(pieces.lengths.max())
-    view = _memory(first, row_bytes, int(last - first) + longest, 1)
+    first, longest = pieces.addresses.min(), int(pieces.lengths.max())
+    # Not a byte further, since numpy copies rows of the other side that lie within the view.
+    view = _memory(first, row_bytes, int((pieces.addresses + pieces.lengths).max() - first), 1)
     rows = (pieces.addresses - first).view(np.int64)
     if longest == row_bytes:
         return view, rows

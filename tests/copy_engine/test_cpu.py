@@ -5,9 +5,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,8 +20,8 @@ from kvxfer.copy_engine import cpu
 from kvxfer.copy_engine.cpu import CPUCopyEngine, Method
 from kvxfer.copy_engine.rows import CHUNK_BYTES, Pieces, bounce, gather, scatter
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
+from tests.copy_engine.copies import Copy, Side
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -31,75 +31,8 @@ MAP_NORESERVE = 0x4000
 MAX_TOTAL_BYTES = 3 * MIB
 MAX_FRAGMENTS = 200
 
-Bytes = NDArray[np.uint8]
 METHODS = (cpu._copy_each, gather, scatter, bounce)
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Side:
-    """One side of a copy: a buffer, and where in it each fragment begins."""
-
-    buffer: Bytes
-    starts: list[int]
-
-    @property
-    def addresses(self) -> NDArray[np.uint64]:
-        return np.uint64(self.buffer.ctypes.data) + np.array(self.starts, np.uint64)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copy:
-    """Fragments of one buffer and their places in another."""
-
-    source: Side
-    destination: Side
-    lengths: list[int]
-
-    def __repr__(self) -> str:
-        return f"Copy({self.lengths}, {self.source.starts} -> {self.destination.starts})"
-
-    def describe(self) -> tuple[Descriptors, Descriptors]:
-        """Both sides, one block per fragment."""
-        return describe_side(self.source, self.lengths), describe_side(
-            self.destination, self.lengths
-        )
-
-    def fragments(self) -> cpu._Fragments:
-        """What the engine makes of it."""
-        return cpu._Fragments.pair(*self.describe())
-
-    def pieces(self) -> tuple[Pieces, Pieces]:
-        """The same, as the methods take it."""
-        fragments = self.fragments()
-        return fragments.source, fragments.destination
-
-    def expected(self) -> tuple[Bytes, Bytes]:
-        """Both buffers as a loop over the fragments leaves them."""
-        source, destination = self.source.buffer.copy(), self.destination.buffer.copy()
-        for start, end, length in zip(
-            self.source.starts, self.destination.starts, self.lengths, strict=True
-        ):
-            destination[end : end + length] = source[start : start + length]
-        return source, destination
-
-    def check(self, run: Callable[[], None]) -> None:
-        """Run it, and compare every byte of both buffers with what should be there."""
-        source, destination = self.expected()
-        run()
-        assert np.array_equal(self.destination.buffer, destination)
-        assert np.array_equal(self.source.buffer, source)
-
-
-def describe_side(side: Side, lengths: Sequence[int]) -> Descriptors:
-    return Descriptors(
-        addresses=side.addresses,
-        lengths=np.array(lengths, np.uint64),
-        block_offsets=np.arange(len(lengths) + 1),
-        payload_starts=np.zeros(len(lengths), np.int64),
-        device=torch.device("cpu"),
-        owners=(side.buffer,),
-    )
 
 
 def lay_out(

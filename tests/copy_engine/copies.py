@@ -1,0 +1,80 @@
+"""Copies to be made, and what they should leave behind."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.copy_engine import cpu
+from kvxfer.copy_engine.rows import Pieces
+from kvxfer.kvcache.descriptors import Descriptors
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """One side of a copy: a buffer, and where in it each fragment begins."""
+
+    buffer: Bytes
+    starts: list[int]
+
+    @property
+    def addresses(self) -> NDArray[np.uint64]:
+        return np.uint64(self.buffer.ctypes.data) + np.array(self.starts, np.uint64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copy:
+    """Fragments of one buffer and their places in another."""
+
+    source: Side
+    destination: Side
+    lengths: list[int]
+
+    def __repr__(self) -> str:
+        return f"Copy({self.lengths}, {self.source.starts} -> {self.destination.starts})"
+
+    def describe(self) -> tuple[Descriptors, Descriptors]:
+        """Both sides, one block per fragment."""
+        return describe_side(self.source, self.lengths), describe_side(
+            self.destination, self.lengths
+        )
+
+    def fragments(self) -> cpu._Fragments:
+        """What the engine makes of it."""
+        return cpu._Fragments.pair(*self.describe())
+
+    def pieces(self) -> tuple[Pieces, Pieces]:
+        """The same, as the methods take it."""
+        fragments = self.fragments()
+        return fragments.source, fragments.destination
+
+    def expected(self) -> tuple[Bytes, Bytes]:
+        """Both buffers as a loop over the fragments leaves them."""
+        source, destination = self.source.buffer.copy(), self.destination.buffer.copy()
+        for start, end, length in zip(
+            self.source.starts, self.destination.starts, self.lengths, strict=True
+        ):
+            destination[end : end + length] = source[start : start + length]
+        return source, destination
+
+    def check(self, run: Callable[[], None]) -> None:
+        """Run it, and compare every byte of both buffers with what should be there."""
+        source, destination = self.expected()
+        run()
+        assert np.array_equal(self.destination.buffer, destination)
+        assert np.array_equal(self.source.buffer, source)
+
+
+def describe_side(side: Side, lengths: Sequence[int]) -> Descriptors:
+    return Descriptors(
+        addresses=side.addresses,
+        lengths=np.array(lengths, np.uint64),
+        block_offsets=np.arange(len(lengths) + 1),
+        payload_starts=np.zeros(len(lengths), np.int64),
+        device=torch.device("cpu"),
+        owners=(side.buffer,),
+    )
