@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from kvxfer.backends.host import PoolShape
+from kvxfer.integrations.vllm.interface import group_ids
 from kvxfer.integrations.vllm.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.worker_pages import CPU_AXES, GroupPages, WorkerPages, as_bytes
 from kvxfer.kvcache.page_box import Digit, PageBox
@@ -156,7 +157,7 @@ def test_groups_that_are_not_offloaded_have_a_place() -> None:
     told = [GroupPages(payload_size_bytes=128, reason="made up")] * len(config.groups)
     shape = PoolShape(num_slots=1, num_parts=1, part_size_bytes=4096)
     mappings = map_rows([WorkerPages(groups=tuple(told), num_kv_heads=2)], config, shape, "here")
-    assert len(mappings) == max(group.group_id for group in config.groups) + 1
+    assert len(mappings) == max(group_ids(config)) + 1
 
 
 def test_workers_that_keep_the_same_heads_share_a_part() -> None:
