@@ -124,14 +124,22 @@ def test_there_is_one_mapping_for_each_group(caches: CanonicalKVCaches) -> None:
 
 
 def test_pieces_are_joined_in_memory_but_not_across_shards() -> None:
-    cache = torch.arange(4 * 2 * HEADS * TOKENS * DIM, dtype=torch.int16)
-    cache = cache.view(4, 2, HEADS, TOKENS, DIM)
+    layout = "block head kv token dim"
+    cache = torch.arange(4 * HEADS * 2 * TOKENS * DIM, dtype=torch.int16)
+    cache = cache.view(4, HEADS, 2, TOKENS, DIM)
     config = KVCacheConfig(4, (KVCacheGroup(SPEC, ("layers.0",)),))
-    caches = canonicalize(
-        {"layers.0": cache}, config, layouts={"layers.0": "block kv head token dim"}
-    )
-    assert len(describer(caches).describe(0, [1, 2])) == 2
+    caches = canonicalize({"layers.0": cache}, config, layouts={"layers.0": layout})
     shards = describer(caches, num_shards=HEADS).describe(0, [1])
-    expected = [cache[1, part, head] for head in range(HEADS) for part in range(2)]
-    assert bytes_of(shards) == [b"".join(each.numpy().tobytes() for each in expected)]
-    assert len(shards) == 2 * HEADS
+    assert bytes_of(shards) == [cache[1].numpy().tobytes()]
+    assert shards.lengths.tolist() == [SPEC.page_size_bytes // HEADS] * HEADS
+
+
+def test_pieces_that_are_apart_in_the_page_are_joined_in_memory() -> None:
+    layout = "block kv head token dim"
+    cache = torch.zeros(4, 2, HEADS, TOKENS, DIM, dtype=torch.int16)
+    config = KVCacheConfig(4, (KVCacheGroup(SPEC, ("layers.0",)),))
+    caches = canonicalize({"layers.0": cache}, config, layouts={"layers.0": layout})
+    half = map_caches(caches, WorkerShard(num_kv_heads=2 * HEADS, tp_size=2))
+    assert len(half[0].pages[0].lengths) == 2
+    blocks = BlockDescriber(caches, mappings=half).describe(0, [2, 1])
+    assert blocks.lengths.tolist() == [SPEC.page_size_bytes] * 2
