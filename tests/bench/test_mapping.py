@@ -36,15 +36,30 @@ def elements_of_worker(engine: Engine, worker: Worker) -> torch.Tensor:
     return inside[:, :, :, torch.from_numpy(worker.block_ids)].flatten(3, 4)
 
 
+def others_of_worker(engine: Engine, worker: Worker) -> torch.Tensor:
+    """All blocks that are not moved."""
+    axis = engine.layout.split().index("block")
+    layers = torch.stack(list(worker.tensors.values()))
+    moved = set(worker.block_ids.tolist())
+    others = [block for block in range(layers.shape[axis + 1]) if block not in moved]
+    return layers.index_select(axis + 1, torch.tensor(others))
+
+
 @every_case
-def test_every_element_arrives_in_its_place(case: Case, engine: CPUCopyEngine) -> None:
+def test_every_element_arrives_in_its_place_and_other_blocks_stay(
+    case: Case, engine: CPUCopyEngine
+) -> None:
     _, writers, readers = start(case, num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS)
     expected = elements(case.writer, writers)
     assert expected.shape == (NUM_LAYERS, 2, NUM_KV_HEADS, NUM_TOKENS, mapping.HEAD_DIM)
     assert not torch.equal(elements(case.reader, readers), expected)
+    others = [others_of_worker(case.reader, reader).clone() for reader in readers]
     transfer(engine, writers, readers, mapped=True)
     assert torch.equal(elements(case.reader, readers), expected)
     assert torch.equal(elements(case.writer, writers), expected)
+    for reader, before in zip(readers, others, strict=True):
+        assert before.numel() > 0
+        assert torch.equal(others_of_worker(case.reader, reader), before)
 
 
 @every_case
