@@ -47,7 +47,7 @@ def portable_namespace(namespace: Namespace, mappings: Sequence[PageMapping]) ->
         groups=tuple(
             GroupIdentity(
                 page_sizes_bytes=(sum(tensor.num_bytes for tensor in shard),),
-                layouts=tuple(dict.fromkeys(map(_describe, shard))),
+                layouts=tuple(map(_describe, shard)),
                 tensors=tuple(map(_stored, shard)),
             )
             for mapping in mappings

@@ -12,6 +12,7 @@ from kvxfer import (
     InvalidArgumentError,
     KVCacheConfig,
     KVCacheGroup,
+    MambaSpec,
     MLASpec,
     PageMappingError,
     Status,
@@ -126,6 +127,20 @@ def test_namespaces_agree_across_what_a_mapping_bridges_and_differ_in_the_rest()
     ours.require_same(theirs)
     revised = portable_namespace(msgspec.structs.replace(NAMESPACE, revision="2"), first.mappings)
     assert revised.fingerprint != ours.fingerprint
+
+
+def test_namespaces_say_of_every_tensor_how_it_is_ordered() -> None:
+    spec = MambaSpec(tokens_per_block=8, shapes=((4, 4),) * 3, dtypes=(torch.float16,) * 3)
+    states = [torch.zeros(3, 4, 4, dtype=torch.float16) for _ in range(3)]
+    config = KVCacheConfig(3, (KVCacheGroup(spec, ("layers.0",)),))
+    caches = canonicalize({"layers.0": states}, config)
+    first, second = (
+        portable_namespace(
+            NAMESPACE, map_caches(caches, WorkerShard(num_kv_heads=1), state_heads=heads)
+        )
+        for heads in (("s1", None, "s1"), ("s1", None, None))
+    )
+    assert first.fingerprint != second.fingerprint
 
 
 def test_a_worker_that_holds_a_part_of_a_shard_is_refused() -> None:
