@@ -49,10 +49,12 @@ def worker_pages(heads: int, **fields: Any) -> WorkerPages:
     return WorkerPages(groups=(pages,), num_kv_heads=HEADS)
 
 
-def row_config(world_size: int, *, blocks_per_chunk: int = 1, pp_size: int = 1) -> Any:
+def row_config(
+    world_size: int, *, blocks_per_chunk: int = 1, pp_size: int = 1, tp_size: int = 0
+) -> Any:
     parallel = SimpleNamespace(
         world_size=world_size,
-        tp_size=world_size // pp_size,
+        tp_size=tp_size or world_size // pp_size,
         pcp_size=1,
         dcp_size=1,
         pp_size=pp_size,
@@ -121,6 +123,7 @@ def test_rows_of_any_number_of_workers_are_one_page(world_size: int, blocks_per_
         ([worker_pages(2)] * 2, row_config(2, pp_size=2), "2 stages"),
         ([worker_pages(1)] * 8, row_config(8), "kept by 2 workers; expected 1"),
         ([worker_pages(4)] * 2, row_config(2), "'head'"),
+        ([worker_pages(2)] * 2, row_config(2, tp_size=1), "'head'"),
     ],
 )
 def test_rows_that_mean_something_unknown_stay_as_they_are(

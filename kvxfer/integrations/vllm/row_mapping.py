@@ -13,7 +13,7 @@ from kvxfer.integrations.vllm.interface import (
 )
 from kvxfer.integrations.vllm.worker_pages import WorkerPages
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping
+from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping, verify_mappings
 from kvxfer.kvcache.portable_page import portable_page
 from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
 
@@ -56,19 +56,48 @@ def map_rows(
         try:
             if group_id not in position:
                 raise PageMappingError(OPAQUE, f"group {group_id}", "one that is offloaded")  # noqa: TRY301
-            boxes = list(_row_boxes(workers, config, shape, position[group_id]))
-            tokens = config.groups[position[group_id]].tokens_per_block * _num_blocks(config)
-            axes = workers[0].groups[position[group_id]].axes
+            mapping = _map_group(workers, config, shape, position[group_id])
         except (PageMappingError, InvalidArgumentError) as exc:
-            boxes = [_opaque(shape.slot_size_bytes, f"{encoding} ({exc})")]
-            tokens, axes = 1, {}
-        page = portable_page(boxes, _shard(workers, config, 0), num_tokens=tokens, axes=axes)
-        mappings.append(
-            compile_mapping(
-                boxes, page, tokens_per_block=tokens, payload_sizes=[shape.slot_size_bytes]
-            )
-        )
+            mapping = _keep_row(shape.slot_size_bytes, f"{encoding} ({exc})")
+        mappings.append(mapping)
     return mappings
+
+
+def _map_group(
+    workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
+) -> PageMapping:
+    """What a row holds of a group, all of it.
+
+    Raises:
+        PageMappingError: That is not known, or not a whole page.
+        InvalidArgumentError: The workers are none that could share a model.
+    """
+    boxes = list(_row_boxes(workers, config, shape, group))
+    tokens = config.groups[group].tokens_per_block * _num_blocks(config)
+    page = portable_page(
+        boxes,
+        _shard(workers, config, 0),
+        num_tokens=tokens,
+        axes=workers[0].groups[group].axes,
+    )
+    mapping = compile_mapping(
+        boxes, page, tokens_per_block=tokens, payload_sizes=[shape.slot_size_bytes]
+    )
+    verify_mappings([mapping])
+    return mapping
+
+
+def _keep_row(row_size_bytes: int, encoding: str) -> PageMapping:
+    """A row as it is."""
+    box = PageBox(
+        layer_name="row",
+        part=OPAQUE,
+        dtype=torch.uint8,
+        digits=(Digit("byte", row_size_bytes, 1),),
+        encoding=encoding,
+    )
+    page = portable_page([box], WorkerShard(num_kv_heads=1), num_tokens=1)
+    return compile_mapping([box], page, tokens_per_block=1, payload_sizes=[row_size_bytes])
 
 
 def _row_boxes(
@@ -96,16 +125,6 @@ def _row_boxes(
             start = part * shape.part_size_bytes + block * pages.payload_size_bytes
             for box in shard.place(pages.boxes):
                 yield box.moved(start).shifted("token", block * tokens)
-
-
-def _opaque(row_size_bytes: int, encoding: str) -> PageBox:
-    return PageBox(
-        layer_name="row",
-        part=OPAQUE,
-        dtype=torch.uint8,
-        digits=(Digit("byte", row_size_bytes, 1),),
-        encoding=encoding,
-    )
 
 
 def _shard(workers: Sequence[WorkerPages], config: OffloadingConfig, rank: int) -> WorkerShard:
