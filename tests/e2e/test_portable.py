@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
+from tests.e2e import block_outermost
 from tests.e2e.harness import AuditedEngine, random_prompts, require_same
 
 pytestmark = pytest.mark.e2e
@@ -91,6 +92,24 @@ def test_heads_that_several_workers_keep_are_stored_once(tmp_path: Path) -> None
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
     require_same([*again, *returned], computed * 2, dtype=engine.dtype)
     assert all(one.cached_tokens == 4 * BLOCK_TOKENS for one in [*again, *returned])
+
+
+def test_blocks_of_all_layers_are_hit_by_an_engine_with_a_tensor_per_layer(tmp_path: Path) -> None:
+    block_outermost.install(tmp_path)
+    prompts = random_prompts(2, shared_tokens=4 * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2)
+    layouts: list[dict[str, Any]] = [
+        {"python_path": [tmp_path], "environment": {"VLLM_KV_CACHE_LAYOUT": layout}}
+        for layout in ("BLHNC", "LBHNC")
+    ]
+    for engine in run(tmp_path, "first", 1, **layouts[0]):
+        computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+        engine.settle()
+        assert engine.audit().descriptors_per_block == [1]
+    for engine in run(tmp_path, "second", 1, **layouts[1]):
+        returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
+        assert engine.audit().descriptors_per_block == [4]
+    require_same(returned, computed, dtype=engine.dtype)
+    assert all(one.cached_tokens == 4 * BLOCK_TOKENS for one in returned)
 
 
 def test_states_come_back_to_an_equal_engine(tmp_path: Path) -> None:

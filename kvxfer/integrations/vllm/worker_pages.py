@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -64,7 +65,7 @@ def describe_pages(
     """Find out what the bytes of this worker's caches mean.
 
     vLLM says it of the tensors that it bound to its layers. Each is canonicalized anew, and must
-    come out as what vLLM handed over; else its group is bytes.
+    be in the blocks that vLLM handed over; else its group is bytes.
 
     Args:
         caches: The caches that vLLM handed over, which are bytes.
@@ -90,19 +91,19 @@ def _describe_group(
     config: OffloadingConfig,
     vllm_config: Any,
 ) -> GroupPages:
-    size = sum(ref.page_size_bytes for ref in refs)
+    starts = list(accumulate((ref.page_size_bytes for ref in refs), initial=0))
+    size = starts.pop()
     axes: Mapping[str, tuple[str, ...]] = {}
     boxes: list[PageBox] = []
     try:
-        if len(refs) != len(group.layer_names):
-            expected = f"one for each of {len(group.layer_names)} layers"
+        if len(refs) not in (1, len(group.layer_names)):
+            expected = f"one for each of {len(group.layer_names)} layers, or for all"
             raise PageMappingError("layer", f"{len(refs)} pieces", expected)  # noqa: TRY301
         tokens = group.tokens_per_block // (config.parallel.pcp_size * config.parallel.dcp_size)
-        start = 0
-        for ref, name in zip(refs, group.layer_names, strict=True):
-            found, axes = _describe_layer(name, ref, caches, tokens, vllm_config)
-            boxes += [box.moved(start) for box in found]
-            start += ref.page_size_bytes
+        for index, name in enumerate(group.layer_names):
+            place = min(index, len(refs) - 1)
+            found, axes = _describe_layer(name, refs[place], caches, tokens, vllm_config)
+            boxes += [box.moved(starts[place]) for box in found]
     except Exception as exc:  # noqa: BLE001 - what this vLLM does not tell is kept as bytes
         return GroupPages(payload_size_bytes=size, reason=f"{type(exc).__name__}: {exc}")
     return GroupPages(payload_size_bytes=size, boxes=tuple(boxes), axes=dict(axes))
@@ -115,48 +116,61 @@ def _describe_layer(
     tokens_per_block: int,
     vllm_config: Any,
 ) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
+    """Find a layer's boxes in the page of a ref, its own or that of several layers.
+
+    Raises:
+        LayoutError: The layer's pages are not there.
+    """
+    theirs = caches.tensors[ref.tensor_idx].tensor
+    layer = _canonicalize_layer(name, tokens_per_block, len(theirs), vllm_config)
+    ours, page = layer.tensors[0].tensor, layer.group_data_refs[0][0]
+    offset = ours.data_ptr() - theirs.data_ptr()
+    is_inside = 0 <= offset <= ref.page_size_bytes - page.page_size_bytes
+    if not is_inside or len(layer.tensors) > 1 or ours.stride(0) != theirs.stride(0):
+        raise LayoutError(f"layer {name!r}: vLLM's block does not have {layer}")
+    boxes, axes = _say_packing(name, page.boxes, layer, vllm_config)
+    return [box.moved(offset) for box in boxes], axes
+
+
+def _canonicalize_layer(
+    name: str, tokens_per_block: int, num_blocks: int, vllm_config: Any
+) -> CanonicalKVCaches:
+    """Understand the tensor that vLLM bound to a layer.
+
+    Raises:
+        PageMappingError: The layer keeps states.
+        KVXferError: It cannot be understood.
+    """
     layer = vllm_config.compilation_config.static_forward_context[name]
     entry = layer.kv_cache
     if not isinstance(entry, torch.Tensor) and len(entry) == 1:
         (entry,) = entry
-    tensor = caches.tensors[ref.tensor_idx]
     spec = convert_spec(layer.get_kv_cache_spec(vllm_config), entry)
     if not isinstance(spec, AttentionSpec):
         raise PageMappingError("head", f"states of {name!r}", "keys and values, or latents")
-    spec = replace(spec, tokens_per_block=tokens_per_block, page_size_padded=tensor.page_size_bytes)
-    config = KVCacheConfig(len(tensor.tensor), (KVCacheGroup(spec, (name,)),))
+    spec = replace(spec, tokens_per_block=tokens_per_block)
+    config = KVCacheConfig(num_blocks, (KVCacheGroup(spec, (name,)),))
     cache = layer_cache(name, entry, config, vllm_config)
     layouts = {name: cache.layout} if cache.layout else None
-    ours = canonicalize({name: cache.entry}, config, layouts=layouts)
-    found = ours.group_data_refs[0]
-    view = ours.tensors[found[0].tensor_idx].tensor
-    same = (view.data_ptr(), view.stride(0), found[0].page_size_bytes) == (
-        tensor.tensor.data_ptr(),
-        tensor.tensor.stride(0),
-        ref.page_size_bytes,
-    )
-    if len(found) > 1 or not same:
-        raise LayoutError(f"layer {name!r}: vLLM's block is not {ours}")
-    boxes = found[0].boxes
-    if layer.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
+    return canonicalize({name: cache.entry}, config, layouts=layouts)
+
+
+def _say_packing(
+    name: str, boxes: Sequence[PageBox], layer: CanonicalKVCaches, vllm_config: Any
+) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
+    """Say what a layer's keys and values are where a CPU's kernels have an order of their own."""
+    attention = vllm_config.compilation_config.static_forward_context[name]
+    if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
         return boxes, {}
     *_, token, _ = boxes[0].digits
-    packing = _find_packing(spec, token.size, vllm_config)
-    if packing is None:
-        isa = _instruction_set(spec, token.size, vllm_config)
+    (spec,) = layer.group_specs
+    assert isinstance(spec, AttentionSpec), "checked when it was canonicalized"
+    isa = _instruction_set(spec, token.size, vllm_config)
+    packing = isa and _seen_packing(isa, token.size, spec.head_dim, spec.dtype)
+    if not packing:
         return [as_bytes(box, f"packed for {isa}") for box in boxes], {}
     planes = dict(zip(("k", "v"), packing, strict=True))
     return [_as_packed(box, planes[box.part]) for box in boxes], CPU_AXES
-
-
-def _find_packing(
-    spec: AttentionSpec, tokens_per_block: int, vllm_config: Any
-) -> tuple[PackedPlane, PackedPlane] | None:
-    """In which order the CPU's kernels keep keys and values, None unless they were seen to."""
-    isa = _instruction_set(spec, tokens_per_block, vllm_config)
-    if isa is None:
-        return None
-    return _seen_packing(isa, tokens_per_block, spec.head_dim, spec.dtype)
 
 
 @functools.cache
