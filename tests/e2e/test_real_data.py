@@ -34,8 +34,8 @@ BLOCK_TOKENS = 128
 NUM_BLOCKS = 3
 TOKENS = NUM_BLOCKS * BLOCK_TOKENS
 MAX_TOKENS = 12
-KV_TOLERANCE = 2e-3
-"""Both engines compute in float32 and add up in another order. Seen: 3e-4 of values up to 30."""
+KV_TOLERANCE = 1e-3
+"""Both engines compute in float32 and add up in another order: 1e-4 apart when it was measured."""
 VLLM_CPU_AXES = {"k": ("head", "dim", "token")}
 
 
