@@ -128,8 +128,9 @@ def portable_page(
         sizes = {axis: max(b.first_index(axis) + b.extent(axis) for b in same) for axis in box.axes}
         sizes |= {"head": shard.total_heads(same), "token": num_tokens}
         order = tuple(axes.get(box.part) or _usual_axes(box))
-        if set(order) != set(box.axes):
-            raise InvalidArgumentError(f"axes of {box.part!r}", order, f"the axes {box.axes}")
+        if sorted(order) != sorted(box.axes) or "head" in order[1:]:
+            expected = f"the axes {box.axes}, heads first"
+            raise InvalidArgumentError(f"axes of {box.part!r}", order, expected)
         tensor = PortableTensor(
             name=name,
             dtype=box.dtype,

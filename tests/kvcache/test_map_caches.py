@@ -323,6 +323,17 @@ def test_a_group_that_can_be_mapped_is_so_beside_one_that_cannot() -> None:
     assert all(tensor.encoding for tensor in states.page.tensors)
 
 
+def test_parts_may_have_another_order_if_heads_are_first() -> None:
+    caches = caches_of("block kv head token dim")
+    turned = map_one(caches, axes={"k": ("head", "dim", "token")})
+    keys, values = turned.page.tensors[:2]
+    assert (keys.axes, values.axes) == (("head", "dim", "token"), ("head", "token", "dim"))
+    assert turned.page != map_one(caches).page
+    for order in [("token", "head", "dim"), ("head", "dim"), ("head", "dim", "dim")]:
+        with pytest.raises(InvalidArgumentError, match="heads first"):
+            map_one(caches, axes={"k": order})
+
+
 def test_shards_are_equal_shares_of_the_heads() -> None:
     whole = map_one(caches_of(names=("layers.0", "layers.1")), num_shards=2)
     assert whole.shards == (0, 1)
