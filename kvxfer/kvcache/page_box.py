@@ -35,7 +35,7 @@ class PageBox:
 
     Attributes:
         layer_name: The layer.
-        part: `k`, `v`, `latent`, `state0`, `state1`, ... or `kv` where they cannot be told apart.
+        part: `k`, `v`, `latent`, `state0`, `state1`, ..., or `opaque` for bytes of all kinds.
         dtype: Type of the elements, bytes where they have no meaning one by one.
         digits: All digits; those of one axis in the order of falling steps.
         offset_bytes: Where in the page the box begins.

@@ -25,10 +25,8 @@ def read_contents(
         Boxes for the layers in their order, keys before values; offsets count from the place.
     """
     reading, form = cache.readings[index], cache.forms[index]
-    start = reading.block_axis
-    axes = list(
-        zip(reading.layout.axes, reading.sizes, reading.strides, strict=True),
-    )[start:]
+    every = zip(reading.layout.axes, reading.sizes, reading.strides, strict=True)
+    axes = list(every)[reading.block_axis :]
     steps = {axis: stride * cache.tensors[index].element_size() for axis, _, stride in axes}
     return tuple(
         box.moved(_position(cache, place) * steps["layer"] if "layer" in steps else 0)

@@ -1,6 +1,7 @@
 """A backend in front of another one: keeps portable pages, shard by shard."""
 
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -79,9 +80,10 @@ class PortableBackend(Backend):
         """Forget the pages, with the shards that this worker holds; count the first of each."""
         require_batch(keys)
         names, counts = self._names(keys)
-        firsts = (np.cumsum(counts) - counts).tolist()
-        rest = [name for index, name in enumerate(names) if index not in set(firsts)]
-        deleted = await self._backend.delete([names[index] for index in firsts])
+        is_first = np.zeros(len(names), bool)
+        is_first[np.cumsum(counts) - counts] = True
+        firsts, rest = (list(compress(names, chosen)) for chosen in (is_first, ~is_first))
+        deleted = await self._backend.delete(firsts)
         if rest:
             await self._backend.delete(rest)
         return deleted
@@ -111,19 +113,18 @@ class PortableBackend(Backend):
         """Keys of all shards, and how many each page has."""
         names, counts = [], []
         for key in keys:
-            group = group_of(key)
-            if group >= len(self._groups):
-                raise UnknownGroupError(group, len(self._groups))
-            content_hash = key[:-GROUP_INDEX_BYTES]
-            names += [make_block_key(content_hash, shard) for shard in self._groups[group]]
-            counts.append(len(self._groups[group]))
+            shards = self._groups[self._known_group(key)]
+            names += [make_block_key(key[:-GROUP_INDEX_BYTES], shard) for shard in shards]
+            counts.append(len(shards))
         return names, counts
 
     def _is_turn(self, key: BlockKey) -> bool:
-        group = group_of(key)
-        if group >= len(self._mappings):
-            raise UnknownGroupError(group, len(self._mappings))
-        return self._mappings[group].writes(xxhash.xxh3_64_intdigest(key))
+        return self._mappings[self._known_group(key)].writes(xxhash.xxh3_64_intdigest(key))
+
+    def _known_group(self, key: BlockKey) -> int:
+        if (group := group_of(key)) >= len(self._groups):
+            raise UnknownGroupError(group, len(self._groups))
+        return group
 
 
 def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
@@ -145,10 +146,9 @@ def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
     """What is said of a page whose shards had these outcomes."""
     missed = [outcome for outcome in outcomes if not outcome.done]
-    safe = all(outcome.memory_safe for outcome in outcomes)
     if not missed:
         return DONE
-    worst = missed[0]
-    for outcome in missed[1:]:
+    safe, worst = all(outcome.memory_safe for outcome in outcomes), missed[0]
+    for outcome in missed:
         worst = more_telling(worst, outcome, memory_safe=safe)
-    return more_telling(worst, worst, memory_safe=safe)
+    return worst
