@@ -10,14 +10,15 @@ import pytest
 from hypothesis import settings
 
 from kvxfer.backends.file import Integrity
-from kvxfer.storage.backend import Backend
+from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing import BackendStateMachine, BackendTests
+from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from tests.backends.file_store import (
     ENGINES,
     HAS_NIXL,
     capacity_of,
     flip_bit,
+    hashed_keys,
     listed,
     open_store,
     path_of,
@@ -88,7 +89,13 @@ class TestFileBackendOfTensors(FileBackendTests):
         return await super().make_bounded_backend(listed(namespace))
 
     async def test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one(self) -> None:
-        """No part of a chunk is stored: see `test_file_tensors.py`."""
+        """It is not stored at all, and what follows it is."""
+        memory, keys = BlockMemory([[64]], num_blocks=24, blocks_per_chunk=4), hashed_keys(2)
+        async with await self.make_backend(memory.namespace()) as backend:
+            source = memory.describe(0, range(7), first_block_index=1)
+            stored = await backend.store(keys, source)
+            assert [outcome.status for outcome in stored] == [Status.FAILED, Status.DONE]
+            assert await backend.lookup(keys) == [False, True]
 
 
 class FileStateMachine(BackendStateMachine):
