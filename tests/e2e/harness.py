@@ -1,9 +1,10 @@
 """Engines under audit, and the questions that every scenario asks them."""
 
+import contextlib
 import mmap
 import os
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,15 @@ class AuditedEngine(EngineProcess):
             except (ProcessLookupError, FileNotFoundError):
                 continue
         return sorted(found)
+
+
+@contextlib.contextmanager
+def run_engine(model: str, directory: Path, **settings: Any) -> Iterator[AuditedEngine]:
+    """Run an engine with a new audit in `directory`, and see that nothing in it failed."""
+    directory.mkdir()
+    with AuditedEngine(model, directory, **settings) as engine:
+        yield engine
+    assert "Traceback" not in engine.log(), engine.log()
 
 
 def _python_path() -> list[str]:

@@ -1,6 +1,6 @@
 """Prompts stored by an engine of one shape are hits for an engine of another, from one folder."""
 
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.e2e import block_outermost
-from tests.e2e.harness import AuditedEngine, random_prompts, require_same
+from tests.e2e.harness import AuditedEngine, random_prompts, require_same, run_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -19,12 +19,10 @@ SHARED_BLOCKS = 5
 
 def run(
     tmp_path: Path, name: str, workers: int, model: str = "llama", **more: Any
-) -> Iterator[AuditedEngine]:
-    directory = tmp_path / name
-    directory.mkdir()
-    engine = AuditedEngine(
+) -> AbstractContextManager[AuditedEngine]:
+    return run_engine(
         model,
-        directory,
+        tmp_path / name,
         files=tmp_path / "files",
         tensor_parallel_size=workers,
         multiprocessing=workers > 1,
@@ -32,11 +30,6 @@ def run(
         max_model_len=2048,
         **more,
     )
-    try:
-        yield engine
-    finally:
-        engine.close()
-        assert "Traceback" not in engine.log(), engine.log()
 
 
 def block_files(tmp_path: Path) -> list[Path]:
@@ -50,12 +43,12 @@ def test_another_tensor_parallel_size_hits_what_was_stored(
     prompts = random_prompts(
         2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2
     )
-    for engine in run(tmp_path, "first", first):
+    with run(tmp_path, "first", first) as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
     stored = block_files(tmp_path)
     assert len(stored) == SHARED_BLOCKS
-    for engine in run(tmp_path, "second", second):
+    with run(tmp_path, "second", second) as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
         metrics = engine.metrics()
         engine.settle()
@@ -71,10 +64,10 @@ def test_another_tensor_parallel_size_hits_what_was_stored(
 
 def test_groups_of_several_windows_are_mapped_one_by_one(tmp_path: Path) -> None:
     prompts = random_prompts(2, shared_tokens=600, own_tokens=205)
-    for engine in run(tmp_path, "first", 2, "gemma3", blocks_per_chunk=2):
+    with run(tmp_path, "first", 2, "gemma3", blocks_per_chunk=2) as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
-    for engine in run(tmp_path, "second", 1, "gemma3", blocks_per_chunk=2):
+    with run(tmp_path, "second", 1, "gemma3", blocks_per_chunk=2) as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
     require_same(returned, computed, dtype=engine.dtype)
     assert [one.cached_tokens for one in returned] == [768] * 2
@@ -82,13 +75,13 @@ def test_groups_of_several_windows_are_mapped_one_by_one(tmp_path: Path) -> None
 
 def test_heads_that_several_workers_keep_are_stored_once(tmp_path: Path) -> None:
     prompts = random_prompts(2, shared_tokens=4 * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2)
-    for engine in run(tmp_path, "first", 2, "one-kv-head"):
+    with run(tmp_path, "first", 2, "one-kv-head") as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.offload()
         again = engine.generate(prompts, max_tokens=MAX_TOKENS)
     with safe_open(block_files(tmp_path)[0], framework="pt") as file:
         assert tuple(file.get_slice("layers.1.v").get_shape()) == (1, BLOCK_TOKENS, 64)
-    for engine in run(tmp_path, "second", 1, "one-kv-head"):
+    with run(tmp_path, "second", 1, "one-kv-head") as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
     require_same([*again, *returned], computed * 2, dtype=engine.dtype)
     assert all(one.cached_tokens == 4 * BLOCK_TOKENS for one in [*again, *returned])
@@ -101,11 +94,11 @@ def test_blocks_of_all_layers_are_hit_by_an_engine_with_a_tensor_per_layer(tmp_p
         {"python_path": [tmp_path], "environment": {"VLLM_KV_CACHE_LAYOUT": layout}}
         for layout in ("BLHNC", "LBHNC")
     ]
-    for engine in run(tmp_path, "first", 1, **layouts[0]):
+    with run(tmp_path, "first", 1, **layouts[0]) as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
         assert engine.audit().descriptors_per_block == [1]
-    for engine in run(tmp_path, "second", 1, **layouts[1]):
+    with run(tmp_path, "second", 1, **layouts[1]) as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
         assert engine.audit().descriptors_per_block == [4]
     require_same(returned, computed, dtype=engine.dtype)
@@ -114,13 +107,13 @@ def test_blocks_of_all_layers_are_hit_by_an_engine_with_a_tensor_per_layer(tmp_p
 
 def test_states_come_back_to_an_equal_engine(tmp_path: Path) -> None:
     prompts = random_prompts(1, shared_tokens=1200, own_tokens=205)
-    for engine in run(tmp_path, "first", 1, "qwen3-next"):
+    with run(tmp_path, "first", 1, "qwen3-next") as engine:
         computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
     (namespace,) = (tmp_path / "files").glob("*/namespace.json")
     assert "states of" in namespace.read_text()
     assert "layers.3.k" in namespace.read_text()
-    for engine in run(tmp_path, "second", 1, "qwen3-next"):
+    with run(tmp_path, "second", 1, "qwen3-next") as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
     require_same(returned, computed, dtype=engine.dtype)
     assert all(one.cached_tokens > 0 for one in returned)
@@ -130,7 +123,7 @@ def test_latents_are_kept_once_and_hit_by_another_tensor_parallel_size(tmp_path:
     prompts = random_prompts(
         2, shared_tokens=SHARED_BLOCKS * BLOCK_TOKENS, own_tokens=BLOCK_TOKENS // 2
     )
-    for engine in run(tmp_path, "first", 2, "mla"):
+    with run(tmp_path, "first", 2, "mla") as engine:
         engine.computed(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
         engine.offload()
@@ -143,7 +136,7 @@ def test_latents_are_kept_once_and_hit_by_another_tensor_parallel_size(tmp_path:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     assert set(shapes) == {f"layers.{layer}.latent" for layer in range(3)}
     assert len(set(shapes.values())) == 1
-    for engine in run(tmp_path, "second", 1, "mla"):
+    with run(tmp_path, "second", 1, "mla") as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
         engine.settle()
     assert all(one.cached_tokens >= SHARED_BLOCKS * BLOCK_TOKENS for one in returned)

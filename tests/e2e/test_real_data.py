@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from kvxfer import (
 from kvxfer.bench.engine import ENVIRONMENT
 from kvxfer.storage.keys import BlockKey
 from tests.e2e import models, text
-from tests.e2e.harness import REPOSITORY, AuditedEngine
+from tests.e2e.harness import REPOSITORY, AuditedEngine, run_engine
 
 pytestmark = pytest.mark.e2e
 
@@ -100,8 +101,10 @@ def move(
     caches: CanonicalKVCaches, namespace: Namespace, keys: list[BlockKey], url: str, *, load: bool
 ) -> None:
     """Store blocks of transformers' memory as vLLM's pages, or load such pages into it."""
-    heads = len(caches.group_data_refs[0]) and caches.group_specs[0].num_kv_heads  # type: ignore[attr-defined]
-    mappings = map_caches(caches, WorkerShard(num_kv_heads=heads), axes=VLLM_CPU_AXES)
+    (spec,) = caches.group_specs
+    assert isinstance(spec, FullAttentionSpec)
+    whole = WorkerShard(num_kv_heads=spec.num_kv_heads)
+    mappings = map_caches(caches, whole, axes=VLLM_CPU_AXES)
 
     async def run() -> None:
         async with connect(url, caches, namespace=namespace, mappings=mappings) as engine:
@@ -112,21 +115,14 @@ def move(
     asyncio.run(run())
 
 
-def run_vllm(tmp_path: Path, files: Path, name: str) -> Iterator[AuditedEngine]:
-    directory = tmp_path / name
-    directory.mkdir()
-    engine = AuditedEngine(
+def run_vllm(tmp_path: Path, files: Path, name: str) -> AbstractContextManager[AuditedEngine]:
+    return run_engine(
         "smollm2",
-        directory,
+        tmp_path / name,
         files=files,
         kv_cache_memory_bytes=128 << 20,
         max_model_len=1024,
     )
-    try:
-        yield engine
-    finally:
-        engine.close()
-        assert "Traceback" not in engine.log(), engine.log()
 
 
 def block_keys(prompt: Sequence[int]) -> list[BlockKey]:
@@ -157,7 +153,7 @@ def test_transformers_and_vllm_continue_each_others_prompts(
     folder = models.make("smollm2", REPOSITORY / models.DEFAULT_DIRECTORY)
     (prompt,) = text.prompts(folder / "tokenizer.json", 1, shared_tokens=TOKENS + 10)
     of_vllm, of_transformers = tmp_path / "vllm", tmp_path / "transformers"
-    for engine in run_vllm(tmp_path, of_vllm, "first"):
+    with run_vllm(tmp_path, of_vllm, "first") as engine:
         (computed,) = engine.computed([prompt], max_tokens=MAX_TOKENS)
         engine.settle()
     keys, namespace = block_keys(prompt), read_namespace(of_vllm)
@@ -178,7 +174,7 @@ def test_transformers_and_vllm_continue_each_others_prompts(
     record_property("largest difference of keys and values", largest)
     assert largest < KV_TOLERANCE, f"keys and values differ by {largest}"
 
-    for engine in run_vllm(tmp_path, of_transformers, "second"):
+    with run_vllm(tmp_path, of_transformers, "second") as engine:
         (continued,) = engine.generate([prompt], max_tokens=MAX_TOKENS)
     assert continued.cached_tokens == TOKENS
     assert continued.token_ids == computed.token_ids
