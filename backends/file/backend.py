@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ from kvxfer.backends.file.group_format import GroupFormat
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.reader import BlockReader
+from kvxfer.backends.file.shares import cut_shares
 from kvxfer.backends.file.space import Space, stop_walk
 from kvxfer.backends.file.tree import BlockTree
 from kvxfer.backends.file.writer import BUSY, BlockWriter
@@ -34,9 +34,6 @@ from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.threads import Threads
-
-SHARE_BYTES = 8 << 20
-"""What makes a second thread worth its while, where its files do not."""
 
 STALLED_S = 30.0
 """A write that takes longer than this counts as a failure before it ends."""
@@ -161,7 +158,7 @@ class FileBackend(Backend):
                         self._read_share, keys[start:stop], blocks.select(start, stop)
                     )
                 )
-                for start, stop in _shares(
+                for start, stop in cut_shares(
                     blocks, self._num_readers, self._files.file_io.files_per_call
                 )
             ]
@@ -243,7 +240,7 @@ class FileBackend(Backend):
                                 self._write_share, keys[start:stop], blocks.select(start, stop)
                             )
                         )
-                        for start, stop in _shares(
+                        for start, stop in cut_shares(
                             blocks, self._num_writers, self._files.file_io.files_per_call
                         )
                     ]
@@ -380,18 +377,6 @@ class _Reservation:
     accepted: list[int] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     parts: list[int] = field(default_factory=list)
-
-
-def _shares(
-    blocks: Descriptors, num_threads: int, files_per_call: int
-) -> Iterator[tuple[int, int]]:
-    """Cut a batch into runs of blocks of about equal bytes, at most one per thread."""
-    ends = np.cumsum(blocks.block_sizes)
-    worth = max(blocks.num_blocks // files_per_call, int(ends[-1]) // SHARE_BYTES)
-    num_shares = max(1, min(num_threads, worth))
-    limits = int(ends[-1]) * np.arange(1, num_shares + 1) // num_shares
-    stops = dict.fromkeys((np.searchsorted(ends, limits) + 1).tolist())
-    yield from pairwise([0, *stops])
 
 
 def _require_room(config: FileConfig, namespace: Namespace) -> int:
