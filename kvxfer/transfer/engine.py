@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
@@ -12,17 +12,17 @@ from itertools import count
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from kvxfer.errors import ClosedError, InvalidArgumentError, LengthMismatchError
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
 from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import Backend, Outcome, Status, require_batch
-from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.admission import Admission
+from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, Piece, Submission
 from kvxfer.transfer.loop_thread import LoopThread
 
@@ -272,40 +272,10 @@ class TransferEngine:
         """Check and describe a batch; nothing is queued yet."""
         self._require_open()
         require_batch(keys)
-        blocks = self._describe(keys, block_ids, first_block_indices)
+        blocks = describe_batch(self._describer, keys, block_ids, first_block_indices)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         return Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline)
-
-    def _describe(
-        self,
-        keys: Sequence[BlockKey],
-        block_ids: Sequence[ArrayLike],
-        first_block_indices: Sequence[int] | None,
-    ) -> Descriptors:
-        num_groups = self._describer.num_groups
-        firsts = [0] * num_groups if first_block_indices is None else first_block_indices
-        for name, per_group in (("block_ids", block_ids), ("first_block_indices", firsts)):
-            if len(per_group) != num_groups:
-                expected = f"one entry for each of {num_groups} groups"
-                raise InvalidArgumentError(name, per_group, expected)
-        wanted = Counter(map(group_of, keys))
-        described, groups = [], []
-        for group, (ids, first) in enumerate(zip(block_ids, firsts, strict=True)):
-            if np.size(ids) == 0:
-                continue
-            batch = self._describer.describe(
-                group, ids, first_block_index=first, num_pages=wanted[group]
-            )
-            described.append(batch)
-            groups += [group] * batch.num_blocks
-        if len(groups) != len(keys):
-            rule = f"one per chunk of {self._describer.blocks_per_chunk} blocks"
-            raise LengthMismatchError(len(keys), len(groups), rule)
-        for index, (key, group) in enumerate(zip(keys, groups, strict=True)):
-            if group_of(key) != group:
-                raise InvalidArgumentError(f"keys[{index}]", key, f"a key of group {group}")
-        return Descriptors.concatenate(described)
 
     def _submit(self, job: Job) -> JobId:
         submission = self._submitted[job.job_id] = Submission(job)
