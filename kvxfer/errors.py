@@ -191,6 +191,41 @@ class BackendUnavailableError(KVXferError, ConnectionError):
     """Report a backend that is gone: no block of any batch can be served."""
 
 
+class DeviceUnavailableError(KVXferError, RuntimeError):
+    """Report a GPU that copies cannot use: nothing was copied, and nothing will be.
+
+    Attributes:
+        device_index: Ordinal of the GPU.
+    """
+
+    def __init__(self, device_index: int, reason: str) -> None:
+        self.device_index = device_index
+        super().__init__(f"device cuda:{device_index} cannot be used: {reason}")
+
+
+class DeviceError(KVXferError, RuntimeError):
+    """Report a call that the driver of a GPU refused.
+
+    Attributes:
+        device_index: Ordinal of the GPU.
+        call: Name of the driver's call.
+        code: Name of the error.
+    """
+
+    def __init__(self, device_index: int, call: str, code: str) -> None:
+        self.device_index = device_index
+        self.call = call
+        self.code = code
+        super().__init__(f"device cuda:{device_index}: {call} returned {code}")
+
+
+class DeviceLostError(DeviceError):
+    """Report a GPU that this process cannot use any more; only a new process can.
+
+    Memory of the host that it was copying to may be written a last time.
+    """
+
+
 class TransferFailedError(KVXferError):
     """Report bytes that were not all moved; the memory on this side is quiet.
 

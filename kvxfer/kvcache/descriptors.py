@@ -11,6 +11,7 @@ from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, Un
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.kvcache.page_template import PageTemplate
+from kvxfer.kvcache.stream_mark import StreamMark
 
 Addresses = NDArray[np.uint64]
 
@@ -29,6 +30,8 @@ class Descriptors:
         block_offsets: int64, `(num_blocks + 1,)`, rising, from 0 to `num_descriptors`.
         payload_starts: int64, `(num_blocks,)`, bytes.
         device: Where the addresses are valid.
+        after: What the device has to have done before the bytes are read or written; None when
+            nothing of it is outstanding.
         owners: What keeps the memory alive for as long as these descriptors exist.
     """
 
@@ -38,6 +41,7 @@ class Descriptors:
     payload_starts: NDArray[np.int64]
     device: torch.device
     owners: tuple[object, ...] = ()
+    after: StreamMark | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -69,6 +73,7 @@ class Descriptors:
             payload_starts=self.payload_starts[start:stop],
             device=self.device,
             owners=self.owners,
+            after=self.after,
         )
 
     def take(self, blocks: Sequence[int] | NDArray[np.int64]) -> "Descriptors":
@@ -87,6 +92,7 @@ class Descriptors:
             payload_starts=self.payload_starts[blocks],
             device=self.device,
             owners=self.owners,
+            after=self.after,
         )
 
     @classmethod
@@ -94,13 +100,14 @@ class Descriptors:
         """The blocks of all batches, in order, as one batch.
 
         Raises:
-            InvalidArgumentError: The batches are on different devices, or there is none.
+            InvalidArgumentError: The batches are on different devices, wait for different things,
+                or there is none.
         """
         if len(batches) == 1:
             return batches[0]
-        devices = {batch.device for batch in batches}
-        if len(devices) != 1:
-            raise InvalidArgumentError("batches", devices, "blocks on one device")
+        places = {(batch.device, batch.after) for batch in batches}
+        if len(places) != 1:
+            raise InvalidArgumentError("batches", places, "blocks on one device, after one mark")
         counts = [np.diff(batch.block_offsets) for batch in batches]
         return cls(
             addresses=np.concatenate([batch.addresses for batch in batches]),
@@ -109,6 +116,7 @@ class Descriptors:
             payload_starts=np.concatenate([batch.payload_starts for batch in batches]),
             device=batches[0].device,
             owners=tuple(owner for batch in batches for owner in batch.owners),
+            after=batches[0].after,
         )
 
 

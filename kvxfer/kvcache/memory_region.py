@@ -1,37 +1,47 @@
 """Stretches of memory, as hardware wants them registered."""
 
 from dataclasses import dataclass
+from itertools import groupby
+
+import torch
 
 from kvxfer.kvcache.canonical import CanonicalKVCaches
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryRegion:
-    """One stretch of host memory that blocks will be moved from and to.
+    """One stretch of memory that blocks will be moved from and to.
 
     Attributes:
         address: Of its first byte.
         num_bytes: Its length.
         owner: What keeps the memory alive; whoever registers the region keeps it.
+        device: Where the address is valid.
     """
 
     address: int
     num_bytes: int
     owner: object
+    device: torch.device = HOST
 
 
 def memory_regions(caches: CanonicalKVCaches) -> list[MemoryRegion]:
-    """The host memory of caches, each byte in one region; none of what a device holds."""
-    tensors = [each.tensor for each in caches.tensors if each.tensor.device.type == "cpu"]
+    """The memory of caches, each byte in one region."""
     spans = sorted(
-        (tensor.data_ptr(), tensor.data_ptr() + (len(tensor) - 1) * tensor.stride(0) + row_bytes)
-        for tensor in tensors
-        for row_bytes in [tensor.shape[1]]
+        (str(tensor.device), start, start + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1])
+        for tensor in (each.tensor for each in caches.tensors)
+        for start in [tensor.data_ptr()]
     )
-    joined: list[tuple[int, int]] = []
-    for start, stop in spans:
-        if joined and start < joined[-1][1]:  # rows of several tensors interleave
-            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-        else:
-            joined.append((start, stop))
-    return [MemoryRegion(start, stop - start, caches) for start, stop in joined]
+    regions = []
+    for device, on_device in groupby(spans, key=lambda span: span[0]):
+        joined: list[tuple[int, int]] = []
+        for _, start, stop in on_device:
+            if joined and start < joined[-1][1]:  # rows of several tensors interleave
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        place = torch.device(device)
+        regions += [MemoryRegion(start, stop - start, caches, place) for start, stop in joined]
+    return regions

@@ -1,0 +1,298 @@
+"""One GPU as its driver offers it: memory, streams, events and copies."""
+
+import contextlib
+import ctypes
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NewType
+
+import numpy as np
+
+from kvxfer.errors import DeviceError, DeviceLostError, DeviceUnavailableError
+from kvxfer.kvcache.descriptors import Addresses
+
+CudaStream = NewType("CudaStream", int)
+"""Handle of a stream; 0 is the device's default stream."""
+
+CudaEvent = NewType("CudaEvent", int)
+"""Handle of an event."""
+
+BATCH_VERSION = 12080
+"""The release that brought `cuMemcpyBatchAsync`; its form of the call stays in later ones.
+Source: cudaTypedefs.h, PFN_cuMemcpyBatchAsync_v12080."""
+COPY_VERSION = 4000
+"""The release whose `cuMemcpyAsync` takes any two addresses.
+Source: cudaTypedefs.h, PFN_cuMemcpyAsync_v4000."""
+
+STICKY = frozenset({
+    "CUDA_ERROR_DEINITIALIZED",
+    "CUDA_ERROR_DEVICE_UNAVAILABLE",
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    "CUDA_ERROR_CONTAINED",
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_EXTERNAL_DEVICE",
+    "CUDA_ERROR_UNKNOWN",
+})  # fmt: skip
+"""What every later call returns, too, until the process ends. Source: cuda.h, `cudaError_enum`:
+"leaves the process in an inconsistent state"."""
+
+_SIZES = ctypes.POINTER(ctypes.c_size_t)
+_BATCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,  # destinations
+    ctypes.c_void_p,  # sources
+    ctypes.c_void_p,  # lengths
+    ctypes.c_size_t,
+    ctypes.c_void_p,  # attributes
+    _SIZES,  # the first copy that each of the attributes is for
+    ctypes.c_size_t,
+    _SIZES,  # the copy that failed, out
+    ctypes.c_void_p,  # stream
+)
+_COPY = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+)
+
+
+class CudaDriver:
+    """The calls that copies to and from one GPU need, with errors that name the call.
+
+    Works in the primary context of the device, as torch does, and only for as long as each call
+    takes: what is current in a thread stays so. May be used from several threads.
+
+    Args:
+        device_index: Ordinal of the device among those that the process can see.
+
+    Attributes:
+        has_batch: Whether the driver copies many fragments in one call.
+
+    Raises:
+        DeviceUnavailableError: `cuda-bindings` or a driver is not installed, or there is no such
+            device.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self._api = _import_bindings(device_index)
+        self._success = self._api.CUresult.CUDA_SUCCESS
+        self._not_ready = self._api.CUresult.CUDA_ERROR_NOT_READY
+        try:
+            self._call("cuInit", 0)
+            self._device = self._call("cuDeviceGet", device_index)
+            self._context = self._call("cuDevicePrimaryCtxRetain", self._device)
+        except (DeviceError, RuntimeError) as exc:  # RuntimeError: the driver is not there
+            raise DeviceUnavailableError(device_index, str(exc)) from exc
+        self._copy = _COPY(self._find("cuMemcpyAsync", COPY_VERSION))
+        batch = self._find("cuMemcpyBatchAsync", BATCH_VERSION)
+        self._batch = _BATCH(batch) if batch else None
+        self.has_batch = self._batch is not None
+        self._attributes = self._api.CUmemcpyAttributes()
+        order = self._api.CUmemcpySrcAccessOrder
+        self._attributes.srcAccessOrder = order.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self._open = True
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device that of the calling thread's calls for as long as the context lasts."""
+        self._call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent")
+
+    def open_stream(self) -> CudaStream:
+        """A stream of the lowest priority, which waits for no other."""
+        with self.current():
+            least, _greatest = self._call("cuCtxGetStreamPriorityRange")
+            flags = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
+            return CudaStream(int(self._call("cuStreamCreateWithPriority", flags, least)))
+
+    def close_stream(self, stream: CudaStream) -> None:
+        """Let go of a stream; what it has begun ends all the same."""
+        with self.current():
+            self._call("cuStreamDestroy", stream)
+
+    def open_event(self) -> CudaEvent:
+        """An event, which has passed until it is recorded."""
+        with self.current():
+            flags = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            return CudaEvent(int(self._call("cuEventCreate", flags)))
+
+    def close_event(self, event: CudaEvent) -> None:
+        """Let go of an event."""
+        with self.current():
+            self._call("cuEventDestroy", event)
+
+    def record(self, event: CudaEvent, stream: CudaStream) -> None:
+        """Have the event pass once the stream has done what it was given so far."""
+        with self.current():
+            self._call("cuEventRecord", event, stream)
+
+    def has_passed(self, event: CudaEvent) -> bool:
+        """Whether the event has passed since it was last recorded; never blocks.
+
+        Raises:
+            DeviceLostError: It never will.
+        """
+        with self.current():
+            (result,) = self._api.cuEventQuery(event)
+            if result == self._not_ready:
+                return False
+            self._check("cuEventQuery", result)
+            return True
+
+    def wait(self, stream: CudaStream, event: CudaEvent) -> None:
+        """Have what the stream is given from now on wait for the event; blocks nothing here."""
+        with self.current():
+            self._call("cuStreamWaitEvent", stream, event, 0)
+
+    def copy_each(
+        self, destinations: Addresses, sources: Addresses, lengths: Addresses, stream: CudaStream
+    ) -> None:
+        """Begin copies, one call for each; uint64 `(n,)`."""
+        with self.current():
+            triples = (array.tolist() for array in (destinations, sources, lengths))
+            for triple in zip(*triples, strict=True):
+                if failed := self._copy(*triple, stream):
+                    self._check("cuMemcpyAsync", self._api.CUresult(failed))
+
+    def copy_batch(
+        self, destinations: Addresses, sources: Addresses, lengths: Addresses, stream: CudaStream
+    ) -> None:
+        """Begin copies in one call, in no order among themselves; uint64 `(n,)`, contiguous.
+
+        The arrays are not needed afterwards.
+        """
+        assert self._batch is not None
+        first, failed_index = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        arrays = [np.ascontiguousarray(array) for array in (destinations, sources, lengths)]
+        with self.current():
+            failed = self._batch(
+                *(array.ctypes.data for array in arrays),
+                len(lengths),
+                self._attributes.getPtr(),
+                ctypes.byref(first),
+                1,
+                ctypes.byref(failed_index),
+                stream,
+            )
+            self._check("cuMemcpyBatchAsync", self._api.CUresult(failed))
+
+    def copy_rows(
+        self,
+        destination: int,
+        source: int,
+        steps: tuple[int, int],
+        row_bytes: int,
+        num_rows: int,
+        stream: CudaStream,
+    ) -> None:
+        """Begin to copy rows that are evenly apart.
+
+        Args:
+            destination: Address of the first row.
+            source: Address of the first row.
+            steps: Bytes from row to row, of the destination and of the source; `row_bytes` or more.
+            row_bytes: Bytes of a row.
+            num_rows: Rows.
+            stream: What copies.
+        """
+        copy = self._api.CUDA_MEMCPY2D()
+        unified = self._api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+        copy.srcMemoryType = copy.dstMemoryType = unified
+        copy.dstDevice, copy.srcDevice = destination, source
+        copy.dstPitch, copy.srcPitch = steps
+        copy.WidthInBytes, copy.Height = row_bytes, num_rows
+        with self.current():
+            self._call("cuMemcpy2DAsync", copy, stream)
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin host memory, so that the device reads and writes it on its own.
+
+        Raises:
+            DeviceError: It cannot, e.g. because the system lets no more be pinned.
+        """
+        with self.current():
+            portable = self._api.CU_MEMHOSTREGISTER_PORTABLE
+            self._call("cuMemHostRegister", address, num_bytes, portable)
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+        with self.current():
+            self._call("cuMemHostUnregister", address)
+
+    def holds(self, address: int) -> bool:
+        """Whether an address is in the memory of this device."""
+        attributes = self._api.CUpointer_attribute
+        with self.current():
+            for attribute, wanted in (
+                (attributes.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, self._device_memory),
+                (attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, self.device_index),
+            ):
+                result, found = self._api.cuPointerGetAttribute(attribute, address)
+                if result == self._api.CUresult.CUDA_ERROR_INVALID_VALUE:  # not CUDA's at all
+                    return False
+                self._check("cuPointerGetAttribute", result)
+                if int(found) != int(wanted):
+                    return False
+        return True
+
+    @property
+    def numa_node(self) -> int | None:
+        """The node of host memory that is nearest to the device, where the driver knows it."""
+        attribute = self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
+        result, node = self._api.cuDeviceGetAttribute(attribute, self._device)
+        return int(node) if result == self._success and node >= 0 else None
+
+    @property
+    def reads_registered_memory(self) -> bool:
+        """Whether kernels may use the host's own addresses of registered memory."""
+        attribute = (
+            self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+        )
+        return bool(self._call("cuDeviceGetAttribute", attribute, self._device))
+
+    def close(self) -> None:
+        """Let go of the context; may be called again."""
+        if self._open:
+            self._open = False
+            self._call("cuDevicePrimaryCtxRelease", self._device)
+
+    @property
+    def _device_memory(self) -> int:
+        return int(self._api.CUmemorytype.CU_MEMORYTYPE_DEVICE)
+
+    def _find(self, name: str, version: int) -> int:
+        """Address of a call in the form that it had in a release, 0 if the driver has none."""
+        _result, address, _status = self._api.cuGetProcAddress(name.encode(), version, 0)
+        return int(address or 0)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        result, *values = getattr(self._api, name)(*args)
+        self._check(name, result)
+        return values[0] if len(values) == 1 else values
+
+    def _check(self, call: str, result: Any) -> None:
+        if result == self._success:
+            return
+        error = DeviceLostError if result.name in STICKY else DeviceError
+        raise error(self.device_index, call, result.name)
+
+
+def _import_bindings(device_index: int) -> ModuleType:
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as exc:
+        reason = "the package cuda-bindings is not installed"
+        raise DeviceUnavailableError(device_index, reason) from exc
