@@ -1,0 +1,26 @@
+"""A GPU for every test in this folder: the simulated one.
+
+The simulated driver is what every library of the process finds under the name of the real one, so
+these tests run in a process of their own: `make test` starts one.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cuda.simulated_gpu import SimulatedGpu, build
+
+
+@pytest.fixture(scope="session")
+def simulated_gpu(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpu:
+    if "nixl" in sys.modules:
+        pytest.skip("UCX is in this process, and would find the simulated GPU: run them alone")
+    return SimulatedGpu(build(tmp_path_factory.mktemp("driver")))
+
+
+@pytest.fixture
+def gpu(simulated_gpu: SimulatedGpu) -> Iterator[SimulatedGpu]:
+    simulated_gpu.reset()
+    yield simulated_gpu
+    simulated_gpu.reset()

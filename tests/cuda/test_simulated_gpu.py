@@ -1,0 +1,38 @@
+"""The simulated GPU: what other tests rely on when they say that only copies touched the device."""
+
+import os
+import signal
+
+import pytest
+import torch
+
+from tests.cuda.simulated_gpu import SimulatedGpu
+
+
+def test_memory_of_the_device_holds_what_was_written(gpu: SimulatedGpu) -> None:
+    address = gpu.allocate(8192)
+    gpu.write(address + 5, b"block")
+    assert gpu.read(address + 4, 7) == b"\0block\0"
+
+
+def test_a_tensor_of_the_device_says_so(gpu: SimulatedGpu) -> None:
+    tensor = gpu.tensor(4, 8, dtype=torch.bfloat16, device_index=1)
+    assert (tensor.device, tensor[2].device) == (torch.device("cuda", 1),) * 2
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == ((4, 8), (8, 1), torch.bfloat16)
+
+
+def test_whoever_touches_memory_of_the_device_dies(gpu: SimulatedGpu) -> None:
+    tensor = gpu.tensor(16, dtype=torch.uint8)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+        tensor.sum()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGSEGV
+
+
+@pytest.mark.parametrize("device_index", [0, 1])
+def test_there_are_two_devices(gpu: SimulatedGpu, device_index: int) -> None:
+    address = gpu.allocate(64, device_index=device_index)
+    assert gpu.read(address, 64) == bytes(64)
