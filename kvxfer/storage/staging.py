@@ -1,15 +1,17 @@
 """Host memory that blocks pass through on their way from one medium to another."""
 
 import asyncio
+import heapq
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from itertools import accumulate, takewhile
+from itertools import accumulate, count, takewhile
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -19,12 +21,14 @@ ALIGNMENT_BYTES = 4096
 NUM_BUFFERS = 4
 MIN_BUFFERS = 2  # one that waits for a medium must not keep the others from moving
 
+Buffer = NDArray[np.uint8]
+
 
 class StagingMemory:
     """A bounded number of buffers, each for one batch of blocks at a time.
 
-    Owned by one event loop. The system gives the memory when it is first touched. Every block in
-    a buffer begins on a multiple of `ALIGNMENT_BYTES`.
+    Owned by one event loop at a time. The system gives the memory when it is first touched. Every
+    block in a buffer begins on a multiple of `ALIGNMENT_BYTES`.
 
     Args:
         max_bytes: Bound on all buffers together; raised to two of the largest block.
@@ -42,8 +46,10 @@ class StagingMemory:
         self.num_buffers = max(max_bytes // self.buffer_bytes, MIN_BUFFERS)
         memory = _allocate(self.num_buffers * self.buffer_bytes)
         self.region = MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
-        self._idle = list(memory.reshape(self.num_buffers, self.buffer_bytes))
-        self._available = asyncio.Semaphore(self.num_buffers)
+        self._idle: list[Buffer] = list(memory.reshape(self.num_buffers, self.buffer_bytes))
+        self._order = count()
+        self._waiting: list[tuple[int, int, asyncio.Future[Buffer]]] = []
+        self._withdrawn = False
         self._unsafe: dict[int, Coroutine[Any, Any, None]] = {}
         self._settling: set[asyncio.Task[None]] = set()
 
@@ -53,15 +59,20 @@ class StagingMemory:
         return sum(1 for _ in takewhile(lambda end: end <= self.buffer_bytes, ends))
 
     @asynccontextmanager
-    async def hold(self, sizes: Sequence[int], starts: Sequence[int]) -> AsyncIterator[Descriptors]:
+    async def hold(
+        self, sizes: Sequence[int], starts: Sequence[int], *, priority: int = 0
+    ) -> AsyncIterator[Descriptors]:
         """Wait for a buffer and describe blocks in it; it goes back when the context ends.
 
         Args:
             sizes: Bytes of each block; together they fit into a buffer.
             starts: Where in its chunk each block begins, in bytes.
+            priority: Of those who wait, the lowest comes first, and then who waits longest.
+
+        Raises:
+            ClosedError: The buffers were withdrawn.
         """
-        await self._available.acquire()
-        buffer = self._idle.pop()
+        buffer = await self._take(priority)
         try:
             yield _describe(buffer, sizes, starts)
         finally:
@@ -82,23 +93,48 @@ class StagingMemory:
         assert isinstance(buffer, np.ndarray)
         self._unsafe[buffer.ctypes.data] = quiet
 
+    def withdraw(self) -> None:
+        """Hand out no buffer any more: who waits for one, or comes later, gets `ClosedError`."""
+        self._withdrawn = True
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_exception(ClosedError("staging memory"))
+
     async def aclose(self) -> None:
         """Wait for retired buffers."""
         while self._settling:
             await asyncio.wait(self._settling)
 
-    async def _settle(self, buffer: NDArray[np.uint8], quiet: Coroutine[Any, Any, None]) -> None:
+    async def _take(self, priority: int) -> Buffer:
+        if self._withdrawn:
+            raise ClosedError("staging memory")
+        if self._idle:
+            return self._idle.pop()
+        turn: asyncio.Future[Buffer] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._order), turn))
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            # Its turn may have come at the same moment.
+            if not turn.cancelled() and turn.exception() is None:
+                self._give_back(turn.result())
+            raise
+
+    async def _settle(self, buffer: Buffer, quiet: Coroutine[Any, Any, None]) -> None:
         await quiet
         self._give_back(buffer)
 
-    def _give_back(self, buffer: NDArray[np.uint8]) -> None:
+    def _give_back(self, buffer: Buffer) -> None:
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(buffer)
+                return
         self._idle.append(buffer)
-        self._available.release()
 
 
-def _describe(
-    buffer: NDArray[np.uint8], sizes: Sequence[int], starts: Sequence[int]
-) -> Descriptors:
+def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> Descriptors:
     ends = np.cumsum([_aligned(size) for size in sizes])
     assert ends[-1] <= buffer.nbytes
     offsets = np.concatenate(([0], ends[:-1])).astype(np.uint64)
@@ -112,7 +148,7 @@ def _describe(
     )
 
 
-def _allocate(num_bytes: int) -> NDArray[np.uint8]:
+def _allocate(num_bytes: int) -> Buffer:
     memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES
     return memory[start : start + num_bytes]

@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from kvxfer.errors import ClosedError
 from kvxfer.storage.staging import StagingMemory
 from kvxfer.testing.conformance.suite import give_way
 from kvxfer.testing.payloads import read_payloads, write_payloads
@@ -46,6 +47,83 @@ async def test_who_comes_when_all_buffers_are_in_use_waits_for_one() -> None:
             await give_way(5)
             assert not entered.is_set()
         await task
+
+
+async def test_of_those_who_wait_the_lowest_priority_comes_first_and_then_the_longest() -> None:
+    staging = StagingMemory(1, 4096)
+    order: list[str] = []
+
+    async def work(name: str, priority: int) -> None:
+        async with staging.hold([1], [0], priority=priority):
+            order.append(name)
+
+    async with staging.hold([1], [0]), asyncio.TaskGroup() as tasks, staging.hold([1], [0]):
+        for name, priority in (("store", 1), ("load", 0), ("store 2", 1), ("load 2", 0)):
+            tasks.create_task(work(name, priority))
+        await give_way(3)
+    assert order == ["load", "load 2", "store", "store 2"]
+
+
+@pytest.mark.parametrize("is_handed_over", [False, True])
+async def test_a_buffer_is_not_lost_with_who_waited_for_it(*, is_handed_over: bool) -> None:
+    staging = StagingMemory(1, 4096)
+
+    async def work() -> None:
+        async with staging.hold([1], [0]):
+            raise AssertionError
+
+    async with staging.hold([1], [0]):
+        async with staging.hold([1], [0]):
+            task = asyncio.create_task(work())
+            await give_way(3)
+            if not is_handed_over:
+                task.cancel()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with staging.hold([1], [0]):
+            pass
+    assert len(staging._idle) == 2
+
+
+async def test_who_waits_for_buffers_that_are_withdrawn_learns_it_and_who_has_one_keeps_it() -> (
+    None
+):
+    staging = StagingMemory(1, 4096)
+
+    async def work() -> None:
+        async with staging.hold([1], [0]):
+            raise AssertionError
+
+    async with staging.hold([1], [0]) as held, staging.hold([1], [0]):
+        tasks = [asyncio.create_task(work()) for _ in range(3)]
+        await give_way(3)
+        tasks[0].cancel()
+        staging.withdraw()
+        tasks[1].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(result) for result in results] == [
+            asyncio.CancelledError,
+            asyncio.CancelledError,
+            ClosedError,
+        ]
+        write_payloads(held, [b"x"])
+    with pytest.raises(ClosedError):
+        await work()
+
+
+def test_buffers_that_one_event_loop_waited_for_serve_the_next_one() -> None:
+    staging = StagingMemory(1, 4096)
+
+    async def work() -> None:
+        async with staging.hold([1], [0]):
+            await asyncio.sleep(0)
+
+    async def crowd() -> None:
+        await asyncio.gather(*(work() for _ in range(5)))
+
+    asyncio.run(crowd())
+    asyncio.run(crowd())
 
 
 async def test_retired_memory_comes_back_when_it_is_quiet() -> None:
