@@ -1,0 +1,167 @@
+"""MethodTable: what is chosen, what can be written in a configuration, and what is measured."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.copy_engine.method_table import MEASURED_BYTES, CopyMethod, MethodTable, Way
+from kvxfer.errors import InvalidArgumentError
+
+KIB = 1 << 10
+
+tables = st.builds(
+    MethodTable, st.fixed_dictionaries({way: st.integers(0, 1 << 40) for way in Way})
+)
+
+
+def table(to_device: int, to_host: int) -> MethodTable:
+    return MethodTable({Way.TO_DEVICE: to_device, Way.TO_HOST: to_host})
+
+
+class Clock:
+    """Times as of a device whose methods take equally long at `crossovers`, some of them wrong.
+
+    All measurements copy the same amount: a kernel takes equally long for any size, and a batch
+    equally long for each fragment, as the driver's does for small ones.
+    """
+
+    def __init__(
+        self,
+        crossovers: Mapping[Way, float],
+        *,
+        noise: float = 0,
+        wrong: Mapping[tuple[Way, CopyMethod, int], float] | None = None,
+    ) -> None:
+        self._crossovers = crossovers
+        self._noise = noise
+        self._wrong = wrong or {}
+        self._generator = np.random.default_rng(1)
+
+    def __call__(self, way: Way, method: CopyMethod, fragment_bytes: int) -> float:
+        seconds = 1e-3
+        if method is CopyMethod.BATCH:
+            seconds *= self._crossovers[way] / fragment_bytes
+        seconds *= 1 + self._noise * self._generator.exponential()
+        return seconds * self._wrong.get((way, method, fragment_bytes), 1)
+
+
+def test_smaller_fragments_go_by_kernel_and_others_by_batch() -> None:
+    methods = table(28 * KIB, 0)
+    assert methods.choose(Way.TO_DEVICE, 28 * KIB - 0.5) is CopyMethod.KERNEL
+    assert methods.choose(Way.TO_DEVICE, 28 * KIB) is CopyMethod.BATCH
+    assert methods.choose(Way.TO_HOST, 1) is CopyMethod.BATCH
+
+
+def test_by_default_only_small_fragments_towards_the_device_go_by_kernel() -> None:
+    assert MethodTable() == table(28 * KIB, 0)
+
+
+@pytest.mark.parametrize(
+    "kernel_below", [{}, {Way.TO_HOST: 1}, {Way.TO_HOST: -1, Way.TO_DEVICE: 1}]
+)
+def test_a_table_without_a_size_for_each_way_is_refused(kernel_below: dict[Way, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match="kernel_below"):
+        MethodTable(kernel_below)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("to_device=28KiB,to_host=16KiB", table(28 * KIB, 16 * KIB)),
+        (" to_host = 1.5 KiB , to_device = 0 ", table(0, 1536)),
+        ("to_device=100", table(100, 0)),
+        ("to_host=1MiB", table(28 * KIB, 1 << 20)),
+    ],
+)
+def test_a_table_is_read_from_text(text: str, expected: MethodTable) -> None:
+    assert MethodTable.parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "argument", "value"),
+    [
+        ("", "methods", ""),
+        ("28KiB", "methods", "28KiB"),
+        ("to_disk=1KiB", "methods", "to_disk=1KiB"),
+        ("to_host=1KiB,", "methods", ""),
+        ("to_host=1KiB,to_host=2KiB", "methods", "to_host=2KiB"),
+        ("to_host=many,to_device=1KiB", "to_host", "many"),
+        ("to_host=", "to_host", ""),
+        ("to_host", "to_host", ""),
+        ("to_device=-1", "to_device", "-1"),
+        ("to_device=1KiB=2", "to_device", "1KiB=2"),
+    ],
+)
+def test_what_is_no_table_is_refused_with_the_part_that_is_wrong(
+    text: str, argument: str, value: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        MethodTable.parse(text)
+    assert (caught.value.argument, caught.value.value) == (argument, value)
+
+
+@given(methods=tables)
+def test_a_table_is_written_as_it_is_read(methods: MethodTable) -> None:
+    assert MethodTable.parse(str(methods)) == methods
+
+
+def test_sizes_are_written_as_people_write_them() -> None:
+    assert str(table(28 * KIB, 100)) == "to_device=28KiB,to_host=100"
+
+
+@pytest.mark.parametrize(
+    ("crossover", "measured"),
+    [(1, 0), (5, 6), (10, 12), (17, 24), (31, 24), (33, 48), (1000, 96)],
+)
+def test_the_measured_size_lies_between_those_that_it_separates(
+    crossover: float, measured: int
+) -> None:
+    clock = Clock({Way.TO_DEVICE: crossover * KIB, Way.TO_HOST: 1})
+    assert MethodTable.measure(clock) == table(measured * KIB, 0)
+
+
+def test_ways_are_measured_apart() -> None:
+    clock = Clock({Way.TO_DEVICE: 5 * KIB, Way.TO_HOST: 33 * KIB})
+    assert MethodTable.measure(clock) == table(6 * KIB, 48 * KIB)
+
+
+def test_methods_that_are_equally_fast_leave_the_processors_alone() -> None:
+    assert MethodTable.measure(lambda *_: 1e-3) == table(0, 0)
+
+
+def test_what_disturbs_one_round_changes_nothing() -> None:
+    calls = 0
+    clock = Clock({Way.TO_DEVICE: 20 * KIB, Way.TO_HOST: 1})
+
+    def disturbed(way: Way, method: CopyMethod, fragment_bytes: int) -> float:
+        nonlocal calls
+        calls += 1
+        first_round = calls <= len(Way) * len(MEASURED_BYTES) * len(CopyMethod)
+        slower = 1000 if first_round and method is CopyMethod.KERNEL else 1
+        return slower * clock(way, method, fragment_bytes)
+
+    assert MethodTable.measure(disturbed) == table(24 * KIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "fragment_bytes", "factor"),
+    [(CopyMethod.KERNEL, 4 * KIB, 10), (CopyMethod.BATCH, 64 * KIB, 4)],
+)
+def test_a_size_at_which_the_wrong_method_wins_does_not_outweigh_the_others(
+    method: CopyMethod, fragment_bytes: int, factor: float
+) -> None:
+    wrong = {(Way.TO_DEVICE, method, fragment_bytes): factor}
+    clock = Clock({Way.TO_DEVICE: 20 * KIB, Way.TO_HOST: 1}, wrong=wrong)
+    times = {method: clock(Way.TO_DEVICE, method, fragment_bytes) for method in CopyMethod}
+    assert (times[CopyMethod.KERNEL] < times[CopyMethod.BATCH]) is (fragment_bytes > 20 * KIB)
+    assert MethodTable.measure(clock) == table(24 * KIB, 0)
+
+
+def test_noise_moves_the_size_by_no_more_than_one_step() -> None:
+    for crossover in np.geomspace(6 * KIB, 48 * KIB, 50):
+        clock = Clock({Way.TO_DEVICE: crossover, Way.TO_HOST: 1}, noise=0.3)
+        measured = MethodTable.measure(clock).kernel_below[Way.TO_DEVICE]
+        assert crossover / 3 <= measured <= 3 * crossover
