@@ -1,0 +1,289 @@
+"""FragmentKernel against a loop over slices, in Triton's interpreter, and what it compiles to."""
+
+import logging
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.copy_engine.triton import FragmentKernel, open_kernel
+from kvxfer.errors import BackendUnavailableError, DeviceError, InvalidArgumentError
+from tests.copy_engine.copies import Copy, Side
+
+pytest.importorskip("triton", reason="needs triton, which CUDA builds of torch bring along")
+
+CPU = torch.device("cpu")
+TILE_BYTES = 4096
+NO_STREAM = 0
+
+
+def lay_out(
+    lengths: Sequence[int], residues: Sequence[int], generator: np.random.Generator
+) -> Side:
+    """Random bytes; each fragment, in any order, so far behind a multiple of 16, with gaps."""
+    starts = [0] * len(lengths)
+    position = 32
+    for index in generator.permutation(len(lengths)).tolist():
+        starts[index] = position + residues[index]
+        position = -(-(starts[index] + lengths[index]) // 16) * 16 + 16
+    memory = generator.integers(0, 256, position + 32, np.uint8)
+    aligned = -memory.ctypes.data % 16
+    return Side(memory[aligned : aligned + position], starts)
+
+
+def make_copy(
+    lengths: Sequence[int], from_: Sequence[int], to: Sequence[int], *, seed: int = 0
+) -> Copy:
+    generator = np.random.default_rng(seed)
+    source, destination = (lay_out(lengths, side, generator) for side in (from_, to))
+    return Copy(source, destination, list(lengths))
+
+
+def aligned_copy(lengths: Sequence[int], *, seed: int = 0) -> Copy:
+    return make_copy(lengths, [0] * len(lengths), [0] * len(lengths), seed=seed)
+
+
+def make_table(copy: Copy) -> NDArray[np.uint64]:
+    lengths = np.array(copy.lengths, np.uint64)
+    return np.stack([copy.source.addresses, copy.destination.addresses, lengths])
+
+
+def check(copy: Copy, *, num_programs: int = 4) -> None:
+    """Copy it, and compare every byte of both buffers, those between the fragments included."""
+    kernel = FragmentKernel(CPU, num_programs=num_programs)
+    copy.check(lambda: kernel.launch(make_table(copy), NO_STREAM))
+
+
+def test_every_alignment_of_either_side_is_copied() -> None:
+    from_, to = np.divmod(np.arange(256), 16)
+    lengths = np.random.default_rng(1).integers(1, 300, 256)
+    check(make_copy(lengths.tolist(), from_.tolist(), to.tolist()))
+
+
+@pytest.mark.parametrize("residue", [0, 1, 2, 4, 8])
+def test_every_length_is_copied(residue: int) -> None:
+    lengths = [*range(1, 34), 255, 256, 257, 511, 512, 513, 1023, 2047, 2048, 2049, 4095, 6000]
+    check(make_copy(lengths, [residue] * len(lengths), [residue] * len(lengths)))
+
+
+@pytest.mark.parametrize("excess", [-16, 0, 16])
+@pytest.mark.parametrize("num_tiles", [1, 2, 5])
+def test_fragments_about_as_long_as_tiles_are_copied(num_tiles: int, excess: int) -> None:
+    check(aligned_copy([num_tiles * TILE_BYTES + excess] * 3))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_fragments_are_copied(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    count = int(generator.integers(1, 60))
+    widths = 1 << generator.integers(0, 5, count)
+    lengths = widths * generator.integers(0, 4 * TILE_BYTES // 16, count)
+    from_, to = (widths * generator.integers(0, 16 // widths) for _ in range(2))
+    copy = make_copy(lengths.tolist(), from_.tolist(), to.tolist(), seed=seed)
+    check(copy, num_programs=int(generator.integers(1, 20)))
+
+
+def test_a_batch_of_nothing_copies_nothing() -> None:
+    FragmentKernel(CPU).launch(np.empty((3, 0), np.uint64), NO_STREAM)
+
+
+def test_fragments_without_bytes_copy_nothing() -> None:
+    check(aligned_copy([0, 16, 0, 0, 5000, 0]))
+    check(aligned_copy([0, 0]))
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 128])
+def test_many_fragments_are_copied_by_any_number_of_programs(num_programs: int) -> None:
+    check(aligned_copy([16] * 1000), num_programs=num_programs)
+
+
+@pytest.mark.parametrize("num_programs", [1, 7, 128])
+def test_a_long_fragment_among_short_ones_is_copied_whole(num_programs: int) -> None:
+    check(aligned_copy([64, 300 << 10, 64, 5000]), num_programs=num_programs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "grid"),
+    [
+        ([512] * 10_000, (128, 1)),
+        ([16 << 10] * 10_000, (128, 1)),
+        ([TILE_BYTES] * 100, (100, 1)),
+        ([16 << 10] * 10, (10, 4)),
+        ([1 << 20], (1, 128)),
+        ([1], (1, 1)),
+        ([0], (1, 1)),
+        ([16 << 20], (1, 128)),
+        ([1 << 20, *[512] * 500], (16, 8)),
+    ],
+)
+def test_long_fragments_are_shared_by_programs(lengths: list[int], grid: tuple[int, int]) -> None:
+    kernel = FragmentKernel(CPU, num_programs=128)
+    assert kernel._choose_grid(np.array(lengths, np.uint64)) == grid
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    copies = [aligned_copy([256] * 50, seed=seed) for seed in range(4)]
+    with ThreadPoolExecutor(len(copies)) as pool:
+        list(pool.map(check, copies))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        np.zeros((3, 4), np.int64),
+        np.zeros((2, 4), np.uint64),
+        np.zeros(12, np.uint64),
+        np.zeros((4, 3), np.uint64).T,
+        np.zeros((3, 8), np.uint64)[:, :4],
+    ],
+)
+def test_a_table_of_another_form_is_refused(table: NDArray[np.uint64]) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        FragmentKernel(CPU).launch(table, NO_STREAM)
+    assert caught.value.argument == "table"
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_device_of_another_kind_or_without_an_index_is_refused(device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="with an index"):
+        FragmentKernel(torch.device(device))
+
+
+def test_no_programs_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_programs"):
+        FragmentKernel(CPU, num_programs=0)
+
+
+def test_a_missing_triton_is_said_and_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvxfer.copy_engine.fragment_kernel", raising=False)
+    monkeypatch.setitem(sys.modules, "triton.language", None)
+    with pytest.raises(BackendUnavailableError, match="install triton"):
+        FragmentKernel(CPU)
+    with caplog.at_level(logging.WARNING):
+        assert open_kernel(CPU) is None
+    assert "small fragments will be copied slowly on cpu" in caplog.text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_device_is_found_when_the_kernel_is_opened() -> None:
+    with pytest.raises(BackendUnavailableError, match="cuda:0"):
+        FragmentKernel(torch.device("cuda", 0))
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> NoReturn:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    kernel = FragmentKernel(CPU)
+    kernel.device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", refuse)
+    with pytest.raises(DeviceError, match="illegal memory access") as caught:
+        kernel.launch(make_table(aligned_copy([16])), NO_STREAM)
+    assert caught.value.device_index == 3
+
+
+def test_triton_is_imported_only_for_a_kernel_and_changes_nothing_else() -> None:
+    program = """if True:
+        import os, sys, torch
+        import kvxfer.copy_engine.triton
+        assert not [name for name in sys.modules if name.split(".")[0] == "triton"]
+        before = dict(os.environ)
+        kvxfer.copy_engine.triton.FragmentKernel(torch.device("cpu"))
+        assert "triton" in sys.modules
+        assert os.environ == before
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def compile_for_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernel's code for a Hopper GPU, in NVIDIA's assembly language."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kvxfer.copy_engine import fragment_kernel
+
+    if "nvidia" not in triton.backends.backends:
+        pytest.skip("this build of triton cannot compile for CUDA devices")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+    source = ASTSource(fragment_kernel.compile_kernel(), {"table": "i64", "num_fragments": "i32"})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options=fragment_kernel.LAUNCH_OPTIONS
+    )
+    return str(compiled.asm["ptx"])
+
+
+def test_threads_access_16_bytes_where_they_can_and_wait_for_eight_accesses_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Interpreting replaces parts of Triton while it lasts; it must not be seen here.
+    check(aligned_copy([100]))
+    ptx = compile_for_cuda(tmp_path, monkeypatch)
+    accesses = re.findall(r"\b(?:ld|st)\.global\S*", ptx)
+    kinds = ("b8", "b16", "b32", "b64", "v2.b64")
+    loads, stores = ([f"{name}.global.{kind}" for kind in kinds] for name in ("ld", "st"))
+    # Three more: those of the table.
+    assert Counter(accesses) == Counter(8 * [*loads, *stores] + 3 * ["ld.global.b64"])
+    order = [access for access in accesses if "v2" in access]
+    assert order == 8 * ["ld.global.v2.b64"] + 8 * ["st.global.v2.b64"]
+
+
+def test_one_compiled_kernel_serves_every_batch() -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    from kvxfer.copy_engine import fragment_kernel
+
+    kernel: Any = fragment_kernel.compile_kernel()
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    specialize = create_function_from_signature(kernel.signature, kernel.params, backend)
+    variants = {
+        str(specialize(table, num_fragments)[1])
+        for table in (0, 1, 16, 4104, 1 << 32, 0x7F00_1234_5670, 0x7F00_1234_5678)
+        for num_fragments in (0, 1, 2, 16, 17, 4096, 1 << 30)
+    }
+    assert variants == {"[('i64', None), ('i32', None)]"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("to_device", [True, False])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gpu_copies_between_its_memory_and_pinned_memory(seed: int, *, to_device: bool) -> None:
+    generator = np.random.default_rng(seed)
+    widths = 1 << generator.integers(0, 5, 5000)
+    lengths = (widths * (generator.integers(0, 8 << 10, 5000) // widths)).tolist()
+    from_, to = ((widths * generator.integers(0, 16 // widths)).tolist() for _ in range(2))
+    copy = make_copy(lengths, from_, to, seed=seed)
+    source, destination = (
+        torch.from_numpy(side.buffer) for side in (copy.source, copy.destination)
+    )
+    source, destination = (
+        (source.pin_memory(), destination.cuda())
+        if to_device
+        else (source.cuda(), destination.pin_memory())
+    )
+    table = torch.empty((3, len(lengths)), dtype=torch.int64, pin_memory=True).numpy()
+    table[0] = source.data_ptr() + np.array(copy.source.starts)
+    table[1] = destination.data_ptr() + np.array(copy.destination.starts)
+    table[2] = lengths
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    kernel = FragmentKernel(torch.device("cuda", torch.cuda.current_device()))
+    kernel.launch(table.view(np.uint64), stream.cuda_stream)
+    stream.synchronize()
+    _, expected = copy.expected()
+    assert np.array_equal(destination.cpu().numpy(), expected)
