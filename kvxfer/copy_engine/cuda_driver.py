@@ -111,6 +111,20 @@ class CudaDriver:
         finally:
             self._call("cuCtxPopCurrent")
 
+    def allocate(self, num_bytes: int) -> int:
+        """Take memory of the device; its address.
+
+        Raises:
+            DeviceError: There is not as much.
+        """
+        with self.current():
+            return int(self._call("cuMemAlloc", num_bytes))
+
+    def free(self, address: int) -> None:
+        """Give back what `allocate` took."""
+        with self.current():
+            self._call("cuMemFree", address)
+
     def open_stream(self) -> CudaStream:
         """A stream of the lowest priority, which waits for no other."""
         with self.current():

@@ -69,6 +69,15 @@ static size_t bytes_that_may_be_registered = SIZE_MAX, registered_bytes;
 static unsigned delay_us;
 static unsigned long num_batches, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
 
+/* As in a new process: what the lost device had registered is forgotten. */
+static void find_again(struct CUctx_st *context) {
+    if (!context->lost) return;
+    context->lost = context->num_owners = 0;
+    num_live_events = num_live_streams = registered_bytes = 0;
+    for (int i = num_ranges; i--;)
+        if (!ranges[i].behind) ranges[i] = ranges[--num_ranges];
+}
+
 /* For tests. */
 void sim_set(const char *name, long value) {
     pthread_mutex_lock(&lock);
@@ -79,7 +88,7 @@ void sim_set(const char *name, long value) {
     else if (!strcmp(name, "delay_us")) delay_us = (unsigned)value;
     else if (!strcmp(name, "paused")) paused = (int)value;
     else if (!strcmp(name, "lost")) contexts[value].lost = 1;
-    else if (!strcmp(name, "found")) contexts[value].lost = 0;
+    else if (!strcmp(name, "found")) find_again(&contexts[value]);
     else abort();
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);

@@ -1,0 +1,184 @@
+"""Copies between the memory of one GPU and host memory."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.copy_engine.copy_stream import TABLE_FRAGMENTS, Batch, CopyStream
+from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
+from kvxfer.copy_engine.pinned_memory import PinnedMemory
+from kvxfer.copy_engine.triton import FragmentKernel
+from kvxfer.errors import DeviceLostError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Addresses, Descriptors, pair_fragments
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+
+FEWEST_ROWS = 4
+"""Rows evenly apart that are worth a call of their own; fewer are copied one by one."""
+
+LONGEST_STEP = (1 << 31) - 1
+"""Between two such rows. Source: CUDA driver API, CU_DEVICE_ATTRIBUTE_MAX_PITCH of all devices."""
+
+
+class CudaCopyEngine(CopyEngine):
+    """Copies blocks between one GPU and host memory, beside what the GPU computes.
+
+    Each direction has a stream of its own, of low priority, which does one batch after the
+    other. A batch begins once the device has done what `Descriptors.after` says, and is found to
+    be over by looking at an event: nothing ever waits for the whole device. How fragments are
+    copied follows from their mean size and the direction:
+
+    - small ones, where the host's side is pinned: one kernel for them all (`MethodTable`);
+    - others, where it is pinned and the driver can (CUDA 12.8): one call for the batch;
+    - otherwise one call for each series of rows that are evenly apart, and one for each of the
+      other fragments.
+
+    Args:
+        device_index: Ordinal of the GPU.
+        methods: What is small.
+        kernel: What copies small fragments; without one they go with the others.
+
+    Attributes:
+        device: The GPU.
+        driver: Its driver.
+        methods: See above; may be replaced.
+
+    Raises:
+        DeviceUnavailableError: There is no such GPU, or no driver.
+    """
+
+    def __init__(
+        self, device_index: int, methods: MethodTable, kernel: FragmentKernel | None = None
+    ) -> None:
+        self.device = torch.device("cuda", device_index)
+        self.methods = methods
+        self.driver = CudaDriver(device_index)
+        self._kernel = kernel if self.driver.reads_registered_memory else None
+        self._streams = {way: CopyStream(self.driver) for way in Way}
+        self._pinned: list[PinnedMemory] = []
+        self._closed = False
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `CopyEngine.attach`. Host memory is pinned, with a warning where it cannot be."""
+        for region in memory:
+            if region.device == HOST:
+                self._pinned.append(PinnedMemory(self.driver, region))
+            elif region.device != self.device or not self._holds(region):
+                said = f"{region.num_bytes} bytes at {region.address:#x} of {region.device}"
+                raise InvalidArgumentError("memory", said, f"memory of {self.device}")
+
+    def copy(self, source: Descriptors, destination: Descriptors) -> None:
+        """See `CopyEngine.copy`. One side must be in host memory."""
+        way = self._way(source, destination)
+        host = destination if way is Way.TO_HOST else source
+        fragments = _Fragments(*pair_fragments(source, destination))
+        if not len(fragments):
+            return
+        is_pinned = any(memory.covers(host) for memory in self._pinned)
+        marks = [side.after.event for side in (source, destination) if side.after]
+        with self._streams[way].batch(marks) as batch:
+            self._begin(fragments, way, batch, is_pinned=is_pinned)
+
+    def close(self) -> None:
+        """See `CopyEngine.close`; no copy may be under way."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(DeviceLostError):  # then nothing of it is left to let go of
+            for stream in self._streams.values():
+                stream.close()
+            for memory in self._pinned:
+                memory.close()
+            self.driver.close()
+        self._pinned.clear()
+
+    def _way(self, source: Descriptors, destination: Descriptors) -> Way:
+        match (source.device, destination.device):
+            case (self.device, device) if device == HOST:
+                return Way.TO_HOST
+            case (device, self.device) if device == HOST:
+                return Way.TO_DEVICE
+        devices = f"from {source.device} to {destination.device}"
+        expected = f"one side on {self.device} and the other on {HOST}"
+        raise InvalidArgumentError("devices", devices, expected)
+
+    def _begin(self, fragments: "_Fragments", way: Way, batch: Batch, *, is_pinned: bool) -> None:
+        if is_pinned and self._kernel is not None:
+            is_small = self.methods.choose(way, fragments.mean_bytes) is CopyMethod.KERNEL
+            if is_small and self._begin_kernels(fragments, self._kernel, batch):
+                return
+        if is_pinned and self.driver.has_batch:
+            self.driver.copy_batch(*fragments.columns, batch.stream)
+        else:
+            self._begin_each(fragments, batch.stream)
+
+    def _begin_kernels(self, fragments: "_Fragments", kernel: FragmentKernel, batch: Batch) -> bool:
+        tables = batch.open_tables(len(fragments))
+        for index, table in enumerate(tables):
+            part = fragments.take(slice(index * TABLE_FRAGMENTS, (index + 1) * TABLE_FRAGMENTS))
+            kernel.launch(table.fill(part.sources, part.destinations, part.lengths), batch.stream)
+        return bool(tables)
+
+    def _begin_each(self, fragments: "_Fragments", stream: CudaStream) -> None:
+        series, others = fragments.split()
+        for rows in series:
+            (to, next_to), (from_, next_from) = (
+                side[:2].tolist() for side in (rows.destinations, rows.sources)
+            )
+            steps = (next_to - to, next_from - from_)
+            self.driver.copy_rows(to, from_, steps, int(rows.lengths[0]), len(rows), stream)
+        self.driver.copy_each(*others.columns, stream)
+
+    def _holds(self, region: MemoryRegion) -> bool:
+        ends = (region.address, region.address + region.num_bytes - 1)
+        return all(self.driver.holds(address) for address in ends)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fragments:
+    """Pairs of pieces of memory, uint64 `(n,)` each: one of a pair is the GPU's."""
+
+    sources: Addresses
+    destinations: Addresses
+    lengths: Addresses
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def columns(self) -> tuple[Addresses, Addresses, Addresses]:
+        """Destinations, sources and lengths, as the driver wants them."""
+        return self.destinations, self.sources, self.lengths
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of a typical fragment."""
+        return int(self.lengths.sum()) // len(self)
+
+    def take(self, chosen: slice | NDArray[np.bool_]) -> "_Fragments":
+        """Some of them."""
+        return _Fragments(self.sources[chosen], self.destinations[chosen], self.lengths[chosen])
+
+    def split(self) -> tuple[list["_Fragments"], "_Fragments"]:
+        """Series of equal fragments that are evenly apart on both sides, and all others."""
+        if len(self) < FEWEST_ROWS:
+            return [], self
+        steps = np.stack([np.diff(self.destinations), np.diff(self.sources)])
+        equal = self.lengths[1:] == self.lengths[:-1]
+        usable = equal & ((steps >= self.lengths[1:]) & (steps <= LONGEST_STEP)).all(axis=0)
+        goes_on = usable[1:] & usable[:-1] & (steps[:, 1:] == steps[:, :-1]).all(axis=0)
+        firsts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+        # The last fragment of one run of steps is the first of the next.
+        lasts = np.append(firsts[1:], len(steps[0]))
+        is_long = usable[firsts] & (lasts - firsts >= FEWEST_ROWS)
+        firsts = firsts + np.concatenate(([False], is_long[:-1]))
+        series, left = [], np.ones(len(self), bool)
+        for first, last in zip(firsts[is_long].tolist(), lasts[is_long].tolist(), strict=True):
+            series.append(self.take(slice(first, last + 1)))
+            left[first : last + 1] = False
+        return series, self.take(left)

@@ -1,0 +1,98 @@
+"""Copies within host memory and between it and any GPU."""
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from kvxfer.copy_engine.calibration import measure_methods
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.cuda import CudaCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.method_table import MethodTable
+from kvxfer.copy_engine.triton import FragmentKernel
+from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceCopyEngine(CopyEngine):
+    """Copies through whatever reaches both sides: the CPU, or the GPU that one side is on.
+
+    A GPU is opened when its memory is attached, or first copied; until then there is nothing of
+    CUDA in the process. Host memory that was attached is pinned for every GPU that is opened.
+
+    Args:
+        methods: How small fragments are copied; None to measure it when a GPU is opened.
+    """
+
+    def __init__(self, *, methods: MethodTable | None = None) -> None:
+        self._methods = methods
+        self._cpu = CPUCopyEngine()
+        self._opening = threading.Lock()
+        self._gpus: dict[torch.device, CudaCopyEngine] = {}
+        self._host_memory: list[MemoryRegion] = []
+        self._closed = False
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `CopyEngine.attach`."""
+        on_host = [region for region in memory if region.device == HOST]
+        with self._opening:
+            self._host_memory += on_host
+            for gpu in self._gpus.values():
+                gpu.attach(on_host)
+        for region in memory:
+            if region.device != HOST:
+                self._gpu(region.device).attach([region])
+
+    def copy(self, source: Descriptors, destination: Descriptors) -> None:
+        """See `CopyEngine.copy`. Between two devices there is no copy."""
+        if source.device == destination.device == HOST:
+            self._cpu.copy(source, destination)
+        else:
+            device = destination.device if source.device == HOST else source.device
+            self._gpu(device).copy(source, destination)
+
+    def close(self) -> None:
+        """See `CopyEngine.close`."""
+        with self._opening:
+            self._closed = True
+            for gpu in self._gpus.values():
+                gpu.close()
+            self._gpus.clear()
+            self._host_memory.clear()
+        self._cpu.close()
+
+    def _gpu(self, device: torch.device) -> CudaCopyEngine:
+        if device.type != "cuda" or device.index is None:
+            raise InvalidArgumentError("device", str(device), "cpu, or cuda with an index")
+        with self._opening:
+            if self._closed:
+                raise ClosedError("copy engine")
+            if device not in self._gpus:
+                self._gpus[device] = self._open(device)
+            return self._gpus[device]
+
+    def _open(self, device: torch.device) -> CudaCopyEngine:
+        kernel = _open_kernel(device)
+        methods = self._methods or MethodTable()
+        if kernel is not None and self._methods is None:
+            methods = measure_methods(device.index, kernel)
+        gpu = CudaCopyEngine(device.index, methods, kernel)
+        try:
+            gpu.attach(self._host_memory)
+        except BaseException:
+            gpu.close()
+            raise
+        return gpu
+
+
+def _open_kernel(device: torch.device) -> FragmentKernel | None:
+    try:
+        return FragmentKernel(device)
+    except BackendUnavailableError as exc:
+        logger.info("small fragments are copied without a kernel: %s", exc)
+        return None

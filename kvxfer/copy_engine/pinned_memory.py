@@ -1,0 +1,112 @@
+"""Host memory that a GPU reads and writes on its own."""
+
+import ctypes
+import logging
+import os
+import platform
+from pathlib import Path
+
+import numpy as np
+
+from kvxfer.copy_engine.cuda_driver import CudaDriver
+from kvxfer.errors import DeviceError, DeviceLostError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+
+logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 30
+"""What is registered in one call: the driver holds the process's memory lock for as long."""
+
+MBIND = {"x86_64": 237, "aarch64": 235}
+"""Number of the system call. Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and
+include/uapi/asm-generic/unistd.h."""
+PREFERRED, MOVE = 1, 2
+"""Source: mbind(2), MPOL_PREFERRED and MPOL_MF_MOVE: pages that other processes map stay."""
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+
+
+class PinnedMemory:
+    """One stretch of host memory, registered with a GPU and moved next to it.
+
+    Where the system lets no more be pinned, nothing of it stays pinned, and a warning says what
+    that costs: copies go on, through buffers of the driver.
+
+    Args:
+        driver: The GPU.
+        region: The memory; kept alive.
+        chunk_bytes: What is registered in one call.
+
+    Attributes:
+        is_pinned: Whether the GPU reaches the memory on its own.
+    """
+
+    def __init__(
+        self, driver: CudaDriver, region: MemoryRegion, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
+        self._driver = driver
+        self._region = region
+        self._chunks: list[int] = []
+        if driver.numa_node is not None:
+            _move_to_node(region, driver.numa_node)
+        stop = region.address + region.num_bytes
+        try:
+            for address in range(region.address, stop, chunk_bytes):
+                driver.register(address, min(chunk_bytes, stop - address))
+                self._chunks.append(address)
+        except DeviceError as exc:
+            self.close()
+            logger.warning(
+                "%d bytes of host memory cannot be pinned (%s): copies to and from cuda:%d will "
+                "be several times slower; raise the limit of locked memory (`ulimit -l`), or ask "
+                "for less",
+                region.num_bytes,
+                exc,
+                driver.device_index,
+            )
+        self.is_pinned = bool(self._chunks)
+
+    def covers(self, blocks: Descriptors) -> bool:
+        """Whether all fragments are in this memory, and it is pinned."""
+        first, last = self._region.address, self._region.address + self._region.num_bytes
+        lowest, highest = blocks.addresses.min(), (blocks.addresses + blocks.lengths).max()
+        return self.is_pinned and first <= int(lowest) and int(highest) <= last
+
+    def close(self) -> None:
+        """Unpin; may be called again."""
+        try:
+            while self._chunks:
+                self._driver.unregister(self._chunks.pop())
+        except DeviceLostError:
+            self._chunks.clear()  # they went with the device
+        self.is_pinned = False
+
+
+def num_nodes() -> int:
+    """Nodes that the machine's memory is on."""
+    return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+
+
+def _move_to_node(region: MemoryRegion, node: int) -> None:
+    """Have the pages of a region on a node, where the system can; that is for speed only."""
+    number = MBIND.get(platform.machine())
+    if number is None or num_nodes() < 2:
+        return
+    page = os.sysconf("SC_PAGESIZE")
+    start = region.address // page * page
+    mask = np.zeros(node // 64 + 1, np.uint64)
+    mask[node // 64] = 1 << node % 64
+    num_bytes = region.address + region.num_bytes - start
+    refused = _syscall(
+        ctypes.c_long(number),
+        ctypes.c_void_p(start),
+        ctypes.c_ulong(num_bytes),
+        ctypes.c_int(PREFERRED),
+        ctypes.c_void_p(mask.ctypes.data),
+        ctypes.c_ulong(64 * len(mask) + 1),
+        ctypes.c_uint(MOVE),
+    )
+    if refused:
+        reason = os.strerror(ctypes.get_errno())
+        logger.info("host memory stays where it is instead of on node %d: %s", node, reason)

@@ -1,0 +1,135 @@
+"""DeviceCopyEngine: whatever the two sides are on, and nothing of CUDA before a GPU is used."""
+
+import mmap
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.copy_engine import devices
+from kvxfer.copy_engine.calibration import measure_methods
+from kvxfer.copy_engine.cuda_driver import CudaDriver
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.method_table import MethodTable, Way
+from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from tests.cuda.simulated_gpu import SimulatedGpu
+from tests.cuda.test_cuda import KernelOfTheDriver
+
+NUM_BYTES = 1 << 16
+COUNTS = ("num_contexts", "num_live_streams", "num_live_events", "registered_bytes")
+
+
+def host_memory(byte: int) -> NDArray[np.uint8]:
+    memory = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
+    memory[:] = byte
+    return memory
+
+
+def describe(address: int, device: str) -> Descriptors:
+    return Descriptors(
+        addresses=np.array([address], np.uint64),
+        lengths=np.array([NUM_BYTES], np.uint64),
+        block_offsets=np.array([0, 1]),
+        payload_starts=np.zeros(1, np.int64),
+        device=torch.device(device),
+    )
+
+
+def test_blocks_go_from_host_to_host_and_to_each_gpu_and_back(gpu: SimulatedGpu) -> None:
+    before = [gpu.get(name) for name in COUNTS]
+    engine = DeviceCopyEngine()
+    first, second = host_memory(1), host_memory(2)
+    engine.attach([MemoryRegion(first.ctypes.data, NUM_BYTES, first)])
+    assert [gpu.get(name) for name in COUNTS] == before  # no GPU is touched before it is needed
+    engine.copy(describe(second.ctypes.data, "cpu"), describe(first.ctypes.data, "cpu"))
+    assert (first == 2).all()
+    for index in (0, 1):
+        first[:] = 10 + index
+        address = gpu.allocate(NUM_BYTES, device_index=index)
+        engine.attach([MemoryRegion(address, NUM_BYTES, None, torch.device("cuda", index))])
+        on_device = describe(address, f"cuda:{index}")
+        engine.copy(describe(first.ctypes.data, "cpu"), on_device)
+        assert gpu.read(address, NUM_BYTES) == bytes([10 + index]) * NUM_BYTES
+        engine.copy(on_device, describe(second.ctypes.data, "cpu"))
+        assert (second == 10 + index).all()
+    assert gpu.get("num_contexts") == before[0] + 2
+    engine.close()
+    engine.close()
+    assert [gpu.get(name) for name in COUNTS] == before
+    with pytest.raises(ClosedError):
+        engine.copy(describe(second.ctypes.data, "cpu"), on_device)
+
+
+def test_memory_that_is_attached_later_is_pinned_for_gpus_that_are_open(gpu: SimulatedGpu) -> None:
+    engine = DeviceCopyEngine()
+    address = gpu.allocate(NUM_BYTES)
+    engine.attach([MemoryRegion(address, NUM_BYTES, None, torch.device("cuda", 0))])
+    memory = host_memory(3)
+    engine.attach([MemoryRegion(memory.ctypes.data, NUM_BYTES, memory)])
+    assert gpu.get("registered_bytes") == NUM_BYTES
+    engine.close()
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta"])
+def test_a_device_without_an_index_is_refused(gpu: SimulatedGpu, device: str) -> None:
+    engine = DeviceCopyEngine()
+    memory = host_memory(0)
+    with pytest.raises(InvalidArgumentError, match="cuda with an index"):
+        engine.copy(describe(memory.ctypes.data, "cpu"), describe(4096, device))
+    engine.close()
+
+
+def test_what_is_small_is_measured_and_everything_given_back(gpu: SimulatedGpu) -> None:
+    before = [gpu.get(name) for name in COUNTS]
+    driver = CudaDriver(0)
+    kernel = KernelOfTheDriver(driver)
+    table = measure_methods(0, kernel)  # type: ignore[arg-type]
+    driver.close()
+    assert kernel.num_fragments > 0
+    assert set(table.kernel_below) == set(Way)
+    assert [gpu.get(name) for name in COUNTS] == before
+
+
+@pytest.mark.parametrize("given", [None, MethodTable(dict.fromkeys(Way, NUM_BYTES + 1))])
+def test_methods_are_measured_unless_they_are_given(
+    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, given: MethodTable | None
+) -> None:
+    driver = CudaDriver(0)
+    kernel = KernelOfTheDriver(driver)
+    measured: list[int] = []
+
+    def measure(device_index: int, kernel: object) -> MethodTable:
+        measured.append(device_index)
+        return MethodTable(dict.fromkeys(Way, 0))
+
+    monkeypatch.setattr(devices, "_open_kernel", lambda device: kernel)
+    monkeypatch.setattr(devices, "measure_methods", measure)
+    engine = DeviceCopyEngine(methods=given)
+    memory, address = host_memory(5), gpu.allocate(NUM_BYTES)
+    engine.attach([MemoryRegion(memory.ctypes.data, NUM_BYTES, memory)])
+    engine.copy(describe(memory.ctypes.data, "cpu"), describe(address, "cuda:0"))
+    assert gpu.read(address, NUM_BYTES) == bytes([5]) * NUM_BYTES
+    assert (measured, kernel.num_fragments) == (([0], 0) if given is None else ([], 1))
+    engine.close()
+    driver.close()
+
+
+def test_without_a_driver_the_error_says_so() -> None:
+    script = """if True:
+        from kvxfer.copy_engine.cuda_driver import CudaDriver
+        from kvxfer.errors import DeviceUnavailableError
+        try:
+            CudaDriver(0)
+        except DeviceUnavailableError as exc:
+            print(exc)
+    """
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith("device cuda:0 cannot be used: ")
+    assert "NVIDIA display driver" in result.stdout

@@ -1,0 +1,95 @@
+"""PinnedMemory: all of it, or none of it and a warning that says what that costs."""
+
+import logging
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvxfer.copy_engine import pinned_memory
+from kvxfer.copy_engine.cuda_driver import CudaDriver
+from kvxfer.copy_engine.pinned_memory import PinnedMemory
+from kvxfer.kvcache.memory_region import MemoryRegion
+from tests.cuda.simulated_gpu import SimulatedGpu
+
+CHUNK_BYTES = 1 << 16
+NUM_BYTES = 3 * CHUNK_BYTES + 4096
+
+
+@pytest.fixture
+def driver(gpu: SimulatedGpu) -> Iterator[CudaDriver]:
+    driver = CudaDriver(0)
+    yield driver
+    driver.close()
+
+
+@pytest.fixture
+def region() -> MemoryRegion:
+    memory = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
+    return MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
+
+
+def test_memory_is_pinned_in_chunks_and_unpinned_whole(
+    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
+) -> None:
+    pinned = PinnedMemory(driver, region, chunk_bytes=CHUNK_BYTES)
+    assert pinned.is_pinned
+    assert gpu.get("registered_bytes") == NUM_BYTES
+    pinned.close()
+    pinned.close()
+    assert not pinned.is_pinned
+    assert gpu.get("registered_bytes") == 0
+
+
+def test_a_refusal_in_the_middle_leaves_nothing_pinned_and_is_told(
+    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.set("bytes_that_may_be_registered", 2 * CHUNK_BYTES)
+    with caplog.at_level(logging.WARNING):
+        pinned = PinnedMemory(driver, region, chunk_bytes=CHUNK_BYTES)
+    assert not pinned.is_pinned
+    assert gpu.get("registered_bytes") == 0
+    (message,) = caplog.messages
+    assert f"{NUM_BYTES} bytes of host memory cannot be pinned" in message
+    assert "slower" in message
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in message
+
+
+def test_what_is_pinned_already_is_left_to_its_owner(
+    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
+) -> None:
+    first = PinnedMemory(driver, region)
+    second = PinnedMemory(driver, region)
+    assert (first.is_pinned, second.is_pinned) == (True, False)
+    second.close()
+    assert gpu.get("registered_bytes") == NUM_BYTES
+    first.close()
+
+
+def test_a_lost_device_does_not_keep_memory_from_being_let_go(
+    gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
+) -> None:
+    pinned = PinnedMemory(driver, region, chunk_bytes=CHUNK_BYTES)
+    gpu.set("lost", 0)
+    pinned.close()
+    assert not pinned.is_pinned
+
+
+def test_pages_are_moved_where_the_device_is_near(
+    gpu: SimulatedGpu,
+    driver: CudaDriver,
+    region: MemoryRegion,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(pinned_memory, "num_nodes", lambda: 2)
+    gpu.set("numa_node", 0)
+    with caplog.at_level(logging.INFO):
+        PinnedMemory(driver, region).close()
+    assert not caplog.messages  # the kernel took the call: this machine has node 0
+    gpu.set("numa_node", 700)
+    with caplog.at_level(logging.INFO):
+        PinnedMemory(driver, region).close()
+    (message,) = caplog.messages
+    assert message.startswith("host memory stays where it is instead of on node 700: ")
