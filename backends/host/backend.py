@@ -10,9 +10,12 @@ import msgspec
 import numpy as np
 
 from kvxfer.backends.host.pool import HostPool, Integrity, PoolShape
-from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import (
     DONE,
     MISSING,
@@ -45,15 +48,32 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         eviction: What goes when the memory is full.
         integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
             block is read; `off` does neither.
+        methods: How small fragments are copied to and from a GPU, such as
+            `to_device=28KiB,to_host=0`: by a kernel below these sizes. Measured when a GPU's
+            caches are attached, if not given.
     """
 
     capacity: ByteSize
     eviction: PolicyName = "lru"
     integrity: Integrity = Integrity.FAST
+    methods: str | None = None
+
+    def __post_init__(self) -> None:
+        self._parse_methods()
+
+    def open_copy_engine(self) -> CopyEngine:
+        """What copies to and from the pool."""
+        return DeviceCopyEngine(methods=self._parse_methods())
+
+    def _parse_methods(self) -> MethodTable | None:
+        return None if self.methods is None else MethodTable.parse(self.methods)
 
 
 class HostBackend(Backend, Lender):
     """Keeps blocks in slots of host memory and evicts when they are full.
+
+    Caches may be in host memory or in that of a GPU, which then has the slots pinned and copies
+    straight to and from them.
 
     Args:
         config: See `HostConfig`.
@@ -65,6 +85,7 @@ class HostBackend(Backend, Lender):
     """
 
     config_type = HostConfig
+    memory_kinds = frozenset({"cpu", "cuda"})
 
     def __init__(self, config: HostConfig, namespace: Namespace) -> None:
         num_groups = len(namespace.groups)
@@ -74,7 +95,9 @@ class HostBackend(Backend, Lender):
         shape = PoolShape.fit(
             capacity_bytes=config.capacity, num_parts=1, part_size_bytes=max(self._chunk_sizes)
         )
-        self._pool = HostPool(shape, namespace, CPUCopyEngine(), integrity=config.integrity)
+        self._pool = HostPool(
+            shape, namespace, config.open_copy_engine(), integrity=config.integrity
+        )
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores: dict[BlockKey, asyncio.Event] = {}
@@ -85,6 +108,14 @@ class HostBackend(Backend, Lender):
     def num_slots(self) -> int:
         """Blocks that fit."""
         return self._index.num_slots
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`. Pins the slots for the GPUs that memory is on.
+
+        Raises:
+            DeviceUnavailableError: A GPU, or what its driver needs, is not there.
+        """
+        self._pool.attach([region for region in memory if region.device != HOST])
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""

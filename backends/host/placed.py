@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome, require_batch
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 from kvxfer.storage.threads import Threads
@@ -40,6 +41,8 @@ class PlacedBackend(Backend):
         writer_index: Which of them this one is.
     """
 
+    memory_kinds = frozenset({"cpu", "cuda"})
+
     def __init__(
         self, pool: HostPool, *, part: int, num_writers: int = 1, writer_index: int = 0
     ) -> None:
@@ -49,6 +52,10 @@ class PlacedBackend(Backend):
         self._writer_index = writer_index
         self._threads = Threads("kvxfer-placed", NUM_THREADS)
         self._closed = False
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`. Pins the slots for the GPU that memory is on."""
+        self._pool.attach([region for region in memory if region.device != HOST])
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each slot was finished for its key, by every worker."""

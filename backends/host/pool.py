@@ -122,6 +122,7 @@ class HostPool:
             except BaseException:
                 self._segment.close()
                 raise
+        copy_engine.attach([self._segment.region])
         memory = self._segment.memory
         num_tags = shape.num_slots * shape.num_parts
         tags = memory[HEADER_BYTES : HEADER_BYTES + num_tags * TAG.itemsize].view(TAG)
@@ -129,6 +130,10 @@ class HostPool:
         self._data = memory[shape.data_offset_bytes :].reshape(
             shape.num_slots, shape.num_parts, shape.part_size_bytes
         )
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """Take note of memory that blocks will be in; see `CopyEngine.attach`."""
+        self._copy_engine.attach(memory)
 
     def write(
         self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
@@ -275,8 +280,8 @@ class HostPool:
         """Let go of the memory; the last process frees it. May be called again."""
         self._tags = np.empty((0, 0), TAG)
         self._data = np.empty((0, 0, 0), np.uint8)
+        self._copy_engine.close()  # first: it may have pinned the memory
         self._segment.close()
-        self._copy_engine.close()
 
     def describe(
         self,

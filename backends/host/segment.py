@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
+from kvxfer.kvcache.memory_region import MemoryRegion
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class SharedSegment:
         if self._closed:
             raise ClosedError(f"shared segment {self.name}")
         return self._bytes
+
+    @property
+    def region(self) -> MemoryRegion:
+        """Where the segment is in this process."""
+        return MemoryRegion(self.memory.ctypes.data, self.memory.nbytes, self.memory)
 
     def claim(self) -> None:
         """Become the one owner of the segment: the process that decides what goes where.

@@ -10,7 +10,6 @@ import xxhash
 from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PlacedBackend, PoolShape
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
-from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import metrics
 from kvxfer.integrations.vllm.identity import (
@@ -168,7 +167,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
         return HostPool(
             shape,
             self._namespace(),
-            CPUCopyEngine(),
+            self._pool_config.open_copy_engine(),
             name=self._name,
             integrity=self._pool_config.integrity,
             claim=claim,
