@@ -87,8 +87,7 @@ class SimulatedGpu:
         address = self.allocate(num_elements * dtype.itemsize, device_index=device_index)
         memory = (ctypes.c_char * (num_elements * dtype.itemsize)).from_address(address)
         flat = torch.frombuffer(memory, dtype=dtype)
-        kind = (_TensorOfDevice0, _TensorOfDevice1)[device_index]
-        return flat.as_subclass(kind).view(shape)
+        return say_on_device(flat.view(shape), device_index)
 
     @contextmanager
     def _current(self, device_index: int) -> Iterator[None]:
@@ -104,6 +103,11 @@ class SimulatedGpu:
         result, *values = getattr(driver, name)(*args)
         assert result == driver.CUresult.CUDA_SUCCESS, f"{name}: {result}"
         return values[0] if values else None
+
+
+def say_on_device(tensor: torch.Tensor, device_index: int) -> torch.Tensor:
+    """The same tensor, which says that its memory is that of a GPU."""
+    return tensor.as_subclass((_TensorOfDevice0, _TensorOfDevice1)[device_index])
 
 
 class _TensorOfDevice0(torch.Tensor):

@@ -34,11 +34,12 @@ def test_memory_is_pinned_in_chunks_and_unpinned_whole(
     gpu: SimulatedGpu, driver: CudaDriver, region: MemoryRegion
 ) -> None:
     pinned = PinnedMemory(driver, region, chunk_bytes=CHUNK_BYTES)
-    assert pinned.is_pinned
+    states = [pinned.is_pinned]
     assert gpu.get("registered_bytes") == NUM_BYTES
     pinned.close()
     pinned.close()
-    assert not pinned.is_pinned
+    states.append(pinned.is_pinned)
+    assert states == [True, False]
     assert gpu.get("registered_bytes") == 0
 
 

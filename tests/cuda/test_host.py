@@ -1,0 +1,133 @@
+"""The host pool under caches on a GPU: straight to its slots and back, nothing between."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import kvxfer
+from kvxfer.backends.host import HostPool, PlacedBackend, PoolShape, place
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.errors import DeviceUnavailableError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.transfer.engine import TransferEngine
+from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
+from tests.cuda.simulated_gpu import SimulatedGpu
+
+NAMESPACE = kvxfer.Namespace(model="model", dtype="bfloat16")
+KEYS = [kvxfer.make_block_key(bytes([i]), 0) for i in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def compute_stream(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA has no current stream; the device has one without a name."""
+
+    class Stream:
+        cuda_stream = 0
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+
+
+@pytest.mark.parametrize("device_index", [0, 1])
+async def test_blocks_come_back_into_other_blocks(gpu: SimulatedGpu, device_index: int) -> None:
+    engine_caches = EngineCaches(gpu, device_index=device_index)
+    before = engine_caches.blocks
+    batches = gpu.get("num_batches")
+    ids = np.random.default_rng(1).permutation(NUM_BLOCKS)
+    async with kvxfer.connect(
+        "host://?capacity=4MiB", engine_caches.caches, namespace=NAMESPACE
+    ) as engine:
+        stored = await engine.store(KEYS, [ids[:20]])
+        loaded = await engine.load(KEYS, [ids[20:40]])
+        assert all(outcome.done for outcome in stored + loaded)
+    expected = before.copy()
+    expected[:, ids[20:40]] = before[:, ids[:20]]
+    assert np.array_equal(engine_caches.blocks, expected)
+    assert gpu.get("num_batches") > batches
+    assert gpu.get("registered_bytes") == 0
+
+
+async def test_a_pool_that_cannot_be_pinned_works_all_the_same(
+    gpu: SimulatedGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.set("bytes_that_may_be_registered", 4096)
+    engine_caches = EngineCaches(gpu)
+    before = engine_caches.blocks
+    async with kvxfer.connect(
+        "host://?capacity=4MiB", engine_caches.caches, namespace=NAMESPACE
+    ) as engine:
+        assert all(outcome.done for outcome in await engine.store(KEYS, [range(20)]))
+        assert all(outcome.done for outcome in await engine.load(KEYS, [range(20, 40)]))
+    assert np.array_equal(engine_caches.blocks[:, 20:40], before[:, :20])
+    assert "cannot be pinned" in caplog.text
+
+
+async def test_a_lost_device_is_an_outcome_of_every_block(gpu: SimulatedGpu) -> None:
+    engine_caches = EngineCaches(gpu)
+    async with kvxfer.connect(
+        "host://?capacity=4MiB", engine_caches.caches, namespace=NAMESPACE
+    ) as engine:
+        await engine.store(KEYS[:10], [range(10)])
+        gpu.set("lost", 0)
+        for outcomes in (
+            await engine.store(KEYS[10:], [range(10, 20)]),
+            await engine.load(KEYS[:10], [range(10)]),
+        ):
+            for outcome in outcomes:
+                assert outcome.status is kvxfer.Status.FAILED
+                assert "CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason
+        await engine.drain()
+
+
+def test_caches_on_a_device_that_is_not_there_are_refused_at_once(gpu: SimulatedGpu) -> None:
+    caches = EngineCaches(gpu).caches
+
+    class TensorOfAnother(torch.Tensor):
+        device = torch.device("cuda", 7)
+
+    moved = [
+        replace(each, tensor=each.tensor.as_subclass(TensorOfAnother)) for each in caches.tensors
+    ]
+    with pytest.raises(DeviceUnavailableError, match="cuda:7"):
+        kvxfer.connect(
+            "host://?capacity=4MiB",
+            CanonicalKVCaches(moved, caches.group_data_refs),
+            namespace=NAMESPACE,
+        )
+
+
+async def test_workers_of_one_engine_share_a_pool_across_devices(gpu: SimulatedGpu) -> None:
+    workers = [EngineCaches(gpu, device_index=index) for index in (0, 1)]
+    before = [worker.blocks for worker in workers]
+    page_bytes = before[0].shape[2] * len(before[0])
+    shape = PoolShape.fit(capacity_bytes=8 << 20, num_parts=2, part_size_bytes=page_bytes)
+    for part, worker in enumerate(workers):
+        pool = HostPool(shape, NAMESPACE, DeviceCopyEngine())
+        async with TransferEngine(worker.caches, PlacedBackend(pool, part=part)) as engine:
+            keys = [place(key, slot, 0) for slot, key in enumerate(KEYS)]
+            assert all(outcome.done for outcome in await engine.store(keys, [range(20)]))
+            assert all(outcome.done for outcome in await engine.load(keys, [range(20, 40)]))
+        assert np.array_equal(worker.blocks[:, 20:40], before[part][:, :20])
+
+
+@pytest.mark.parametrize("methods", ["to_device=28KiB", "to_device=1MiB,to_host=1MiB"])
+async def test_how_small_fragments_are_copied_can_be_configured(
+    gpu: SimulatedGpu, methods: str
+) -> None:
+    engine_caches = EngineCaches(gpu)
+    before = engine_caches.blocks
+    url = f"host://?capacity=4MiB&methods={methods}"
+    async with kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE) as engine:
+        await engine.store(KEYS, [range(20)])
+        await engine.load(KEYS, [range(20, 40)])
+    assert np.array_equal(engine_caches.blocks[:, 20:40], before[:, :20])
+
+
+def test_methods_that_are_none_are_refused_by_name(gpu: SimulatedGpu) -> None:
+    with pytest.raises(kvxfer.InvalidArgumentError, match="sideways=1KiB"):
+        kvxfer.connect(
+            "host://?capacity=4MiB&methods=sideways=1KiB",
+            EngineCaches(gpu).caches,
+            namespace=NAMESPACE,
+        )
