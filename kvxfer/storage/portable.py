@@ -129,17 +129,25 @@ class PortableBackend(Backend):
 
 def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
     """Cut blocks into shards of these sizes, as blocks of their own."""
-    ends = np.cumsum(blocks.lengths.astype(np.int64))
-    offsets = np.searchsorted(ends, np.cumsum(sizes)) + 1
-    if offsets[-1] != len(ends) or not np.array_equal(ends[offsets - 1], np.cumsum(sizes)):
+    bounds, ends = np.cumsum(sizes), np.cumsum(blocks.lengths.astype(np.int64))
+    if bounds[-1] != ends[-1]:
         raise InvalidArgumentError("blocks", blocks.block_sizes.tolist(), f"shards of {sizes}")
+    addresses, lengths, cuts = blocks.addresses, blocks.lengths, ends
+    if not np.isin(bounds, ends).all():  # several shards lie in one piece of memory
+        cuts = np.union1d(ends, bounds)
+        starts = np.concatenate(([0], cuts[:-1]))
+        piece = np.searchsorted(ends, starts, side="right")
+        within = starts - (ends[piece] - blocks.lengths[piece].astype(np.int64))
+        addresses = blocks.addresses[piece] + within.astype(np.uint64)
+        lengths = (cuts - starts).astype(np.uint64)
     return Descriptors(
-        addresses=blocks.addresses,
-        lengths=blocks.lengths,
-        block_offsets=np.concatenate(([0], offsets)),
+        addresses=addresses,
+        lengths=lengths,
+        block_offsets=np.concatenate(([0], np.searchsorted(cuts, bounds) + 1)),
         payload_starts=np.zeros(len(sizes), np.int64),
         device=blocks.device,
         owners=blocks.owners,
+        after=blocks.after,
     )
 
 
