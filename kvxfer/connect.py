@@ -4,7 +4,7 @@ import asyncio
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -19,6 +19,7 @@ from kvxfer.storage.portable import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.tiers import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
+from kvxfer.transfer.staging import DEFAULT_STAGING_BYTES, stage
 from kvxfer.units import ByteSize
 
 ENTRY_POINT_GROUP = "kvxfer.backends"
@@ -49,6 +50,7 @@ def connect(
     mappings: Sequence[PageMapping] = (),
     max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> TransferEngine:
     """Open a backend and an engine that moves blocks of `caches` to and from it.
 
@@ -63,6 +65,7 @@ def connect(
             engines of another layout, block size or parallelism can load.
         max_bytes_in_flight: See `TransferEngine`.
         timeout_s: See `TransferEngine`.
+        staging_bytes: See `TransferEngine`.
 
     Returns:
         The engine, to be used as an asynchronous context manager or closed.
@@ -72,23 +75,31 @@ def connect(
         NamespaceMismatchError: The namespace's groups are not those of the caches.
         PageMappingError: This worker holds only a part of some shard of the portable pages.
         CapacityError: The memory or disk that was asked for is not there.
+        DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
     complete = complete_namespace(namespace, caches, blocks_per_chunk)
     if mappings:
         complete = portable_namespace(complete, mappings)
-    opened = open_backend(backend, complete)
-    try:
-        return TransferEngine(
+    with ExitStack() as undo:
+        opened = open_backend(backend, complete)
+        undo.callback(_close, [opened])
+        if mappings:
+            # Below portable pages each shard has a place of its own in a staging buffer, and what
+            # is another worker's turn to store is not copied at all.
+            shard_bytes = max(complete.chunk_size_bytes(g) for g in range(len(complete.groups)))
+            staged = stage(opened, caches, shard_bytes, undo, staging_bytes=staging_bytes)
+            opened = PortableBackend(staged, mappings)
+        engine = TransferEngine(
             caches,
-            PortableBackend(opened, mappings) if mappings else opened,
+            opened,
             blocks_per_chunk=blocks_per_chunk,
             mappings=mappings,
             max_bytes_in_flight=max_bytes_in_flight,
             timeout_s=timeout_s,
+            staging_bytes=staging_bytes,
         )
-    except BaseException:
-        _close([opened])
-        raise
+        undo.pop_all()
+    return engine
 
 
 def open_backend(backend: BackendChoice | Sequence[BackendChoice], namespace: Namespace) -> Backend:

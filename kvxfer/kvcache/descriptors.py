@@ -171,6 +171,13 @@ class BlockDescriber:
         """
         return self._group(group).block_size_bytes
 
+    @property
+    def largest_chunk_bytes(self) -> int:
+        """Bytes of the largest chunk, or portable page, of any group."""
+        if self._pages:
+            return max(template.mapping.num_bytes for template in self._pages)
+        return self.blocks_per_chunk * max(each.block_size_bytes for each in self._groups)
+
     def describe(
         self,
         group: int,

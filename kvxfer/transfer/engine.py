@@ -1,32 +1,32 @@
 """Moves batches of blocks between KV caches and a backend."""
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
+from contextlib import ExitStack
 from itertools import count
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.errors import ClosedError, DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
+from kvxfer.kvcache.descriptors import BlockDescriber
 from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import Backend, Outcome, Status, require_batch
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.admission import Admission
 from kvxfer.transfer.batch import describe_batch
+from kvxfer.transfer.calls import call_backend
 from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, Piece, Submission
 from kvxfer.transfer.loop_thread import LoopThread
-
-logger = logging.getLogger(__name__)
+from kvxfer.transfer.memory import CacheMemory
+from kvxfer.transfer.staging import DEFAULT_STAGING_BYTES, stage
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_MAX_BYTES_IN_FLIGHT = 256 << 20
@@ -47,6 +47,10 @@ class TransferEngine:
     batch waits for its turn. A batch is cut into pieces, so that a large store does not hold up
     a load. Every block gets one outcome; no failure of a backend is raised.
 
+    Caches in the memory of a GPU are moved after everything that the calling thread's current
+    stream was given to do before the call. Where the backend reaches host memory only, blocks pass
+    through staging buffers. Blocks of caches whose memory the engine freed or resized are `FAILED`.
+
     Args:
         caches: The caches to move blocks of; kept alive.
         backend: Where blocks go; closed with the engine.
@@ -55,10 +59,16 @@ class TransferEngine:
             under one key.
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
         timeout_s: Deadline of batches that do not bring their own, None for none.
+        staging_bytes: Bound on the pinned host memory of staging buffers, where there are any;
+            raised to two of the largest block.
+
+    Attributes:
+        backend: As given.
 
     Raises:
-        InvalidArgumentError: The backend cannot reach the memory of the caches, or a bound is
-            not positive.
+        InvalidArgumentError: The backend cannot reach the memory of the caches, not even through
+            host memory, or a bound is not positive.
+        DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
 
     def __init__(
@@ -70,17 +80,19 @@ class TransferEngine:
         mappings: Sequence[PageMapping] = (),
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
-        kinds = {tensor.tensor.device.type for tensor in caches.tensors}
-        if not kinds <= backend.memory_kinds:
-            reachable = ", ".join(sorted(backend.memory_kinds))
-            raise InvalidArgumentError("device of caches", sorted(kinds), f"one of {reachable}")
         self.backend = backend
-        backend.attach(memory_regions(caches))
         self._describer = BlockDescriber(
             caches, blocks_per_chunk=blocks_per_chunk, mappings=mappings
         )
         self._admission = Admission(max_bytes_in_flight)
+        with ExitStack() as opened:
+            largest = self._describer.largest_chunk_bytes
+            self._mover = stage(backend, caches, largest, opened, staging_bytes=staging_bytes)
+            self._mover.attach(memory_regions(caches))
+            self._memory = CacheMemory(caches)
+            opened.pop_all()
         self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
         self._timeout_s = timeout_s
         self._job_ids = count()
@@ -253,12 +265,7 @@ class TransferEngine:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     def _job(
@@ -275,7 +282,12 @@ class TransferEngine:
         blocks = describe_batch(self._describer, keys, block_ids, first_block_indices)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        return Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline)
+        job = Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline)
+        try:
+            job.blocks = self._memory.order(blocks)
+        except DeviceError as exc:
+            job.end(Status.FAILED, str(exc))
+        return job
 
     def _submit(self, job: Job) -> JobId:
         submission = self._submitted[job.job_id] = Submission(job)
@@ -295,6 +307,8 @@ class TransferEngine:
 
     async def _transfer(self, job: Job) -> list[Outcome]:
         """Hand every piece to the backend, until they end, the deadline or a cancellation."""
+        if job.ended:
+            return list(job.finished().outcomes)
         tasks = [asyncio.create_task(self._move(job, piece)) for piece in job.cut(self._max_piece)]
         for task in tasks:
             self._moving[task] = job.job_id
@@ -313,40 +327,32 @@ class TransferEngine:
         return list(job.finished().outcomes)
 
     async def _move(self, job: Job, piece: Piece) -> None:
-        keys = job.keys[piece.start : piece.stop]
-        blocks = job.blocks.select(piece.start, piece.stop)
         async with self._admission.admit(job.direction, piece.num_bytes):
-            job.entered[piece.start : piece.stop] = [True] * len(keys)
-            try:
-                outcomes = await self._call_backend(job.direction, keys, blocks)
-            except asyncio.CancelledError:
-                self._settle(job)
-                raise
+            outcomes = await self._hand_over(job, piece)
         for index, outcome in enumerate(outcomes, piece.start):
             if job.outcomes[index] is None:
                 job.outcomes[index] = outcome
         if not all(outcome.memory_safe for outcome in outcomes):
             self._settle(job)
 
+    async def _hand_over(self, job: Job, piece: Piece) -> Sequence[Outcome]:
+        """Have the backend move a piece, unless the engine took its memory back meanwhile."""
+        keys = job.keys[piece.start : piece.stop]
+        if change := self._memory.describe_change():
+            return [Outcome(Status.FAILED, reason=change)] * len(keys)
+        job.entered[piece.start : piece.stop] = [True] * len(keys)
+        move = self._mover.load if job.direction is Direction.LOAD else self._mover.store
+        try:
+            return await call_backend(move, keys, job.blocks.select(piece.start, piece.stop))
+        except asyncio.CancelledError:
+            self._settle(job)
+            raise
+
     def _settle(self, job: Job) -> None:
         """Count the job's memory as in use until the backend says that it is quiet."""
-        task = asyncio.create_task(self.backend.drain())
+        task = asyncio.create_task(self._mover.drain())
         self._settling[task] = job.job_id
         task.add_done_callback(self._settling.pop)
-
-    async def _call_backend(
-        self, direction: Direction, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> Sequence[Outcome]:
-        move = self.backend.load if direction is Direction.LOAD else self.backend.store
-        try:
-            outcomes = await move(keys, blocks)
-        except Exception as exc:
-            logger.exception("%s of %d blocks failed", direction.name.lower(), len(keys))
-            return [Outcome(Status.FAILED, reason=repr(exc))] * len(keys)
-        if len(outcomes) != len(keys):
-            reason = f"the backend gave {len(outcomes)} outcomes for {len(keys)} keys"
-            return [Outcome(Status.FAILED, reason=reason)] * len(keys)
-        return outcomes
 
     async def _run_call(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(call)
@@ -365,8 +371,11 @@ class TransferEngine:
             call.cancel()
         if active := [*self._moving, *self._calls]:
             await asyncio.wait(active)
-        await self.backend.aclose()
-        await self._drain()
+        try:
+            await self._mover.aclose()
+            await self._drain()
+        finally:
+            self._memory.close()
 
     async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
         here = asyncio.get_running_loop()

@@ -80,6 +80,11 @@ class Job:
         self.entered = [False] * len(self.keys)
         self.outcomes = [None] * len(self.keys)
 
+    @property
+    def ended(self) -> bool:
+        """Whether every block has an outcome."""
+        return None not in self.outcomes
+
     def cut(self, max_bytes: int) -> list[Piece]:
         """Runs of blocks of at most `max_bytes` each, or of one block."""
         ends = np.cumsum(self.blocks.block_sizes)

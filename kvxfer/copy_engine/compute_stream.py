@@ -1,0 +1,68 @@
+"""Compute streams: what an engine has its GPU do, which copies are ordered after."""
+
+import contextlib
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
+from kvxfer.errors import DeviceError
+from kvxfer.kvcache.stream_mark import StreamMark
+
+
+class ComputeStream:
+    """Marks what a device was given to do so far, on the stream that torch uses.
+
+    May be used from several threads. Events are used again when the mark that had them is garbage.
+
+    Args:
+        driver: Of the device; not closed with the stream.
+        device: The device.
+    """
+
+    def __init__(self, driver: CudaDriver, device: torch.device) -> None:
+        self._driver = driver
+        self._device = device
+        self._idle: deque[CudaEvent] = deque()
+        self._closed = False
+
+    def mark(self) -> StreamMark:
+        """Mark the end of what is on the calling thread's current stream; does not block.
+
+        Raises:
+            DeviceError: The driver refused.
+            DeviceLostError: The device is gone.
+        """
+        stream = CudaStream(torch.cuda.current_stream(self._device).cuda_stream)
+        try:
+            event = self._idle.pop()
+        except IndexError:
+            event = self._driver.open_event()
+        mark = _Mark(event)
+        # Garbage is collected in any thread, at any moment: no lock may be needed for it.
+        weakref.finalize(mark, self._take_back, event).atexit = False
+        self._driver.record(event, stream)
+        return mark
+
+    def close(self) -> None:
+        """Let go of the events, those of marks in use as soon as they are garbage."""
+        self._closed = True
+        while self._idle:
+            self._close_event(self._idle.pop())
+
+    def _take_back(self, event: CudaEvent) -> None:
+        if self._closed:
+            self._close_event(event)
+        else:
+            self._idle.append(event)
+
+    def _close_event(self, event: CudaEvent) -> None:
+        with contextlib.suppress(DeviceError):  # a lost device takes its events along
+            self._driver.close_event(event)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Mark:
+    event: int
