@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.bench import copy_cuda
 from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
@@ -20,8 +21,14 @@ SCATTER_GOAL = ">= 0.6"
 def run(*, quick: bool) -> list[Row]:
     """Measure the CPU copy engine on host memory, source and destination shuffled.
 
-    Baseline: `torch.Tensor.copy_` of the same bytes in one piece, on as many threads.
+    Baseline: `torch.Tensor.copy_` of the same bytes in one piece, on as many threads. Where there
+    is a GPU, copies to and from it follow.
     """
+    rows = _measure_cpu(quick=quick)
+    return [*rows, *copy_cuda.run(quick=quick)] if torch.cuda.is_available() else rows
+
+
+def _measure_cpu(*, quick: bool) -> list[Row]:
     num_bytes = (64 if quick else 256) << 20
     threads_before = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)

@@ -63,6 +63,11 @@ class CudaCopyEngine(CopyEngine):
         self._pinned: list[PinnedMemory] = []
         self._closed = False
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether small fragments may go by a kernel."""
+        return self._kernel is not None
+
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `CopyEngine.attach`. Host memory is pinned, with a warning where it cannot be."""
         for region in memory:

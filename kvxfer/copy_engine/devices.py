@@ -73,21 +73,25 @@ class DeviceCopyEngine(CopyEngine):
             if self._closed:
                 raise ClosedError("copy engine")
             if device not in self._gpus:
-                self._gpus[device] = self._open(device)
+                gpu = self._gpus[device] = open_gpu(device, self._methods)
+                gpu.attach(self._host_memory)
             return self._gpus[device]
 
-    def _open(self, device: torch.device) -> CudaCopyEngine:
-        kernel = _open_kernel(device)
-        methods = self._methods or MethodTable()
-        if kernel is not None and self._methods is None:
-            methods = measure_methods(device.index, kernel)
-        gpu = CudaCopyEngine(device.index, methods, kernel)
-        try:
-            gpu.attach(self._host_memory)
-        except BaseException:
-            gpu.close()
-            raise
-        return gpu
+
+def open_gpu(device: torch.device, methods: MethodTable | None) -> CudaCopyEngine:
+    """The copy engine of a GPU, with a kernel where there can be one.
+
+    Args:
+        device: The GPU, with its index.
+        methods: How small fragments are copied; None to measure it.
+
+    Raises:
+        DeviceUnavailableError: There is no such GPU, or no driver.
+    """
+    kernel = _open_kernel(device)
+    if kernel is not None and methods is None:
+        methods = measure_methods(device.index, kernel)
+    return CudaCopyEngine(device.index, methods or MethodTable(), kernel)
 
 
 def _open_kernel(device: torch.device) -> FragmentKernel | None:

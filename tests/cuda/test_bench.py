@@ -1,0 +1,37 @@
+"""`kvxfer bench copy` on a GPU measures what it says; its figures mean nothing on this one."""
+
+import pytest
+
+from kvxfer.bench import copy_cuda
+from kvxfer.copy_engine import devices
+from kvxfer.copy_engine.cuda_driver import CudaDriver
+from tests.cuda.simulated_gpu import SimulatedGpu
+from tests.cuda.test_cuda import KernelOfTheDriver
+
+COUNTS = ("num_contexts", "num_live_streams", "num_live_events", "registered_bytes")
+
+
+@pytest.mark.parametrize("has_kernel", [False, True])
+def test_every_goal_of_the_gpu_has_a_row(
+    gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool
+) -> None:
+    before = [gpu.get(name) for name in COUNTS]
+    driver = CudaDriver(0)
+    kernel = KernelOfTheDriver(driver) if has_kernel else None
+    monkeypatch.setattr(devices, "_open_kernel", lambda device: kernel)
+    monkeypatch.setattr(copy_cuda, "MANY_FRAGMENTS", 1000)
+    rows = copy_cuda.run(quick=True, num_bytes=2 << 20)
+    driver.close()
+    goals = {row.case: row.goal for row in rows if row.goal}
+    for direction in ("to device", "to host"):
+        for size, goal in ((4, ">= 0.7"), (16, ">= 0.85"), (64, ">= 0.95"), (2048, ">= 0.95")):
+            (found,) = (
+                goals[case]
+                for case in goals
+                if case.startswith(f"{direction}, scattered, {size} KiB, by ")
+            )
+            assert found == goal
+    assert goals["both directions at once"] == ">= 1.6"
+    assert sum("budget" in case for case in goals) == 2
+    assert any("kernel against batch" in row.case for row in rows) == has_kernel
+    assert [gpu.get(name) for name in COUNTS] == before
