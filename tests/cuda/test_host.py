@@ -1,5 +1,6 @@
 """The host pool under caches on a GPU: straight to its slots and back, nothing between."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -78,6 +79,26 @@ async def test_a_lost_device_is_an_outcome_of_every_block(gpu: SimulatedGpu) -> 
                 assert outcome.status is kvxfer.Status.FAILED
                 assert "CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason
         await engine.drain()
+
+
+@pytest.mark.timeout(15)
+async def test_a_device_that_is_lost_in_the_middle_leaves_memory_unsafe(gpu: SimulatedGpu) -> None:
+    engine_caches = EngineCaches(gpu)
+    async with kvxfer.connect(
+        "host://?capacity=4MiB", engine_caches.caches, namespace=NAMESPACE
+    ) as engine:
+        batches = gpu.get("num_batches")
+        gpu.set("paused", 1)
+        store = asyncio.create_task(engine.store(KEYS, [range(20)]))
+        while gpu.get("num_batches") == batches:
+            await asyncio.sleep(0)
+        gpu.set("lost", 0)
+        for outcome in await store:
+            assert outcome.status is kvxfer.Status.FAILED
+            assert not outcome.memory_safe
+        gpu.set("paused", 0)
+        await engine.drain()
+        assert await engine.lookup(KEYS) == [False] * 20
 
 
 def test_caches_on_a_device_that_is_not_there_are_refused_at_once(gpu: SimulatedGpu) -> None:
