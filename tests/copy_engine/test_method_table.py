@@ -1,5 +1,6 @@
 """MethodTable: what is chosen, what can be written in a configuration, and what is measured."""
 
+import itertools
 from collections.abc import Mapping
 
 import numpy as np
@@ -7,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.copy_engine.method_table import MEASURED_BYTES, CopyMethod, MethodTable, Way
+from kvxfer.copy_engine.method_table import (
+    MEASURED_BYTES,
+    ROUNDS,
+    CopyMethod,
+    MethodTable,
+    Way,
+)
 from kvxfer.errors import InvalidArgumentError
 
 KIB = 1 << 10
@@ -132,18 +139,19 @@ def test_methods_that_are_equally_fast_leave_the_processors_alone() -> None:
     assert MethodTable.measure(lambda *_: 1e-3) == table(0, 0)
 
 
-def test_what_disturbs_one_round_changes_nothing() -> None:
-    calls = 0
+@pytest.mark.parametrize("disturbed_round", range(ROUNDS))
+def test_what_disturbs_one_round_changes_nothing(disturbed_round: int) -> None:
+    calls = itertools.count()
+    calls_per_round = len(Way) * len(MEASURED_BYTES) * len(CopyMethod)
     clock = Clock({Way.TO_DEVICE: 20 * KIB, Way.TO_HOST: 1})
 
     def disturbed(way: Way, method: CopyMethod, fragment_bytes: int) -> float:
-        nonlocal calls
-        calls += 1
-        first_round = calls <= len(Way) * len(MEASURED_BYTES) * len(CopyMethod)
-        slower = 1000 if first_round and method is CopyMethod.KERNEL else 1
+        is_disturbed = next(calls) // calls_per_round == disturbed_round
+        slower = 1000 if is_disturbed and method is CopyMethod.KERNEL else 1
         return slower * clock(way, method, fragment_bytes)
 
     assert MethodTable.measure(disturbed) == table(24 * KIB, 0)
+    assert next(calls) == ROUNDS * calls_per_round
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """FragmentKernel against a loop over slices, in Triton's interpreter, and what it compiles to."""
 
+import itertools
 import logging
 import re
 import subprocess
@@ -67,6 +68,54 @@ def test_every_alignment_of_either_side_is_copied() -> None:
     from_, to = np.divmod(np.arange(256), 16)
     lengths = np.random.default_rng(1).integers(1, 300, 256)
     check(make_copy(lengths.tolist(), from_.tolist(), to.tolist()))
+
+
+@pytest.fixture
+def store_widths(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Bytes of the stores that threads made; each access is checked to be aligned.
+
+    A GPU stops for good at one that is not, and a CPU does not mind.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    widths: set[int] = set()
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def width_of(pointers: Any, mask: Any) -> int:
+        word_bytes: int = pointers.get_element_ty().primitive_bitwidth // 8
+        words = 2 if pointers.data.size == 512 else 1  # to a thread and access
+        made = np.broadcast_to(mask.data, pointers.data.shape)
+        assert np.array_equal(made[::words], made[words - 1 :: words])
+        assert not (pointers.data[::words][made[::words]] % (words * word_bytes)).any()
+        return words * word_bytes
+
+    def checked_load(builder: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        width_of(pointers, mask)
+        return load(builder, pointers, mask, *others)
+
+    def checked_store(builder: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        widths.add(width_of(pointers, mask))
+        return store(builder, pointers, value, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
+    return widths
+
+
+@pytest.mark.parametrize("num_bytes", [160, 200, 204, 206, 207])
+def test_accesses_are_as_wide_as_addresses_and_length_allow(
+    store_widths: set[int], num_bytes: int
+) -> None:
+    for from_, to in itertools.product([0, 1, 2, 4, 8, 12], repeat=2):
+        store_widths.clear()
+        check(make_copy([num_bytes], [from_], [to]))
+        bits = 16 | from_ | to | num_bytes
+        assert store_widths == {bits & -bits}
+
+
+def test_an_odd_fragment_does_not_slow_the_others(store_widths: set[int]) -> None:
+    check(make_copy([160] * 5, [0, 0, 1, 0, 0], [0] * 5))
+    assert store_widths == {1, 16}
 
 
 @pytest.mark.parametrize("residue", [0, 1, 2, 4, 8])
