@@ -33,8 +33,8 @@ class StagedBackend(Backend):
 
     Batches are cut into parts of a staging buffer each. Every part is copied to its buffer and
     then stored, or loaded and then copied, on its own: while one waits for the medium, others
-    are copied. All calls share the buffers, loads before stores. Blocks that the backend reaches
-    itself are handed on as they are.
+    are copied. All calls share the buffers, loads before stores. To the backend each part is a
+    batch of its own. Blocks that it reaches itself are handed on as they are.
 
     Of a load only blocks that arrived are copied: the memory of the others stays as it was.
     What the backend says of the safety of memory is about a staging buffer, which is then not

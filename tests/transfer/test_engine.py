@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     LengthMismatchError,
 )
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
@@ -535,3 +537,50 @@ async def test_the_backend_learns_where_blocks_will_be(memory: BlockMemory) -> N
                 region.address <= address and address + length <= region.address + region.num_bytes
                 for region in backend.regions
             )
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+async def test_blocks_of_a_tensor_that_was_freed_fail_by_its_name(
+    memory: BlockMemory, gated: GatedBackend, name: str
+) -> None:
+    gated.gate.set()
+    async with TransferEngine(memory.caches, gated) as engine:
+        memory.caches.tensors[1].tensor.untyped_storage().resize_(0)
+        outcomes = await getattr(engine, name)(keys_of(2), [[1, 2]])
+        assert statuses(outcomes) == {Status.FAILED}
+        assert all("tensor 1 of the caches" in outcome.reason for outcome in outcomes)
+        assert all(outcome.memory_safe for outcome in outcomes)
+        assert not gated.calls
+
+
+async def test_a_tensor_that_is_freed_while_its_blocks_wait_is_not_read(
+    memory: BlockMemory, gated: GatedBackend
+) -> None:
+    async with TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES) as engine:
+        moving = asyncio.create_task(engine.load(keys_of(1), [[0]]))
+        await until(lambda: gated.calls)
+        waiting = asyncio.create_task(engine.store(keys_of(1, first=1), [[1]]))
+        await until(lambda: len(engine._admission._waiting) == 1)
+        memory.caches.tensors[0].tensor.untyped_storage().resize_(0)
+        gated.gate.set()
+        assert statuses(await moving) == {Status.MISSING}
+        (outcome,) = await waiting
+        assert "tensor 0 of the caches" in outcome.reason
+        assert len(gated.calls) == 1
+
+
+@pytest.mark.parametrize(("kind", "reached"), [("xpu", "cpu"), ("cuda", "xpu"), ("xpu", "cuda")])
+def test_a_device_that_staging_is_not_for_is_refused(
+    memory: BlockMemory, kind: str, reached: str
+) -> None:
+    class OnDevice(torch.Tensor):
+        device = torch.device(kind, 0)
+
+    class Reaching(DictBackend):
+        memory_kinds = frozenset({reached})
+
+    (each,) = memory.caches.tensors[:1]
+    moved = replace(each, tensor=each.tensor.as_subclass(OnDevice))
+    caches = CanonicalKVCaches([moved], [[CanonicalKVCacheRef(0, PAGE_BYTES - 24)]])
+    with pytest.raises(InvalidArgumentError, match=rf"device of caches is \['{kind}'\]"):
+        TransferEngine(caches, Reaching(DictConfig(), memory.namespace()))

@@ -1,0 +1,551 @@
+"""Staging: what is where at every moment, and what becomes of it when something fails."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+import pytest
+
+from kvxfer.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    DeviceError,
+    DeviceLostError,
+    InvalidArgumentError,
+)
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion, memory_regions
+from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory, DictBackend, DictConfig
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.transfer.staging import StagedBackend
+from tests.transfer.pretended_device import DEVICE, PretendedCopyEngine, on_device
+
+BLOCK_BYTES = 4096
+NUM_BUFFERS = 4
+STAGING_BYTES = NUM_BUFFERS * BLOCK_BYTES  # a buffer holds one block
+REFUSED = DeviceError(0, "cuMemcpyBatchAsync", "CUDA_ERROR_INVALID_VALUE")
+LOST = DeviceLostError(0, "cuEventQuery", "CUDA_ERROR_ECC_UNCORRECTABLE")
+
+
+class HeldBackend(DictBackend):
+    """Holds stores and loads at a gate and says of blocks what it is told to.
+
+    Attributes:
+        gate: What calls wait for, after they have done their work.
+        given: What to say of a key instead of the truth; its memory is written over.
+        calls: Keys of each call, in order.
+        addresses: Of every block that it was given.
+        quiet: What `drain` waits for.
+        waits: Whether a cancelled call ends only when its gate opens.
+    """
+
+    def __init__(self, memory: BlockMemory) -> None:
+        super().__init__(DictConfig(), memory.namespace())
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.quiet = asyncio.Event()
+        self.quiet.set()
+        self.given: dict[BlockKey, Outcome] = {}
+        self.error: Exception | None = None
+        self.calls: list[list[BlockKey]] = []
+        self.addresses: list[int] = []
+        self.attached: list[MemoryRegion] = []
+        self.waits = True
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        self.attached += memory
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        await self._pass(keys, blocks)
+        return self._say(keys, await super().store(keys, blocks))
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        await self._pass(keys, blocks)
+        outcomes = await super().load(keys, blocks)
+        for index, key in enumerate(keys):
+            if key in self.given:
+                write_payloads(blocks.select(index, index + 1), [b"?" * BLOCK_BYTES])
+        return self._say(keys, outcomes)
+
+    async def drain(self) -> None:
+        await self.quiet.wait()
+
+    async def aclose(self) -> None:
+        self.quiet.set()
+        await super().aclose()
+
+    def _say(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> list[Outcome]:
+        return [self.given.get(key, one) for key, one in zip(keys, outcomes, strict=True)]
+
+    async def _pass(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
+        assert blocks.device.type == "cpu"
+        self.calls.append(list(keys))
+        self.addresses += blocks.addresses.tolist()
+        cancelled = False
+        while not self.gate.is_set():
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                if not self.waits:
+                    raise
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+        if self.error is not None and keys[0] == make_keys(1)[0]:
+            raise self.error
+
+
+class Staged:
+    """A pretended device, a backend that is held, and the staging between."""
+
+    def __init__(self) -> None:
+        self.memory = BlockMemory([[BLOCK_BYTES - 96, 96]], num_blocks=32)
+        self.inner = HeldBackend(self.memory)
+        self.copies = PretendedCopyEngine()
+        self.backend = StagedBackend(
+            self.inner, self.copies, BLOCK_BYTES, staging_bytes=STAGING_BYTES
+        )
+
+    def blocks(self, num_blocks: int, *, first: int = 0) -> Descriptors:
+        return on_device(self.memory.describe(0, range(first, first + num_blocks)))
+
+    async def fill(self, keys: Sequence[BlockKey]) -> list[bytes]:
+        """Store blocks past the device, which keeps other bytes."""
+        payloads = [make_payload(key, BLOCK_BYTES) for key in keys]
+        blocks = self.memory.describe(0, range(len(keys)))
+        write_payloads(blocks, payloads)
+        assert await DictBackend.store(self.inner, keys, blocks) == [DONE] * len(keys)
+        self.memory.fill(0xA5)
+        return payloads
+
+    def release(self) -> None:
+        self.copies.gate.set()
+        self.inner.gate.set()
+        self.inner.quiet.set()
+
+
+@pytest.fixture
+async def staged() -> AsyncIterator[Staged]:
+    staged = Staged()
+    yield staged
+    staged.release()
+    await staged.backend.aclose()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something holds; the test's own time limit ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110 - threads change it, too
+        await asyncio.sleep(0)
+
+
+async def settled() -> None:
+    """Give everything that could go on a chance to."""
+    for _ in range(50):
+        await asyncio.sleep(0.0002)
+
+
+def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
+    return [outcome.status for outcome in outcomes]
+
+
+async def assert_all_buffers_work(staged: Staged) -> None:
+    """Move more blocks than there are buffers, all of which are in use at one moment."""
+    staged.release()
+    staged.inner.gate.clear()
+    staged.inner.calls.clear()
+    keys = make_keys(2 * NUM_BUFFERS, first=1000)
+    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(len(keys))))
+    await until(lambda: len(staged.inner.calls) == NUM_BUFFERS)
+    staged.inner.gate.set()
+    assert statuses(await store) == [Status.DONE] * len(keys)
+
+
+async def test_a_part_is_copied_while_the_one_before_is_being_stored(staged: Staged) -> None:
+    staged.inner.gate.clear()
+    keys = make_keys(3)
+    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(3)))
+    await until(lambda: staged.inner.calls)
+    await until(lambda: len(staged.copies.begun) == 3)
+    assert not store.done()
+    staged.inner.gate.set()
+    assert statuses(await store) == [Status.DONE] * 3
+
+
+async def test_a_part_is_loaded_while_the_one_before_is_being_copied(staged: Staged) -> None:
+    keys = make_keys(3)
+    payloads = await staged.fill(keys)
+    staged.copies.gate.clear()
+    load = asyncio.create_task(staged.backend.load(keys, staged.blocks(3)))
+    await until(lambda: staged.copies.begun)
+    await until(lambda: len(staged.inner.calls) == 3)
+    assert not load.done()
+    staged.copies.gate.set()
+    assert await load == [DONE] * 3
+    assert read_payloads(staged.blocks(3)) == payloads
+
+
+async def test_loads_and_stores_of_many_calls_share_the_buffers_and_need_no_more(
+    staged: Staged,
+) -> None:
+    keys = make_keys(8)
+    await staged.fill(keys)
+    staged.inner.gate.clear()
+    new = make_keys(8, first=100)
+    moves = [
+        *(staged.backend.load([key], staged.blocks(1, first=n)) for n, key in enumerate(keys)),
+        *(staged.backend.store([key], staged.blocks(1, first=8 + n)) for n, key in enumerate(new)),
+    ]
+    tasks = [asyncio.create_task(move) for move in moves]
+    await until(lambda: len(staged.inner.calls) == NUM_BUFFERS)
+    await settled()
+    assert len(staged.inner.calls) == NUM_BUFFERS, "more is in flight than there are buffers"
+    staged.inner.gate.set()
+    assert await asyncio.gather(*tasks) == [[DONE]] * 16
+    (region,) = staged.inner.attached
+    used = {*staged.copies.host_addresses, *staged.inner.addresses}
+    assert len(used) <= NUM_BUFFERS
+    assert region.num_bytes == STAGING_BYTES
+    assert all(0 <= at - region.address <= STAGING_BYTES - BLOCK_BYTES for at in used)
+
+
+async def test_a_load_that_waits_has_a_buffer_before_stores_that_waited_longer(
+    staged: Staged,
+) -> None:
+    (key,) = make_keys(1)
+    await staged.fill([key])
+    staged.inner.gate.clear()
+    keys = make_keys(NUM_BUFFERS + 2, first=10)
+    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(len(keys), first=8)))
+    await until(lambda: len(staged.inner.calls) == NUM_BUFFERS)
+    load = asyncio.create_task(staged.backend.load([key], staged.blocks(1)))
+    await settled()
+    staged.inner.gate.set()
+    await asyncio.gather(store, load)
+    assert staged.inner.calls[NUM_BUFFERS] == [key]
+
+
+async def test_what_did_not_arrive_leaves_the_memory_of_the_device_as_it_was() -> None:
+    memory = BlockMemory([[BLOCK_BYTES - 96, 96]], num_blocks=32)
+    inner, copies = HeldBackend(memory), PretendedCopyEngine()
+    async with StagedBackend(inner, copies, BLOCK_BYTES, staging_bytes=1 << 20) as backend:
+        keys = make_keys(8)
+        payloads = [make_payload(key, BLOCK_BYTES) for key in keys]
+        blocks = on_device(memory.describe(0, range(8)))
+        write_payloads(blocks, payloads)
+        assert await backend.store(keys, blocks) == [DONE] * 8
+        await inner.delete(keys[1:2])
+        inner.given = {
+            keys[2]: Outcome(Status.CORRUPT, reason="a bit"),
+            keys[5]: Outcome(Status.FAILED, reason="a disk"),
+            keys[7]: Outcome(Status.TIMED_OUT, memory_safe=False, reason="a peer"),
+        }
+        memory.fill(0xA5)
+        target = on_device(memory.describe(0, [9, 3, 30, 12, 4, 5, 20, 21]))
+        outcomes = await backend.load(keys, target)
+        assert len(copies.begun) == 2, "one store and one load, of one buffer each"
+        expected = [DONE, MISSING, *[DONE] * 5, DONE]
+        expected[2], expected[5] = inner.given[keys[2]], inner.given[keys[5]]
+        expected[7] = Outcome(Status.TIMED_OUT, reason="a peer")
+        assert outcomes == expected
+        untouched = b"\xa5" * BLOCK_BYTES
+        found = read_payloads(target)
+        assert found == [
+            payload if outcome.done else untouched
+            for payload, outcome in zip(payloads, outcomes, strict=True)
+        ]
+
+
+async def test_where_a_block_begins_in_its_chunk_is_passed_on() -> None:
+    memory = BlockMemory([[64, 8]], num_blocks=16, blocks_per_chunk=4)
+    inner = DictBackend(DictConfig(), memory.namespace())
+    async with StagedBackend(inner, PretendedCopyEngine(), 4 * 72, staging_bytes=1) as backend:
+        keys = make_keys(2)
+        payloads = [make_payload(key, 4 * 72) for key in keys]
+        source = on_device(memory.describe(0, range(8)))
+        write_payloads(source, payloads)
+        assert await backend.store(keys, source) == [DONE] * 2
+        target = on_device(memory.describe(0, range(9, 14), first_block_index=2))
+        assert await backend.load(keys, target) == [DONE] * 2
+        assert read_payloads(target) == [payloads[0][2 * 72 :], payloads[1][: 3 * 72]]
+
+
+async def test_a_copy_that_is_refused_fails_its_blocks_and_nothing_else(staged: Staged) -> None:
+    keys = make_keys(2)
+    await staged.fill(keys)
+    staged.copies.error = REFUSED
+    before = staged.memory.snapshot()
+    for move, name in ((staged.backend.store, "new"), (staged.backend.load, "there")):
+        wanted = keys if name == "there" else make_keys(2, first=50)
+        assert (
+            await move(wanted, staged.blocks(2))
+            == [Outcome(Status.FAILED, reason=str(REFUSED))] * 2
+        )
+    assert staged.memory.snapshot() == before
+    assert await staged.backend.lookup(make_keys(2, first=50)) == [False] * 2
+    staged.copies.error = None
+    await assert_all_buffers_work(staged)
+
+
+async def test_a_lost_device_fails_what_was_copied_and_all_that_comes_later_at_once(
+    staged: Staged,
+) -> None:
+    keys = make_keys(2 * NUM_BUFFERS)
+    staged.copies.gate.clear()
+    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(len(keys))))
+    await until(lambda: len(staged.copies.begun) == NUM_BUFFERS)
+    staged.copies.error = LOST
+    staged.copies.gate.set()
+    outcomes = await store
+    assert statuses(outcomes) == [Status.FAILED] * len(keys)
+    assert {outcome.reason for outcome in outcomes} == {str(LOST)}
+    assert [outcome.memory_safe for outcome in outcomes] == [False] * NUM_BUFFERS + [True] * 4
+    num_copies = len(staged.copies.begun)
+    for move in (staged.backend.load, staged.backend.store):
+        later = await move(keys, staged.blocks(len(keys)))
+        assert later == [Outcome(Status.FAILED, reason=str(LOST))] * len(keys)
+    assert len(staged.copies.begun) == num_copies, "a buffer was used again"
+    assert await staged.backend.lookup(keys) == [False] * len(keys)
+    await staged.backend.drain()
+    on_host = staged.memory.describe(0, [1])
+    assert await staged.backend.store(keys[:1], on_host) == [DONE]
+    await staged.backend.aclose()
+    assert staged.copies.closed
+
+
+async def test_a_device_lost_under_a_load_says_so_of_the_blocks_that_had_arrived(
+    staged: Staged,
+) -> None:
+    keys = make_keys(3)
+    await staged.fill(keys[:2])
+    staged.copies.error = LOST
+    outcomes = await staged.backend.load(keys, staged.blocks(3))
+    assert [outcome.status for outcome in outcomes[:2]] == [Status.FAILED] * 2
+    assert not outcomes[0].memory_safe
+    assert outcomes[2] in {MISSING, Outcome(Status.FAILED, reason=str(LOST))}
+
+
+async def test_a_device_that_is_lost_while_its_caller_is_cancelled_is_lost_all_the_same(
+    staged: Staged,
+) -> None:
+    staged.copies.gate.clear()
+    store = asyncio.create_task(staged.backend.store(make_keys(1), staged.blocks(1)))
+    await until(lambda: staged.copies.begun)
+    store.cancel()
+    staged.copies.error = LOST
+    staged.copies.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await store
+    later = await staged.backend.store(make_keys(1), staged.blocks(1))
+    assert later == [Outcome(Status.FAILED, reason=str(LOST))]
+    assert len(staged.copies.begun) == 1
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+async def test_a_buffer_that_the_backend_may_still_touch_waits_until_it_is_drained(
+    staged: Staged, name: str
+) -> None:
+    keys = make_keys(1)
+    if name == "load":
+        await staged.fill(keys)
+    unsafe = Outcome(Status.TIMED_OUT, memory_safe=False, reason="a peer")
+    staged.inner.given = {keys[0]: unsafe}
+    staged.inner.quiet.clear()
+    move = staged.backend.store if name == "store" else staged.backend.load
+    outcomes = await move(keys, staged.blocks(1))
+    assert outcomes == [Outcome(Status.TIMED_OUT, reason="a peer")], "the device is left alone"
+    (retired,) = set(staged.inner.addresses)
+    staged.inner.addresses.clear()
+    later = make_keys(8, first=20)
+    assert await staged.backend.store(later, staged.blocks(8)) == [DONE] * 8
+    assert retired not in staged.inner.addresses
+    await assert_all_buffers_work(staged)  # it is drained here
+    assert retired in staged.inner.addresses
+
+
+async def cancelled(transfer: "asyncio.Task[list[Outcome]]") -> None:
+    transfer.cancel()
+    await settled()
+    transfer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+async def test_who_is_cancelled_while_the_device_copies_leaves_when_it_has_copied(
+    staged: Staged, name: str
+) -> None:
+    keys = make_keys(2)
+    if name == "load":
+        await staged.fill(keys)
+    staged.copies.gate.clear()
+    move = staged.backend.store if name == "store" else staged.backend.load
+    transfer = asyncio.create_task(move(keys, staged.blocks(2)))
+    await until(lambda: len(staged.copies.begun) == 2)
+    transfer.cancel()
+    await settled()
+    transfer.cancel()
+    await settled()
+    assert not transfer.done()
+    staged.copies.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    if name == "store":
+        assert not staged.inner.calls, "what was cancelled was stored"
+    await assert_all_buffers_work(staged)
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+async def test_who_is_cancelled_while_the_backend_moves_leaves_when_it_has_moved(
+    staged: Staged, name: str
+) -> None:
+    keys = make_keys(2)
+    if name == "load":
+        await staged.fill(keys)
+    staged.inner.gate.clear()
+    before = staged.memory.snapshot()
+    move = staged.backend.store if name == "store" else staged.backend.load
+    transfer = asyncio.create_task(move(keys, staged.blocks(2)))
+    await until(lambda: len(staged.inner.calls) == 2)
+    transfer.cancel()
+    await settled()
+    assert not transfer.done()
+    staged.inner.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await transfer
+    assert staged.memory.snapshot() == before
+    await assert_all_buffers_work(staged)
+
+
+async def test_a_buffer_that_a_cancelled_call_left_behind_waits_until_the_backend_is_drained(
+    staged: Staged,
+) -> None:
+    staged.inner.waits = False
+    staged.inner.gate.clear()
+    staged.inner.quiet.clear()
+    store = asyncio.create_task(staged.backend.store(make_keys(1), staged.blocks(1)))
+    await until(lambda: staged.inner.calls)
+    await cancelled(store)
+    (left,) = staged.inner.addresses
+    staged.inner.addresses.clear()
+    staged.inner.gate.set()
+    later = make_keys(8, first=20)
+    assert await staged.backend.store(later, staged.blocks(8)) == [DONE] * 8
+    assert left not in staged.inner.addresses
+    await assert_all_buffers_work(staged)
+    assert left in staged.inner.addresses
+
+
+async def test_who_is_cancelled_while_it_waits_for_a_buffer_leaves_at_once(staged: Staged) -> None:
+    staged.inner.gate.clear()
+    keys = make_keys(NUM_BUFFERS)
+    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(NUM_BUFFERS)))
+    await until(lambda: len(staged.inner.calls) == NUM_BUFFERS)
+    waiting = asyncio.create_task(
+        staged.backend.store(make_keys(1, first=50), staged.blocks(1, first=8))
+    )
+    await settled()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    staged.inner.gate.set()
+    assert await store == [DONE] * NUM_BUFFERS
+    assert len(staged.inner.calls) == NUM_BUFFERS
+    await assert_all_buffers_work(staged)
+
+
+async def test_a_backend_that_raises_fails_the_blocks_of_one_part_only(staged: Staged) -> None:
+    keys = make_keys(3)
+    staged.inner.error = BackendUnavailableError("gone")
+    outcomes = await staged.backend.store(keys, staged.blocks(3))
+    assert statuses(outcomes) == [Status.FAILED, Status.DONE, Status.DONE]
+    assert "gone" in outcomes[0].reason
+    assert outcomes[0].memory_safe
+
+
+async def test_what_cannot_be_is_refused_before_anything_moves(staged: Staged) -> None:
+    largest = BlockMemory([[BLOCK_BYTES + 1]], num_blocks=2)
+    with pytest.raises(InvalidArgumentError, match="bytes of a block is 4097"):
+        await staged.backend.store(make_keys(1), on_device(largest.describe(0, [1])))
+    assert not staged.copies.begun
+    assert not staged.inner.calls
+    staged.inner.memory_kinds = frozenset({"cuda"})
+    with pytest.raises(InvalidArgumentError, match="'cpu' among them"):
+        StagedBackend(staged.inner, staged.copies, BLOCK_BYTES)
+    for wrong in ({"largest_block_bytes": 0}, {"largest_block_bytes": 1, "staging_bytes": 0}):
+        with pytest.raises(InvalidArgumentError, match="at least 1"):
+            StagedBackend(Staged().inner, staged.copies, **wrong)
+
+
+async def test_blocks_that_the_backend_reaches_go_there_without_a_copy(staged: Staged) -> None:
+    blocks = staged.memory.describe(0, [1, 2])
+    assert await staged.backend.store(make_keys(2), blocks) == [DONE] * 2
+    assert await staged.backend.load(make_keys(2), blocks) == [DONE] * 2
+    assert staged.inner.addresses == 2 * blocks.addresses.tolist()
+    assert staged.copies.begun == []
+
+
+async def test_memory_is_attached_where_it_is_used_and_buffers_are_pinned_once(
+    staged: Staged,
+) -> None:
+    (buffers,) = staged.inner.attached
+    assert staged.copies.attached == []
+    (on_host, *_) = memory_regions(staged.memory.caches)
+    devices = [MemoryRegion(4096 * n, 4096, None, DEVICE) for n in (1, 2)]
+    staged.backend.attach([on_host, devices[0]])
+    staged.backend.attach([devices[1]])
+    assert staged.inner.attached == [buffers, on_host]
+    assert staged.copies.attached == [devices[0], buffers, devices[1]]
+    assert "cuda" in staged.backend.memory_kinds
+
+
+async def test_closing_ends_waits_and_closes_the_backend_before_the_copies() -> None:
+    staged = Staged()
+    staged.inner.given = {make_keys(1)[0]: Outcome(Status.FAILED, memory_safe=False)}
+    staged.inner.quiet.clear()
+    order = []
+    close_inner, close_copies = staged.inner.aclose, staged.copies.close
+
+    async def aclose() -> None:
+        order.append("backend")
+        await close_inner()
+
+    def close() -> None:
+        order.append("copies")
+        close_copies()
+
+    staged.inner.aclose = aclose  # type: ignore[method-assign]
+    staged.copies.close = close  # type: ignore[method-assign]
+    await staged.backend.store(make_keys(1), staged.blocks(1))
+    await staged.backend.aclose()
+    await staged.backend.aclose()
+    assert order == ["backend", "copies"]
+    with pytest.raises(ClosedError):
+        await staged.backend.store(make_keys(1), staged.blocks(1))
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_random_batches_come_back_byte_for_byte(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    memory = BlockMemory([[4000, 33], [64]], num_blocks=64, blocks_per_chunk=3)
+    largest = max(memory.chunk_size_bytes(group) for group in (0, 1))
+    inner = DictBackend(DictConfig(), memory.namespace())
+    backend = StagedBackend(inner, PretendedCopyEngine(), largest, staging_bytes=40_000)
+    async with backend:
+        keys = [*make_keys(10), *make_keys(10, group=1)]
+        source = [memory.describe(group, rng.permutation(64)[:30]) for group in (0, 1)]
+        blocks = on_device(Descriptors.concatenate(source))
+        payloads = [
+            make_payload(key, size)
+            for key, size in zip(keys, blocks.block_sizes.tolist(), strict=True)
+        ]
+        write_payloads(blocks, payloads)
+        assert await backend.store(keys, blocks) == [DONE] * 20
+        memory.fill(seed)
+        order = rng.permutation(20)
+        targets = [memory.describe(group, rng.permutation(64)[:30]) for group in (0, 1)]
+        target = on_device(Descriptors.concatenate(targets)).take(order)
+        assert await backend.load([keys[index] for index in order], target) == [DONE] * 20
+        assert read_payloads(target) == [payloads[index] for index in order]

@@ -1,0 +1,90 @@
+"""Staging keeps every promise of `Backend`, whatever is behind it and however few the buffers."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from hypothesis import settings
+
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.tiers import TieredBackend
+from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
+from kvxfer.units import ByteSize
+from tests.backends.file_store import capacity_of, flip_bit, open_store, path_of
+from tests.transfer.pretended_device import StagedFromDevice
+
+FEW_BYTES = 1  # two buffers of the largest block
+MANY_BYTES = 1 << 20
+
+
+class TestStagedDictBackend(BackendTests):
+    max_blocks: ClassVar[int | None] = 5
+    staging_bytes: ClassVar[int] = MANY_BYTES
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return self.stage(DictConfig(), namespace)
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        return self.stage(DictConfig(max_blocks=self.max_blocks), namespace)
+
+    def stage(self, config: DictConfig, namespace: Namespace) -> Backend:
+        inner = DictBackend(config, namespace)
+        return StagedFromDevice(inner, namespace, staging_bytes=self.staging_bytes)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        assert isinstance(backend, StagedFromDevice)
+        assert isinstance(backend.inner, DictBackend)
+        backend.inner.corrupt(key)
+
+
+class TestStagedDictBackendThroughFewBuffers(TestStagedDictBackend):
+    """A large batch is then several to the backend, which may evict one for the next."""
+
+    max_blocks = None
+    staging_bytes = FEW_BYTES
+
+
+class TestStagedFileBackend(BackendTests):
+    persistent = True
+    max_blocks = 5
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "store"
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        self.namespace = namespace
+        inner = open_store(self.root, namespace)
+        return StagedFromDevice(inner, namespace, staging_bytes=MANY_BYTES)
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        inner = open_store(self.root, namespace, capacity=capacity_of(namespace, self.max_blocks))
+        return StagedFromDevice(inner, namespace, staging_bytes=MANY_BYTES)
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        flip_bit(path_of(self.root, self.namespace, key), 8 * 4096)
+
+
+class TestStagedTiers(BackendTests):
+    """Host memory over files: the tiers' own staging memory comes after this one."""
+
+    @pytest.fixture(autouse=True)
+    def _place(self, tmp_path: Path) -> None:
+        self.root = tmp_path / "store"
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        first = HostBackend(HostConfig(capacity=ByteSize(8 << 20)), namespace)
+        tiers = TieredBackend([first, open_store(self.root, namespace)], namespace)
+        return StagedFromDevice(tiers, namespace, staging_bytes=FEW_BYTES)
+
+
+class StagedStateMachine(BackendStateMachine):
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        inner = DictBackend(DictConfig(), namespace)
+        return StagedFromDevice(inner, namespace, staging_bytes=FEW_BYTES)
+
+
+TestStagedStateMachine = StagedStateMachine.TestCase
+TestStagedStateMachine.settings = settings(max_examples=20, stateful_step_count=20)
