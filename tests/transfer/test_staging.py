@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack
 
 import numpy as np
 import pytest
@@ -217,14 +218,21 @@ async def test_a_load_that_waits_has_a_buffer_before_stores_that_waited_longer(
     (key,) = make_keys(1)
     await staged.fill([key])
     staged.inner.gate.clear()
-    keys = make_keys(NUM_BUFFERS + 2, first=10)
-    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(len(keys), first=8)))
-    await until(lambda: len(staged.inner.calls) == NUM_BUFFERS)
-    load = asyncio.create_task(staged.backend.load([key], staged.blocks(1)))
-    await settled()
-    staged.inner.gate.set()
-    await asyncio.gather(store, load)
-    assert staged.inner.calls[NUM_BUFFERS] == [key]
+    async with AsyncExitStack() as held:
+        for _ in range(NUM_BUFFERS - 1):
+            await held.enter_async_context(staged.backend._staging.hold([1], [0]))
+        async with staged.backend._staging.hold([1], [0]):
+            store = asyncio.create_task(
+                staged.backend.store(make_keys(1, first=10), staged.blocks(1, first=8))
+            )
+            await settled()
+            load = asyncio.create_task(staged.backend.load([key], staged.blocks(1)))
+            await settled()
+        await until(lambda: staged.inner.calls or staged.copies.begun)
+        assert staged.inner.calls == [[key]]
+        assert not staged.copies.begun
+        staged.inner.gate.set()
+        assert await load == await store == [DONE]
 
 
 async def test_what_did_not_arrive_leaves_the_memory_of_the_device_as_it_was() -> None:
@@ -395,6 +403,20 @@ async def test_who_is_cancelled_while_the_device_copies_leaves_when_it_has_copie
     if name == "store":
         assert not staged.inner.calls, "what was cancelled was stored"
     await assert_all_buffers_work(staged)
+
+
+async def test_who_is_cancelled_leaves_with_the_last_of_its_parts(staged: Staged) -> None:
+    staged.copies.gate.clear()
+    keys = make_keys(NUM_BUFFERS + 2)
+    store = asyncio.create_task(staged.backend.store(keys, staged.blocks(len(keys))))
+    await until(lambda: len(staged.copies.begun) == NUM_BUFFERS)
+    store.cancel()
+    await settled()
+    assert not store.done(), "parts that wait for a buffer end at once, but not the others"
+    staged.copies.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await store
+    assert len(staged.copies.begun) == NUM_BUFFERS
 
 
 @pytest.mark.parametrize("name", ["store", "load"])
