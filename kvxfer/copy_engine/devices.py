@@ -1,6 +1,5 @@
 """Copies within host memory and between it and any GPU."""
 
-import logging
 import threading
 from collections.abc import Sequence
 
@@ -11,12 +10,10 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
-from kvxfer.copy_engine.triton import FragmentKernel
-from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
+from kvxfer.copy_engine.triton import open_kernel
+from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-
-logger = logging.getLogger(__name__)
 
 
 class DeviceCopyEngine(CopyEngine):
@@ -88,15 +85,7 @@ def open_gpu(device: torch.device, methods: MethodTable | None) -> CudaCopyEngin
     Raises:
         DeviceUnavailableError: There is no such GPU, or no driver.
     """
-    kernel = _open_kernel(device)
+    kernel = open_kernel(device)
     if kernel is not None and methods is None:
         methods = measure_methods(device.index, kernel)
     return CudaCopyEngine(device.index, methods or MethodTable(), kernel)
-
-
-def _open_kernel(device: torch.device) -> FragmentKernel | None:
-    try:
-        return FragmentKernel(device)
-    except BackendUnavailableError as exc:
-        logger.info("small fragments are copied without a kernel: %s", exc)
-        return None

@@ -4,6 +4,7 @@ The simulated driver is what every library of the process finds under the name o
 these tests run in a process of their own: `make test` starts one.
 """
 
+import importlib
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from tests.cuda.simulated_gpu import SimulatedGpu, build
 def simulated_gpu(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpu:
     if "nixl" in sys.modules:
         pytest.skip("UCX is in this process, and would find the simulated GPU: run them alone")
+    importlib.import_module("triton")  # takes a second, which a test's event loop must not
     return SimulatedGpu(build(tmp_path_factory.mktemp("driver")))
 
 

@@ -69,9 +69,8 @@ static size_t bytes_that_may_be_registered = SIZE_MAX, registered_bytes;
 static unsigned delay_us;
 static unsigned long num_batches, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
 
-/* As in a new process: what the lost device had registered is forgotten. */
+/* As in a new process: the device is there, and whatever was registered is forgotten. */
 static void find_again(struct CUctx_st *context) {
-    if (!context->lost) return;
     context->lost = context->num_owners = 0;
     num_live_events = num_live_streams = registered_bytes = 0;
     for (int i = num_ranges; i--;)

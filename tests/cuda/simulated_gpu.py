@@ -51,6 +51,11 @@ class SimulatedGpu:
         """What the driver counted; see `sim_get`."""
         return int(self._library.sim_get(name.encode()))
 
+    def wait_for_more(self, name: str, than: int) -> None:
+        """Block until the driver counted more than that."""
+        while self.get(name) <= than:
+            pass
+
     def reset(self) -> None:
         """Free what was allocated and behave well again."""
         for name, value in DEFAULTS.items():

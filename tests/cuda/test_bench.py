@@ -18,7 +18,7 @@ def test_every_goal_of_the_gpu_has_a_row(
     before = [gpu.get(name) for name in COUNTS]
     driver = CudaDriver(0)
     kernel = KernelOfTheDriver(driver) if has_kernel else None
-    monkeypatch.setattr(devices, "_open_kernel", lambda device: kernel)
+    monkeypatch.setattr(devices, "open_kernel", lambda device: kernel)
     monkeypatch.setattr(copy_cuda, "MANY_FRAGMENTS", 1000)
     rows = copy_cuda.run(quick=True, num_bytes=2 << 20)
     driver.close()

@@ -107,7 +107,7 @@ def test_methods_are_measured_unless_they_are_given(
         measured.append(device_index)
         return MethodTable(dict.fromkeys(Way, 0))
 
-    monkeypatch.setattr(devices, "_open_kernel", lambda device: kernel)
+    monkeypatch.setattr(devices, "open_kernel", lambda device: kernel)
     monkeypatch.setattr(devices, "measure_methods", measure)
     engine = DeviceCopyEngine(methods=given)
     memory, address = host_memory(5), gpu.allocate(NUM_BYTES)

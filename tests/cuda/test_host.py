@@ -90,8 +90,7 @@ async def test_a_device_that_is_lost_in_the_middle_leaves_memory_unsafe(gpu: Sim
         batches = gpu.get("num_batches")
         gpu.set("paused", 1)
         store = asyncio.create_task(engine.store(KEYS, [range(20)]))
-        while gpu.get("num_batches") == batches:
-            await asyncio.sleep(0)
+        await asyncio.to_thread(gpu.wait_for_more, "num_batches", batches)
         gpu.set("lost", 0)
         for outcome in await store:
             assert outcome.status is kvxfer.Status.FAILED
