@@ -8,7 +8,8 @@ from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.peer_book import PeerBook
 from kvxfer.backends.nixl.transfer_agent import Operation
 from kvxfer.backends.nixl.transport import Transport
-from kvxfer.kvcache.descriptors import Descriptors, pair_fragments
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragment_pairs import pair_fragments
 
 
 class Link:

@@ -21,12 +21,8 @@ from kvxfer.copy_engine.rows import (
     scatter,
 )
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import (
-    Addresses,
-    Descriptors,
-    pair_fragments,
-    require_same_blocks,
-)
+from kvxfer.kvcache.descriptors import Addresses, Descriptors
+from kvxfer.kvcache.fragment_pairs import pair_fragments, require_same_blocks
 
 # Measured by `kvxfer bench copy`: a memcpy call costs about as much as moving 16 KiB (the
 # interpreter lock changes hands), and stops to matter at 128 KiB; numpy moves many rows per

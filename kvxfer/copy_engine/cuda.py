@@ -15,7 +15,8 @@ from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import DeviceLostError, InvalidArgumentError
-from kvxfer.kvcache.descriptors import Addresses, Descriptors, pair_fragments
+from kvxfer.kvcache.descriptors import Addresses, Descriptors
+from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 FEWEST_ROWS = 4

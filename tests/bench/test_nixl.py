@@ -11,7 +11,7 @@ from kvxfer.bench.nixl import MODELS
 from kvxfer.bench.nixl_far import FarProcess
 from kvxfer.bench.nixl_near import Near
 from kvxfer.bench.nixl_raw import TOTAL_BYTES, PlainClient, PlainServer, allocate
-from kvxfer.kvcache.descriptors import pair_fragments
+from kvxfer.kvcache.fragment_pairs import pair_fragments
 
 BLOCK_BYTES = 2 << 20
 

@@ -17,7 +17,9 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors, describe, pair_fragments
+from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors, describe
+from kvxfer.kvcache.fragment_pairs import pair_fragments
+from kvxfer.testing.payloads import describe_buffer
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
 
 MAX_PAGE_BYTES = 24
@@ -441,6 +443,23 @@ def test_paired_fragments_send_every_byte_to_its_place(
     ]
     expected = zip(byte_addresses(source), byte_addresses(destination), strict=True)
     assert mapped == list(expected)
+
+
+@given(side=scattered_blocks(), is_source=st.booleans())
+def test_blocks_in_one_piece_pair_with_any_cut_of_them(
+    side: ScatteredBlocks, *, is_source: bool
+) -> None:
+    sizes = side.blocks.block_sizes.tolist()
+    memory = np.zeros(sum(sizes), np.uint8)
+    whole = describe_buffer(memory, sizes, side.blocks.payload_starts)
+    source, destination = (whole, side.blocks) if is_source else (side.blocks, whole)
+    from_, to, lengths = pair_fragments(source, destination)
+    mapped = [
+        (begin + offset, end + offset)
+        for begin, end, length in zip(from_.tolist(), to.tolist(), lengths.tolist(), strict=True)
+        for offset in range(length)
+    ]
+    assert mapped == list(zip(byte_addresses(source), byte_addresses(destination), strict=True))
 
 
 @given(sides=two_sides())

@@ -1,0 +1,104 @@
+"""Pairs of fragments: which bytes of one batch go where in another one of the same blocks."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Addresses, Descriptors
+
+
+def pair_fragments(
+    source: Descriptors, destination: Descriptors
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Cut two batches of equal blocks at the boundaries of both, and merge what still touches.
+
+    Returns:
+        Source addresses, destination addresses and lengths, uint64, `(num_fragments,)` each.
+
+    Raises:
+        InvalidArgumentError: The batches differ in blocks or in the bytes of a block.
+    """
+    same_cuts = np.array_equal(source.lengths, destination.lengths)
+    if not (same_cuts and np.array_equal(source.block_offsets, destination.block_offsets)):
+        require_same_blocks(source, destination)
+    if same_cuts:
+        from_, to, lengths = source.addresses, destination.addresses, source.lengths
+    elif _is_in_one_piece(destination):
+        from_, to, lengths = source.addresses, _spread(destination, source), source.lengths
+    elif _is_in_one_piece(source):
+        from_, to, lengths = (
+            _spread(source, destination),
+            destination.addresses,
+            destination.lengths,
+        )
+    else:
+        from_, to, lengths = _cut_both(source, destination)
+    return _merge(from_, to, lengths)
+
+
+def require_same_blocks(source: Descriptors, destination: Descriptors) -> None:
+    """Check that two batches have as many blocks, of as many bytes.
+
+    Raises:
+        InvalidArgumentError: They have not.
+    """
+    ours, theirs = source.block_sizes, destination.block_sizes
+    if not np.array_equal(ours, theirs):
+        wanted = f"blocks of {ours.tolist()} bytes"
+        raise InvalidArgumentError("destination", theirs.tolist(), wanted)
+
+
+def _is_in_one_piece(batch: Descriptors) -> bool:
+    """Whether each block is, as the slots of a pool and the buffers of a stage are."""
+    return len(batch) == batch.num_blocks and bool((np.diff(batch.block_offsets) == 1).all())
+
+
+def _spread(whole: Descriptors, cut: Descriptors) -> Addresses:
+    """Where in blocks of one piece the pieces of a batch of the same blocks are."""
+    ends = np.zeros(len(cut) + 1, np.uint64)
+    np.cumsum(cut.lengths, out=ends[1:])
+    bases = whole.addresses - ends[cut.block_offsets[:-1]]
+    addresses: Addresses = np.repeat(bases, np.diff(cut.block_offsets))
+    addresses += ends[:-1]
+    return addresses
+
+
+def _cut_both(
+    source: Descriptors, destination: Descriptors
+) -> tuple[Addresses, Addresses, Addresses]:
+    source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
+    ends = np.concatenate((source_ends, destination_ends))
+    ends.sort(kind="stable")  # merges what is sorted already, which `union1d` does not
+    ends = ends[np.concatenate(([True], ends[1:] != ends[:-1]))]
+    lengths = np.diff(ends, prepend=np.uint64(0))
+    from_ = _addresses_at(source, source_ends, ends, lengths)
+    return from_, _addresses_at(destination, destination_ends, ends, lengths), lengths
+
+
+def _addresses_at(
+    batch: Descriptors, batch_ends: Addresses, ends: Addresses, lengths: Addresses
+) -> Addresses:
+    """Where pieces begin that end at `ends`, among which are the ends of the batch's own."""
+    if len(batch_ends) == len(ends):
+        return batch.addresses
+    counts = np.diff(np.searchsorted(ends, batch_ends), prepend=-1)
+    bases = batch.addresses - (batch_ends - batch.lengths)
+    addresses: Addresses = np.repeat(bases, counts) + (ends - lengths)
+    return addresses
+
+
+def _merge(
+    from_: Addresses, to: Addresses, lengths: Addresses
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Make one fragment of neighbours that touch on both sides."""
+    touching = _touch(from_, lengths)
+    touching &= _touch(to, lengths)
+    if not touching.any():
+        return from_, to, lengths
+    firsts = np.flatnonzero(np.concatenate(([True], ~touching)))
+    return from_[firsts], to[firsts], np.add.reduceat(lengths, firsts)
+
+
+def _touch(addresses: Addresses, lengths: Addresses) -> NDArray[np.bool_]:
+    touch: NDArray[np.bool_] = addresses[1:] - addresses[:-1] == lengths[:-1]
+    return touch
