@@ -474,6 +474,8 @@ def test_the_metrics_of_the_lower_tier_are_declared_and_its_chunks_are_events(
     scheduler.forget()
     list(scheduler.manager.take_events())
     scheduler.resolve(keys)
-    assert scheduler.counts().keys() <= KVXferOffloadingSpec.build_metric_definitions({}).keys()
+    counts = scheduler.counts()
+    assert counts.keys() <= KVXferOffloadingSpec.build_metric_definitions({}).keys()
+    assert counts["vllm:kvxfer_lower_blocks_loaded"] == 2  # files or peers, by one name
     told = [(event.removed, event.keys) for event in scheduler.manager.take_events()]
     assert sorted(key for removed, found in told for key in found if not removed) == keys
