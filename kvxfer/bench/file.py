@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
 from kvxfer.backends.file.folder import file_name
 from kvxfer.bench import fio
-from kvxfer.bench.report import Row, compare
+from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.units import ByteSize
@@ -39,9 +39,13 @@ ONE_BATCH_GOALS = {64 * KIB: 1.3, 2048 * KIB: 1.0}
 MANY_BATCHES_GOAL = 1.0
 AIOFILES_GOAL = 3.0
 
+INDEX_BLOCKS = 100_000
+INDEX_GOAL_S = 10.0
+INDEX_ROUNDS = 5
+
 
 def run(*, quick: bool) -> list[Row]:
-    """Measure stores and loads of blocks in files, checksums on.
+    """Measure stores and loads of blocks in files, checksums on, and the index made at a start.
 
     Everything takes turns in one folder, named by the environment variable `KVXFER_BENCH_DIR`
     (`build/bench` by default), past the page cache where the file system allows it. Rows against
@@ -56,6 +60,7 @@ def run(*, quick: bool) -> list[Row]:
         for block_bytes in (64 * KIB, 256 * KIB, 2048 * KIB):
             num_blocks = min(NUM_BLOCKS, (256 << 20) // block_bytes) if quick else NUM_BLOCKS
             rows += _Bench(folder, block_bytes, num_blocks).run(rounds)
+        rows += _measure_index(folder / "index", INDEX_BLOCKS // 10 if quick else INDEX_BLOCKS)
     finally:
         shutil.rmtree(folder)
     return rows
@@ -318,6 +323,45 @@ class _Bench:
             device=torch.device("cpu"),
             owners=(self._memory,),
         )
+
+
+def _measure_index(root: Path, num_blocks: int) -> list[Row]:
+    """Measure how long a backend takes to learn what is there, every inode in the page cache."""
+    namespace = Namespace(model="bench", groups=(GroupIdentity(page_sizes_bytes=(64 * KIB,)),))
+    config = FileConfig(path=str(root), capacity=ByteSize(1 << 40))
+    for byte in range(256):
+        (root / namespace.fingerprint / f"{byte:02x}").mkdir(mode=0o700, parents=True)
+    for block in range(num_blocks):
+        name = file_name(make_block_key(hashlib.sha256(block.to_bytes(4, "big")).digest(), 0))
+        (root / namespace.fingerprint / name[:2] / name).touch(mode=0o600)
+
+    async def rebuild() -> None:
+        async with FileBackend(config, namespace):
+            pass  # it is not closed before it has looked around
+
+    def walk() -> int:
+        return sum(
+            entry.stat(follow_symlinks=False).st_size
+            for folder in os.scandir(root / namespace.fingerprint)
+            if folder.is_dir()
+            for entry in os.scandir(folder)
+        )
+
+    rebuilt, walked = time_in_turn((lambda: asyncio.run(rebuild()), walk), rounds=INDEX_ROUNDS)
+    case, limit_s = (
+        f"index of {num_blocks} blocks rebuilt",
+        INDEX_GOAL_S * num_blocks / INDEX_BLOCKS,
+    )
+    return [
+        compare(
+            f"{case}, against {limit_s:g} s",
+            rebuilt,
+            [limit_s] * INDEX_ROUNDS,
+            unit="s",
+            goal="<= 1.0",
+        ),
+        compare(f"{case}, against a plain walk with os.scandir", rebuilt, walked, unit="s"),
+    ]
 
 
 def _reset_peak_rss() -> int:
