@@ -1,0 +1,398 @@
+"""Staging under caches on a GPU: files and tiers keep what a device holds, byte for byte."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import kvxfer
+from kvxfer.connect import complete_namespace, open_backend
+from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
+from kvxfer.errors import DeviceLostError, DeviceUnavailableError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.testing import DictBackend, DictConfig
+from kvxfer.transfer.engine import TransferEngine
+from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
+from tests.cuda.simulated_gpu import SimulatedGpu
+
+NAMESPACE = kvxfer.Namespace(model="model", dtype="bfloat16")
+BLOCK_BYTES = 3 * 2 * 16 * 4 * 32 * 2
+NUM_BUFFERS = 4
+
+
+@pytest.fixture
+def compute(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator["Compute"]:
+    compute = Compute()
+    monkeypatch.setattr(torch.cuda, "current_stream", compute.current_stream)
+    yield compute
+    compute.close()
+
+
+class Compute:
+    """What an engine has its GPU do: a torch without CUDA has no streams of its own."""
+
+    def __init__(self) -> None:
+        self.driver = CudaDriver(0)
+        self.cuda_stream: int = self.driver.open_stream()
+
+    def current_stream(self, device: torch.device) -> "Compute":
+        assert device == torch.device("cuda", 0)
+        return self
+
+    def copy(self, destination: int, source: int, num_bytes: int, *, times: int) -> None:
+        """Give the stream something to do that takes many steps."""
+        column = np.ones(times, np.uint64)
+        to, from_, lengths = (column * np.uint64(n) for n in (destination, source, num_bytes))
+        self.driver.copy_each(to, from_, lengths, CudaStream(self.cuda_stream))
+
+    def close(self) -> None:
+        with contextlib.suppress(DeviceLostError):
+            self.driver.close_stream(CudaStream(self.cuda_stream))
+            self.driver.close()
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store?capacity=64MiB&min_free=1B"
+
+
+@pytest.fixture
+def engine_caches(gpu: SimulatedGpu, compute: Compute) -> EngineCaches:
+    return EngineCaches(gpu)
+
+
+class HeldBackend(DictBackend):
+    """Holds stores and loads while its gate is closed; open at first."""
+
+    def __init__(self) -> None:
+        super().__init__(DictConfig(), NAMESPACE)
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.num_calls = 0
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        await self._pass()
+        return await super().store(keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        await self._pass()
+        return await super().load(keys, blocks)
+
+    async def _pass(self) -> None:
+        self.num_calls += 1
+        await self.gate.wait()
+
+
+def open_engine(engine_caches: EngineCaches, backend: kvxfer.Backend) -> TransferEngine:
+    """An engine whose staging buffers hold two blocks each."""
+    size = NUM_BUFFERS * 2 * BLOCK_BYTES
+    return TransferEngine(engine_caches.caches, backend, staging_bytes=size)
+
+
+def keys_of(count: int, *, first: int = 0) -> list[BlockKey]:
+    return [kvxfer.make_block_key(b"%d" % (first + index), 0) for index in range(count)]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something holds; the test's own time limit ends a wait in vain."""
+    while not condition():  # noqa: ASYNC110 - threads change it, too
+        await asyncio.sleep(0)
+
+
+def moved(
+    before: NDArray[np.uint8], sources: Sequence[int], targets: Sequence[int]
+) -> NDArray[np.uint8]:
+    """What is in the caches once blocks were stored from some places and loaded into others."""
+    expected = before.copy()
+    expected[:, list(targets)] = before[:, list(sources)]
+    return expected
+
+
+def change_last_byte(folder: Path, key: BlockKey) -> None:
+    """Let the file of a block be another one than was stored."""
+    (path,) = (path for path in folder.rglob("*.safetensors") if key.hex() in path.name)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("tiers", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+async def test_random_batches_come_back_into_other_blocks(
+    gpu: SimulatedGpu, engine_caches: EngineCaches, url: str, seed: int, *, tiers: bool
+) -> None:
+    pageable = gpu.get("num_pageable")
+    ids = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
+    before = engine_caches.blocks
+    async with kvxfer.connect(
+        ["host://?capacity=4MiB", url] if tiers else url,
+        engine_caches.caches,
+        namespace=NAMESPACE,
+        staging_bytes=1 << 18,
+    ) as engine:
+        assert await engine.store(keys_of(30), [ids[:30]]) == [DONE] * 30
+        order = np.random.default_rng(seed).permutation(30).tolist()
+        keys = [keys_of(30)[index] for index in order]
+        assert await engine.load(keys, [ids[30:60]]) == [DONE] * 30
+    sources = [ids[index] for index in order]
+    assert np.array_equal(engine_caches.blocks, moved(before, sources, ids[30:60]))
+    assert gpu.get("num_pageable") == pageable
+
+
+@pytest.mark.parametrize("skip", range(4))
+async def test_chunks_are_loaded_from_their_middle_on(
+    engine_caches: EngineCaches, url: str, skip: int
+) -> None:
+    ids = np.random.default_rng(skip).permutation(NUM_BLOCKS).tolist()
+    before = engine_caches.blocks
+    async with kvxfer.connect(
+        url, engine_caches.caches, namespace=NAMESPACE, blocks_per_chunk=4, staging_bytes=1
+    ) as engine:
+        assert await engine.store(keys_of(4), [ids[:16]]) == [DONE] * 4
+        target = ids[20 : 34 - skip]
+        loaded = await engine.load(keys_of(4), [target], first_block_indices=[skip])
+        assert loaded == [DONE] * 4
+    stop = skip + len(target)
+    assert np.array_equal(engine_caches.blocks, moved(before, ids[skip:stop], target))
+
+
+async def test_buffers_are_pinned_and_bounded_and_nothing_is_left_of_them(
+    gpu: SimulatedGpu, engine_caches: EngineCaches, url: str
+) -> None:
+    contexts, events, streams = (
+        gpu.get(name) for name in ("num_contexts", "num_live_events", "num_live_streams")
+    )
+    async with kvxfer.connect(
+        url, engine_caches.caches, namespace=NAMESPACE, staging_bytes=1 << 18
+    ) as engine:
+        buffers = gpu.get("registered_bytes")
+        assert 0 < buffers <= 1 << 18
+        for start in range(0, 60, 20):
+            await engine.store(keys_of(20, first=start), [range(start, start + 20)])
+        marked = gpu.get("num_live_events")
+        for _ in range(5):
+            await engine.load(keys_of(60), [range(60)])
+        assert gpu.get("num_live_events") <= marked + 4, "marks do not give their events back"
+        assert gpu.get("registered_bytes") == buffers
+    assert gpu.get("registered_bytes") == 0
+    assert gpu.get("num_contexts") == contexts
+    assert gpu.get("num_live_events") == events
+    assert gpu.get("num_live_streams") == streams
+
+
+async def test_the_device_copies_a_part_while_the_one_before_is_being_stored(
+    gpu: SimulatedGpu, engine_caches: EngineCaches
+) -> None:
+    backend = HeldBackend()
+    async with open_engine(engine_caches, backend) as engine:
+        batches = gpu.get("num_batches")
+        backend.gate.clear()
+        store = asyncio.create_task(engine.store(keys_of(20), [range(20)]))
+        await until(lambda: backend.num_calls == NUM_BUFFERS)
+        assert gpu.get("num_batches") == batches + NUM_BUFFERS, "as many as there are buffers"
+        backend.gate.set()
+        assert await store == [DONE] * 20
+        assert gpu.get("num_batches") == batches + 10
+
+
+async def test_a_part_is_loaded_while_the_device_copies_the_one_before(
+    gpu: SimulatedGpu, engine_caches: EngineCaches
+) -> None:
+    backend = HeldBackend()
+    before = engine_caches.blocks
+    async with open_engine(engine_caches, backend) as engine:
+        await engine.store(keys_of(20), [range(20)])
+        batches, backend.num_calls = gpu.get("num_batches"), 0
+        gpu.set("paused", 1)
+        load = asyncio.create_task(engine.load(keys_of(20), [range(40, 60)]))
+        await until(lambda: gpu.get("num_batches") == batches + NUM_BUFFERS)
+        assert backend.num_calls == NUM_BUFFERS
+        assert not load.done()
+        gpu.set("paused", 0)
+        assert await load == [DONE] * 20
+    assert np.array_equal(engine_caches.blocks, moved(before, range(20), range(40, 60)))
+
+
+async def test_what_is_missing_or_corrupt_leaves_the_device_as_it_was(
+    engine_caches: EngineCaches, url: str, tmp_path: Path
+) -> None:
+    before = engine_caches.blocks
+    keys = keys_of(12)
+    async with kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE) as engine:
+        await engine.store(keys, [range(12)])
+        await engine.backend.delete(keys[3:5])
+        change_last_byte(tmp_path, keys[7])
+        outcomes = await engine.load(keys, [range(30, 42)])
+    expected = [Status.DONE] * 12
+    expected[3], expected[4], expected[7] = Status.MISSING, Status.MISSING, Status.CORRUPT
+    assert [outcome.status for outcome in outcomes] == expected
+    arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
+    after = moved(before, arrived, [30 + index for index in arrived])
+    assert np.array_equal(engine_caches.blocks, after)
+
+
+@pytest.mark.parametrize("name", ["store", "load"])
+async def test_a_device_that_is_lost_in_the_middle_is_an_outcome_of_every_block(
+    gpu: SimulatedGpu, engine_caches: EngineCaches, name: str
+) -> None:
+    engine = open_engine(engine_caches, HeldBackend())
+    keys = keys_of(20)
+    if name == "load":
+        await engine.store(keys, [range(20)])
+    batches = gpu.get("num_batches")
+    gpu.set("paused", 1)
+    move = engine.store if name == "store" else engine.load
+    transfer = asyncio.create_task(move(keys, [range(20)]))
+    await until(lambda: gpu.get("num_batches") == batches + NUM_BUFFERS)
+    gpu.set("lost", 0)
+    gpu.set("paused", 0)  # what was given to the device is dropped
+    outcomes = await transfer
+    assert {outcome.status for outcome in outcomes} == {Status.FAILED}
+    assert all("CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason for outcome in outcomes)
+    assert sum(not outcome.memory_safe for outcome in outcomes) == 2 * NUM_BUFFERS
+    await engine.drain()
+    for later in (engine.store, engine.load):
+        for outcome in await later(keys, [range(20)]):
+            assert outcome.status is Status.FAILED
+            assert "CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason
+    await engine.aclose()
+
+
+async def test_a_device_that_is_lost_beside_the_backend_ends_what_waits_for_buffers(
+    gpu: SimulatedGpu, engine_caches: EngineCaches
+) -> None:
+    backend = HeldBackend()
+    async with open_engine(engine_caches, backend) as engine:
+        backend.gate.clear()
+        store = asyncio.create_task(engine.store(keys_of(20), [range(20)]))
+        await until(lambda: backend.num_calls == NUM_BUFFERS)
+        gpu.set("lost", 0)
+        backend.gate.set()
+        outcomes = await store
+        assert outcomes[:8] == [DONE] * 8, "these had left the device before"
+        assert {outcome.status for outcome in outcomes[8:]} == {Status.FAILED}
+
+
+async def test_memory_is_in_use_until_the_device_has_copied_what_was_cancelled(
+    gpu: SimulatedGpu, engine_caches: EngineCaches
+) -> None:
+    backend = HeldBackend()
+    async with open_engine(engine_caches, backend) as engine:
+        batches = gpu.get("num_batches")
+        gpu.set("paused", 1)
+        store = asyncio.create_task(engine.store(keys_of(4), [range(4)]))
+        await until(lambda: gpu.get("num_batches") == batches + 2)
+        store.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await store
+        drained = asyncio.create_task(engine.drain())
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert not drained.done()
+        gpu.set("paused", 0)
+        await drained
+        assert backend.num_calls == 0
+        assert await engine.store(keys_of(20), [range(20)]) == [DONE] * 20
+
+
+async def test_a_store_reads_what_the_engine_had_the_device_write_before(
+    gpu: SimulatedGpu, engine_caches: EngineCaches, compute: Compute
+) -> None:
+    page = engine_caches.tensors["layers.1"]
+    written = np.random.default_rng(5).integers(0, 256, page.nbytes // NUM_BLOCKS, np.uint8)
+    elsewhere = np.zeros_like(written)
+    before = engine_caches.blocks
+    gpu.set("delay_us", 2000)
+    async with open_engine(engine_caches, HeldBackend()) as engine:
+        compute.copy(elsewhere.ctypes.data, written.ctypes.data, written.nbytes, times=50)
+        compute.copy(page.data_ptr(), written.ctypes.data, written.nbytes, times=1)
+        assert await engine.store(keys_of(1), [[0]]) == [DONE]
+        gpu.set("delay_us", 0)
+        assert await engine.load(keys_of(1), [[9]]) == [DONE]
+    expected = before.copy()
+    expected[1, 0] = written
+    expected[:, 9] = expected[:, 0]
+    assert np.array_equal(engine_caches.blocks, expected)
+
+
+async def test_a_load_does_not_write_over_what_the_device_still_reads(
+    gpu: SimulatedGpu, engine_caches: EngineCaches, compute: Compute
+) -> None:
+    page = engine_caches.tensors["layers.0"]
+    read = np.zeros(page.nbytes // NUM_BLOCKS, np.uint8)
+    before = engine_caches.blocks
+    async with open_engine(engine_caches, HeldBackend()) as engine:
+        assert await engine.store(keys_of(1), [[1]]) == [DONE]
+        gpu.set("delay_us", 2000)
+        compute.copy(read.ctypes.data, page.data_ptr(), read.nbytes, times=50)
+        assert await engine.load(keys_of(1), [[0]]) == [DONE]
+    assert np.array_equal(read, before[0, 0])
+    assert np.array_equal(engine_caches.blocks, moved(before, [1], [0]))
+
+
+def test_a_step_loop_stores_and_loads_without_an_event_loop(
+    engine_caches: EngineCaches, url: str
+) -> None:
+    before = engine_caches.blocks
+    engine = kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE)
+    engine.wait([engine.submit_store(keys_of(10), [range(10)])])
+    engine.wait([engine.submit_load(keys_of(10), [range(50, 60)])])
+    assert all(job.done for job in engine.get_finished())
+    engine.close()
+    assert np.array_equal(engine_caches.blocks, moved(before, range(10), range(50, 60)))
+
+
+def test_a_script_may_have_one_event_loop_after_the_other(engine_caches: EngineCaches) -> None:
+    before = engine_caches.blocks
+    engine = open_engine(engine_caches, DictBackend(DictConfig(), NAMESPACE))
+    assert asyncio.run(engine.store(keys_of(20), [range(20)])) == [DONE] * 20
+    assert asyncio.run(engine.load(keys_of(20), [range(30, 50)])) == [DONE] * 20
+    engine.close()
+    assert np.array_equal(engine_caches.blocks, moved(before, range(20), range(30, 50)))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+async def test_portable_pages_pass_through_staging(
+    engine_caches: EngineCaches, url: str, *, by_hand: bool
+) -> None:
+    before = engine_caches.blocks
+    caches = engine_caches.caches
+    mappings = kvxfer.map_caches(caches, kvxfer.WorkerShard(num_kv_heads=4))
+    if by_hand:  # then whole pages are staged, each in one piece
+        namespace = portable_namespace(complete_namespace(NAMESPACE, caches, 1), mappings)
+        backend = PortableBackend(open_backend(url, namespace), mappings)
+        engine = TransferEngine(caches, backend, mappings=mappings, staging_bytes=1 << 18)
+    else:
+        engine = kvxfer.connect(
+            url, caches, namespace=NAMESPACE, mappings=mappings, staging_bytes=1 << 18
+        )
+    async with engine:
+        assert await engine.store(keys_of(8), [range(8)]) == [DONE] * 8
+        assert await engine.load(keys_of(8), [range(20, 28)]) == [DONE] * 8
+    assert np.array_equal(engine_caches.blocks, moved(before, range(8), range(20, 28)))
+
+
+def test_a_device_that_is_not_there_leaves_nothing_open(
+    gpu: SimulatedGpu, engine_caches: EngineCaches, url: str
+) -> None:
+    class TensorOfAnother(torch.Tensor):
+        device = torch.device("cuda", 7)
+
+    caches = engine_caches.caches
+    elsewhere = [
+        replace(each, tensor=each.tensor.as_subclass(TensorOfAnother)) for each in caches.tensors
+    ]
+    contexts, registered = gpu.get("num_contexts"), gpu.get("registered_bytes")
+    with pytest.raises(DeviceUnavailableError, match="cuda:7"):
+        kvxfer.connect(url, replace(caches, tensors=elsewhere), namespace=NAMESPACE)
+    assert (gpu.get("num_contexts"), gpu.get("registered_bytes")) == (contexts, registered)
