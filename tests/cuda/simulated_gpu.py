@@ -3,13 +3,11 @@
 import ctypes
 import importlib.metadata
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from cuda.bindings import driver
+
+from tests.cuda.gpu import Gpu
 
 SOURCE = Path(__file__).with_name("simulated_driver.c")
 NAME = "libcuda.so.1"
@@ -35,13 +33,13 @@ def build(folder: Path) -> Path:
     return library
 
 
-class SimulatedGpu:
+class SimulatedGpu(Gpu):
     """Steers the simulated driver, and reaches the memory of its devices as nobody else can."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._library.sim_get.restype = ctypes.c_ulong
-        self._allocated: list[tuple[int, int]] = []
+        super().__init__()
 
     def set(self, name: str, value: int) -> None:
         """Change how the driver behaves; see `sim_set`."""
@@ -62,29 +60,7 @@ class SimulatedGpu:
             self.set(name, value)
         for device_index in (0, 1):
             self.set("found", device_index)
-        for device_index, address in self._allocated:
-            with self._current(device_index):
-                self._call("cuMemFree", address)
-        self._allocated.clear()
-
-    def allocate(self, num_bytes: int, *, device_index: int = 0) -> int:
-        """Memory of a device, filled with zeros; its address."""
-        with self._current(device_index):
-            address = int(self._call("cuMemAlloc", num_bytes))
-        self._allocated.append((device_index, address))
-        return address
-
-    def write(self, address: int, data: bytes) -> None:
-        """Change the memory of a device."""
-        with self._current(0):
-            self._call("cuMemcpyHtoD", address, data, len(data))
-
-    def read(self, address: int, num_bytes: int) -> bytes:
-        """What is in the memory of a device."""
-        data = bytearray(num_bytes)
-        with self._current(0):
-            self._call("cuMemcpyDtoH", data, address, num_bytes)
-        return bytes(data)
+        self.release()
 
     def tensor(self, *shape: int, dtype: torch.dtype, device_index: int = 0) -> torch.Tensor:
         """A tensor of device memory, filled with zeros: to read an element kills the process."""
@@ -93,21 +69,6 @@ class SimulatedGpu:
         memory = (ctypes.c_char * (num_elements * dtype.itemsize)).from_address(address)
         flat = torch.frombuffer(memory, dtype=dtype)
         return say_on_device(flat.view(shape), device_index)
-
-    @contextmanager
-    def _current(self, device_index: int) -> Iterator[None]:
-        context = self._call("cuDevicePrimaryCtxRetain", device_index)
-        self._call("cuCtxPushCurrent", context)
-        try:
-            yield
-        finally:
-            self._call("cuCtxPopCurrent")
-            self._call("cuDevicePrimaryCtxRelease", device_index)
-
-    def _call(self, name: str, *args: Any) -> Any:
-        result, *values = getattr(driver, name)(*args)
-        assert result == driver.CUresult.CUDA_SUCCESS, f"{name}: {result}"
-        return values[0] if values else None
 
 
 def say_on_device(tensor: torch.Tensor, device_index: int) -> torch.Tensor:

@@ -1,0 +1,17 @@
+"""CudaCopyEngine on a GPU: what the simulated one of `tests/cuda` is held to, too."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cuda.copies import CopyContract
+from tests.cuda.gpu import Gpu
+
+
+@pytest.mark.gpu
+class TestGpu(CopyContract):
+    @pytest.fixture
+    def gpu(self) -> Iterator[Gpu]:
+        gpu = Gpu()
+        yield gpu
+        gpu.release()

@@ -1,0 +1,282 @@
+"""Copies to and from a GPU, byte for byte, and what holds for them on any GPU."""
+
+import mmap
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.copy_engine import copy_stream, cuda
+from kvxfer.copy_engine.cuda import CudaCopyEngine
+from kvxfer.copy_engine.cuda_driver import CudaDriver
+from kvxfer.copy_engine.method_table import MethodTable, Way
+from kvxfer.copy_engine.triton import FragmentKernel
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from tests.cuda.gpu import Gpu
+
+NUM_BYTES = 1 << 20
+Columns: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
+"""Sources, destinations and lengths."""
+
+NEVER = MethodTable(dict.fromkeys(Way, 0))
+ALWAYS = MethodTable(dict.fromkeys(Way, NUM_BYTES))
+
+
+@dataclass
+class Memory:
+    """Host memory and memory of the device, each with a pattern of its own."""
+
+    gpu: Gpu
+    host: NDArray[np.uint8]
+    device_address: int
+    device_index: int = 0
+
+    @property
+    def region(self) -> MemoryRegion:
+        return MemoryRegion(self.host.ctypes.data, self.host.nbytes, self.host)
+
+    @property
+    def on_device(self) -> NDArray[np.uint8]:
+        return np.frombuffer(self.gpu.read(self.device_address, NUM_BYTES), np.uint8)
+
+    def describe(
+        self, side: str, offsets: NDArray[np.uint64], lengths: NDArray[np.uint64]
+    ) -> Descriptors:
+        base = self.host.ctypes.data if side == "host" else self.device_address
+        return Descriptors(
+            addresses=np.uint64(base) + offsets,
+            lengths=lengths,
+            block_offsets=np.array([0, len(offsets)]),
+            payload_starts=np.zeros(1, np.int64),
+            device=torch.device("cpu" if side == "host" else f"cuda:{self.device_index}"),
+        )
+
+
+def make_memory(gpu: Gpu, device_index: int = 0) -> Memory:
+    generator = np.random.default_rng(device_index)
+    host = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
+    host[:] = generator.integers(0, 256, NUM_BYTES, np.uint8)
+    address = gpu.allocate(NUM_BYTES, device_index=device_index)
+    gpu.write(address, generator.integers(0, 256, NUM_BYTES, np.uint8).tobytes())
+    return Memory(gpu, host, address, device_index)
+
+
+def scatter(seed: int) -> Columns:
+    """Fragments anywhere, of any length: source offsets, destination offsets and lengths."""
+    generator = np.random.default_rng(seed)
+    count = int(generator.integers(1, 200))
+    lengths = generator.integers(1, NUM_BYTES // 2 // count, count)
+    sources, destinations = (_place(lengths, generator) for _ in range(2))
+    return sources, destinations, lengths.astype(np.uint64)
+
+
+def in_series(seed: int) -> Columns:
+    """Series of 1 to 9 rows, some of them as far apart as those before."""
+    generator = np.random.default_rng(seed)
+    columns: list[list[int]] = [[], [], []]
+    from_ = to = 0
+    for _ in range(12):
+        length = int(generator.integers(1, 4)) * 100
+        steps = generator.integers(0, 3, 2) * 50 + length
+        for _ in range(int(generator.integers(1, 10))):
+            for column, value in zip(columns, (from_, to, length), strict=True):
+                column.append(value)
+            from_, to = from_ + int(steps[0]), to + int(steps[1])
+    sources, destinations, lengths = (np.array(column, np.uint64) for column in columns)
+    return sources, destinations, lengths
+
+
+def _place(lengths: NDArray[np.int64], generator: np.random.Generator) -> NDArray[np.uint64]:
+    order = generator.permutation(len(lengths))
+    gaps = generator.integers(0, NUM_BYTES // 2 // len(lengths), len(lengths))
+    starts = np.empty(len(lengths), np.uint64)
+    starts[order] = (np.cumsum(lengths[order] + gaps) - lengths[order]).astype(np.uint64)
+    return starts
+
+
+def expect(
+    source: NDArray[np.uint8],
+    destination: NDArray[np.uint8],
+    fragments: Columns,
+) -> NDArray[np.uint8]:
+    expected = destination.copy()
+    for from_, to, length in zip(*(column.tolist() for column in fragments), strict=True):
+        expected[to : to + length] = source[from_ : from_ + length]
+    return expected
+
+
+def copy(
+    engine: CudaCopyEngine,
+    memory: Memory,
+    way: Way,
+    fragments: Columns,
+) -> None:
+    """Copy fragments and compare all of the destination, what is between them included."""
+    from_, to, lengths = fragments
+    sides = ("device", "host") if way is Way.TO_HOST else ("host", "device")
+    host, on_device = memory.host.copy(), memory.on_device
+    engine.copy(memory.describe(sides[0], from_, lengths), memory.describe(sides[1], to, lengths))
+    if way is Way.TO_HOST:
+        assert np.array_equal(memory.host, expect(on_device, host, fragments))
+        assert np.array_equal(memory.on_device, on_device)
+    else:
+        assert np.array_equal(memory.on_device, expect(host, on_device, fragments))
+        assert np.array_equal(memory.host, host)
+
+
+@dataclass
+class _Mark:
+    event: int
+
+
+class CopyContract:
+    """What copies do on any GPU, the simulated one included. Subclasses have a fixture `gpu`."""
+
+    @pytest.fixture
+    def memory(self, gpu: Gpu) -> Memory:
+        return make_memory(gpu)
+
+    @pytest.fixture
+    def engine(self, memory: Memory) -> Iterator[CudaCopyEngine]:
+        engine = CudaCopyEngine(0, NEVER)
+        engine.attach([memory.region])
+        yield engine
+        engine.close()
+
+    @pytest.fixture
+    def kernel(self) -> FragmentKernel:
+        """What copies small fragments."""
+        return FragmentKernel(torch.device("cuda", 0))
+
+    @pytest.fixture
+    def small(self, memory: Memory, kernel: FragmentKernel) -> Iterator[CudaCopyEngine]:
+        """An engine to which every fragment is small."""
+        engine = CudaCopyEngine(0, ALWAYS, kernel)
+        engine.attach([memory.region])
+        yield engine
+        engine.close()
+
+    @pytest.mark.parametrize("way", Way)
+    @pytest.mark.parametrize("seed", range(10))
+    def test_batches_copy_every_byte_to_its_place(
+        self, engine: CudaCopyEngine, memory: Memory, way: Way, seed: int
+    ) -> None:
+        copy(engine, memory, way, scatter(seed))
+
+    @pytest.mark.parametrize("way", Way)
+    @pytest.mark.parametrize("seed", range(10))
+    def test_so_do_copies_one_by_one(
+        self, engine: CudaCopyEngine, memory: Memory, way: Way, seed: int
+    ) -> None:
+        engine.driver.has_batch = False
+        copy(engine, memory, way, scatter(seed))
+
+    @pytest.mark.parametrize("way", Way)
+    @pytest.mark.parametrize("seed", range(10))
+    def test_so_do_kernels(
+        self, small: CudaCopyEngine, memory: Memory, way: Way, seed: int
+    ) -> None:
+        copy(small, memory, way, scatter(seed))
+
+    @pytest.mark.parametrize("way", Way)
+    @pytest.mark.parametrize("seed", range(10))
+    def test_so_do_copies_of_memory_that_is_not_pinned(
+        self, memory: Memory, way: Way, seed: int
+    ) -> None:
+        engine = CudaCopyEngine(0, NEVER)
+        copy(engine, memory, way, scatter(seed))
+        engine.close()
+
+    @pytest.mark.parametrize("way", Way)
+    @pytest.mark.parametrize("seed", range(20))
+    def test_so_do_series_between_other_fragments(
+        self, engine: CudaCopyEngine, memory: Memory, way: Way, seed: int
+    ) -> None:
+        engine.driver.has_batch = False
+        copy(engine, memory, way, in_series(seed))
+
+    def test_rows_that_go_backwards_are_copied_too(
+        self, engine: CudaCopyEngine, memory: Memory
+    ) -> None:
+        engine.driver.has_batch = False
+        rows = np.arange(64, dtype=np.uint64)
+        backwards, lengths = rows[::-1] * np.uint64(1024), np.full(64, 512, np.uint64)
+        copy(engine, memory, Way.TO_HOST, (backwards, rows * np.uint64(1024), lengths))
+
+    def test_more_fragments_than_a_table_has_room_for(
+        self, memory: Memory, kernel: FragmentKernel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (copy_stream, cuda):
+            monkeypatch.setattr(module, "TABLE_FRAGMENTS", 1000)
+        engine = CudaCopyEngine(0, ALWAYS, kernel)
+        engine.attach([memory.region])
+        offsets = np.arange(2500, dtype=np.uint64) * np.uint64(16)
+        lengths = np.full(len(offsets), 8, np.uint64)
+        shuffled = np.random.default_rng(1).permutation(offsets)
+        copy(engine, memory, Way.TO_DEVICE, (shuffled, offsets, lengths))
+        engine.close()
+
+    def test_a_copy_waits_for_what_the_device_has_to_do_before(
+        self, engine: CudaCopyEngine, memory: Memory
+    ) -> None:
+        driver = CudaDriver(0)
+        compute, event = driver.open_stream(), driver.open_event()
+        fresh = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
+        fresh[:] = 77
+        address, value, size = (
+            np.array([each], np.uint64)
+            for each in (memory.device_address, fresh.ctypes.data, NUM_BYTES)
+        )
+        for _ in range(20):
+            driver.copy_each(address, value, size, compute)
+        driver.record(event, compute)
+        where = np.array([0], np.uint64)
+        computed = replace(memory.describe("device", where, size), after=_Mark(event))
+        engine.copy(computed, memory.describe("host", where, size))
+        assert (memory.host == 77).all()
+        driver.close_event(event)
+        driver.close_stream(compute)
+        driver.close()
+
+    def test_both_directions_at_once_from_many_threads(
+        self, engine: CudaCopyEngine, memory: Memory
+    ) -> None:
+        half = NUM_BYTES // 2
+        offsets = np.arange(0, half, 1024, dtype=np.uint64)
+        lengths = np.full(len(offsets), 1024, np.uint64)
+        host, on_device = memory.host.copy(), memory.on_device
+        up = (
+            memory.describe("host", offsets, lengths),
+            memory.describe("device", offsets[::-1].copy(), lengths),
+        )
+        down = (
+            memory.describe("device", offsets + np.uint64(half), lengths),
+            memory.describe("host", offsets[::-1] + np.uint64(half), lengths),
+        )
+        threads = [threading.Thread(target=engine.copy, args=pair) for pair in (up, down) * 8]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rows = host[:half].reshape(-1, 1024)[::-1].reshape(-1)
+        assert np.array_equal(memory.on_device[:half], rows)
+        rows = on_device[half:].reshape(-1, 1024)[::-1].reshape(-1)
+        assert np.array_equal(memory.host[half:], rows)
+
+    def test_memory_is_attached_to_its_own_device(
+        self, engine: CudaCopyEngine, memory: Memory
+    ) -> None:
+        engine.attach([MemoryRegion(memory.device_address, NUM_BYTES, None, engine.device)])
+        for region in (
+            MemoryRegion(memory.device_address, NUM_BYTES, None, torch.device("cuda", 1)),
+            MemoryRegion(memory.host.ctypes.data, NUM_BYTES, None, engine.device),
+        ):
+            with pytest.raises(InvalidArgumentError, match="expected memory of cuda:0"):
+                engine.attach([region])
