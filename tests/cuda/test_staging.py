@@ -382,17 +382,27 @@ async def test_portable_pages_pass_through_staging(
     assert np.array_equal(engine_caches.blocks, moved(before, range(8), range(20, 28)))
 
 
-def test_a_device_that_is_not_there_leaves_nothing_open(
-    gpu: SimulatedGpu, engine_caches: EngineCaches, url: str
+@pytest.mark.parametrize("mappings", [False, True])
+@pytest.mark.parametrize(("device_index", "error"), [(1, "memory of cuda:1"), (7, "cuda:7 cannot")])
+def test_caches_that_are_not_on_their_device_leave_nothing_open(
+    gpu: SimulatedGpu,
+    engine_caches: EngineCaches,
+    url: str,
+    device_index: int,
+    error: str,
+    *,
+    mappings: bool,
 ) -> None:
     class TensorOfAnother(torch.Tensor):
-        device = torch.device("cuda", 7)
+        device = torch.device("cuda", device_index)
 
     caches = engine_caches.caches
     elsewhere = [
         replace(each, tensor=each.tensor.as_subclass(TensorOfAnother)) for each in caches.tensors
     ]
-    contexts, registered = gpu.get("num_contexts"), gpu.get("registered_bytes")
-    with pytest.raises(DeviceUnavailableError, match="cuda:7"):
-        kvxfer.connect(url, replace(caches, tensors=elsewhere), namespace=NAMESPACE)
-    assert (gpu.get("num_contexts"), gpu.get("registered_bytes")) == (contexts, registered)
+    counts = "num_contexts", "registered_bytes", "num_live_streams", "num_live_events"
+    before = list(map(gpu.get, counts))
+    pages = kvxfer.map_caches(caches, kvxfer.WorkerShard(num_kv_heads=4)) if mappings else ()
+    with pytest.raises((DeviceUnavailableError, kvxfer.InvalidArgumentError), match=error):
+        kvxfer.connect(url, replace(caches, tensors=elsewhere), namespace=NAMESPACE, mappings=pages)
+    assert list(map(gpu.get, counts)) == before
