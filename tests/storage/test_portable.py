@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -25,7 +26,10 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.kvcache.descriptors import BlockDescriber
+from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
+from kvxfer.kvcache.stream_mark import StreamMark
+from kvxfer.storage.backend import Outcome
+from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.portable import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing.payloads import copy_blocks, read_payloads, write_payloads
@@ -222,3 +226,26 @@ async def test_pages_that_lie_in_one_piece_are_cut_into_shards_like_scattered_on
         cut_short = dataclasses.replace(wrong, lengths=wrong.lengths - np.uint64(1))
         with pytest.raises(InvalidArgumentError, match="shards of"):
             await backend.load(KEYS[:1], cut_short)
+
+
+@pytest.mark.asyncio
+async def test_shards_wait_for_what_their_pages_wait_for() -> None:
+    class Recorder(HostBackend):
+        marks: ClassVar[list[StreamMark | None]] = []
+
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            self.marks.append(blocks.after)
+            return await super().store(keys, blocks)
+
+    class Mark:
+        event = 7
+
+    (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
+    namespace = portable_namespace(NAMESPACE, worker.mappings)
+    describer = BlockDescriber(worker.caches, mappings=worker.mappings)
+    mark = Mark()
+    marked = dataclasses.replace(describer.describe(0, range(worker.num_blocks)), after=mark)
+    inner = Recorder(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+    async with PortableBackend(inner, worker.mappings) as backend:
+        await backend.store(KEYS, marked)
+    assert inner.marks == [mark]
