@@ -74,7 +74,10 @@ class CopyStream:
         Raises:
             DeviceLostError: Nobody can say what became of the work.
         """
-        event = self._events.pop() if self._events else self._driver.open_event()
+        try:
+            event = self._events.pop()
+        except IndexError:  # more batches at a time than ever before
+            event = self._driver.open_event()
         batch = Batch(self._driver, self._stream, self._tables)
         try:
             with self._turn:

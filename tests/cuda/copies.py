@@ -3,6 +3,7 @@
 import mmap
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -24,6 +25,9 @@ from tests.cuda.gpu import Gpu
 NUM_BYTES = 1 << 20
 Columns: TypeAlias = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]
 """Sources, destinations and lengths."""
+
+EVERYTHING = np.array([0], np.uint64), np.array([NUM_BYTES], np.uint64)
+"""Offsets and lengths."""
 
 NEVER = MethodTable(dict.fromkeys(Way, 0))
 ALWAYS = MethodTable(dict.fromkeys(Way, NUM_BYTES))
@@ -136,6 +140,26 @@ class _Mark:
     event: int
 
 
+@contextmanager
+def computing(memory: Memory, byte: int) -> Iterator["_Mark"]:
+    """Have the device write one byte everywhere, again and again; a mark behind all that."""
+    driver = CudaDriver(0)
+    compute, event = driver.open_stream(), driver.open_event()
+    fresh = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
+    fresh[:] = byte
+    to, from_, size = (
+        np.array([each], np.uint64)
+        for each in (memory.device_address, fresh.ctypes.data, NUM_BYTES)
+    )
+    for _ in range(20):
+        driver.copy_each(to, from_, size, compute)
+    driver.record(event, compute)
+    yield _Mark(event)
+    driver.close_event(event)
+    driver.close_stream(compute)
+    driver.close()
+
+
 class CopyContract:
     """What copies do on any GPU, the simulated one included. Subclasses have a fixture `gpu`."""
 
@@ -226,28 +250,25 @@ class CopyContract:
     def test_a_copy_waits_for_what_the_device_has_to_do_before(
         self, engine: CudaCopyEngine, memory: Memory
     ) -> None:
-        driver = CudaDriver(0)
-        compute, event = driver.open_stream(), driver.open_event()
-        fresh = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
-        fresh[:] = 77
-        address, value, size = (
-            np.array([each], np.uint64)
-            for each in (memory.device_address, fresh.ctypes.data, NUM_BYTES)
-        )
-        for _ in range(20):
-            driver.copy_each(address, value, size, compute)
-        driver.record(event, compute)
-        where = np.array([0], np.uint64)
-        computed = replace(memory.describe("device", where, size), after=_Mark(event))
-        engine.copy(computed, memory.describe("host", where, size))
+        with computing(memory, 77) as mark:
+            computed = replace(memory.describe("device", *EVERYTHING), after=mark)
+            engine.copy(computed, memory.describe("host", *EVERYTHING))
         assert (memory.host == 77).all()
-        driver.close_event(event)
-        driver.close_stream(compute)
-        driver.close()
 
-    def test_both_directions_at_once_from_many_threads(
+    def test_a_copy_overwrites_nothing_that_the_device_has_to_do_before(
         self, engine: CudaCopyEngine, memory: Memory
     ) -> None:
+        host = memory.host.copy()
+        with computing(memory, 77) as mark:
+            room = replace(memory.describe("device", *EVERYTHING), after=mark)
+            engine.copy(memory.describe("host", *EVERYTHING), room)
+        assert np.array_equal(memory.on_device, host)
+
+    @pytest.mark.parametrize("fixture", ["engine", "small"])
+    def test_both_directions_at_once_from_many_threads(
+        self, memory: Memory, fixture: str, request: pytest.FixtureRequest
+    ) -> None:
+        engine: CudaCopyEngine = request.getfixturevalue(fixture)
         half = NUM_BYTES // 2
         offsets = np.arange(0, half, 1024, dtype=np.uint64)
         lengths = np.full(len(offsets), 1024, np.uint64)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.copy_engine import cuda
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
 from kvxfer.copy_engine.method_table import Way
@@ -221,6 +222,25 @@ def test_what_was_begun_before_a_refusal_ends_before_the_error(
         engine.copy(blocks, target)
     assert np.array_equal(memory.host[:4096], on_device[:4096])
     engine.close()
+
+
+def test_copies_go_after_whatever_the_engine_computes(engine: CudaCopyEngine) -> None:
+    from cuda.bindings import driver
+
+    with engine.driver.current():
+        _, least, greatest = driver.cuCtxGetStreamPriorityRange()
+        assert greatest < least
+        for stream in engine._streams.values():
+            _, priority = driver.cuStreamGetPriority(stream._stream)
+            assert priority == least
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_fragment_is_copied_once(seed: int) -> None:
+    fragments = cuda._Fragments(*in_series(seed))
+    series, others = fragments.split()
+    copied = np.concatenate([part.sources for part in (*series, others)])
+    assert sorted(copied.tolist()) == sorted(fragments.sources.tolist())
 
 
 def test_a_process_has_an_engine_for_each_device(

@@ -54,13 +54,14 @@ async def test_a_pool_that_cannot_be_pinned_works_all_the_same(
 ) -> None:
     gpu.set("bytes_that_may_be_registered", 4096)
     engine_caches = EngineCaches(gpu)
-    before = engine_caches.blocks
+    before, batches = engine_caches.blocks, gpu.get("num_batches")
     async with kvxfer.connect(
         "host://?capacity=4MiB", engine_caches.caches, namespace=NAMESPACE
     ) as engine:
         assert all(outcome.done for outcome in await engine.store(KEYS, [range(20)]))
         assert all(outcome.done for outcome in await engine.load(KEYS, [range(20, 40)]))
     assert np.array_equal(engine_caches.blocks[:, 20:40], before[:, :20])
+    assert gpu.get("num_batches") == batches  # for the driver alone to copy, one by one
     assert "cannot be pinned" in caplog.text
 
 
