@@ -110,6 +110,11 @@ class Staged:
             self.inner, self.copies, BLOCK_BYTES, staging_bytes=STAGING_BYTES
         )
 
+    @property
+    def num_waiting(self) -> int:
+        """Parts that wait for a buffer."""
+        return len(self.backend._staging._waiting)
+
     def blocks(self, num_blocks: int, *, first: int = 0) -> Descriptors:
         return on_device(self.memory.describe(0, range(first, first + num_blocks)))
 
@@ -225,9 +230,9 @@ async def test_a_load_that_waits_has_a_buffer_before_stores_that_waited_longer(
             store = asyncio.create_task(
                 staged.backend.store(make_keys(1, first=10), staged.blocks(1, first=8))
             )
-            await settled()
+            await until(lambda: staged.num_waiting == 1)
             load = asyncio.create_task(staged.backend.load([key], staged.blocks(1)))
-            await settled()
+            await until(lambda: staged.num_waiting == 2)
         await until(lambda: staged.inner.calls or staged.copies.begun)
         assert staged.inner.calls == [[key]]
         assert not staged.copies.begun
@@ -468,7 +473,7 @@ async def test_who_is_cancelled_while_it_waits_for_a_buffer_leaves_at_once(stage
     waiting = asyncio.create_task(
         staged.backend.store(make_keys(1, first=50), staged.blocks(1, first=8))
     )
-    await settled()
+    await until(lambda: staged.num_waiting == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
