@@ -55,7 +55,7 @@ class FrameCodec:
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
-        self._keys: FrameKeys | None = None
+        self._seals: tuple[hmac.HMAC, hmac.HMAC] | None = None  # sending, receiving
         self._max_frame_bytes = MAX_UNPROVEN_FRAME_BYTES
         self._num_sent = 0
         self._num_received = 0
@@ -68,8 +68,8 @@ class FrameCodec:
             keys: Keys that were never used before.
             max_frame_bytes: Largest payload from here on.
         """
-        assert self._keys is None, "a connection is secured once"
-        self._keys = keys
+        assert self._seals is None, "a connection is secured once"
+        self._seals = hmac.new(keys.sending, b"", "sha256"), hmac.new(keys.receiving, b"", "sha256")
         self._max_frame_bytes = max_frame_bytes
         self._num_sent = self._num_received = 0
 
@@ -86,9 +86,9 @@ class FrameCodec:
             name, limit = type(message).__name__, f"at most {self._max_frame_bytes} bytes"
             raise InvalidArgumentError(f"size of a message {name}", payload_bytes, limit)
         _HEADER.pack_into(frame, 0, payload_bytes)
-        if self._keys is not None:
+        if self._seals is not None:
             payload = memoryview(frame)[HEADER_BYTES:]
-            frame = frame + _seal(self._keys.sending, self._num_sent, payload)
+            frame = frame + _seal(self._seals[0], self._num_sent, payload)
         self._num_sent += 1
         return frame
 
@@ -102,7 +102,7 @@ class FrameCodec:
         if not 0 < payload_bytes <= self._max_frame_bytes:
             limit = f"1 to {self._max_frame_bytes} are permitted"
             raise ProtocolError(self.peer, f"announced a frame of {payload_bytes} bytes; {limit}")
-        return int(payload_bytes) + (SEAL_BYTES if self._keys is not None else 0)
+        return int(payload_bytes) + (SEAL_BYTES if self._seals is not None else 0)
 
     def open(self, body: bytes | bytearray) -> memoryview:
         """Verify the seal of what follows a header, and give the payload.
@@ -111,9 +111,9 @@ class FrameCodec:
             ProtocolError: The seal is not that of the next frame.
         """
         payload = memoryview(body)
-        if self._keys is not None:
+        if self._seals is not None:
             payload, seal = payload[:-SEAL_BYTES], payload[-SEAL_BYTES:]
-            expected = _seal(self._keys.receiving, self._num_received, payload)
+            expected = _seal(self._seals[1], self._num_received, payload)
             if not hmac.compare_digest(expected, seal):
                 changed = "was changed, repeated, left out or made with another key"
                 raise ProtocolError(self.peer, f"frame {self._num_received} {changed}")
@@ -136,5 +136,9 @@ class FrameCodec:
             raise ProtocolError(self.peer, f"sent a message that is not legal now: {exc}") from exc
 
 
-def _seal(key: bytes, number: int, payload: memoryview) -> bytes:
-    return hmac.digest(key, _SEALED.pack(number) + payload, "sha256")[:SEAL_BYTES]
+def _seal(keyed: hmac.HMAC, number: int, payload: memoryview) -> bytes:
+    # `hmac.digest` lets another thread run in between, whatever the size.
+    seal = keyed.copy()
+    seal.update(_SEALED.pack(number))
+    seal.update(payload)
+    return seal.digest()[:SEAL_BYTES]
