@@ -67,6 +67,8 @@ def join(fragments: Fragments, local_bounds: Words, remote_bounds: Words) -> Fra
         local, remote, lengths = local[order], remote[order], lengths[order]
     apart = local[1:] != local[:-1] + lengths[:-1]
     apart |= remote[1:] != remote[:-1] + lengths[:-1]
+    if apart.all():
+        return Fragments(local, remote, lengths)
     apart |= np.isin(local[1:], local_bounds) | np.isin(remote[1:], remote_bounds)
     first = np.flatnonzero(np.concatenate([[True], apart]))
     return Fragments(local[first], remote[first], np.add.reduceat(lengths, first))

@@ -46,6 +46,8 @@ def rank(
         raise InvalidArgumentError("endpoints", endpoints, "at least one, each once")
     if replicas < 1:
         raise InvalidArgumentError("replicas", replicas, "at least 1")
+    if len(endpoints) == 1:
+        return np.zeros((1, len(keys)), np.intp)
     weights = _mix(
         _hashes([str(endpoint).encode() for endpoint in endpoints])[:, None] ^ _hashes(keys)
     )

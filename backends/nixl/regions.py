@@ -76,7 +76,7 @@ class Regions:
         Raises:
             InvalidArgumentError: One does not.
         """
-        if not len(addresses):
+        if not len(addresses) or self._has_one_of_all(addresses, lengths):
             return
         index = np.searchsorted(self.starts, addresses, "right").astype(np.int64) - 1
         inside = index >= 0
@@ -91,3 +91,12 @@ class Regions:
                 hex(addresses[wrong]),
                 f"the address of {lengths[wrong]} bytes inside one registered region",
             )
+
+    def _has_one_of_all(self, addresses: Words, lengths: Words) -> bool:
+        """Whether all stretches lie in one region: the usual case, found out at little cost."""
+        lowest, highest, longest = int(addresses.min()), int(addresses.max()), int(lengths.max())
+        for start, num_bytes in self._regions:
+            stop = start + num_bytes
+            if start <= lowest and highest < stop and longest <= num_bytes:
+                return bool((addresses <= np.uint64(stop) - lengths).all())
+        return False
