@@ -1,8 +1,8 @@
 """Copies to and from a GPU, byte for byte, and what holds for them on any GPU."""
 
 import mmap
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -281,11 +281,9 @@ class CopyContract:
             memory.describe("device", offsets + np.uint64(half), lengths),
             memory.describe("host", offsets[::-1] + np.uint64(half), lengths),
         )
-        threads = [threading.Thread(target=engine.copy, args=pair) for pair in (up, down) * 8]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(16) as threads:
+            for copied in [threads.submit(engine.copy, *pair) for pair in (up, down) * 8]:
+                copied.result()
         rows = host[:half].reshape(-1, 1024)[::-1].reshape(-1)
         assert np.array_equal(memory.on_device[:half], rows)
         rows = on_device[half:].reshape(-1, 1024)[::-1].reshape(-1)

@@ -16,12 +16,11 @@ def test_every_goal_of_the_gpu_has_a_row(
     gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, *, has_kernel: bool
 ) -> None:
     before = [gpu.get(name) for name in COUNTS]
-    driver = CudaDriver(0)
-    kernel = KernelOfTheDriver(driver) if has_kernel else None
-    monkeypatch.setattr(devices, "open_kernel", lambda device: kernel)
+    kernel = KernelOfTheDriver(CudaDriver(0))
+    monkeypatch.setattr(devices, "open_kernel", lambda device: kernel if has_kernel else None)
     monkeypatch.setattr(copy_cuda, "MANY_FRAGMENTS", 1000)
     rows = copy_cuda.run(quick=True, num_bytes=2 << 20)
-    driver.close()
+    kernel.close()
     goals = {row.case: row.goal for row in rows if row.goal}
     for direction in ("to device", "to host"):
         for size, goal in ((4, ">= 0.7"), (16, ">= 0.85"), (64, ">= 0.95"), (2048, ">= 0.95")):

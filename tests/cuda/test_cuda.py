@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cuda
 from kvxfer.copy_engine.cuda import CudaCopyEngine
-from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
+from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
 from kvxfer.copy_engine.method_table import Way
 from kvxfer.errors import (
     DeviceError,
@@ -36,16 +36,26 @@ from tests.cuda.simulated_gpu import SimulatedGpu
 
 
 class KernelOfTheDriver:
-    """Stands for the kernel: copies the fragments of its table, which it reads late."""
+    """Stands for the kernel: copies the fragments of its table, which nobody may change before."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
         self.num_fragments = 0
+        self.reading: dict[int, CudaEvent] = {}
+
+    def close(self) -> None:
+        for event in self.reading.values():
+            self.driver.close_event(event)
+        self.driver.close()
 
     def launch(self, table: NDArray[np.uint64], stream: CudaStream) -> None:
         self.num_fragments += table.shape[1]
         assert table.flags.c_contiguous
+        event = self.reading.pop(table.ctypes.data, None) or self.driver.open_event()
+        assert self.driver.has_passed(event), "the table of a copy that is under way was changed"
         self.driver.copy_each(table[1], table[0], table[2], stream)
+        self.driver.record(event, stream)
+        self.reading[table.ctypes.data] = event
 
 
 @pytest.fixture
@@ -69,9 +79,9 @@ class TestSimulatedGpu(CopyContract):
 
     @pytest.fixture
     def kernel(self) -> Iterator["KernelOfTheDriver"]:
-        driver = CudaDriver(0)
-        yield KernelOfTheDriver(driver)
-        driver.close()
+        kernel = KernelOfTheDriver(CudaDriver(0))
+        yield kernel
+        kernel.close()
 
 
 @pytest.mark.parametrize("way", Way)
@@ -276,13 +286,13 @@ def test_everything_is_given_back(gpu: SimulatedGpu) -> None:
         for name in ("num_contexts", "num_live_streams", "num_live_events", "registered_bytes")
     }
     memory = make_memory(gpu)
-    driver = CudaDriver(0)
-    engine = CudaCopyEngine(0, ALWAYS, KernelOfTheDriver(driver))  # type: ignore[arg-type]
+    kernel = KernelOfTheDriver(CudaDriver(0))
+    engine = CudaCopyEngine(0, ALWAYS, kernel)  # type: ignore[arg-type]
     engine.attach([memory.region])
     copy(engine, memory, Way.TO_HOST, scatter(0))
     engine.close()
     engine.close()
-    driver.close()
+    kernel.close()
     assert {name: gpu.get(name) for name in before} == before
 
 

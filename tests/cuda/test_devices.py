@@ -86,10 +86,9 @@ def test_a_device_without_an_index_is_refused(gpu: SimulatedGpu, device: str) ->
 
 def test_what_is_small_is_measured_and_everything_given_back(gpu: SimulatedGpu) -> None:
     before = [gpu.get(name) for name in COUNTS]
-    driver = CudaDriver(0)
-    kernel = KernelOfTheDriver(driver)
+    kernel = KernelOfTheDriver(CudaDriver(0))
     table = measure_methods(0, kernel)  # type: ignore[arg-type]
-    driver.close()
+    kernel.close()
     assert kernel.num_fragments > 0
     assert set(table.kernel_below) == set(Way)
     assert [gpu.get(name) for name in COUNTS] == before
@@ -99,8 +98,7 @@ def test_what_is_small_is_measured_and_everything_given_back(gpu: SimulatedGpu) 
 def test_methods_are_measured_unless_they_are_given(
     gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch, given: MethodTable | None
 ) -> None:
-    driver = CudaDriver(0)
-    kernel = KernelOfTheDriver(driver)
+    kernel = KernelOfTheDriver(CudaDriver(0))
     measured: list[int] = []
 
     def measure(device_index: int, kernel: object) -> MethodTable:
@@ -116,7 +114,7 @@ def test_methods_are_measured_unless_they_are_given(
     assert gpu.read(address, NUM_BYTES) == bytes([5]) * NUM_BYTES
     assert (measured, kernel.num_fragments) == (([0], 0) if given is None else ([], 1))
     engine.close()
-    driver.close()
+    kernel.close()
 
 
 def test_without_a_driver_the_error_says_so() -> None:
