@@ -1,17 +1,19 @@
 """Moves bytes between registered memory of two processes with NIXL."""
 
 import asyncio
+import contextlib
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 
 from kvxfer.backends.nixl.agent_thread import BACKEND, AgentThread, Transfer
 from kvxfer.backends.nixl.pieces import Fragments, Words
 from kvxfer.backends.nixl.regions import AgentMetadata
-from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent, to_its_end
-from kvxfer.errors import PeerLostError
+from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent, to_its_end
+from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 
@@ -66,16 +68,57 @@ class NixlAgent(TransferAgent):
         self, operation: Operation, peer: str, local: Words, remote: Words, lengths: Words
     ) -> None:
         """See `TransferAgent.transfer`."""
-        if peer not in self._thread.peers:
-            raise PeerLostError(peer, "it was not added, or is removed")
-        fragments = Fragments.of(local, remote, lengths)
-        self._thread.regions.require("local", fragments.local, fragments.lengths)
-        self._thread.peers[peer].require("remote", fragments.remote, fragments.lengths)
-        transfer = Transfer(operation, peer)
-        self._thread.order(transfer.done, partial(self._thread.begin, transfer, fragments))
-        await to_its_end(transfer.done, partial(self._thread.cancel, transfer))
+        await self.transfer_each(operation, peer, [Run(local, remote, lengths)], lambda _: None)
+
+    async def transfer_each(
+        self, operation: Operation, peer: str, runs: Iterable[Run], landed: Callable[[int], None]
+    ) -> None:
+        """See `TransferAgent.transfer_each`."""
+        begun: list[Transfer] = []
+        failure: Exception | None = None
+        try:
+            for run in runs:  # prepared while those before are moved
+                transfer = self._thread.prepare(operation, peer, Fragments.of(*run))
+                transfer.done.add_done_callback(partial(_tell, landed, len(begun)))
+                self._thread.order(transfer.done, partial(self._thread.begin, transfer))
+                begun.append(transfer)
+        except Exception as exc:  # noqa: BLE001 - raised once the memory is quiet
+            failure = exc
+            self._thread.cancel(begun)
+        with contextlib.suppress(*([TransferFailedError] if failure else [])):
+            await to_its_end(_all_over(begun), partial(self._thread.cancel, begun))
+        if failure:
+            raise failure
 
     async def aclose(self) -> None:
         """See `TransferAgent.aclose`."""
         self._finalizer.detach()
         await to_its_end(self._thread.begin_stop())
+
+
+def _tell(landed: Callable[[int], None], index: int, done: "Future[None]") -> None:
+    if not done.exception():
+        landed(index)
+
+
+def _all_over(transfers: Sequence[Transfer]) -> "Future[None]":
+    """Tell when the last transfer has ended, with the first error of any."""
+    if len(transfers) == 1:
+        return transfers[0].done
+    over: Future[None] = Future()
+    if not transfers:
+        over.set_result(None)
+    ended = count(1)
+
+    def end(_: "Future[None]") -> None:
+        if next(ended) < len(transfers):  # on this thread and that of the agent
+            return
+        errors = (transfer.done.exception() for transfer in transfers)
+        if error := next(filter(None, errors), None):
+            over.set_exception(error)
+        else:
+            over.set_result(None)
+
+    for transfer in transfers:
+        transfer.done.add_done_callback(end)
+    return over

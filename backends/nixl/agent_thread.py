@@ -4,9 +4,8 @@ import contextlib
 import os
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,10 +54,15 @@ class Transfer:
 
     operation: Operation
     peer: str
+    pieces: deque[Fragments]
     done: Future[None] = field(default_factory=Future)
-    pieces: deque[Fragments] = field(default_factory=deque)
     in_flight: int = 0
     error: TransferFailedError | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left."""
+        return not (self.pieces or self.in_flight)
 
     def stop(self, error: TransferFailedError) -> None:
         """Let it end with `error` once nothing is in flight."""
@@ -120,11 +124,12 @@ class AgentThread:
         self.order(done, lambda: done.set_result(func()))
         return done.result()
 
-    def cancel(self, transfer: Transfer) -> None:
-        """Post no more of a transfer; from any thread."""
-        error = TransferFailedError(transfer.peer, "cancelled")
+    def cancel(self, transfers: Sequence[Transfer]) -> None:
+        """Post no more of some transfers; from any thread."""
         with contextlib.suppress(ClosedError):
-            self.order(transfer.done, partial(transfer.stop, error))
+            for transfer in transfers:
+                error = TransferFailedError(transfer.peer, "cancelled")
+                self.order(transfer.done, partial(transfer.stop, error))
 
     def forget(self, peer: str, adding: "Future[str]") -> None:
         """Remove a peer that nobody waits for any more; from any thread."""
@@ -209,10 +214,11 @@ class AgentThread:
             reason = error or "other memory is where its beacon should be"
             done.set_exception(PeerLostError(peer.name, f"it cannot be reached ({reason})"))
 
-        reading = Transfer(Operation.READ, name)
-        reading.done.add_done_callback(end)
         words = self._page[slot].ctypes.data, peer.beacon_address, BEACON_BYTES
-        self._enqueue(reading, [Fragments(*(np.array([word], np.uint64) for word in words))])
+        beacon = Fragments(*(np.array([word], np.uint64) for word in words))
+        reading = Transfer(Operation.READ, name, deque([beacon]))
+        reading.done.add_done_callback(end)
+        self._enqueue(reading)
 
     def remove_peer(self, peer: str, done: "Future[None]") -> None:
         """See `TransferAgent.remove_peer`; `done` says when."""
@@ -227,16 +233,29 @@ class AgentThread:
                 if transfer.peer == peer:
                     transfer.stop(PeerLostError(peer, "it was removed"))
 
-    def begin(self, transfer: Transfer, fragments: Fragments) -> None:
-        """Let a transfer take turns with others."""
-        if transfer.peer not in self.peers:
-            transfer.done.set_exception(PeerLostError(transfer.peer, "it was removed"))
-            return
-        fragments = join(fragments, self.regions.starts, self.peers[transfer.peer].starts)
-        self._enqueue(transfer, split(fragments, PIECE_BYTES, PIECE_FRAGMENTS))
+    def prepare(self, operation: Operation, peer: str, fragments: Fragments) -> Transfer:
+        """Cut a transfer into pieces, while others are moved; on any thread.
 
-    def _enqueue(self, transfer: Transfer, pieces: Iterable[Fragments]) -> None:
-        transfer.pieces.extend(pieces)
+        Raises:
+            InvalidArgumentError: An address is outside of registered memory.
+            PeerLostError: There is no such peer.
+        """
+        theirs = self.peers.get(peer)
+        if theirs is None:
+            raise PeerLostError(peer, "it was not added, or is removed")
+        self.regions.require("local", fragments.local, fragments.lengths)
+        theirs.require("remote", fragments.remote, fragments.lengths)
+        joined = join(fragments, self.regions.starts, theirs.starts)
+        return Transfer(operation, peer, deque(split(joined, PIECE_BYTES, PIECE_FRAGMENTS)))
+
+    def begin(self, transfer: Transfer) -> None:
+        """Let a transfer take turns with others."""
+        if transfer.peer in self.peers:
+            self._enqueue(transfer)
+        else:
+            transfer.done.set_exception(PeerLostError(transfer.peer, "it was removed"))
+
+    def _enqueue(self, transfer: Transfer) -> None:
         self._transfers.add(transfer)
         self._turns.append(transfer)
 
@@ -281,8 +300,6 @@ class AgentThread:
 
     def _obey(self, pause_s: float) -> bool:
         """Do what others ask for; wait up to `pause_s` for someone who does."""
-        if not pause_s:
-            time.sleep(0)  # lets other threads of Python run
         acted = False
         with contextlib.suppress(queue.Empty):
             command = self._commands.get(block=pause_s > 0, timeout=pause_s)
@@ -340,7 +357,7 @@ class AgentThread:
             transfer.stop(TransferFailedError(transfer.peer, "NIXL says that it failed"))
 
     def _end_what_is_over(self) -> None:
-        over = [each for each in self._transfers if not each.pieces and not each.in_flight]
+        over = [each for each in self._transfers if each.is_over]
         for transfer in over:
             self._transfers.remove(transfer)
             _end(transfer.done, transfer.error)

@@ -115,6 +115,21 @@ class FrameChannel:
                 async with asyncio.timeout(self._frame_timeout_s):
                     await self._writer.drain()
 
+    def send_soon(self, message: Message) -> None:
+        """Send a message without waiting, also when the other side does not read.
+
+        For one that follows an answer of the other side, so that their number is bounded.
+
+        Raises:
+            InvalidArgumentError: The message is larger than a frame may be; nothing was sent.
+            PeerClosedError: The connection is gone.
+            ClosedError: The channel was closed.
+        """
+        self.require_open()
+        frame = self._codec.encode(message)
+        with self._cut_on_error("taking a frame"):
+            self._writer.write(frame)
+
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
         """Wait for the next message.
 

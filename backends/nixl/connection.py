@@ -221,6 +221,16 @@ class Connection:
             os.close(self._pidfd)
             self._pidfd = None
 
+    def post_soon(self, make: Callable[[int], Message]) -> None:
+        """Ask for something that ends an earlier request, and whose answer does not matter.
+
+        Raises:
+            PeerError: The connection ended before.
+        """
+        number, message, _ = self._begin(make)
+        del self._waiting[number]
+        self._channel.send_soon(message)
+
     async def post(self, make: Callable[[int], Message]) -> None:
         """Ask for something whose answer does not matter.
 

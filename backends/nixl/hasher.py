@@ -1,11 +1,16 @@
 """Checksums of blocks that leave and of blocks that have arrived."""
 
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 
+from kvxfer.backends.nixl.transfer_agent import to_its_end
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.checksums import checksum_blocks
-from kvxfer.storage.threads import Threads
 
 NUM_THREADS = 2
 
@@ -18,26 +23,99 @@ class BlockHasher:
     """Hashes blocks on threads of its own, beside whatever moves."""
 
     def __init__(self) -> None:
-        self._threads = Threads("kvxfer-hash", NUM_THREADS)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvxfer-hash")
         self._copy_engine = CPUCopyEngine()
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
         """XXH3-64 of each block."""
         if blocks.num_bytes <= INLINE_BYTES:
             return checksum_blocks(blocks, self._copy_engine)
-        return await self._threads.run(checksum_blocks, blocks, self._copy_engine)
+        return await to_its_end(self._threads.submit(checksum_blocks, blocks, self._copy_engine))
 
     async def verify(self, blocks: Descriptors, expected: Sequence[int]) -> dict[int, int]:
         """Find the blocks that have the expected checksum; the checksum of each by position."""
-        actual = await self.checksums(blocks)
-        pairs = zip(actual, expected, strict=True)
-        return {index: each for index, (each, wanted) in enumerate(pairs) if each == wanted}
+        return _intact(await self.checksums(blocks), expected)
+
+    @asynccontextmanager
+    async def verifying(
+        self, blocks: Descriptors, expected: Sequence[int]
+    ) -> AsyncIterator["Verification"]:
+        """Verify blocks as they arrive; nothing looks at their memory when the context ends."""
+        verification = Verification(self._threads, self._copy_engine, blocks, expected)
+        try:
+            yield verification
+        finally:
+            await verification.settle()
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
-        await self._threads.run(self._copy_engine.copy, source, destination)
+        await to_its_end(self._threads.submit(self._copy_engine.copy, source, destination))
 
     async def aclose(self) -> None:
         """Let the threads end; may be called again."""
-        await self._threads.aclose()
+        self._threads.shutdown(wait=False)
         self._copy_engine.close()
+
+
+class Verification:
+    """Finds out which blocks of a batch that arrives run by run are what they should be.
+
+    No thread waits for what has not landed.
+
+    Args:
+        threads: Where blocks are hashed, those of one batch one after the other.
+        copy_engine: Gathers small fragments.
+        blocks: The whole batch.
+        expected: XXH3-64 that each block must have.
+
+    Attributes:
+        intact: Of the blocks that have landed and have the expected checksum, the checksum by
+            position; complete once settled.
+    """
+
+    def __init__(
+        self,
+        threads: ThreadPoolExecutor,
+        copy_engine: CopyEngine,
+        blocks: Descriptors,
+        expected: Sequence[int],
+    ) -> None:
+        self.intact: dict[int, int] = {}
+        self._threads = threads
+        self._copy_engine = copy_engine
+        self._blocks = blocks
+        self._expected = expected
+        self._lock = threading.Lock()
+        self._landed: deque[tuple[int, int]] = deque()
+        self._is_running = False
+        self._begun: list[Future[None]] = []
+
+    def landed(self, start: int, stop: int) -> None:
+        """Say that a run of blocks has arrived; from any thread, and at once."""
+        with self._lock:
+            self._landed.append((start, stop))
+            if not self._is_running:
+                self._is_running = True
+                self._begun.append(self._threads.submit(self._run))
+
+    async def settle(self) -> None:
+        """Wait until all that has landed is verified; nothing more may land."""
+        for running in reversed(self._begun):  # one began when the one before was over
+            await to_its_end(running)
+
+    def _run(self) -> None:
+        while (bounds := self._next()) is not None:
+            start, stop = bounds
+            checksums = checksum_blocks(self._blocks.select(start, stop), self._copy_engine)
+            found = _intact(checksums, self._expected[start:stop])
+            self.intact |= {start + row: each for row, each in found.items()}
+
+    def _next(self) -> tuple[int, int] | None:
+        with self._lock:
+            self._is_running = bool(self._landed)
+            return self._landed.popleft() if self._landed else None
+
+
+def _intact(actual: Sequence[int], expected: Sequence[int]) -> dict[int, int]:
+    pairs = zip(actual, expected, strict=True)
+    return {index: each for index, (each, wanted) in enumerate(pairs) if each == wanted}

@@ -1,12 +1,13 @@
 """The way to one peer's memory, by NIXL."""
 
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import numpy as np
 
 from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.peer_book import PeerBook
-from kvxfer.backends.nixl.transfer_agent import Operation
+from kvxfer.backends.nixl.transfer_agent import Operation, Run
 from kvxfer.backends.nixl.transport import Transport
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import pair_fragments
@@ -48,6 +49,26 @@ class Link:
         """
         await self._transfer(Operation.READ, ours, theirs)
 
+    async def read_each(
+        self,
+        theirs: Descriptors,
+        ours: Descriptors,
+        bounds: Sequence[tuple[int, int]],
+        landed: Callable[[int, int], None],
+    ) -> None:
+        """Copy blocks of the peer's memory to ours, run by run; errors as `read`.
+
+        Args:
+            theirs: The blocks there.
+            ours: Where they belong.
+            bounds: First block of each run, and the one behind its last.
+            landed: Called with the bounds of each run that has arrived, on any thread.
+        """
+        runs = (_pair(ours.select(*each), theirs.select(*each)) for each in bounds)
+        await self._book.agent.transfer_each(
+            Operation.READ, self._peer, runs, lambda index: landed(*bounds[index])
+        )
+
     async def write(self, ours: Descriptors, theirs: Descriptors) -> None:
         """Copy blocks of our memory to the peer's; errors as `read`."""
         await self._transfer(Operation.WRITE, ours, theirs)
@@ -57,7 +78,8 @@ class Link:
         await self._book.remove(self._metadata)
 
     async def _transfer(self, operation: Operation, ours: Descriptors, theirs: Descriptors) -> None:
-        local, remote, lengths = pair_fragments(ours, theirs)
-        await self._book.agent.transfer(
-            operation, self._peer, *map(np.ascontiguousarray, (local, remote, lengths))
-        )
+        await self._book.agent.transfer(operation, self._peer, *_pair(ours, theirs))
+
+
+def _pair(ours: Descriptors, theirs: Descriptors) -> Run:
+    return Run(*map(np.ascontiguousarray, pair_fragments(ours, theirs)))

@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from kvxfer.backends.nixl import messages
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.data_connection import DataConnection
-from kvxfer.backends.nixl.extents import RegionTable
+from kvxfer.backends.nixl.extents import RegionTable, cut
+from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.link import Link
 from kvxfer.backends.nixl.messages import (
     Ending,
@@ -33,6 +34,14 @@ from kvxfer.storage.keys import BlockKey
 
 MAX_DATA_CONNECTIONS = 2
 
+PIECE_BYTES = 16 << 20
+READ_BYTES = 32 << 20
+"""Of one request where this side reads. A holder that lends by way of staging memory must have
+room for it, which blocks fill up to multiples of 4096 bytes: see `stand_alone.STAGING_BYTES`."""
+
+RUN_BYTES = 8 << 20
+"""Of such a request is verified while the next are read; the last ones are waited for."""
+
 _SENDING: msgspec.msgpack.Decoder[Sending] = msgspec.msgpack.Decoder(Sending)
 _WANTED: msgspec.msgpack.Decoder[messages.Wanted] = msgspec.msgpack.Decoder(messages.Wanted)
 _MOVED: msgspec.msgpack.Decoder[Moved] = msgspec.msgpack.Decoder(Moved)
@@ -45,10 +54,13 @@ class Arrivals:
     Attributes:
         outcomes: One per key.
         checksums: XXH3-64 that each block that is `DONE` must have, in order.
+        intact: Checksum of those of them that have it, by position, where that was looked at as
+            they arrived; otherwise None.
     """
 
     outcomes: list[Outcome]
     checksums: list[int]
+    intact: dict[int, int] | None = None
 
 
 class Mover(ABC):
@@ -56,17 +68,26 @@ class Mover(ABC):
 
     Attributes:
         name: For people.
+        load_bytes: How much to load with one call, so that verifying it overlaps with moving.
     """
 
     name: str
+    load_bytes = PIECE_BYTES
 
     def reaches(self, blocks: Descriptors) -> bool:  # noqa: ARG002 - most reach everything
         """Whether blocks can be moved from and to where they are."""
         return True
 
     @abstractmethod
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Arrivals:
+    async def load(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, hasher: BlockHasher | None = None
+    ) -> Arrivals:
         """Copy blocks of the holder to described memory.
+
+        Args:
+            keys: What to load.
+            blocks: Where it belongs.
+            hasher: May verify what arrives, while more is under way.
 
         Raises:
             KVXferError: Nothing counts as loaded.
@@ -113,15 +134,19 @@ class NixlMover(Mover):
         self._memory = memory
         self._reads = reads
         self._trusts = trusts
+        if reads:
+            self.load_bytes = READ_BYTES
 
     def reaches(self, blocks: Descriptors) -> bool:
         """See `Mover.reaches`."""
         return self._memory.contains(blocks)
 
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Arrivals:
+    async def load(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, hasher: BlockHasher | None = None
+    ) -> Arrivals:
         """See `Mover.load`."""
         if self._reads:
-            return await self._read(keys, blocks)
+            return await self._read(keys, blocks, hasher)
         moved = await self._connection.move(
             lambda number: Push(
                 request_id=number,
@@ -152,7 +177,9 @@ class NixlMover(Mover):
     async def aclose(self) -> None:
         """See `Mover.aclose`."""
 
-    async def _read(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Arrivals:
+    async def _read(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, hasher: BlockHasher | None
+    ) -> Arrivals:
         pinned = await self._connection.request(
             lambda number: Pin(
                 request_id=number,
@@ -164,14 +191,28 @@ class NixlMover(Mover):
         )
         arrivals = self._arrivals(keys, pinned.endings, pinned.checksums)
         lent = [index for index, outcome in enumerate(arrivals.outcomes) if outcome.done]
-        if lent:
-            ours = blocks.take(lent)
-            try:
-                theirs = self._link.remote.resolve(pinned.extents)
+        if not lent:
+            return arrivals
+        ours = blocks.take(lent)
+        bounds = cut(ours, RUN_BYTES)
+        if hasher is None or len(bounds) == 1:
+            async with self._pinned(pinned) as theirs:
                 await self._link.read(theirs, ours)
-            finally:
-                await self._unpin(pinned.request_id)
-        return arrivals
+            return arrivals
+        async with (
+            hasher.verifying(ours, arrivals.checksums) as verification,
+            self._pinned(pinned) as theirs,
+        ):
+            await self._link.read_each(theirs, ours, bounds, verification.landed)
+        return replace(arrivals, intact=verification.intact)
+
+    @contextlib.asynccontextmanager
+    async def _pinned(self, pinned: Pinned) -> AsyncIterator[Descriptors]:
+        """Say where pinned blocks are, and let them go in the end."""
+        try:
+            yield self._link.remote.resolve(pinned.extents)
+        finally:
+            await self._unpin(pinned.request_id)
 
     async def _unpin(self, pin: int) -> None:
         def make(number: int) -> Unpin:
@@ -179,7 +220,7 @@ class NixlMover(Mover):
 
         if not self._trusts:  # a checksum says whether the right bytes were read
             with contextlib.suppress(KVXferError):
-                await asyncio.shield(self._connection.post(make))
+                self._connection.post_soon(make)
         elif not (await self._connection.request(make, Unpinned)).held:
             raise TransferFailedError(str(self._connection.endpoint), "the lease ended too early")
 
@@ -204,7 +245,12 @@ class SocketMover(Mover):
         self._idle: list[DataConnection] = []
         self._closed = False
 
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Arrivals:
+    async def load(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        hasher: BlockHasher | None = None,  # noqa: ARG002 - pieces are small enough
+    ) -> Arrivals:
         """See `Mover.load`."""
         async with self._data() as data:
             await data.send(

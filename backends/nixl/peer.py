@@ -12,7 +12,7 @@ import numpy as np
 from kvxfer.backends.nixl.extents import cut
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.messages import Delete, Deleted, Found, Lookup
-from kvxfer.backends.nixl.movers import Mover
+from kvxfer.backends.nixl.movers import PIECE_BYTES, Mover
 from kvxfer.backends.nixl.quarantine import Quarantine, end_within
 from kvxfer.backends.nixl.route import Route
 from kvxfer.errors import KVXferError, PeerLostError, ProtocolError
@@ -21,8 +21,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagingMemory
 
-PIECE_BYTES = 16 << 20
-PIECES_IN_FLIGHT = 3
+PIECES_IN_FLIGHT = 4
 GRACE_S = 0.5
 
 Move = Callable[[Mover, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
@@ -114,14 +113,16 @@ class Peer:
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; what cannot be done in time is `TIMED_OUT`."""
-        outcomes = await self._move(self._load_piece, keys, blocks)
+        is_small = _is_in_crumbs(blocks) or blocks.num_bytes < blocks.num_blocks * SMALL_PIECE_BYTES
+        max_bytes = PIECE_BYTES if is_small else self.route.load_bytes(blocks)
+        outcomes = await self._move(self._load_piece, keys, blocks, max_bytes)
         self._count(outcomes)
         self.statistics.num_loaded_bytes += _done_bytes(outcomes, blocks)
         return outcomes
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; what cannot be done in time is `TIMED_OUT`."""
-        outcomes = await self._move(self._store_piece, keys, blocks)
+        outcomes = await self._move(self._store_piece, keys, blocks, PIECE_BYTES)
         self._count(outcomes)
         self.statistics.num_stored_bytes += _done_bytes(outcomes, blocks)
         return outcomes
@@ -133,9 +134,9 @@ class Peer:
         return answers
 
     async def _move(
-        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, max_bytes: int
     ) -> list[Outcome]:
-        bounds = cut(blocks, PIECE_BYTES)
+        bounds = cut(blocks, max_bytes)
         if len(bounds) == 1:  # a task less to switch to and back from
             return await self._move_piece(move, keys, blocks)
         async with asyncio.TaskGroup() as tasks:
@@ -198,12 +199,14 @@ class Peer:
     async def _load_verified(
         self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        arrivals = await mover.load(keys, blocks)
+        arrivals = await mover.load(keys, blocks, self._hasher if self._verifies else None)
         outcomes = arrivals.outcomes
         arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
         if not self._verifies or not arrived:
             return outcomes
-        intact = await self._hasher.verify(blocks.take(arrived), arrivals.checksums)
+        intact = arrivals.intact
+        if intact is None:
+            intact = await self._hasher.verify(blocks.take(arrived), arrivals.checksums)
         changed = [index for row, index in enumerate(arrived) if row not in intact]
         for index in changed:
             reason = f"{keys[index].hex()} of {self.route.endpoint} arrived with other bytes"

@@ -11,9 +11,10 @@ from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.direction import is_reading_faster
 from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.movers import Mover, NixlMover, SocketMover
+from kvxfer.backends.nixl.movers import PIECE_BYTES, Mover, NixlMover, SocketMover
 from kvxfer.backends.nixl.node import Node
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 FIRST_RETRY_S = 0.1
@@ -62,6 +63,12 @@ class Route:
             return "own memory"
         is_open = self._connection is not None and self._connection.is_open
         return self._mover.name if self._mover is not None and is_open else "not connected"
+
+    def load_bytes(self, blocks: Descriptors) -> int:
+        """How much of some blocks to load at once; see `Mover.load_bytes`."""
+        if self._mover is None or not self._mover.reaches(blocks):
+            return PIECE_BYTES
+        return self._mover.load_bytes
 
     async def open(self) -> tuple[Connection, Mover]:
         """Give the connection, made anew if need be.

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvxfer.backends.nixl.pieces import Words
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -21,6 +21,14 @@ class Operation(enum.Enum):
     """From the peer."""
     WRITE = "WRITE"
     """To the peer."""
+
+
+class Run(NamedTuple):
+    """Fragments that are moved together; each as `TransferAgent.transfer` takes them."""
+
+    local: Words
+    remote: Words
+    lengths: Words
 
 
 class TransferAgent(ABC):
@@ -105,6 +113,23 @@ class TransferAgent(ABC):
             asyncio.CancelledError: The caller was cancelled. Only what was under way has been
                 moved, and the memory is quiet: this waits for it, for ever if the peer stalls.
         """
+
+    async def transfer_each(
+        self, operation: Operation, peer: str, runs: Iterable[Run], landed: Callable[[int], None]
+    ) -> None:
+        """Move runs of fragments, and say of each when it has arrived; otherwise as `transfer`.
+
+        Args:
+            operation: Which way.
+            peer: As `add_peer` returned it.
+            runs: What is moved together, in the order in which they are begun; may be made while
+                those before are moved.
+            landed: Called with the index of each run that has arrived, on any thread; what it
+                does holds up all other transfers.
+        """
+        for index, run in enumerate(runs):
+            await self.transfer(operation, peer, *run)
+            landed(index)
 
     @abstractmethod
     async def aclose(self) -> None:

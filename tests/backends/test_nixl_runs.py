@@ -1,0 +1,147 @@
+"""Batches that are read run by run, and verified while more arrives."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import numpy as np
+import pytest
+
+from kvxfer.backends.nixl import movers
+from kvxfer.backends.nixl.agent import NixlAgent
+from kvxfer.backends.nixl.hasher import BlockHasher
+from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent
+from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.errors import InvalidArgumentError, PeerLostError
+from kvxfer.storage.backend import Status
+from kvxfer.testing import FakeNixlAgent
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
+from kvxfer.testing.payloads import read_payloads
+from tests.backends.agent_contract import POOL_BYTES, LocalPeer, Pool, random_bytes, words
+from tests.backends.nixl_holders import HolderProcess, open_client
+from tests.backends.test_nixl import WAYS
+
+NUM_RUNS = 5
+RUN_BYTES = POOL_BYTES // 16
+KEYS = make_keys(6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import NIXL before an event loop runs that must not be blocked for so long."""
+    import_nixl(otherwise="skip these tests")
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[HolderProcess]:
+    process = HolderProcess()
+    yield process
+    process.end()
+
+
+@pytest.fixture(params=[FakeNixlAgent, NixlAgent])
+async def agents(request: pytest.FixtureRequest) -> AsyncIterator[tuple[TransferAgent, LocalPeer]]:
+    make: Callable[[], TransferAgent] = request.param
+    agent, peer = make(), LocalPeer(make())
+    yield agent, peer
+    await agent.aclose()
+    await peer.agent.aclose()
+
+
+def runs_of(pool: Pool, peer: LocalPeer) -> list[Run]:
+    """Runs in no order of addresses, none touching the next."""
+    starts = [index * 2 * RUN_BYTES for index in (3, 0, 4, 1, 2)]
+    return [
+        Run(words(pool.address + start), words(peer.address + start), words(RUN_BYTES))
+        for start in starts
+    ]
+
+
+async def test_each_run_is_told_when_its_bytes_are_there(
+    agents: tuple[TransferAgent, LocalPeer],
+) -> None:
+    agent, peer = agents
+    pool = Pool()
+    agent.register(pool.regions())
+    await peer.fill(1)
+    name = await agent.add_peer(peer.metadata)
+    runs = runs_of(pool, peer)
+    whole: list[tuple[int, bool]] = []
+
+    def landed(index: int) -> None:
+        start = int(runs[index].local[0]) - pool.address
+        there = pool.bytes[start : start + RUN_BYTES]
+        expected = random_bytes(1)[start : start + RUN_BYTES]
+        whole.append((index, bool(np.array_equal(there, expected))))
+
+    await agent.transfer_each(Operation.READ, name, iter(runs), landed)
+    assert sorted(whole) == [(index, True) for index in range(NUM_RUNS)]
+
+
+async def test_a_run_that_cannot_be_ends_those_before_it_and_raises(
+    agents: tuple[TransferAgent, LocalPeer],
+) -> None:
+    agent, peer = agents
+    pool = Pool()
+    agent.register(pool.regions())
+    await peer.fill(2)
+    name = await agent.add_peer(peer.metadata)
+    runs = runs_of(pool, peer)
+    outside = Run(words(pool.address), words(peer.address + POOL_BYTES), words(1))
+    landed: list[int] = []
+    with pytest.raises(InvalidArgumentError, match="remote"):
+        await agent.transfer_each(
+            Operation.READ, name, [*runs[:2], outside, *runs[2:]], landed.append
+        )
+    pool.bytes[:] = 7  # whatever was begun is over
+    await agent.transfer(Operation.READ, name, *runs[0])
+    others = np.ones(POOL_BYTES, bool)
+    start = int(runs[0].local[0]) - pool.address
+    others[start : start + RUN_BYTES] = False
+    assert np.all(pool.bytes[others] == 7)
+    assert set(landed) <= {0, 1}
+
+
+async def test_runs_of_a_peer_that_is_removed_are_not_told(
+    agents: tuple[TransferAgent, LocalPeer],
+) -> None:
+    agent, peer = agents
+    pool = Pool()
+    agent.register(pool.regions())
+    name = await agent.add_peer(peer.metadata)
+    await agent.remove_peer(name)
+    landed: list[int] = []
+    with pytest.raises(PeerLostError):
+        await agent.transfer_each(Operation.READ, name, runs_of(pool, peer), landed.append)
+    assert not landed
+    await agent.transfer_each(Operation.READ, name, [], landed.append)
+
+
+async def test_what_has_landed_is_verified_and_nothing_else() -> None:
+    hasher, blocks = BlockHasher(), make_memory().describe(0, range(12))
+    expected = await hasher.checksums(blocks)
+    wrong = [*expected[:5], expected[5] ^ 1, *expected[6:]]
+    async with hasher.verifying(blocks, wrong) as verification:
+        for bounds in ((9, 12), (0, 2), (4, 8)):
+            await asyncio.to_thread(verification.landed, *bounds)
+    landed = {9, 10, 11, 0, 1, 4, 6, 7}
+    assert verification.intact == {index: expected[index] for index in landed}
+    await hasher.aclose()
+
+
+@pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
+async def test_a_corrupt_block_in_one_of_several_runs_is_found(
+    process: HolderProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = make_memory()
+    block_bytes = int(memory.describe(0, [0]).num_bytes)
+    monkeypatch.setattr(movers, "RUN_BYTES", 2 * block_bytes)
+    holder = await asyncio.to_thread(process.open, memory.namespace())
+    async with open_client(memory.namespace(), holder, **WAYS["read"]) as backend:
+        payloads = await store_made_up(backend, KEYS, memory.describe(0, range(6)))
+        target = memory.describe(0, [20, 11, 17, 8, 14, 29])
+        assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 6
+        assert read_payloads(target) == payloads
+        holder.corrupt(KEYS[3])
+        loaded = statuses(await backend.load(KEYS, target))
+        assert loaded == [Status.DONE] * 3 + [Status.CORRUPT] + [Status.DONE] * 2
+        assert await backend.lookup(KEYS) == [True] * 3 + [False] + [True] * 2
