@@ -180,9 +180,10 @@ async def test_buffers_are_pinned_and_bounded_and_nothing_is_left_of_them(
         for start in range(0, 60, 20):
             await engine.store(keys_of(20, first=start), [range(start, start + 20)])
         marked = gpu.get("num_live_events")
-        for _ in range(5):
+        for _ in range(20):
             await engine.load(keys_of(60), [range(60)])
-        assert gpu.get("num_live_events") <= marked + 4, "marks do not give their events back"
+        # One for each buffer that is loaded at a time, and one for each mark that still lives.
+        assert gpu.get("num_live_events") <= marked + 8, "marks do not give their events back"
         assert gpu.get("registered_bytes") == buffers
     assert gpu.get("registered_bytes") == 0
     assert gpu.get("num_contexts") == contexts
