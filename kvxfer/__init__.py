@@ -46,6 +46,7 @@ from kvxfer.kvcache.attention_metadata import (
 )
 from kvxfer.kvcache.attestation import attest
 from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT, BlockTable
+from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -57,7 +58,6 @@ from kvxfer.kvcache.descriptors import Descriptors, describe
 from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.layout import KVLayout
 from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from kvxfer.kvcache.map_caches import map_caches
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.kvcache.page_mapping import CopyRun, PageMapping, verify_mappings
 from kvxfer.kvcache.quantization import KVQuantization

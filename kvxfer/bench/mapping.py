@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
-from kvxfer.kvcache.map_caches import map_caches
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.kvcache.worker_shard import WorkerShard

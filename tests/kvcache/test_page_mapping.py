@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import BlockDescriber
 from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from kvxfer.kvcache.map_caches import map_caches
 from kvxfer.kvcache.page_mapping import verify_mappings
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.kvcache.worker_shard import WorkerShard

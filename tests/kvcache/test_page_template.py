@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError
+from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
-from kvxfer.kvcache.map_caches import map_caches
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.kvcache.worker_shard import WorkerShard
 

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.allocation import allocate_canonical
+from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
 from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.map_caches import map_caches
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.kvcache.worker_shard import WorkerShard
 from tests.kvcache.page_worlds import FIRST_LAYER, StateWorld, Values, World

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.cache_mapping import map_caches, payload_boxes
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -16,7 +17,6 @@ from kvxfer.kvcache.canonical import (
     canonicalize,
 )
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.map_caches import map_caches, payload_boxes
 from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping, verify_mappings
 from kvxfer.kvcache.portable_page import portable_page
 from kvxfer.kvcache.spec import (
