@@ -26,8 +26,10 @@ STRAIGHT_BYTES = 16 << 10
 first: hashing them one by one would cost more than copying them. Measured with 19 blocks of 180
 fragments of 32 KiB, loaded straight in 45 ms and gathered in 120."""
 
-ROUND_BYTES = 8 << 20
 ROUND_FILES = 64
+ROUND_BYTES = 32 << 20
+GATHERED_BYTES = 8 << 20
+"""Of a round whose data goes through scratch memory, which every thread has for itself."""
 
 
 class Scratch:
@@ -115,9 +117,10 @@ class BlockFiles:
         """What the files of a key's group hold."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]
 
-    def rounds(self, blocks: Descriptors) -> Iterator[tuple[int, int]]:
+    def rounds(self, blocks: Descriptors, *, straight: bool) -> Iterator[tuple[int, int]]:
         """Runs of blocks whose files are open, and whose scratch memory is needed, at one time."""
-        most = max(1, ROUND_BYTES // int(blocks.block_sizes.max()))
+        num_bytes = ROUND_BYTES if straight else GATHERED_BYTES
+        most = max(1, num_bytes // int(blocks.block_sizes.max()))
         step = min(ROUND_FILES, most)
         for start in range(0, blocks.num_blocks, step):
             yield start, min(start + step, blocks.num_blocks)

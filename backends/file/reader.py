@@ -47,11 +47,15 @@ class BlockReader:
         Memory of blocks without a file is not written.
         """
         outcomes: list[Outcome] = []
-        for start, stop in self._files.rounds(blocks):
-            outcomes += self._read_round(keys[start:stop], blocks.select(start, stop))
+        straight = self._files.is_straight(blocks)
+        for start, stop in self._files.rounds(blocks, straight=straight):
+            some = blocks.select(start, stop)
+            outcomes += self._read_round(keys[start:stop], some, straight=straight)
         return outcomes
 
-    def _read_round(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def _read_round(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
+    ) -> list[Outcome]:
         sizes = blocks.block_sizes.tolist()
         named: dict[int, NamedFile] = {}
         for index, key in enumerate(keys):
@@ -62,7 +66,8 @@ class BlockReader:
         outcomes: list[Outcome | None] = [None] * len(keys)
         if named:
             chosen = blocks if len(named) == len(keys) else blocks.take(list(named))
-            read = self._read_whole([keys[i] for i in named], list(named.values()), chosen)
+            some, locations = [keys[i] for i in named], list(named.values())
+            read = self._read_whole(some, locations, chosen, straight=straight)
             for index, outcome in zip(named, read, strict=True):
                 outcomes[index] = outcome
         return [
@@ -71,11 +76,15 @@ class BlockReader:
         ]
 
     def _read_whole(
-        self, keys: Sequence[BlockKey], named: Sequence[NamedFile], blocks: Descriptors
+        self,
+        keys: Sequence[BlockKey],
+        named: Sequence[NamedFile],
+        blocks: Descriptors,
+        *,
+        straight: bool,
     ) -> list[Outcome | None]:
         """Read whole chunks; None where something is not as it should be."""
         files, sizes = self._files, blocks.block_sizes.tolist()
-        straight = files.is_straight(blocks)
         scratch = files.scratch(keys, PAGE_BYTES + (0 if straight else max(sizes)))
         vectors = (
             straight_vectors(scratch, blocks, tail=True)

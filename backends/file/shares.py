@@ -7,7 +7,7 @@ import numpy as np
 
 from kvxfer.kvcache.descriptors import Descriptors
 
-SHARE_BYTES = 8 << 20
+SHARE_BYTES = 16 << 20
 """What makes a second thread worth its while, where its files do not."""
 
 

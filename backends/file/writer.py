@@ -51,29 +51,34 @@ class BlockWriter:
         It is `BUSY` where another process does, or has done so since the file was looked for.
         """
         outcomes: list[Outcome] = []
-        for start, stop in self._files.rounds(blocks):
+        straight = self._files.is_straight(blocks)
+        for start, stop in self._files.rounds(blocks, straight=straight):
             some = keys[start:stop]
             try:
-                outcomes += self._write_round(some, blocks.select(start, stop))
+                outcomes += self._write_round(some, blocks.select(start, stop), straight=straight)
             except OSError as exc:
                 outcomes += [failure(exc)] * len(some)
         return outcomes
 
-    def _write_round(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def _write_round(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
+    ) -> list[Outcome]:
         outcomes = [BUSY] * len(keys)
         files = [file_id(self._files.fingerprint, key) for key in keys]
         with self._ledger.claimed(files) as taken:
             ours = [index for index, file in enumerate(files) if file not in taken]
             if ours:
                 chosen = blocks if len(ours) == len(keys) else blocks.take(ours)
-                written = self._write_claimed([keys[index] for index in ours], chosen)
+                chosen_keys = [keys[index] for index in ours]
+                written = self._write_claimed(chosen_keys, chosen, straight=straight)
                 for index, outcome in zip(ours, written, strict=True):
                     outcomes[index] = outcome
         return outcomes
 
-    def _write_claimed(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def _write_claimed(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
+    ) -> list[Outcome]:
         files, sizes = self._files, blocks.block_sizes.tolist()
-        straight = files.is_straight(blocks)
         scratch = files.scratch(keys, 0 if straight else max(sizes))
         if straight:
             vectors = straight_vectors(scratch, blocks, tail=False)
