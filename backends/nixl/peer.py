@@ -21,7 +21,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagingMemory
 
-PIECES_IN_FLIGHT = 4
+PIECES_IN_FLIGHT = 3
 GRACE_S = 0.5
 
 Move = Callable[[Mover, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
