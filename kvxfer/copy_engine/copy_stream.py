@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
+from kvxfer.errors import DeviceError, DeviceLostError
 from kvxfer.kvcache.descriptors import Addresses
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -78,7 +79,7 @@ class CopyStream:
             event = self._events.pop()
         except IndexError:  # more batches at a time than ever before
             event = self._driver.open_event()
-        batch = Batch(self._driver, self._stream, self._tables)
+        batch, recorded = Batch(self._driver, self._stream, self._tables), False
         try:
             with self._turn:
                 for mark in marks:
@@ -86,11 +87,13 @@ class CopyStream:
                 try:
                     yield batch
                 finally:
-                    self._driver.record(event, self._stream)
+                    self._record(event)
+                    recorded = True
         finally:
-            self._wait(event)
-            self._events.append(event)
-            self._tables += batch.tables
+            if recorded:
+                self._wait(event)
+                self._events.append(event)
+                self._tables += batch.tables
 
     def close(self) -> None:
         """Let go of the stream; no batch may be under way."""
@@ -99,6 +102,12 @@ class CopyStream:
         for event in self._events:
             self._driver.close_event(event)
         self._driver.close_stream(self._stream)
+
+    def _record(self, event: CudaEvent) -> None:
+        try:
+            self._driver.record(event, self._stream)
+        except DeviceError as exc:  # then the end of what was begun cannot be seen
+            raise DeviceLostError(exc.device_index, exc.call, exc.code) from exc
 
     def _wait(self, event: CudaEvent) -> None:
         pause_s = SHORTEST_WAIT_S

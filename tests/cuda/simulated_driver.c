@@ -64,7 +64,7 @@ static int num_ranges;
 static __thread struct CUctx_st *stack[16];
 static __thread int depth;
 
-static int version = 13000, numa_node = -1, can_use_host_pointer = 1, paused;
+static int version = 13000, numa_node = -1, can_use_host_pointer = 1, paused, refuse_records;
 static size_t bytes_that_may_be_registered = SIZE_MAX, registered_bytes;
 static unsigned delay_us;
 static unsigned long num_batches, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
@@ -85,6 +85,7 @@ void sim_set(const char *name, long value) {
     else if (!strcmp(name, "can_use_host_pointer")) can_use_host_pointer = (int)value;
     else if (!strcmp(name, "bytes_that_may_be_registered")) bytes_that_may_be_registered = (size_t)value;
     else if (!strcmp(name, "delay_us")) delay_us = (unsigned)value;
+    else if (!strcmp(name, "refuse_records")) refuse_records = (int)value;
     else if (!strcmp(name, "paused")) paused = (int)value;
     else if (!strcmp(name, "lost")) contexts[value].lost = 1;
     else if (!strcmp(name, "found")) find_again(&contexts[value]);
@@ -352,6 +353,7 @@ CUresult cuEventDestroy_v2(CUevent event) { (void)event; num_live_events--; retu
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     CUresult result = check();
     if (result) return result;
+    if (refuse_records) return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
     enqueue(resolve(stream), (struct op){.kind = RECORD, .event = event, .turn = ++event->recorded});
     pthread_mutex_unlock(&lock);

@@ -18,6 +18,7 @@ DEFAULTS = {
     "bytes_that_may_be_registered": 1 << 60,
     "delay_us": 0,
     "paused": 0,
+    "refuse_records": 0,
 }
 
 

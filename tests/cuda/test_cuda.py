@@ -23,6 +23,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.cuda.copies import (
     ALWAYS,
+    EVERYTHING,
     NEVER,
     NUM_BYTES,
     CopyContract,
@@ -232,6 +233,20 @@ def test_what_was_begun_before_a_refusal_ends_before_the_error(
         engine.copy(blocks, target)
     assert np.array_equal(memory.host[:4096], on_device[:4096])
     engine.close()
+
+
+def test_a_copy_whose_end_cannot_be_seen_is_never_said_to_be_over(
+    gpu: SimulatedGpu, engine: CudaCopyEngine, memory: Memory
+) -> None:
+    copy(engine, memory, Way.TO_HOST, scatter(0))
+    gpu.set("refuse_records", 1)
+    everything = memory.describe("device", *EVERYTHING), memory.describe("host", *EVERYTHING)
+    with pytest.raises(DeviceLostError, match="cuEventRecord returned CUDA_ERROR_OUT_OF_MEMORY"):
+        engine.copy(*everything)
+    gpu.set("refuse_records", 0)
+    engine.copy(*everything)  # behind the other one
+    for seed in range(4):
+        copy(engine, memory, Way.TO_HOST, scatter(seed))
 
 
 def test_copies_go_after_whatever_the_engine_computes(engine: CudaCopyEngine) -> None:
