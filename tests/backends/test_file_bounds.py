@@ -279,6 +279,18 @@ async def test_lookups_answer_while_an_index_is_rebuilt_and_it_finds_every_block
         assert found == {file_id(fingerprint, key) for key in keys}
 
 
+async def test_a_round_that_is_gathered_takes_8_mib_of_scratch_and_any_other_32_of_files(
+    tmp_path: Path,
+) -> None:
+    memory = BlockMemory([[MIB]], num_blocks=40)
+    blocks = memory.describe(0, range(40))
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        gathered = list(backend._files.rounds(blocks, straight=False))
+        straight = list(backend._files.rounds(blocks, straight=True))
+    assert gathered == [(start, start + 8) for start in range(0, 40, 8)]
+    assert straight == [(0, 32), (32, 40)]
+
+
 def make_space(root: Path, *, num_files: int, eviction: PolicyName = "lru") -> Space:
     space = Space(
         BlockTree(root),
