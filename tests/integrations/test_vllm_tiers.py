@@ -187,7 +187,7 @@ def test_what_was_stored_is_a_hit_after_a_restart_with_the_same_bytes(start: Sta
     for key, slot in zip(keys, placement.slots, strict=True):
         assert after.pool.verify(slot, key).done
     after.manager.complete_load(keys, ReqContext("request"))
-    assert after.counts()[metrics.FILE_LOADED] == 3
+    assert after.counts()[metrics.LOWER_LOADED] == 3
 
 
 def test_a_chunk_that_is_nowhere_is_a_miss_once_the_lower_tier_said_so(start: Start) -> None:
@@ -254,7 +254,7 @@ def test_a_chunk_that_is_corrupt_below_is_a_miss_for_as_long_as_its_request_wait
     for _ in range(3):
         scheduler.step()
         assert scheduler.lookup([key]) == [MISS]
-    assert scheduler.counts()[metrics.FILE_LOADS_FAILED] == 1
+    assert scheduler.counts()[metrics.LOWER_LOADS_FAILED] == 1
     assert scheduler.index.num_free_slots == NUM_SLOTS
 
     scheduler.store([key], version=1)
@@ -272,7 +272,7 @@ def test_bytes_that_changed_on_their_way_down_are_not_kept_below(start: Start) -
     scheduler.forget()
     assert isinstance(backend.inner, KeepingBackend)
     scheduler.until(lambda: key not in backend.inner)  # type: ignore[operator]
-    assert scheduler.counts()[metrics.FILE_STORES_FAILED] == 1
+    assert scheduler.counts()[metrics.LOWER_STORES_FAILED] == 1
 
 
 def test_a_prompt_larger_than_host_memory_is_promoted_up_to_where_it_fits(start: Start) -> None:
@@ -281,7 +281,7 @@ def test_a_prompt_larger_than_host_memory_is_promoted_up_to_where_it_fits(start:
     scheduler = start(backend)
     scheduler.until(lambda: len(backend) == len(prompt))
     assert scheduler.resolve(prompt) == [HIT] * NUM_SLOTS + [MISS]
-    assert scheduler.counts()[metrics.FILE_LOADS_REFUSED] > 0
+    assert scheduler.counts()[metrics.LOWER_LOADS_REFUSED] > 0
 
 
 def test_two_requests_that_do_not_both_fit_do_not_evict_each_other_for_ever(start: Start) -> None:
@@ -322,11 +322,11 @@ def test_more_copies_than_half_of_the_slots_are_dropped_and_counted(start: Start
     backend = broken(Operation.STORE, hang=1.0)
     scheduler = start(backend)
     assert scheduler.store(keys_of(NUM_SLOTS)) == keys_of(NUM_SLOTS)
-    assert scheduler.counts()[metrics.FILE_STORES_DROPPED] == NUM_SLOTS / 2
+    assert scheduler.counts()[metrics.LOWER_STORES_DROPPED] == NUM_SLOTS / 2
     assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS // 2, first=10)
     backend.release()
     scheduler.settle()
-    assert scheduler.counts()[metrics.FILE_STORED] == NUM_SLOTS / 2
+    assert scheduler.counts()[metrics.LOWER_STORED] == NUM_SLOTS / 2
 
 
 @pytest.mark.parametrize("rates", [{"error": 1.0}, {"failure": 1.0}])

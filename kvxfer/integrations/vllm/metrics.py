@@ -21,12 +21,12 @@ EVICTED = "vllm:kvxfer_blocks_evicted"
 REFUSED = "vllm:kvxfer_stores_refused"
 LOST = "vllm:kvxfer_stores_lost"
 CORRUPT = "vllm:kvxfer_blocks_corrupt"
-FILE_STORED = "vllm:kvxfer_lower_blocks_stored"
-FILE_LOADED = "vllm:kvxfer_lower_blocks_loaded"
-FILE_STORES_FAILED = "vllm:kvxfer_lower_stores_failed"
-FILE_STORES_DROPPED = "vllm:kvxfer_lower_stores_dropped"
-FILE_LOADS_FAILED = "vllm:kvxfer_lower_loads_failed"
-FILE_LOADS_REFUSED = "vllm:kvxfer_lower_loads_refused"
+LOWER_STORED = "vllm:kvxfer_lower_blocks_stored"
+LOWER_LOADED = "vllm:kvxfer_lower_blocks_loaded"
+LOWER_STORES_FAILED = "vllm:kvxfer_lower_stores_failed"
+LOWER_STORES_DROPPED = "vllm:kvxfer_lower_stores_dropped"
+LOWER_LOADS_FAILED = "vllm:kvxfer_lower_loads_failed"
+LOWER_LOADS_REFUSED = "vllm:kvxfer_lower_loads_refused"
 
 DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
     BLOCKS: OffloadingGaugeMetadata(documentation="Chunks kept in host memory."),
@@ -46,23 +46,23 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
     CORRUPT: OffloadingCounterMetadata(
         documentation="Chunks whose bytes changed in host memory; dropped and recomputed."
     ),
-    FILE_STORED: OffloadingCounterMetadata(
+    LOWER_STORED: OffloadingCounterMetadata(
         documentation="Chunks copied from host memory to the tier below."
     ),
-    FILE_LOADED: OffloadingCounterMetadata(
+    LOWER_LOADED: OffloadingCounterMetadata(
         documentation="Chunks brought back from the tier below, verified."
     ),
-    FILE_STORES_FAILED: OffloadingCounterMetadata(
+    LOWER_STORES_FAILED: OffloadingCounterMetadata(
         documentation="Chunks that the tier below did not store."
     ),
-    FILE_STORES_DROPPED: OffloadingCounterMetadata(
+    LOWER_STORES_DROPPED: OffloadingCounterMetadata(
         documentation="Chunks not copied to the tier below because it does not keep up."
     ),
-    FILE_LOADS_FAILED: OffloadingCounterMetadata(
+    LOWER_LOADS_FAILED: OffloadingCounterMetadata(
         documentation="Chunks found in the tier below that were corrupt, gone, or not loaded in "
         "time; recomputed."
     ),
-    FILE_LOADS_REFUSED: OffloadingCounterMetadata(
+    LOWER_LOADS_REFUSED: OffloadingCounterMetadata(
         documentation="Chunks found in the tier below for which host memory had no room."
     ),
 }

@@ -144,7 +144,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._counters.add(metrics.EVICTED, len(plan.evicted))
         self._emit(plan.evicted, removed=True)
         if not plan.keys:
-            self._counters.add(metrics.FILE_LOADS_REFUSED)
+            self._counters.add(metrics.LOWER_LOADS_REFUSED)
             self._tier.deny([key])  # or the request would wait for room, again and again
             return False
         self._pool.unseal(plan.slots)
@@ -154,7 +154,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     def _copy_down(self, stored: Sequence[BlockKey]) -> None:
         """Begin to copy the first of these chunks, as many as may be on the way at once."""
         room = self._max_going_down - self._num_going_down
-        self._counters.add(metrics.FILE_STORES_DROPPED, max(0, len(stored) - room))
+        self._counters.add(metrics.LOWER_STORES_DROPPED, max(0, len(stored) - room))
         if chosen := list(stored[:room]):
             self._tier.submit_store(chosen, self._index.pin(chosen))
             self._num_going_down += len(chosen)
@@ -204,11 +204,11 @@ class TieredOffloadingManager(KVXferOffloadingManager):
                 sound = self._pool.verify(moved.row, moved.key).done
                 if not sound:
                     self._tier.delete([moved.key])
-            self._counters.add(metrics.FILE_STORED if sound else metrics.FILE_STORES_FAILED)
+            self._counters.add(metrics.LOWER_STORED if sound else metrics.FILE_STORES_FAILED)
             self._index.unpin([moved.key])
 
     def _drop_failed(self, loads: Sequence[Moved]) -> None:
-        self._counters.add(metrics.FILE_LOADS_FAILED, len(loads))
+        self._counters.add(metrics.LOWER_LOADS_FAILED, len(loads))
         logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
         self._index.finish_store([moved.key for moved in loads], stored=False)
         for moved in loads:
@@ -217,7 +217,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     def _land(self, keys: Sequence[BlockKey]) -> None:
         """Make chunks loadable, held for the requests that wait: nothing may evict them now."""
         self._index.finish_store(keys, stored=True)
-        self._counters.add(metrics.FILE_LOADED, len(keys))
+        self._counters.add(metrics.LOWER_LOADED, len(keys))
         self._emit(keys, removed=False)
         for key in keys:
             for req_id in self._waiting.pop(key, ()):
