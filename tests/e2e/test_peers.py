@@ -19,9 +19,9 @@ MAX_TOKENS = 6
 SHARED_TOKENS = 640
 NUM_CHUNKS = 5
 SETTLE_ROUNDS = 50
-STORED = "vllm:kvxfer_file_blocks_stored"
-LOADED = "vllm:kvxfer_file_blocks_loaded"
-LOADS_FAILED = "vllm:kvxfer_file_loads_failed"
+STORED = "vllm:kvxfer_lower_blocks_stored"
+LOADED = "vllm:kvxfer_lower_blocks_loaded"
+LOADS_FAILED = "vllm:kvxfer_lower_loads_failed"
 
 Start = Callable[..., AuditedEngine]
 

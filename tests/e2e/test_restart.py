@@ -70,7 +70,7 @@ def test_a_restarted_engine_gets_the_shared_prefix_from_disk(
     assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     metrics = second.metrics()
     assert metrics[HITS] >= WHOLE_BLOCKS_TOKENS
-    assert metrics["vllm:kvxfer_file_blocks_loaded"] >= WHOLE_BLOCKS_TOKENS // 128
+    assert metrics["vllm:kvxfer_lower_blocks_loaded"] >= WHOLE_BLOCKS_TOKENS // 128
     assert second.audit().clean, second.audit()
 
 
@@ -114,7 +114,7 @@ def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_aga
 
     require_same([*recomputed, *returned], computed * 2, dtype=second.dtype)
     assert metrics.get(HITS, 0) == 0
-    assert metrics["vllm:kvxfer_file_loads_failed"] > 0
+    assert metrics["vllm:kvxfer_lower_loads_failed"] > 0
     assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     assert third.audit().clean, third.audit()
 
