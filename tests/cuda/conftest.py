@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.cuda.simulated_gpu import SimulatedGpu, build
 
@@ -17,6 +18,8 @@ from tests.cuda.simulated_gpu import SimulatedGpu, build
 def simulated_gpu(tmp_path_factory: pytest.TempPathFactory) -> SimulatedGpu:
     if "nixl" in sys.modules:
         pytest.skip("UCX is in this process, and would find the simulated GPU: run them alone")
+    if torch.version.cuda:
+        pytest.skip("this torch may bring a real driver along; `pytest -m gpu` is for it")
     importlib.import_module("triton")  # takes a second, which a test's event loop must not
     return SimulatedGpu(build(tmp_path_factory.mktemp("driver")))
 
