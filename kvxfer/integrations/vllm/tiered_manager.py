@@ -204,7 +204,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
                 sound = self._pool.verify(moved.row, moved.key).done
                 if not sound:
                     self._tier.delete([moved.key])
-            self._counters.add(metrics.LOWER_STORED if sound else metrics.FILE_STORES_FAILED)
+            self._counters.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
             self._index.unpin([moved.key])
 
     def _drop_failed(self, loads: Sequence[Moved]) -> None:
