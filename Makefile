@@ -16,7 +16,7 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PYTHONHASHSEED := 0
 
-.PHONY: setup demo test e2e faults compat lint type docs layouts bench check-dist check
+.PHONY: setup demo test e2e exhaustive faults compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -28,7 +28,10 @@ test: $(INSTALLED)
 	$(BIN)/pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
 	$(BIN)/pytest tests/cuda
 
-e2e: $(MODELS) ; $(BIN)/pytest -m "e2e or slow" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+e2e: $(MODELS) ; $(BIN)/pytest -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+
+# Every engine, every hand-over of pages and every fault, some hours.
+exhaustive: $(MODELS) ; $(BIN)/pytest -m exhaustive --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
 faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py

@@ -1,5 +1,7 @@
 """Every shape of cache, with one process and several: what was offloaded comes back."""
 
+from functools import partial
+
 import pytest
 
 from tests.e2e.conftest import Start
@@ -9,19 +11,22 @@ pytestmark = pytest.mark.e2e
 
 MAX_TOKENS = 6
 
+MORE = partial(pytest.param, marks=pytest.mark.exhaustive)
+"""Engines that other end-to-end tests start with much the same caches."""
+
 
 @pytest.mark.parametrize(
     ("model", "processes", "workers", "blocks_per_chunk"),
     [
-        ("gemma3", "one", 1, 1),
+        MORE("gemma3", "one", 1, 1),
         ("gemma3", "several", 2, 2),
         ("gpt-oss", "several", 1, 1),
-        ("gpt-oss", "one", 1, 2),
-        ("qwen3-next", "one", 1, 1),
+        MORE("gpt-oss", "one", 1, 2),
+        MORE("qwen3-next", "one", 1, 1),
         ("qwen3-next", "several", 2, 1),
         ("mla", "one", 1, 2),
-        ("mla", "several", 2, 1),
-        ("llama", "several", 2, 2),
+        MORE("mla", "several", 2, 1),
+        MORE("llama", "several", 2, 2),
     ],
 )
 def test_what_was_offloaded_comes_back(
