@@ -36,7 +36,9 @@ def block_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "files").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.exhaustive)]
+)
 def test_another_tensor_parallel_size_hits_what_was_stored(
     tmp_path: Path, first: int, second: int
 ) -> None:
