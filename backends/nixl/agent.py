@@ -1,7 +1,6 @@
 """Moves bytes between registered memory of two processes with NIXL."""
 
 import asyncio
-import contextlib
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -9,9 +8,10 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
-from kvxfer.backends.nixl.agent_thread import BACKEND, AgentThread, Transfer
+from kvxfer.backends.nixl.agent_thread import BACKEND, AgentThread
 from kvxfer.backends.nixl.pieces import Fragments, Words
 from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.backends.nixl.transfer import Transfer
 from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent, to_its_end
 from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -85,8 +85,11 @@ class NixlAgent(TransferAgent):
         except Exception as exc:  # noqa: BLE001 - raised once the memory is quiet
             failure = exc
             self._thread.cancel(begun)
-        with contextlib.suppress(*([TransferFailedError] if failure else [])):
+        try:
             await to_its_end(_all_over(begun), partial(self._thread.cancel, begun))
+        except TransferFailedError:
+            if not failure:
+                raise
         if failure:
             raise failure
 

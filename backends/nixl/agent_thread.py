@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ import numpy as np
 from kvxfer.backends.nixl.pace import Pace
 from kvxfer.backends.nixl.pieces import Fragments, Words, join, split
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.transfer import Transfer
 from kvxfer.backends.nixl.transfer_agent import Operation
 from kvxfer.backends.nixl.transport import has_active_port
 from kvxfer.backends.nixl_module import import_nixl, nixl_errors
@@ -46,28 +46,6 @@ PIECE_BYTES = 16 << 20
 PIECE_FRAGMENTS = 4096
 PIECES_IN_FLIGHT = 4
 """Of one transfer. Where the caller of NIXL copies, as on one machine, one is in flight."""
-
-
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """What is left to do of a transfer; for the owner thread only, `done` aside."""
-
-    operation: Operation
-    peer: str
-    pieces: deque[Fragments]
-    done: Future[None] = field(default_factory=Future)
-    in_flight: int = 0
-    error: TransferFailedError | None = None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing is left."""
-        return not (self.pieces or self.in_flight)
-
-    def stop(self, error: TransferFailedError) -> None:
-        """Let it end with `error` once nothing is in flight."""
-        self.pieces.clear()
-        self.error = self.error or error
 
 
 class AgentThread:
