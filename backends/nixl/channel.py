@@ -106,10 +106,8 @@ class FrameChannel:
             PeerClosedError: The connection is gone.
             ClosedError: The channel was closed.
         """
-        self.require_open()
-        frame = self._codec.encode(message)
+        self.send_soon(message)
         with self._cut_on_error("taking a frame"):
-            self._writer.write(frame)
             transport = self._writer.transport
             if transport.get_write_buffer_size() or transport.is_closing():
                 async with asyncio.timeout(self._frame_timeout_s):
