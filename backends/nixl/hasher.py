@@ -1,5 +1,6 @@
 """Checksums of blocks that leave and of blocks that have arrived."""
 
+import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -52,8 +53,8 @@ class BlockHasher:
         await to_its_end(self._threads.submit(self._copy_engine.copy, source, destination))
 
     async def aclose(self) -> None:
-        """Let the threads end; may be called again."""
-        self._threads.shutdown(wait=False)
+        """Wait for what runs and let the threads end; may be called again."""
+        await asyncio.to_thread(self._threads.shutdown)
         self._copy_engine.close()
 
 
