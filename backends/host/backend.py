@@ -15,7 +15,7 @@ from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import (
     DONE,
     MISSING,
@@ -110,12 +110,8 @@ class HostBackend(Backend, Lender):
         return self._index.num_slots
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach`. Pins the slots for the GPUs that memory is on.
-
-        Raises:
-            DeviceUnavailableError: A GPU, or what its driver needs, is not there.
-        """
-        self._pool.attach([region for region in memory if region.device != HOST])
+        """See `Backend.attach` and `HostPool.attach`."""
+        self._pool.attach(memory)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome, require_batch
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 from kvxfer.storage.threads import Threads
@@ -54,8 +54,8 @@ class PlacedBackend(Backend):
         self._closed = False
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach`. Pins the slots for the GPU that memory is on."""
-        self._pool.attach([region for region in memory if region.device != HOST])
+        """See `Backend.attach` and `HostPool.attach`."""
+        self._pool.attach(memory)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each slot was finished for its key, by every worker."""

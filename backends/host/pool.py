@@ -15,7 +15,7 @@ from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 
@@ -132,8 +132,12 @@ class HostPool:
         )
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """Take note of memory that blocks will be in; see `CopyEngine.attach`."""
-        self._copy_engine.attach(memory)
+        """Take note of memory that blocks will be in, and pin the slots for the GPUs it is on.
+
+        Raises:
+            DeviceUnavailableError: A GPU, or what its driver needs, is not there.
+        """
+        self._copy_engine.attach([region for region in memory if region.device != HOST])
 
     def write(
         self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
