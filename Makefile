@@ -30,7 +30,7 @@ test: $(INSTALLED)
 
 e2e: $(MODELS) ; $(BIN)/pytest -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
 
-# Every engine, every hand-over of pages and every fault, some hours.
+# Every engine, hand-over of pages and fault of which the other runs take samples.
 exhaustive: $(MODELS) ; $(BIN)/pytest -m exhaustive --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.

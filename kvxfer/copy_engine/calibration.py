@@ -24,7 +24,7 @@ BY_METHOD = {
 def measure_methods(device_index: int, kernel: FragmentKernel) -> MethodTable:
     """Copy scattered fragments of several sizes by each method, and see what is faster.
 
-    Takes some milliseconds, and 8 MiB of both memories for as long.
+    Takes 8 MiB of both memories for as long.
 
     Raises:
         DeviceUnavailableError: There is no such GPU, or no driver.

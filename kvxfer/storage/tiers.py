@@ -16,8 +16,6 @@ from kvxfer.storage.tier import Tier, drain
 
 DEFAULT_STAGING_BYTES = 64 << 20
 
-# What says most about a block that several tiers were asked for.
-
 
 class TieredBackend(Backend):
     """Keeps blocks in the first tier, and copies of them in the tiers below.
