@@ -15,6 +15,9 @@ export TRANSFORMERS_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PYTHONHASHSEED := 0
+# Packages come uncompiled, and without files of byte code each process compiles them again: half a
+# minute for each process of an engine.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test e2e exhaustive faults compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-MAX_CALLBACK_S = 1.0  # wall time: below that, a busy machine fails healthy tests
+MAX_CALLBACK_S = 5.0  # wall time: a busy machine stops for a second now and then
 E2E_TIMEOUT_S = 600
 SEED = 20
 
