@@ -78,8 +78,8 @@ class NixlAgent(TransferAgent):
         failure: Exception | None = None
         try:
             for run in runs:  # prepared while those before are moved
-                transfer = self._thread.prepare(operation, peer, Fragments.of(*run))
-                transfer.done.add_done_callback(partial(_tell, landed, len(begun)))
+                tell = partial(landed, len(begun))
+                transfer = self._thread.prepare(operation, peer, Fragments.of(*run), tell)
                 self._thread.order(transfer.done, partial(self._thread.begin, transfer))
                 begun.append(transfer)
         except Exception as exc:  # noqa: BLE001 - raised once the memory is quiet
@@ -97,11 +97,6 @@ class NixlAgent(TransferAgent):
         """See `TransferAgent.aclose`."""
         self._finalizer.detach()
         await to_its_end(self._thread.begin_stop())
-
-
-def _tell(landed: Callable[[int], None], index: int, done: "Future[None]") -> None:
-    if not done.exception():
-        landed(index)
 
 
 def _all_over(transfers: Sequence[Transfer]) -> "Future[None]":

@@ -211,7 +211,9 @@ class AgentThread:
                 if transfer.peer == peer:
                     transfer.stop(PeerLostError(peer, "it was removed"))
 
-    def prepare(self, operation: Operation, peer: str, fragments: Fragments) -> Transfer:
+    def prepare(
+        self, operation: Operation, peer: str, fragments: Fragments, landed: Callable[[], None]
+    ) -> Transfer:
         """Cut a transfer into pieces, while others are moved; on any thread.
 
         Raises:
@@ -224,7 +226,8 @@ class AgentThread:
         self.regions.require("local", fragments.local, fragments.lengths)
         theirs.require("remote", fragments.remote, fragments.lengths)
         joined = join(fragments, self.regions.starts, theirs.starts)
-        return Transfer(operation, peer, deque(split(joined, PIECE_BYTES, PIECE_FRAGMENTS)))
+        pieces = deque(split(joined, PIECE_BYTES, PIECE_FRAGMENTS))
+        return Transfer(operation, peer, pieces, landed)
 
     def begin(self, transfer: Transfer) -> None:
         """Let a transfer take turns with others."""
@@ -338,7 +341,7 @@ class AgentThread:
         over = [each for each in self._transfers if each.is_over]
         for transfer in over:
             self._transfers.remove(transfer)
-            _end(transfer.done, transfer.error)
+            transfer.end()
         if not self._leaving:
             return
         busy = {transfer.peer for transfer in self._transfers}
@@ -346,7 +349,7 @@ class AgentThread:
             with contextlib.suppress(*self._errors):  # it is gone in any case
                 self._agent.remove_remote_agent(peer)
             self._remotes.remove(peer)
-            _end(self._leaving.pop(peer))
+            self._leaving.pop(peer).set_result(None)
 
     def _translate(self, peer: str, exc: Exception) -> TransferFailedError:
         lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
@@ -361,14 +364,17 @@ class AgentThread:
         del self._agent
         self._memory.clear()
         for transfer in self._transfers:
-            _end(transfer.done, TransferFailedError(transfer.peer, "the agent was closed"))
+            transfer.done.set_exception(TransferFailedError(transfer.peer, "the agent was closed"))
         for done in self._leaving.values():
-            _end(done)
+            done.set_result(None)
 
 
 def _rows(addresses: Words, lengths: Words) -> Words:
     """Describe memory as NIXL wants it: address, length, device."""
-    return np.column_stack([addresses, lengths, np.zeros_like(lengths)])
+    rows = np.zeros((len(addresses), 3), np.uint64)
+    rows[:, 0] = addresses
+    rows[:, 1] = lengths
+    return rows
 
 
 def _engine_config() -> str:
@@ -384,10 +390,3 @@ def _attempt(done: "Future[T]", command: Callable[[], object]) -> None:
         command()
     except Exception as exc:  # noqa: BLE001 - whoever waits for `done` gets it
         done.set_exception(exc)
-
-
-def _end(done: "Future[None]", error: Exception | None = None) -> None:
-    if error:
-        done.set_exception(error)
-    else:
-        done.set_result(None)

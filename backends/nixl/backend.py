@@ -15,6 +15,7 @@ from kvxfer.backends.nixl.agent import NixlAgent
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.directory import PeerDirectory, StaticPeers
 from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.extents import chosen
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.holder import Holder
 from kvxfer.backends.nixl.node import Node
@@ -148,7 +149,8 @@ class NixlBackend(Backend):
         homes, ranked = await self._find_homes(keys)
         outcomes = [MISSING] * len(keys)
         stores = await _ask_each(
-            _by_home(homes, ranked), lambda home, at: home.store(_chosen(keys, at), blocks.take(at))
+            _by_home(homes, ranked),
+            lambda home, at: home.store(_chosen(keys, at), chosen(blocks, at)),
         )
         for indices, stored in stores:
             _merge(outcomes, indices, stored)
@@ -160,17 +162,16 @@ class NixlBackend(Backend):
         await self._check(keys, blocks)
         homes, ranked = await self._find_homes(keys)
         outcomes = [MISSING] * len(keys)
-        left = np.arange(len(keys))
+        left = list(range(len(keys)))
         for choice in ranked:
-            placed = [(home, left[rows]) for home, rows in _by_home(homes, choice[left][None])]
             loads = await _ask_each(
-                placed, lambda home, at: home.load(_chosen(keys, at), blocks.take(at))
+                _by_home(homes, choice[None], left),
+                lambda home, at: home.load(_chosen(keys, at), chosen(blocks, at)),
             )
             for indices, loaded in loads:
                 _merge(outcomes, indices, loaded)
-            may_go_on = [not outcomes[i].done and outcomes[i].memory_safe for i in left]
-            left = left[np.array(may_go_on)]
-            if not len(left):
+            left = [i for i in left if not outcomes[i].done and outcomes[i].memory_safe]
+            if not left:
                 break
         await self._keep_quarantine_small()
         return outcomes
@@ -279,9 +280,9 @@ class NixlBackend(Backend):
 
 
 async def _ask_each(
-    placed: Sequence[tuple[Home, NDArray[np.intp]]],
-    ask: Callable[[Home, NDArray[np.intp]], Coroutine[Any, Any, T]],
-) -> list[tuple[NDArray[np.intp], T]]:
+    placed: Sequence[tuple[Home, Sequence[int]]],
+    ask: Callable[[Home, Sequence[int]], Coroutine[Any, Any, T]],
+) -> list[tuple[Sequence[int], T]]:
     """Ask every home for what belongs to it, all at once."""
     if len(placed) == 1:  # a task less to switch to and back from
         ((home, indices),) = placed
@@ -291,20 +292,38 @@ async def _ask_each(
     return [(indices, task.result()) for indices, task in asked]
 
 
-def _chosen(keys: Sequence[BlockKey], indices: NDArray[np.intp]) -> list[BlockKey]:
-    return [keys[index] for index in indices.tolist()]
+def _chosen(keys: Sequence[BlockKey], indices: Sequence[int]) -> Sequence[BlockKey]:
+    return keys if len(indices) == len(keys) else [keys[index] for index in indices]
 
 
 def _by_home(
-    homes: Sequence[Home], ranked: NDArray[np.intp]
-) -> list[tuple[Home, NDArray[np.intp]]]:
-    """Which columns of `ranked` belong to each home, as far as any does."""
-    placed = [(home, np.flatnonzero((ranked == at).any(axis=0))) for at, home in enumerate(homes)]
-    return [(home, indices) for home, indices in placed if len(indices)]
+    homes: Sequence[Home], ranked: NDArray[np.intp], wanted: Sequence[int] | None = None
+) -> list[tuple[Home, Sequence[int]]]:
+    """Which columns of `ranked` belong to each home, as far as any does.
+
+    Args:
+        homes: Where blocks can be.
+        ranked: Indices of homes, a column for each block.
+        wanted: The columns that count, rising; all of them by default.
+    """
+    if wanted is None:
+        wanted = range(ranked.shape[1])
+    if len(homes) == 1:
+        return [(homes[0], wanted)]
+    belongs = [(ranked == at).any(axis=0).tolist() for at in range(len(homes))]
+    placed = [
+        (home, [index for index in wanted if there[index]])
+        for home, there in zip(homes, belongs, strict=True)
+    ]
+    return [(home, indices) for home, indices in placed if indices]
 
 
-def _merge(outcomes: list[Outcome], indices: NDArray[np.intp], given: Sequence[Outcome]) -> None:
+def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
     """Keep of each block what says most; its memory is safe when everything says so."""
-    for index, outcome in zip(indices.tolist(), given, strict=True):
-        safe = outcomes[index].memory_safe and outcome.memory_safe
-        outcomes[index] = more_telling(outcomes[index], outcome, memory_safe=safe)
+    for index, outcome in zip(indices, given, strict=True):
+        before = outcomes[index]
+        if before is MISSING:
+            outcomes[index] = outcome
+        else:
+            safe = before.memory_safe and outcome.memory_safe
+            outcomes[index] = more_telling(before, outcome, memory_safe=safe)

@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
+from types import TracebackType
 
 import msgspec
 
@@ -79,6 +79,8 @@ class FrameChannel:
         self._codec = FrameCodec(str(self.peer))
         self._pace = _Pace(rate_limit or RateLimit())
         self._frame_timeout_s = frame_timeout_s
+        self._taking_a_frame = _CutOnError(self, "taking a frame", frame_timeout_s)
+        self._reading_a_frame = _CutOnError(self, "the rest of a frame", frame_timeout_s)
         self._buffer = bytearray()  # what was read and not received yet
         self._error: KVXferError | None = None
         if peer is None:
@@ -107,16 +109,21 @@ class FrameChannel:
             ClosedError: The channel was closed.
         """
         self.send_soon(message)
-        with self._cut_on_error("taking a frame"):
-            transport = self._writer.transport
-            if transport.get_write_buffer_size() or transport.is_closing():
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Wait while the other side does not read what was sent; errors as `send`."""
+        transport = self._writer.transport
+        if transport.get_write_buffer_size() or transport.is_closing():
+            with self._taking_a_frame:
                 async with asyncio.timeout(self._frame_timeout_s):
                     await self._writer.drain()
 
     def send_soon(self, message: Message) -> None:
         """Send a message without waiting, also when the other side does not read.
 
-        For one that follows an answer of the other side, so that their number is bounded.
+        For one that `drain` follows, or that follows an answer of the other side, so that their
+        number is bounded.
 
         Raises:
             InvalidArgumentError: The message is larger than a frame may be; nothing was sent.
@@ -125,7 +132,7 @@ class FrameChannel:
         """
         self.require_open()
         frame = self._codec.encode(message)
-        with self._cut_on_error("taking a frame"):
+        with self._taking_a_frame:
             self._writer.write(frame)
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
@@ -141,13 +148,13 @@ class FrameChannel:
             ClosedError: The channel was closed.
         """
         self.require_open()
-        with self._cut_on_error("the rest of a frame"):
+        with self._reading_a_frame:
             return self._codec.decode(await self._next_payload(), legal)
 
     async def receive_payload(self) -> memoryview:
         """Wait for the next message and leave it encoded; otherwise as `receive`."""
         self.require_open()
-        with self._cut_on_error("the rest of a frame"):
+        with self._reading_a_frame:
             return await self._next_payload()
 
     def decode(self, payload: memoryview, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
@@ -156,7 +163,7 @@ class FrameChannel:
         Raises:
             ProtocolError: It is not one of the legal ones.
         """
-        with self._cut_on_error("decoding"):
+        with self._reading_a_frame:
             return self._codec.decode(payload, legal)
 
     def require_open(self) -> None:
@@ -204,11 +211,11 @@ class FrameChannel:
             await asyncio.sleep(ahead_s)
         if not self._buffer:
             await self._read()  # between frames there is no hurry
-        if self._next_frame_bytes() > len(self._buffer):
-            async with asyncio.timeout(self._frame_timeout_s):
-                while self._next_frame_bytes() > len(self._buffer):
-                    await self._read()
         frame_bytes = self._next_frame_bytes()
+        if frame_bytes > len(self._buffer):
+            async with asyncio.timeout(self._frame_timeout_s):
+                while (frame_bytes := self._next_frame_bytes()) > len(self._buffer):
+                    await self._read()
         body = self._buffer[HEADER_BYTES:frame_bytes]
         del self._buffer[:frame_bytes]
         self._pace.count(frame_bytes)
@@ -229,23 +236,46 @@ class FrameChannel:
             raise PeerClosedError(str(self.peer), "ended the connection")
         self._buffer += data
 
-    @contextlib.contextmanager
-    def _cut_on_error(self, what: str) -> Iterator[None]:
-        """Translate what streams raise, and end the connection; `what` may take too long."""
-        try:
-            try:
-                yield
-            except TimeoutError as exc:
-                limit = self._frame_timeout_s
-                raise PeerTimeoutError(str(self.peer), what, limit) from exc
-            except PeerError:
-                raise
-            except OSError as exc:
-                raise PeerClosedError(str(self.peer), f"connection lost: {exc}") from exc
-        except PeerError as error:
-            self.require_open()  # the reason may be on this side
-            self.cut(error)
-            raise
+
+class _CutOnError:
+    """A context that translates what streams raise, and ends the connection.
+
+    Entered for every message, so it is a class: generators cost several calls more.
+
+    Args:
+        channel: Whose connection it is.
+        what: What may take too long within.
+        timeout_s: For how long it may.
+    """
+
+    def __init__(self, channel: FrameChannel, what: str, timeout_s: float) -> None:
+        self._channel = channel
+        self._what = what
+        self._timeout_s = timeout_s
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not isinstance(exc, (PeerError, OSError)):
+            return
+        peer = str(self._channel.peer)
+        error: PeerError
+        if isinstance(exc, PeerError):
+            error = exc
+        elif isinstance(exc, TimeoutError):
+            error = PeerTimeoutError(peer, self._what, self._timeout_s)
+        else:
+            error = PeerClosedError(peer, f"connection lost: {exc}")
+        self._channel.require_open()  # the reason may be on this side
+        self._channel.cut(error)
+        if error is not exc:
+            raise error from exc
 
 
 class _Pace:

@@ -18,7 +18,18 @@ from kvxfer.backends.nixl.data_connection import DataConnection, open_on_thread
 from kvxfer.backends.nixl.endpoint import Endpoint
 from kvxfer.backends.nixl.handshake import HANDSHAKE_TIMEOUT_S, Greeting, greet_as_client
 from kvxfer.backends.nixl.link import Link
-from kvxfer.backends.nixl.messages import Answer, Cancel, Failed, Hello, Message, Ping, Pong, Reach
+from kvxfer.backends.nixl.messages import (
+    Answer,
+    Cancel,
+    Failed,
+    Hello,
+    Message,
+    NumberedRequest,
+    Ping,
+    Pinned,
+    Pong,
+    Reach,
+)
 from kvxfer.backends.nixl.node import Node
 from kvxfer.backends.nixl.quarantine import shielded
 from kvxfer.errors import (
@@ -33,6 +44,11 @@ from kvxfer.errors import (
 from kvxfer.storage.threads import Threads
 
 AnswerT = TypeVar("AnswerT", bound=Message)
+
+MakeRequest = Callable[[int], NumberedRequest]
+
+LET_GO_WITHIN_S = 1e-3
+"""For how long blocks that are read stay pinned where no other request tells the holder."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +101,8 @@ class Connection:
         self._tls = tls
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._spent: list[int] = []  # pins that the holder was not told of yet
+        self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
         self._num_moving = 0
         self._heard = time.monotonic()
@@ -141,7 +159,7 @@ class Connection:
         """Whether requests can be made."""
         return self._error is None
 
-    async def request(self, make: Callable[[int], Message], answer_type: type[AnswerT]) -> AnswerT:
+    async def request(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
         """Ask the holder, and wait for its answer; it must not be one that moves bytes.
 
         Args:
@@ -152,14 +170,14 @@ class Connection:
             PeerError: The connection ended before.
             TransferFailedError: The holder cannot do it.
         """
-        number, message, answer = self._begin(make)
+        number, answer = self._send(make)
         try:
-            await self._channel.send(message)
+            await self._channel.drain()
             return self._expect(answer_type, await answer)
         finally:
             self._waiting.pop(number, None)
 
-    async def move(self, make: Callable[[int], Message], answer_type: type[AnswerT]) -> AnswerT:
+    async def move(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
         """Ask the holder for something that touches our memory; ends when that is quiet.
 
         Raises:
@@ -168,10 +186,10 @@ class Connection:
             TransferFailedError: The holder cannot do it.
             asyncio.CancelledError: The holder was told, and has ended it.
         """
-        number, message, answer = self._begin(make)
+        number, answer = self._send(make)
         self._num_moving += 1
         try:
-            await self._channel.send(message)
+            await self._channel.drain()
             return self._expect(answer_type, await asyncio.shield(answer))
         except asyncio.CancelledError:
             await shielded(self._cancel(number, answer))
@@ -182,6 +200,13 @@ class Connection:
         finally:
             self._num_moving -= 1
             self._waiting.pop(number, None)
+
+    def let_go(self, pin: int) -> None:
+        """Tell the holder that blocks need not stay: with the next request, or soon without."""
+        self._spent.append(pin)
+        if self._telling is None:
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_later(LET_GO_WITHIN_S, self._tell_what_is_spent)
 
     async def open_data(self) -> DataConnection:
         """Open a data connection.
@@ -208,6 +233,8 @@ class Connection:
         for task in self._tasks:
             task.cancel()
         await asyncio.wait(self._tasks)
+        if self._telling is not None:
+            self._telling.cancel()
         if self.link is not None:
             await self.link.aclose()
         await self._channel.aclose()
@@ -221,34 +248,32 @@ class Connection:
             os.close(self._pidfd)
             self._pidfd = None
 
-    def post_soon(self, make: Callable[[int], Message]) -> None:
-        """Ask for something that ends an earlier request, and whose answer does not matter.
+    def _tell_what_is_spent(self) -> None:
+        self._telling = None
+        if self._spent:
+            with contextlib.suppress(KVXferError):  # the pins end with the connection
+                self._ping()
+
+    def _ping(self) -> None:
+        number, _ = self._send(lambda number: Ping(request_id=number))
+        del self._waiting[number]
+
+    def _send(self, make: MakeRequest) -> tuple[int, asyncio.Future[Answer]]:
+        """Number a request, send it without waiting, and get ready for its answer.
 
         Raises:
             PeerError: The connection ended before.
         """
-        number, message, _ = self._begin(make)
-        del self._waiting[number]
-        self._channel.send_soon(message)
-
-    async def post(self, make: Callable[[int], Message]) -> None:
-        """Ask for something whose answer does not matter.
-
-        Raises:
-            PeerError: The connection ended before.
-        """
-        number, message, _ = self._begin(make)
-        del self._waiting[number]
-        await self._channel.send(message)
-
-    def _begin(self, make: Callable[[int], Message]) -> tuple[int, Message, asyncio.Future[Answer]]:
-        """Number a request, and get ready for its answer; nothing is sent yet."""
         if self._error is not None:
             raise self._error
         number = next(self._numbers)
-        message = make(number)
+        request = make(number)
+        if self._spent:
+            request = msgspec.structs.replace(request, let_go=self._spent)
+        self._channel.send_soon(request)
+        self._spent = []
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        return number, message, answer
+        return number, answer
 
     async def _cancel(self, number: int, answer: asyncio.Future[Answer]) -> None:
         """Tell the holder to end a request, and wait until it has."""
@@ -273,6 +298,8 @@ class Connection:
                 self._heard = time.monotonic()
                 waiting = self._waiting.pop(answer.request_id, None)
                 if waiting is None or waiting.done():
+                    if isinstance(answer, Pinned):  # who asked was cancelled
+                        self.let_go(answer.request_id)
                     continue
                 if isinstance(answer, Failed):
                     waiting.set_exception(TransferFailedError(str(self.endpoint), answer.reason))
@@ -286,7 +313,8 @@ class Connection:
         with contextlib.suppress(KVXferError):  # `_receive_answers` sees it, too
             while time.monotonic() - self._heard < config.lease_s:
                 await asyncio.sleep(config.heartbeat_s)
-                await self.post(lambda number: Ping(request_id=number))
+                self._ping()
+                await self._channel.drain()
             silent = PeerTimeoutError(str(self.endpoint), "a sign of life", config.lease_s)
             self._channel.cut(silent)
 

@@ -26,7 +26,13 @@ class RegionTable:
         self.regions = list(regions)
         self._addresses = np.array([address for address, _ in regions], np.uint64)
         self._sizes = np.array([size for _, size in regions], np.uint64)
-        self._order = np.argsort(self._addresses, kind="stable")
+        # By address, behind an empty region in which everything is that is in front of the others.
+        order = np.argsort(self._addresses, kind="stable")
+        self._order = np.concatenate(([0], order))
+        self._sorted = self._addresses[order]
+        self._stops = np.concatenate(
+            (np.zeros(1, np.uint64), (self._addresses + self._sizes)[order])
+        )
 
     def contains(self, blocks: Descriptors) -> bool:
         """Whether all of the described memory is registered."""
@@ -62,7 +68,7 @@ class RegionTable:
         if not len(regions) == len(offsets) == len(lengths):
             counts = (len(regions), len(offsets), len(lengths))
             raise InvalidArgumentError("extents", counts, "arrays of one length")
-        rising = len(block_offsets) > 1 and bool((np.diff(block_offsets) > 0).all())
+        rising = len(block_offsets) > 1 and bool((block_offsets[1:] > block_offsets[:-1]).all())
         if not rising or (block_offsets[0], block_offsets[-1]) != (0, len(regions)):
             wanted = f"rising from 0 to {len(regions)}"
             raise InvalidArgumentError("block_offsets", block_offsets.tolist()[:8], wanted)
@@ -70,7 +76,8 @@ class RegionTable:
             wanted = f"below {len(self.regions)}"
             raise InvalidArgumentError("region of an extent", int(regions.max()), wanted)
         sizes = self._sizes[regions]
-        inside = (lengths > 0) & (offsets < sizes) & (lengths <= sizes - np.minimum(offsets, sizes))
+        inside = offsets < sizes
+        inside &= lengths - np.uint64(1) < sizes - offsets  # no bytes at all are too many
         if not inside.all():
             index = int(np.argmin(inside))
             part = (int(offsets[index]), int(lengths[index]))
@@ -85,19 +92,15 @@ class RegionTable:
         )
 
     def _find(self, blocks: Descriptors) -> NDArray[np.int64] | None:
-        if not len(self.regions):
-            return None
-        sorted_addresses = self._addresses[self._order]
-        rank = np.searchsorted(sorted_addresses, blocks.addresses, side="right").astype(np.int64)
-        found: NDArray[np.int64] = self._order[np.maximum(rank - 1, 0)]
-        offsets = blocks.addresses - self._addresses[found]
-        sizes = self._sizes[found]
-        inside = (offsets < sizes) & (blocks.lengths <= sizes - np.minimum(offsets, sizes))
-        return found if bool(((rank > 0) & inside).all()) else None
+        rank = self._sorted.searchsorted(blocks.addresses, side="right")
+        inside = blocks.addresses + blocks.lengths <= self._stops[rank]
+        return self._order[rank] if bool(inside.all()) else None
 
 
 def cut(blocks: Descriptors, max_bytes: int) -> list[tuple[int, int]]:
     """Cut a batch into runs of blocks of at most so many bytes, or of one block."""
+    if blocks.num_bytes <= max_bytes:
+        return [(0, blocks.num_blocks)]
     ends = np.cumsum(blocks.block_sizes)
     bounds = [0]
     while bounds[-1] < blocks.num_blocks:
@@ -108,9 +111,19 @@ def cut(blocks: Descriptors, max_bytes: int) -> list[tuple[int, int]]:
     return list(pairwise(bounds))
 
 
+def part(blocks: Descriptors, start: int, stop: int) -> Descriptors:
+    """Blocks `start` to `stop` (exclusive); all of them at no cost."""
+    return blocks if stop - start == blocks.num_blocks else blocks.select(start, stop)
+
+
+def chosen(blocks: Descriptors, indices: Sequence[int]) -> Descriptors:
+    """Blocks at some indices, which rise; all of them at no cost."""
+    return blocks if len(indices) == blocks.num_blocks else blocks.take(indices)
+
+
 def _read(data: bytes, name: str, kind: type[Number]) -> NDArray[Number]:
     dtype: np.dtype[Number] = np.dtype(kind).newbyteorder("<")
     if len(data) % dtype.itemsize:
         wanted = f"a multiple of {dtype.itemsize}"
         raise InvalidArgumentError(f"bytes of {name}", len(data), wanted)
-    return np.frombuffer(data, dtype).astype(kind)
+    return np.frombuffer(data, dtype).astype(kind, copy=False)

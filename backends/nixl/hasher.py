@@ -3,10 +3,10 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
 
+from kvxfer.backends.nixl.extents import part
 from kvxfer.backends.nixl.transfer_agent import to_its_end
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
@@ -37,16 +37,15 @@ class BlockHasher:
         """Find the blocks that have the expected checksum; the checksum of each by position."""
         return _intact(await self.checksums(blocks), expected)
 
-    @asynccontextmanager
-    async def verifying(
-        self, blocks: Descriptors, expected: Sequence[int]
-    ) -> AsyncIterator["Verification"]:
-        """Verify blocks as they arrive; nothing looks at their memory when the context ends."""
-        verification = Verification(self._threads, self._copy_engine, blocks, expected)
-        try:
-            yield verification
-        finally:
-            await verification.settle()
+    def verification(self, blocks: Descriptors, expected: Sequence[int]) -> "Verification":
+        """Verify blocks as they arrive; `Verification.settle` has to be awaited in the end.
+
+        A batch of `INLINE_BYTES` is hashed on the thread that says that it has landed, where its
+        bytes are in the caches.
+        """
+        at_once = blocks.num_bytes <= INLINE_BYTES
+        submit = _run_at_once if at_once else self._threads.submit
+        return Verification(submit, self._copy_engine, blocks, expected)
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
@@ -64,7 +63,8 @@ class Verification:
     No thread waits for what has not landed.
 
     Args:
-        threads: Where blocks are hashed, those of one batch one after the other.
+        submit: Runs what hashes the blocks that have landed, those of one batch one after the
+            other.
         copy_engine: Gathers small fragments.
         blocks: The whole batch.
         expected: XXH3-64 that each block must have.
@@ -76,13 +76,13 @@ class Verification:
 
     def __init__(
         self,
-        threads: ThreadPoolExecutor,
+        submit: Callable[[Callable[[], None]], "Future[None]"],
         copy_engine: CopyEngine,
         blocks: Descriptors,
         expected: Sequence[int],
     ) -> None:
         self.intact: dict[int, int] = {}
-        self._threads = threads
+        self._submit = submit
         self._copy_engine = copy_engine
         self._blocks = blocks
         self._expected = expected
@@ -95,9 +95,9 @@ class Verification:
         """Say that a run of blocks has arrived; from any thread, and at once."""
         with self._lock:
             self._landed.append((start, stop))
-            if not self._is_running:
-                self._is_running = True
-                self._begun.append(self._threads.submit(self._run))
+            was_running, self._is_running = self._is_running, True
+        if not was_running:
+            self._begun.append(self._submit(self._run))
 
     async def settle(self) -> None:
         """Wait until all that has landed is verified; nothing more may land."""
@@ -107,7 +107,7 @@ class Verification:
     def _run(self) -> None:
         while (bounds := self._next()) is not None:
             start, stop = bounds
-            checksums = checksum_blocks(self._blocks.select(start, stop), self._copy_engine)
+            checksums = checksum_blocks(part(self._blocks, start, stop), self._copy_engine)
             found = _intact(checksums, self._expected[start:stop])
             self.intact |= {start + row: each for row, each in found.items()}
 
@@ -115,6 +115,17 @@ class Verification:
         with self._lock:
             self._is_running = bool(self._landed)
             return self._landed.popleft() if self._landed else None
+
+
+def _run_at_once(call: Callable[[], None]) -> "Future[None]":
+    done: Future[None] = Future()
+    try:
+        call()
+    except Exception as exc:  # noqa: BLE001 - whoever waits for the future gets it
+        done.set_exception(exc)
+    else:
+        done.set_result(None)
+    return done
 
 
 def _intact(actual: Sequence[int], expected: Sequence[int]) -> dict[int, int]:

@@ -1,16 +1,18 @@
 """The way to one peer's memory, by NIXL."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
-import numpy as np
-
-from kvxfer.backends.nixl.extents import RegionTable
+from kvxfer.backends.nixl.extents import RegionTable, cut, part
+from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.peer_book import PeerBook
 from kvxfer.backends.nixl.transfer_agent import Operation, Run
 from kvxfer.backends.nixl.transport import Transport
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import pair_fragments
+
+RUN_BYTES = 8 << 20
+"""Of what is read is verified while the next are read; the last ones are waited for."""
 
 
 class Link:
@@ -49,25 +51,37 @@ class Link:
         """
         await self._transfer(Operation.READ, ours, theirs)
 
-    async def read_each(
+    async def read_verified(
         self,
         theirs: Descriptors,
         ours: Descriptors,
-        bounds: Sequence[tuple[int, int]],
-        landed: Callable[[int, int], None],
-    ) -> None:
-        """Copy blocks of the peer's memory to ours, run by run; errors as `read`.
+        expected: Sequence[int],
+        hasher: BlockHasher,
+    ) -> dict[int, int]:
+        """Copy blocks of the peer's memory to ours, and verify them run by run; errors as `read`.
 
         Args:
             theirs: The blocks there.
             ours: Where they belong.
-            bounds: First block of each run, and the one behind its last.
-            landed: Called with the bounds of each run that has arrived, on any thread.
+            expected: XXH3-64 that each block must have.
+            hasher: Verifies them.
+
+        Returns:
+            Of the blocks that have the expected checksum, the checksum by position.
         """
-        runs = (_pair(ours.select(*each), theirs.select(*each)) for each in bounds)
-        await self._book.agent.transfer_each(
-            Operation.READ, self._peer, runs, lambda index: landed(*bounds[index])
-        )
+        bounds = cut(ours, RUN_BYTES)
+        runs = (_pair(part(ours, *each), part(theirs, *each)) for each in bounds)
+        verification = hasher.verification(ours, expected)
+        try:
+            await self._book.agent.transfer_each(
+                Operation.READ,
+                self._peer,
+                runs,
+                lambda index: verification.landed(*bounds[index]),
+            )
+        finally:
+            await verification.settle()
+        return verification.intact
 
     async def write(self, ours: Descriptors, theirs: Descriptors) -> None:
         """Copy blocks of our memory to the peer's; errors as `read`."""
@@ -82,4 +96,4 @@ class Link:
 
 
 def _pair(ours: Descriptors, theirs: Descriptors) -> Run:
-    return Run(*map(np.ascontiguousarray, pair_fragments(ours, theirs)))
+    return Run(*pair_fragments(ours, theirs))

@@ -12,7 +12,7 @@ import msgspec
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 32
 
 
@@ -106,10 +106,22 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     reason: str = ""
 
 
-class Lookup(Message, frozen=True):
-    """Ask which keys are there; answered by `Found`."""
+class NumberedRequest(Message, frozen=True, kw_only=True):
+    """Base of what is asked for on a control connection.
+
+    Attributes:
+        request_id: Number that the answer has, too.
+        let_go: Numbers of `Pin`s whose blocks need not stay any longer. That comes first, and is
+            not answered.
+    """
 
     request_id: int
+    let_go: list[int] = []
+
+
+class Lookup(NumberedRequest, frozen=True):
+    """Ask which keys are there; answered by `Found`."""
+
     keys: list[BlockKey]
 
 
@@ -120,7 +132,7 @@ class Found(Message, frozen=True):
     there: list[bool]
 
 
-class Pin(Message, frozen=True):
+class Pin(NumberedRequest, frozen=True):
     """Ask for blocks to be kept where they are, so that the asking side can read them.
 
     Attributes:
@@ -128,14 +140,13 @@ class Pin(Message, frozen=True):
         sizes: Bytes wanted of each block.
     """
 
-    request_id: int
     keys: list[BlockKey]
     starts: list[int]
     sizes: list[int]
 
 
 class Pinned(Message, frozen=True):
-    """Answer `Pin`; the blocks that are `DONE` stay until `Unpin`, or until the lease expires.
+    """Answer `Pin`; the blocks that are `DONE` stay until they are let go or the lease expires.
 
     Attributes:
         endings: One per key; `DONE` says that it is pinned.
@@ -150,14 +161,13 @@ class Pinned(Message, frozen=True):
     extents: Extents
 
 
-class Unpin(Message, frozen=True):
-    """Let go what a `Pin` asked for; answered by `Unpinned`.
+class Unpin(NumberedRequest, frozen=True):
+    """Let go what a `Pin` asked for, and ask whether it was held; answered by `Unpinned`.
 
     Attributes:
         pin: Number of the `Pin`.
     """
 
-    request_id: int
     pin: int
 
 
@@ -173,17 +183,16 @@ class Unpinned(Message, frozen=True):
     held: bool
 
 
-class Probe(Message, frozen=True):
+class Probe(NumberedRequest, frozen=True):
     """Ask the holder to write any bytes to memory of the asking side; answered by `Moved`.
 
     It tells how fast that is.
     """
 
-    request_id: int
     extents: Extents
 
 
-class Push(Message, frozen=True):
+class Push(NumberedRequest, frozen=True):
     """Ask the holder to write blocks into the memory of the asking side; answered by `Moved`.
 
     Attributes:
@@ -191,13 +200,12 @@ class Push(Message, frozen=True):
         extents: Where each block belongs.
     """
 
-    request_id: int
     keys: list[BlockKey]
     starts: list[int]
     extents: Extents
 
 
-class Pull(Message, frozen=True):
+class Pull(NumberedRequest, frozen=True):
     """Ask the holder to read blocks out of the memory of the asking side; answered by `Moved`.
 
     Attributes:
@@ -206,7 +214,6 @@ class Pull(Message, frozen=True):
         extents: Where each block is.
     """
 
-    request_id: int
     keys: list[BlockKey]
     starts: list[int]
     checksums: list[int]
@@ -227,16 +234,13 @@ class Moved(Message, frozen=True):
     checksums: list[int] = []
 
 
-class Cancel(Message, frozen=True):
+class Cancel(NumberedRequest, frozen=True):
     """Ask the holder to end a `Push` or `Pull` soon; that request is answered all the same."""
 
-    request_id: int
 
-
-class Delete(Message, frozen=True):
+class Delete(NumberedRequest, frozen=True):
     """Ask the holder to forget keys; answered by `Deleted`."""
 
-    request_id: int
     keys: list[BlockKey]
 
 
@@ -254,10 +258,8 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-class Ping(Message, frozen=True):
+class Ping(NumberedRequest, frozen=True):
     """Say that the sender is alive, and renew its leases; answered by `Pong`."""
-
-    request_id: int
 
 
 class Pong(Message, frozen=True):

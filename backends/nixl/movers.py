@@ -11,7 +11,7 @@ import msgspec
 from kvxfer.backends.nixl import messages
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.data_connection import DataConnection
-from kvxfer.backends.nixl.extents import RegionTable, cut
+from kvxfer.backends.nixl.extents import RegionTable, chosen
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.link import Link
 from kvxfer.backends.nixl.messages import (
@@ -27,9 +27,9 @@ from kvxfer.backends.nixl.messages import (
     Unpin,
     Unpinned,
 )
-from kvxfer.errors import KVXferError, ProtocolError, TransferFailedError
+from kvxfer.errors import ProtocolError, TransferFailedError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Outcome
+from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 MAX_DATA_CONNECTIONS = 2
@@ -38,9 +38,6 @@ PIECE_BYTES = 16 << 20
 READ_BYTES = 32 << 20
 """Of one request where this side reads. A holder that lends by way of staging memory must have
 room for it, which blocks fill up to multiples of 4096 bytes: see `stand_alone.STAGING_BYTES`."""
-
-RUN_BYTES = 8 << 20
-"""Of such a request is verified while the next are read; the last ones are waited for."""
 
 _SENDING: msgspec.msgpack.Decoder[Sending] = msgspec.msgpack.Decoder(Sending)
 _WANTED: msgspec.msgpack.Decoder[messages.Wanted] = msgspec.msgpack.Decoder(messages.Wanted)
@@ -193,35 +190,24 @@ class NixlMover(Mover):
         lent = [index for index, outcome in enumerate(arrivals.outcomes) if outcome.done]
         if not lent:
             return arrivals
-        ours = blocks.take(lent)
-        bounds = cut(ours, RUN_BYTES)
-        if hasher is None or len(bounds) == 1:
-            async with self._pinned(pinned) as theirs:
-                await self._link.read(theirs, ours)
-            return arrivals
-        async with (
-            hasher.verifying(ours, arrivals.checksums) as verification,
-            self._pinned(pinned) as theirs,
-        ):
-            await self._link.read_each(theirs, ours, bounds, verification.landed)
-        return replace(arrivals, intact=verification.intact)
-
-    @contextlib.asynccontextmanager
-    async def _pinned(self, pinned: Pinned) -> AsyncIterator[Descriptors]:
-        """Say where pinned blocks are, and let them go in the end."""
         try:
-            yield self._link.remote.resolve(pinned.extents)
+            theirs, ours = self._link.remote.resolve(pinned.extents), chosen(blocks, lent)
+            if hasher is None:
+                await self._link.read(theirs, ours)
+                return arrivals
+            intact = await self._link.read_verified(theirs, ours, arrivals.checksums, hasher)
+            return replace(arrivals, intact=intact)
         finally:
             await self._unpin(pinned.request_id)
 
     async def _unpin(self, pin: int) -> None:
-        def make(number: int) -> Unpin:
-            return Unpin(request_id=number, pin=pin)
-
         if not self._trusts:  # a checksum says whether the right bytes were read
-            with contextlib.suppress(KVXferError):
-                self._connection.post_soon(make)
-        elif not (await self._connection.request(make, Unpinned)).held:
+            self._connection.let_go(pin)
+            return
+        unpinned = await self._connection.request(
+            lambda number: Unpin(request_id=number, pin=pin), Unpinned
+        )
+        if not unpinned.held:
             raise TransferFailedError(str(self._connection.endpoint), "the lease ended too early")
 
     def _arrivals(
@@ -265,7 +251,7 @@ class SocketMover(Mover):
             arrivals = _arrivals(self._connection, keys, sending.endings, sending.checksums)
             lent = [index for index, outcome in enumerate(arrivals.outcomes) if outcome.done]
             if lent:
-                await data.receive_blocks(blocks.take(lent))
+                await data.receive_blocks(chosen(blocks, lent))
         return arrivals
 
     async def store(
@@ -286,7 +272,7 @@ class SocketMover(Mover):
             if len(answer.wanted) != len(keys):
                 raise _wrong_number(self._connection, len(answer.wanted), len(keys))
             if wanted := [index for index, is_wanted in enumerate(answer.wanted) if is_wanted]:
-                await data.send_blocks(blocks.take(wanted))
+                await data.send_blocks(chosen(blocks, wanted))
             moved = await data.receive(_MOVED)
         return _outcomes(self._connection, keys, moved.endings)
 
@@ -330,7 +316,10 @@ def _outcomes(
 ) -> list[Outcome]:
     if len(endings) != len(keys):
         raise _wrong_number(connection, len(endings), len(keys))
-    return [Outcome(ending.status, reason=ending.reason) for ending in endings]
+    return [
+        DONE if ending.status is Status.DONE else Outcome(ending.status, reason=ending.reason)
+        for ending in endings
+    ]
 
 
 def _wrong_number(connection: Connection, given: int, wanted: int) -> ProtocolError:

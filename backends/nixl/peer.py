@@ -7,9 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvxfer.backends.nixl.extents import cut
+from kvxfer.backends.nixl.extents import chosen, cut, part
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.messages import Delete, Deleted, Found, Lookup
 from kvxfer.backends.nixl.movers import PIECE_BYTES, Mover
@@ -113,8 +111,10 @@ class Peer:
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; what cannot be done in time is `TIMED_OUT`."""
-        is_small = _is_in_crumbs(blocks) or blocks.num_bytes < blocks.num_blocks * SMALL_PIECE_BYTES
-        max_bytes = PIECE_BYTES if is_small else self.route.load_bytes(blocks)
+        max_bytes, num_bytes = PIECE_BYTES, blocks.num_bytes
+        is_small = _is_in_crumbs(blocks) or num_bytes < blocks.num_blocks * SMALL_PIECE_BYTES
+        if num_bytes > max_bytes and not is_small:
+            max_bytes = self.route.load_bytes(blocks)
         outcomes = await self._move(self._load_piece, keys, blocks, max_bytes)
         self._count(outcomes)
         self.statistics.num_loaded_bytes += _done_bytes(outcomes, blocks)
@@ -187,12 +187,11 @@ class Peer:
         while len(outcomes) < len(keys):
             start = len(outcomes)
             stop = start + self._staging.num_fitting(blocks.block_sizes[start:].tolist())
-            part = blocks.select(start, stop)
-            async with self._hold(part) as staged:
+            wanted = part(blocks, start, stop)
+            async with self._hold(wanted) as staged:
                 loaded = await self._load_verified(mover, keys[start:stop], staged)
-                done = [index for index, outcome in enumerate(loaded) if outcome.done]
-                if done:
-                    await self._hasher.copy(staged.take(done), part.take(done))
+                if done := _done(loaded):
+                    await self._hasher.copy(chosen(staged, done), chosen(wanted, done))
             outcomes += loaded
         return outcomes
 
@@ -201,12 +200,12 @@ class Peer:
     ) -> list[Outcome]:
         arrivals = await mover.load(keys, blocks, self._hasher if self._verifies else None)
         outcomes = arrivals.outcomes
-        arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
+        arrived = _done(outcomes)
         if not self._verifies or not arrived:
             return outcomes
         intact = arrivals.intact
         if intact is None:
-            intact = await self._hasher.verify(blocks.take(arrived), arrivals.checksums)
+            intact = await self._hasher.verify(chosen(blocks, arrived), arrivals.checksums)
         changed = [index for row, index in enumerate(arrived) if row not in intact]
         for index in changed:
             reason = f"{keys[index].hex()} of {self.route.endpoint} arrived with other bytes"
@@ -228,9 +227,9 @@ class Peer:
         while len(outcomes) < len(keys):
             start = len(outcomes)
             stop = start + self._staging.num_fitting(blocks.block_sizes[start:].tolist())
-            part = blocks.select(start, stop)
-            async with self._hold(part) as staged:
-                await self._hasher.copy(part, staged)
+            offered = part(blocks, start, stop)
+            async with self._hold(offered) as staged:
+                await self._hasher.copy(offered, staged)
                 checksums = await self._hasher.checksums(staged)
                 outcomes += await mover.store(keys[start:stop], staged, checksums)
         return outcomes
@@ -239,7 +238,7 @@ class Peer:
         return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
 
     def _count(self, outcomes: Sequence[Outcome]) -> None:
-        statuses = [outcome.status for outcome in outcomes]
+        statuses = [outcome.status for outcome in outcomes if not outcome.done]
         self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
         self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
         self.statistics.num_failed += statuses.count(Status.FAILED)
@@ -247,10 +246,13 @@ class Peer:
 
 def _is_in_crumbs(blocks: Descriptors) -> bool:
     """Whether a transfer of whole blocks and a copy in memory is less work than one of pieces."""
-    small = blocks.num_bytes < len(blocks) * SMALL_PIECE_BYTES
-    return small and len(blocks) > blocks.num_blocks * MANY_PIECES
+    many = len(blocks) > blocks.num_blocks * MANY_PIECES
+    return many and blocks.num_bytes < len(blocks) * SMALL_PIECE_BYTES
 
 
 def _done_bytes(outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
-    done = np.array([outcome.done for outcome in outcomes])
-    return int(blocks.block_sizes[done].sum())
+    return chosen(blocks, _done(outcomes)).num_bytes
+
+
+def _done(outcomes: Sequence[Outcome]) -> list[int]:
+    return [index for index, outcome in enumerate(outcomes) if outcome.done]

@@ -76,9 +76,9 @@ def join(fragments: Fragments, local_bounds: Words, remote_bounds: Words) -> Fra
 
 def cut(fragments: Fragments, num_bytes: int) -> Fragments:
     """Cut fragments that are longer than `num_bytes`."""
-    counts = (fragments.lengths + np.uint64(num_bytes - 1)) // np.uint64(num_bytes)
-    if np.all(counts == 1):
+    if int(fragments.lengths.max(initial=0)) <= num_bytes:
         return fragments
+    counts = (fragments.lengths + np.uint64(num_bytes - 1)) // np.uint64(num_bytes)
     repeats = counts.astype(np.int64)
     firsts = np.repeat(np.cumsum(repeats) - repeats, repeats)
     offsets = (np.arange(repeats.sum()) - firsts).astype(np.uint64) * np.uint64(num_bytes)

@@ -93,10 +93,9 @@ class Regions:
             )
 
     def _has_one_of_all(self, addresses: Words, lengths: Words) -> bool:
-        """Whether all stretches lie in one region: the usual case, found out at little cost."""
+        """Whether all stretches surely lie in one region: the usual case, found at little cost."""
         lowest, highest, longest = int(addresses.min()), int(addresses.max()), int(lengths.max())
-        for start, num_bytes in self._regions:
-            stop = start + num_bytes
-            if start <= lowest and highest < stop and longest <= num_bytes:
-                return bool((addresses <= np.uint64(stop) - lengths).all())
-        return False
+        return any(
+            start <= lowest and highest + longest <= start + num_bytes
+            for start, num_bytes in self._regions
+        )

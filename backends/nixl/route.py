@@ -77,17 +77,20 @@ class Route:
             OwnEndpointError: It is this process that listens there.
             KVXferError: The peer cannot be reached, or must not be; not tried again at once.
         """
+        if opened := self._find_opened():
+            return opened
         async with self._lock:
-            if self._connection is None or self._mover is None or not self._connection.is_open:
-                await self._drop()
-                if self._closed:
-                    raise ClosedError(f"route to {self.endpoint}")
-                if time.monotonic() < self._retry_at and self._failure is not None:
-                    raise PeerClosedError(
-                        str(self.endpoint), f"not tried again yet after: {self._failure}"
-                    )
-                self._connection, self._mover = await self._connect()
-            return self._connection, self._mover
+            if opened := self._find_opened():  # by who had the lock before
+                return opened
+            await self._drop()
+            if self._closed:
+                raise ClosedError(f"route to {self.endpoint}")
+            if time.monotonic() < self._retry_at and self._failure is not None:
+                raise PeerClosedError(
+                    str(self.endpoint), f"not tried again yet after: {self._failure}"
+                )
+            self._connection, self._mover = opened = await self._connect()
+            return opened
 
     async def use_sockets(self) -> None:
         """Go on without NIXL, which has turned out not to reach the peer."""
@@ -122,10 +125,16 @@ class Route:
             connection.forget()
         self._lost.clear()
 
+    def _find_opened(self) -> tuple[Connection, Mover] | None:
+        """What can be used as it is."""
+        if self._connection is None or self._mover is None or not self._connection.is_open:
+            return None
+        return self._connection, self._mover
+
     async def _drop(self) -> None:
         if self._mover is not None:
-            await self._mover.aclose()
-            self._mover = None
+            mover, self._mover = self._mover, None
+            await mover.aclose()
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await connection.aclose()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 
 from kvxfer.backends.nixl.channel import FrameChannel
-from kvxfer.backends.nixl.extents import RegionTable
+from kvxfer.backends.nixl.extents import RegionTable, chosen
 from kvxfer.backends.nixl.link import Link
 from kvxfer.backends.nixl.messages import (
     Answer,
@@ -37,7 +38,13 @@ from kvxfer.backends.nixl.messages import (
 )
 from kvxfer.backends.nixl.session import Session
 from kvxfer.backends.nixl.store import BlockStore, delete_each
-from kvxfer.errors import ClosedError, InvalidArgumentError, PeerError, TransferFailedError
+from kvxfer.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    PeerError,
+    PeerTimeoutError,
+    TransferFailedError,
+)
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.lending import Wanted
@@ -86,6 +93,7 @@ class ServedPeer:
         self._pins: dict[int, AsyncExitStack] = {}
         self._data: set[asyncio.Task[Any]] = set()
         self._num_on_data = 0
+        self._heard = time.monotonic()
 
     @property
     def num_pins(self) -> int:
@@ -124,24 +132,36 @@ class ServedPeer:
 
     async def serve(self) -> None:
         """Answer until the connection ends; returns when nothing is pinned or moved any more."""
+        self._require_signs_of_life()
         try:
             while True:
-                async with asyncio.timeout(self._lease_s):
-                    request = await self._channel.receive(_REQUEST)
-                await self._take(request)
-        except TimeoutError:
-            logger.warning("%s: not heard of for %g s", self._channel.peer, self._lease_s)
+                await self._take(await self._channel.receive(_REQUEST))
         except (PeerError, ClosedError) as exc:
             logger.info("%s", exc)
         finally:
+            self._lease.cancel()
             await self._let_go()
 
     async def aclose(self) -> None:
         """End the connection; `serve` returns soon."""
         await self._channel.aclose()
 
+    def _require_signs_of_life(self) -> None:
+        """Cut the connection when the lease is over; a timer for each request would cost more."""
+        left_s = self._heard + self._lease_s - time.monotonic()
+        if left_s > 0:
+            loop = asyncio.get_running_loop()
+            self._lease = loop.call_later(left_s, self._require_signs_of_life)
+            return
+        logger.warning("%s: not heard of for %g s", self._channel.peer, self._lease_s)
+        self._channel.cut(PeerTimeoutError(str(self._channel.peer), "a request", self._lease_s))
+
     async def _take(self, request: Request) -> None:
+        self._heard = time.monotonic()
         number = request.request_id
+        for spent in request.let_go:
+            if spent in self._pins:
+                await self._pins.pop(spent).aclose()
         if isinstance(request, Ping):
             await self._channel.send(Pong(request_id=number))
         elif isinstance(request, Cancel):
@@ -217,7 +237,7 @@ class ServedPeer:
         async with self.store.lender.lend(wanted) as loan:
             if loan.blocks is not None:
                 lent = [index for index, outcome in enumerate(loan.outcomes) if outcome.done]
-                await link.write(loan.blocks, theirs.take(lent))
+                await link.write(loan.blocks, chosen(theirs, lent))
         return Moved(
             request_id=request.request_id,
             endings=endings(loan.outcomes),
@@ -231,9 +251,11 @@ class ServedPeer:
         async with self.store.lender.make_room(offered) as room:
             if room.blocks is not None:
                 wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
-                await link.read(theirs.take(wanted), room.blocks)
                 expected = [request.checksums[index] for index in wanted]
-                room.arrived.update(await self.store.hasher.verify(room.blocks, expected))
+                arrived = await link.read_verified(
+                    chosen(theirs, wanted), room.blocks, expected, self.store.hasher
+                )
+                room.arrived.update(arrived)
         return Moved(request_id=request.request_id, endings=endings(room.outcomes))
 
     async def _probe(self, request: Probe) -> Moved:

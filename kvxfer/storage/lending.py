@@ -5,8 +5,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -182,15 +180,12 @@ def require_within(wanted: Wanted, chunk_sizes: Sequence[int]) -> None:
         raise InvalidArgumentError("keys", num_keys, "at least one, and a start and size for each")
     if len(set(wanted.keys)) < num_keys:
         raise InvalidArgumentError("keys", wanted.keys, "each key once")
-    groups = np.array([group_of(key) for key in wanted.keys])
-    if int(groups.max()) >= len(chunk_sizes):
-        raise InvalidArgumentError("group", int(groups.max()), f"a group below {len(chunk_sizes)}")
-    limits = np.asarray(chunk_sizes)[groups]
-    starts, sizes = np.asarray(wanted.starts), np.asarray(wanted.sizes)
-    wrong = np.flatnonzero((starts < 0) | (sizes < 1) | (starts + sizes > limits))
-    if len(wrong):
-        index = int(wrong[0])
-        part = (int(starts[index]), int(sizes[index]))
-        raise InvalidArgumentError(
-            f"start and size of keys[{index}]", part, f"a part of {limits[index]} bytes"
-        )
+    parts = zip(wanted.keys, wanted.starts, wanted.sizes, strict=True)
+    for index, (key, start, size) in enumerate(parts):
+        group = group_of(key)
+        if group >= len(chunk_sizes):
+            raise InvalidArgumentError("group", group, f"a group below {len(chunk_sizes)}")
+        limit = chunk_sizes[group]
+        if start < 0 or size < 1 or start + size > limit:
+            what = f"start and size of keys[{index}]"
+            raise InvalidArgumentError(what, (start, size), f"a part of {limit} bytes")

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import movers
+from kvxfer.backends.nixl import hasher as hasher_module
+from kvxfer.backends.nixl import link
 from kvxfer.backends.nixl.agent import NixlAgent
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent
@@ -116,13 +117,18 @@ async def test_runs_of_a_peer_that_is_removed_are_not_told(
     await agent.transfer_each(Operation.READ, name, [], landed.append)
 
 
-async def test_what_has_landed_is_verified_and_nothing_else() -> None:
+@pytest.mark.parametrize("inline_bytes", [0, hasher_module.INLINE_BYTES])
+async def test_what_has_landed_is_verified_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, inline_bytes: int
+) -> None:
+    monkeypatch.setattr(hasher_module, "INLINE_BYTES", inline_bytes)
     hasher, blocks = BlockHasher(), make_memory().describe(0, range(12))
     expected = await hasher.checksums(blocks)
     wrong = [*expected[:5], expected[5] ^ 1, *expected[6:]]
-    async with hasher.verifying(blocks, wrong) as verification:
-        for bounds in ((9, 12), (0, 2), (4, 8)):
-            await asyncio.to_thread(verification.landed, *bounds)
+    verification = hasher.verification(blocks, wrong)
+    for bounds in ((9, 12), (0, 2), (4, 8)):
+        await asyncio.to_thread(verification.landed, *bounds)
+    await verification.settle()
     landed = {9, 10, 11, 0, 1, 4, 6, 7}
     assert verification.intact == {index: expected[index] for index in landed}
     await hasher.aclose()
@@ -134,7 +140,7 @@ async def test_a_corrupt_block_in_one_of_several_runs_is_found(
 ) -> None:
     memory = make_memory()
     block_bytes = int(memory.describe(0, [0]).num_bytes)
-    monkeypatch.setattr(movers, "RUN_BYTES", 2 * block_bytes)
+    monkeypatch.setattr(link, "RUN_BYTES", 2 * block_bytes)
     holder = await asyncio.to_thread(process.open, memory.namespace())
     async with open_client(memory.namespace(), holder, **WAYS["read"]) as backend:
         payloads = await store_made_up(backend, KEYS, memory.describe(0, range(6)))

@@ -20,7 +20,7 @@ from kvxfer import (
 from kvxfer.backends.nixl.channel import FrameChannel
 from kvxfer.backends.nixl.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
 from kvxfer.backends.nixl.handshake import greet_as_client, greet_as_server
-from kvxfer.backends.nixl.messages import Hello, Ping
+from kvxfer.backends.nixl.messages import Ping
 from tests.backends.nixl_wire import (
     FOUND,
     HOST,
@@ -305,7 +305,7 @@ async def test_a_message_before_its_time_is_an_error() -> None:
 
 async def test_a_greeting_without_a_proper_nonce_is_an_error() -> None:
     async with connected() as ends:
-        await ends.client.send(Hello(version=1, incarnation=b"", namespace=None, nonce=bytes(31)))
+        await ends.client.send(msgspec.structs.replace(hello(b"", None), nonce=bytes(31)))
         with pytest.raises(ProtocolError, match="nonce of 31 bytes"):
             await greet_as_server(ends.server, HELLOS[1], secret=SECRET, reach=Offer(b""))
 

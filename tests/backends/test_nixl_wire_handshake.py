@@ -12,7 +12,7 @@ from kvxfer import (
 )
 from kvxfer.backends.nixl.endpoint import Endpoint
 from kvxfer.backends.nixl.handshake import greet_as_client, greet_as_server
-from kvxfer.backends.nixl.messages import Hello, Reach, Refusal
+from kvxfer.backends.nixl.messages import PROTOCOL_VERSION, Hello, Reach, Refusal
 from kvxfer.backends.nixl.tls import client_context, server_context
 from tests.backends.nixl_wire import (
     FOUND,
@@ -102,7 +102,7 @@ async def test_a_client_offers_nothing_to_a_server_that_cannot_prove_itself() ->
 @pytest.mark.parametrize("newer", [0, 1])
 async def test_another_version_is_refused_whatever_else_it_says(newer: int) -> None:
     class Hello(msgspec.Struct, tag="Hello"):
-        version: int = 2
+        version: int = PROTOCOL_VERSION + 1
         something_new: str = "unheard of"
 
     async with connected() as ends:
@@ -113,10 +113,12 @@ async def test_another_version_is_refused_whatever_else_it_says(newer: int) -> N
         if newer == 1:
             await channels[newer].receive_payload()
         await channels[newer].send(Hello())  # type: ignore[arg-type]
-        with pytest.raises(HandshakeError, match="version differs: ours is '1', theirs is '2'"):
+        ours_is, theirs_is = str(PROTOCOL_VERSION), str(PROTOCOL_VERSION + 1)
+        differs = f"version differs: ours is '{ours_is}', theirs is '{theirs_is}'"
+        with pytest.raises(HandshakeError, match=differs):
             await ours
         refusal = await channels[newer].receive(msgspec.msgpack.Decoder(Refusal))
-        assert refusal == Refusal(field="version", ours="1", theirs="2")
+        assert refusal == Refusal(field="version", ours=ours_is, theirs=theirs_is)
 
 
 async def test_another_namespace_is_refused_by_name_on_both_sides() -> None:

@@ -1,0 +1,67 @@
+"""How long a holder keeps in place what a peer reads."""
+
+import asyncio
+
+import pytest
+
+from kvxfer.backends.nixl import connection
+from kvxfer.backends.nixl.served import ServedPeer
+from kvxfer.testing.payloads import read_payloads
+from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
+
+
+def served(pair: Pair) -> ServedPeer:
+    assert pair.holder.holder is not None
+    [peer] = pair.holder.holder.peers
+    return peer
+
+
+async def until_nothing_is_pinned(peer: ServedPeer) -> None:
+    async with asyncio.timeout(5):
+        while peer.num_pins:  # noqa: ASYNC110 - a served peer has no event for it
+            await asyncio.sleep(0)
+
+
+async def test_what_was_read_is_let_go_although_nothing_else_is_asked_for() -> None:
+    async with open_pair("read") as pair:
+        [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
+        assert outcome.done
+        await until_nothing_is_pinned(served(pair))
+
+
+async def test_what_was_read_is_let_go_before_the_next_request_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "LET_GO_WITHIN_S", 3600.0)
+    async with open_pair("read") as pair:
+        target = pair.memory.describe(0, [8, 9])
+        outcomes = await pair.client.load(KEYS[:2], target)
+        assert all(outcome.done for outcome in outcomes)
+        assert served(pair).num_pins == 1, "the holder was told at once, so this proves nothing"
+        assert read_payloads(target) == pair.payloads[:2]
+        assert await pair.client.delete(KEYS[:2]) == 2
+        assert served(pair).num_pins == 0
+
+
+async def test_what_was_pinned_for_a_load_that_was_cancelled_meanwhile_is_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned, answer = asyncio.Event(), asyncio.Event()
+
+    async def pin(self: ServedPeer, request: object) -> object:
+        result = await original(self, request)  # type: ignore[arg-type]
+        pinned.set()
+        await answer.wait()
+        return result
+
+    original = ServedPeer._pin
+    async with open_pair("read") as pair:
+        monkeypatch.setattr(ServedPeer, "_pin", pin)
+        load = asyncio.create_task(pair.client.load(KEYS[:1], pair.memory.describe(0, [8])))
+        await pinned.wait()
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert served(pair).num_pins == 1
+        answer.set()
+        await until_nothing_is_pinned(served(pair))
