@@ -194,9 +194,11 @@ class _Bench:
         ]
         async with FileBackend(self._config(integrity), namespace) as backend:
             # As in an engine that has run for a while: folders are there, threads are started.
-            warm = self._keys()
+            _make_folders(self._folder / "kvxfer" / namespace.fingerprint)
+            warm = self._keys()[:NUM_THREADS]
             for move in (backend.store, backend.load):
-                await move(warm, self._describe(0, self._num_blocks))
+                each = (move([key], self._describe(n, n + 1)) for n, key in enumerate(warm))
+                await asyncio.gather(*each)
             _empty(self._paths(namespace, warm))
             _settle()
             seconds = []
@@ -215,8 +217,7 @@ class _Bench:
 
         root = self._folder / "vllm"
         paths = [root / key[:1].hex() / f"{key.hex()}.bin" for key in self._keys()]
-        for byte in range(256):
-            (root / f"{byte:02x}").mkdir(parents=True, exist_ok=True)
+        _make_folders(root)
         view, per_batch = self._memory.data, self._num_blocks // num_batches
         pool = DualQueueThreadPool(NUM_THREADS, NUM_THREADS, thread_name_prefix="bench")
         for job in range(2 * NUM_THREADS):  # its threads are started, too
@@ -329,8 +330,7 @@ def _measure_index(root: Path, num_blocks: int) -> list[Row]:
     """Measure how long a backend takes to learn what is there, every inode in the page cache."""
     namespace = Namespace(model="bench", groups=(GroupIdentity(page_sizes_bytes=(64 * KIB,)),))
     config = FileConfig(path=str(root), capacity=ByteSize(1 << 40))
-    for byte in range(256):
-        (root / namespace.fingerprint / f"{byte:02x}").mkdir(mode=0o700, parents=True)
+    _make_folders(root / namespace.fingerprint)
     for block in range(num_blocks):
         name = file_name(make_block_key(hashlib.sha256(block.to_bytes(4, "big")).digest(), 0))
         (root / namespace.fingerprint / name[:2] / name).touch(mode=0o600)
@@ -374,6 +374,12 @@ def _peak_rss() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
     return int(peak) << 10
+
+
+def _make_folders(parent: Path) -> None:
+    """Make all the folders that block files are in."""
+    for byte in range(256):
+        (parent / f"{byte:02x}").mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _settle() -> None:
