@@ -34,8 +34,11 @@ from kvxfer.units import ByteSize
 NUM_THREADS = 2
 
 INLINE_BYTES = 2 << 20
-"""What is looked at on the event loop: even when a part is asked for, and has to be hashed, that
-takes less time than two changes of threads can."""
+"""What is hashed on the event loop, where parts of blocks are lent: that takes less time than two
+changes of threads can."""
+
+INLINE_BLOCKS = 256
+"""How many tags are looked at there: less than a millisecond."""
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +170,9 @@ class HostBackend(Backend, Lender):
             starts = [wanted.starts[index] for index in there]
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
             find = partial(self._pool.find, slots, found, starts, stops)
-            small = sum(wanted.sizes) <= INLINE_BYTES
+            parts = zip(wanted.keys, wanted.sizes, strict=True)
+            hashed = sum(size for key, size in parts if size < self._chunk_sizes[group_of(key)])
+            small = hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
             given, checksums = find() if small else await self._threads.run(find)
             self._drop_corrupt(found, slots, given)
             for index, outcome in zip(there, given, strict=True):

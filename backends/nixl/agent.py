@@ -6,13 +6,18 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import count
 
 from kvxfer.backends.nixl.agent_thread import BACKEND, AgentThread
 from kvxfer.backends.nixl.pieces import Fragments, Words
 from kvxfer.backends.nixl.regions import AgentMetadata
 from kvxfer.backends.nixl.transfer import Transfer
-from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent, to_its_end
+from kvxfer.backends.nixl.transfer_agent import (
+    Operation,
+    Run,
+    TransferAgent,
+    all_over,
+    to_its_end,
+)
 from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -86,7 +91,9 @@ class NixlAgent(TransferAgent):
             failure = exc
             self._thread.cancel(begun)
         try:
-            await to_its_end(_all_over(begun), partial(self._thread.cancel, begun))
+            await to_its_end(
+                all_over([each.done for each in begun]), partial(self._thread.cancel, begun)
+            )
         except TransferFailedError:
             if not failure:
                 raise
@@ -97,26 +104,3 @@ class NixlAgent(TransferAgent):
         """See `TransferAgent.aclose`."""
         self._finalizer.detach()
         await to_its_end(self._thread.begin_stop())
-
-
-def _all_over(transfers: Sequence[Transfer]) -> "Future[None]":
-    """Tell when the last transfer has ended, with the first error of any."""
-    if len(transfers) == 1:
-        return transfers[0].done
-    over: Future[None] = Future()
-    if not transfers:
-        over.set_result(None)
-    ended = count(1)
-
-    def end(_: "Future[None]") -> None:
-        if next(ended) < len(transfers):  # on this thread and that of the agent
-            return
-        errors = (transfer.done.exception() for transfer in transfers)
-        if error := next(filter(None, errors), None):
-            over.set_exception(error)
-        else:
-            over.set_result(None)
-
-    for transfer in transfers:
-        transfer.done.add_done_callback(end)
-    return over

@@ -276,7 +276,8 @@ class NixlBackend(Backend):
         if blocks is not None:
             sizes, starts = blocks.block_sizes.tolist(), blocks.payload_starts.tolist()
         require_within(Wanted(keys, starts, sizes), self._chunk_sizes)
-        await self.start()
+        if not self._started:
+            await self.start()
 
 
 async def _ask_each(

@@ -14,6 +14,11 @@ from kvxfer.kvcache.descriptors import Descriptors
 
 Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
 
+# As they travel; made once, which takes as long as to read an array.
+_UINT32: np.dtype[np.uint32] = np.dtype("<u4")
+_UINT64: np.dtype[np.uint64] = np.dtype("<u8")
+_INT64: np.dtype[np.int64] = np.dtype("<i8")
+
 
 class RegionTable:
     """The registered memory of one process, as its own descriptors and as extents.
@@ -48,10 +53,12 @@ class RegionTable:
         if found is None:
             raise InvalidArgumentError("blocks", blocks, "blocks in registered memory")
         return Extents(
-            regions=found.astype("<u4").tobytes(),
-            offsets=(blocks.addresses - self._addresses[found]).astype("<u8").tobytes(),
-            lengths=blocks.lengths.astype("<u8").tobytes(),
-            block_offsets=blocks.block_offsets.astype("<i8").tobytes(),
+            regions=found.astype(_UINT32).tobytes(),
+            offsets=(blocks.addresses - self._addresses[found])
+            .astype(_UINT64, copy=False)
+            .tobytes(),
+            lengths=blocks.lengths.astype(_UINT64, copy=False).tobytes(),
+            block_offsets=blocks.block_offsets.astype(_INT64, copy=False).tobytes(),
         )
 
     def resolve(self, extents: Extents) -> Descriptors:
@@ -61,10 +68,10 @@ class RegionTable:
             InvalidArgumentError: An extent is not inside of a region, or the arrays are not what
                 they must be.
         """
-        regions = _read(extents.regions, "regions", np.uint32)
-        offsets = _read(extents.offsets, "offsets", np.uint64)
-        lengths = _read(extents.lengths, "lengths", np.uint64)
-        block_offsets = _read(extents.block_offsets, "block_offsets", np.int64)
+        regions = _read(extents.regions, "regions", _UINT32)
+        offsets = _read(extents.offsets, "offsets", _UINT64)
+        lengths = _read(extents.lengths, "lengths", _UINT64)
+        block_offsets = _read(extents.block_offsets, "block_offsets", _INT64)
         if not len(regions) == len(offsets) == len(lengths):
             counts = (len(regions), len(offsets), len(lengths))
             raise InvalidArgumentError("extents", counts, "arrays of one length")
@@ -121,9 +128,8 @@ def chosen(blocks: Descriptors, indices: Sequence[int]) -> Descriptors:
     return blocks if len(indices) == blocks.num_blocks else blocks.take(indices)
 
 
-def _read(data: bytes, name: str, kind: type[Number]) -> NDArray[Number]:
-    dtype: np.dtype[Number] = np.dtype(kind).newbyteorder("<")
-    if len(data) % dtype.itemsize:
-        wanted = f"a multiple of {dtype.itemsize}"
+def _read(data: bytes, name: str, kind: "np.dtype[Number]") -> NDArray[Number]:
+    if len(data) % kind.itemsize:
+        wanted = f"a multiple of {kind.itemsize}"
         raise InvalidArgumentError(f"bytes of {name}", len(data), wanted)
-    return np.frombuffer(data, dtype).astype(kind, copy=False)
+    return np.frombuffer(data, kind)

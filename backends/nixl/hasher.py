@@ -1,13 +1,11 @@
 """Checksums of blocks that leave and of blocks that have arrived."""
 
 import asyncio
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from kvxfer.backends.nixl.extents import part
-from kvxfer.backends.nixl.transfer_agent import to_its_end
+from kvxfer.backends.nixl.transfer_agent import all_over, to_its_end
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
@@ -16,8 +14,9 @@ from kvxfer.storage.checksums import checksum_blocks
 NUM_THREADS = 2
 
 INLINE_BYTES = 2 << 20
-"""What is hashed on the event loop: some hundred microseconds, less than two changes of threads
-can take. Also of a batch in small fragments, which are gathered, a millisecond at most."""
+"""What is hashed at once, on the event loop or the thread of an agent: some hundred microseconds,
+less than two changes of threads can take. Also of a batch in small fragments, which are gathered,
+a millisecond at most."""
 
 
 class BlockHasher:
@@ -38,14 +37,8 @@ class BlockHasher:
         return _intact(await self.checksums(blocks), expected)
 
     def verification(self, blocks: Descriptors, expected: Sequence[int]) -> "Verification":
-        """Verify blocks as they arrive; `Verification.settle` has to be awaited in the end.
-
-        A batch of `INLINE_BYTES` is hashed on the thread that says that it has landed, where its
-        bytes are in the caches.
-        """
-        at_once = blocks.num_bytes <= INLINE_BYTES
-        submit = _run_at_once if at_once else self._threads.submit
-        return Verification(submit, self._copy_engine, blocks, expected)
+        """Verify blocks as they arrive; `Verification.settle` has to be awaited in the end."""
+        return Verification(self._threads, self._copy_engine, blocks, expected)
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
@@ -60,11 +53,11 @@ class BlockHasher:
 class Verification:
     """Finds out which blocks of a batch that arrives run by run are what they should be.
 
-    No thread waits for what has not landed.
+    A run of at most `INLINE_BYTES` is hashed by who says that it has landed, as its bytes are in
+    the caches there; no thread waits for what has not landed.
 
     Args:
-        submit: Runs what hashes the blocks that have landed, those of one batch one after the
-            other.
+        threads: Where larger runs are hashed.
         copy_engine: Gathers small fragments.
         blocks: The whole batch.
         expected: XXH3-64 that each block must have.
@@ -76,56 +69,34 @@ class Verification:
 
     def __init__(
         self,
-        submit: Callable[[Callable[[], None]], "Future[None]"],
+        threads: ThreadPoolExecutor,
         copy_engine: CopyEngine,
         blocks: Descriptors,
         expected: Sequence[int],
     ) -> None:
         self.intact: dict[int, int] = {}
-        self._submit = submit
+        self._threads = threads
         self._copy_engine = copy_engine
         self._blocks = blocks
         self._expected = expected
-        self._lock = threading.Lock()
-        self._landed: deque[tuple[int, int]] = deque()
-        self._is_running = False
         self._begun: list[Future[None]] = []
 
     def landed(self, start: int, stop: int) -> None:
-        """Say that a run of blocks has arrived; from any thread, and at once."""
-        with self._lock:
-            self._landed.append((start, stop))
-            was_running, self._is_running = self._is_running, True
-        if not was_running:
-            self._begun.append(self._submit(self._run))
+        """Say that a run of blocks has arrived; from any thread."""
+        run = part(self._blocks, start, stop)
+        if run.num_bytes <= INLINE_BYTES:
+            self._verify(run, start)
+        else:
+            self._begun.append(self._threads.submit(self._verify, run, start))
 
     async def settle(self) -> None:
         """Wait until all that has landed is verified; nothing more may land."""
-        for running in reversed(self._begun):  # one began when the one before was over
-            await to_its_end(running)
+        await to_its_end(all_over(self._begun))
 
-    def _run(self) -> None:
-        while (bounds := self._next()) is not None:
-            start, stop = bounds
-            checksums = checksum_blocks(part(self._blocks, start, stop), self._copy_engine)
-            found = _intact(checksums, self._expected[start:stop])
-            self.intact |= {start + row: each for row, each in found.items()}
-
-    def _next(self) -> tuple[int, int] | None:
-        with self._lock:
-            self._is_running = bool(self._landed)
-            return self._landed.popleft() if self._landed else None
-
-
-def _run_at_once(call: Callable[[], None]) -> "Future[None]":
-    done: Future[None] = Future()
-    try:
-        call()
-    except Exception as exc:  # noqa: BLE001 - whoever waits for the future gets it
-        done.set_exception(exc)
-    else:
-        done.set_result(None)
-    return done
+    def _verify(self, run: Descriptors, start: int) -> None:
+        expected = self._expected[start : start + run.num_blocks]
+        found = _intact(checksum_blocks(run, self._copy_engine), expected)
+        self.intact.update({start + row: checksum for row, checksum in found.items()})
 
 
 def _intact(actual: Sequence[int], expected: Sequence[int]) -> dict[int, int]:

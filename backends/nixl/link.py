@@ -1,9 +1,12 @@
 """The way to one peer's memory, by NIXL."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Self
 
-from kvxfer.backends.nixl.extents import RegionTable, cut, part
+import numpy as np
+
+from kvxfer.backends.nixl.extents import RegionTable, part
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.peer_book import PeerBook
 from kvxfer.backends.nixl.transfer_agent import Operation, Run
@@ -11,8 +14,11 @@ from kvxfer.backends.nixl.transport import Transport
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 
-RUN_BYTES = 8 << 20
-"""Of what is read is verified while the next are read; the last ones are waited for."""
+RUN_BYTES = 16 << 20
+"""Of what is read is at most verified together, while the next are read."""
+
+LAST_RUN_BYTES = 2 << 20
+"""Verified at the end, when everybody waits for it."""
 
 
 class Link:
@@ -69,7 +75,7 @@ class Link:
         Returns:
             Of the blocks that have the expected checksum, the checksum by position.
         """
-        bounds = cut(ours, RUN_BYTES)
+        bounds = _runs(ours) if ours.num_bytes > LAST_RUN_BYTES else [(0, ours.num_blocks)]
         runs = (_pair(part(ours, *each), part(theirs, *each)) for each in bounds)
         verification = hasher.verification(ours, expected)
         try:
@@ -93,6 +99,21 @@ class Link:
 
     async def _transfer(self, operation: Operation, ours: Descriptors, theirs: Descriptors) -> None:
         await self._book.agent.transfer(operation, self._peer, *_pair(ours, theirs))
+
+
+def _runs(blocks: Descriptors) -> list[tuple[int, int]]:
+    """Cut a batch into what is verified together: a run is twice as long as all behind it.
+
+    Hashing a run takes less time than to move half as much, so it ends before the last run does.
+    """
+    ends = np.cumsum(blocks.block_sizes)
+    bounds, total = [0], int(ends[-1])
+    while bounds[-1] < blocks.num_blocks:
+        done = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        run_bytes = (total - done) * 2 // 3 if total - done > LAST_RUN_BYTES else total - done
+        stop = int(ends.searchsorted(done + min(run_bytes, RUN_BYTES), side="right"))
+        bounds.append(max(stop, bounds[-1] + 1))
+    return list(pairwise(bounds))
 
 
 def _pair(ours: Descriptors, theirs: Descriptors) -> Run:

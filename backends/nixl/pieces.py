@@ -69,16 +69,22 @@ def join(fragments: Fragments, local_bounds: Words, remote_bounds: Words) -> Fra
     apart |= remote[1:] != remote[:-1] + lengths[:-1]
     if apart.all():
         return Fragments(local, remote, lengths)
-    apart |= np.isin(local[1:], local_bounds) | np.isin(remote[1:], remote_bounds)
+    apart |= _change(local_bounds.searchsorted(local, "right"))
+    apart |= _change(remote_bounds.searchsorted(remote, "right"))
     first = np.flatnonzero(np.concatenate([[True], apart]))
     return Fragments(local[first], remote[first], np.add.reduceat(lengths, first))
 
 
+def _change(region_indices: NDArray[np.intp]) -> NDArray[np.bool_]:
+    changed: NDArray[np.bool_] = region_indices[1:] != region_indices[:-1]
+    return changed
+
+
 def cut(fragments: Fragments, num_bytes: int) -> Fragments:
     """Cut fragments that are longer than `num_bytes`."""
-    if int(fragments.lengths.max(initial=0)) <= num_bytes:
-        return fragments
     counts = (fragments.lengths + np.uint64(num_bytes - 1)) // np.uint64(num_bytes)
+    if np.all(counts == 1):
+        return fragments
     repeats = counts.astype(np.int64)
     firsts = np.repeat(np.cumsum(repeats) - repeats, repeats)
     offsets = (np.arange(repeats.sum()) - firsts).astype(np.uint64) * np.uint64(num_bytes)
@@ -89,6 +95,9 @@ def cut(fragments: Fragments, num_bytes: int) -> Fragments:
 
 def split(fragments: Fragments, num_bytes: int, num_fragments: int) -> Iterator[Fragments]:
     """Split fragments into pieces of at most `num_bytes` and `num_fragments` each."""
+    if 0 < len(fragments) <= num_fragments and int(fragments.lengths.sum()) <= num_bytes:
+        yield fragments
+        return
     fragments = cut(fragments, num_bytes)
     ends = np.cumsum(fragments.lengths)
     start = 0

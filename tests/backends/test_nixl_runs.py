@@ -14,7 +14,7 @@ from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent
 from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import InvalidArgumentError, PeerLostError
 from kvxfer.storage.backend import Status
-from kvxfer.testing import FakeNixlAgent
+from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.agent_contract import POOL_BYTES, LocalPeer, Pool, random_bytes, words
@@ -134,13 +134,24 @@ async def test_what_has_landed_is_verified_and_nothing_else(
     await hasher.aclose()
 
 
+@pytest.mark.parametrize("num_blocks", [1, 2, 3, 20])
+@pytest.mark.parametrize("block_bytes", [100, link.LAST_RUN_BYTES // 2, link.LAST_RUN_BYTES * 3])
+def test_runs_cover_every_block_and_the_last_is_short(num_blocks: int, block_bytes: int) -> None:
+    memory = BlockMemory([[block_bytes]], num_blocks=num_blocks)
+    bounds = link._runs(memory.describe(0, range(num_blocks)))
+    assert [index for start, stop in bounds for index in range(start, stop)] == [*range(num_blocks)]
+    sizes = [(stop - start) * block_bytes for start, stop in bounds]
+    assert all(size <= max(link.RUN_BYTES, block_bytes) for size in sizes)
+    assert sizes[-1] <= max(link.LAST_RUN_BYTES, block_bytes)
+
+
 @pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
 async def test_a_corrupt_block_in_one_of_several_runs_is_found(
     process: HolderProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = make_memory()
     block_bytes = int(memory.describe(0, [0]).num_bytes)
-    monkeypatch.setattr(link, "RUN_BYTES", 2 * block_bytes)
+    monkeypatch.setattr(link, "LAST_RUN_BYTES", block_bytes)
     holder = await asyncio.to_thread(process.open, memory.namespace())
     async with open_client(memory.namespace(), holder, **WAYS["read"]) as backend:
         payloads = await store_made_up(backend, KEYS, memory.describe(0, range(6)))
