@@ -2,16 +2,17 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from kvxfer.backends.file.block_files import BlockFiles, failure
+from kvxfer.backends.file.block_files import BlockFiles
 from kvxfer.backends.file.breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.contents import size_on_disk
@@ -26,13 +27,13 @@ from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.shares import cut_shares
 from kvxfer.backends.file.space import Space, stop_walk
 from kvxfer.backends.file.tree import BlockTree
-from kvxfer.backends.file.writer import BUSY, BlockWriter
+from kvxfer.backends.file.writer import BUSY, NO_ROOM, PART, BlockWriter
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
 from kvxfer.storage.eviction import POLICIES
-from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 from kvxfer.storage.threads import Threads
 
 STALLED_S = 30.0
@@ -43,9 +44,9 @@ BUSY_PAUSE_S = 0.02
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
-_NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
-_PART = Outcome(Status.FAILED, reason="a part of a chunk is not the tensors that its group lists")
 
 
 class FileBackend(Backend):
@@ -88,7 +89,6 @@ class FileBackend(Backend):
             alignment=alignment,
         )
         self._reader = BlockReader(self._files)
-        self._writer = BlockWriter(self._files, self._ledger, config.durability)
         self._space = Space(
             self._tree,
             self._folder,
@@ -97,6 +97,7 @@ class FileBackend(Backend):
             capacity_bytes=config.capacity,
             min_free_bytes=config.min_free,
         )
+        self._writer = BlockWriter(self._files, self._ledger, self._space, config.durability)
         self._breaker = CircuitBreaker(f"storing to {self._root}")
         most = self._files.file_io.max_threads
         self._num_readers = min(config.read_threads, most)
@@ -104,7 +105,7 @@ class FileBackend(Backend):
         self._readers = Threads("kvxfer-file-read", self._num_readers)
         self._writers = Threads("kvxfer-file-write", self._num_writers)
         self._lookups = Threads("kvxfer-file-lookup", 1)
-        self._reservers = Threads("kvxfer-file-reserve", 1)  # must not wait behind the writers
+        self._removers = Threads("kvxfer-file-remove", 1)
         self._stores: dict[BlockKey, asyncio.Event] = {}
         self._writing_since: list[float] = []
         self._num_corrupt = 0
@@ -151,18 +152,9 @@ class FileBackend(Backend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are neither done nor corrupt is not written."""
         self._check(keys, blocks)
-        async with asyncio.TaskGroup() as tasks:
-            shares = [
-                tasks.create_task(
-                    self._readers.run(
-                        self._read_share, keys[start:stop], blocks.select(start, stop)
-                    )
-                )
-                for start, stop in cut_shares(
-                    blocks, self._num_readers, self._files.file_io.files_per_call
-                )
-            ]
-        outcomes = [outcome for share in shares for outcome in share.result()]
+        outcomes = await self._share(
+            self._readers, self._num_readers, self._read_share, keys, blocks
+        )
         self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
         return outcomes
 
@@ -174,7 +166,7 @@ class FileBackend(Backend):
         """
         self._check(keys)
         try:
-            return await self._reservers.run(self._space.remove, keys)
+            return await self._removers.run(self._space.remove, keys)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
@@ -186,7 +178,7 @@ class FileBackend(Backend):
         """
         self._check()
         try:
-            return await self._reservers.run(self._purge)
+            return await self._removers.run(self._purge)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
@@ -194,7 +186,7 @@ class FileBackend(Backend):
         """See `Backend.aclose`."""
         if not self._closed:
             self._closed = True
-            for threads in (self._readers, self._writers, self._lookups, self._reservers):
+            for threads in (self._readers, self._writers, self._lookups, self._removers):
                 await threads.aclose()
             await asyncio.wrap_future(self._scan)
             self._files.close()
@@ -203,56 +195,41 @@ class FileBackend(Backend):
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
             return [DONE if there else _PAUSED for there in await self.lookup(keys)]
-        reservation = _Reservation()
         try:
             with self._watched():
-                await self._reservers.run(self._reserve, reservation, keys, blocks)
-        except asyncio.CancelledError:
-            self._breaker.abandon()
-            await self._reservers.run(self._give_back, reservation)
-            raise
-        except OSError as exc:
-            self._breaker.record(str(exc))
-            return [failure(exc)] * len(keys)
-        outcomes = [DONE] * len(keys)
-        for index in reservation.refused:
-            outcomes[index] = _NO_ROOM
-        for index in reservation.parts:
-            outcomes[index] = _PART
-        if reservation.accepted:
-            written = await self._write(
-                [keys[index] for index in reservation.accepted], blocks.take(reservation.accepted)
-            )
-            for index, outcome in zip(reservation.accepted, written, strict=True):
-                outcomes[index] = outcome
-        else:
-            self._breaker.abandon()
-        return outcomes
-
-    async def _write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Write files for which there is room; every share settles its own."""
-        try:
-            with self._watched():
-                async with asyncio.TaskGroup() as tasks:
-                    shares = [
-                        tasks.create_task(
-                            self._writers.run(
-                                self._write_share, keys[start:stop], blocks.select(start, stop)
-                            )
-                        )
-                        for start, stop in cut_shares(
-                            blocks, self._num_writers, self._files.file_io.files_per_call
-                        )
-                    ]
+                write = functools.partial(self._writer.write, keys)
+                written = await self._share(self._writers, self._num_writers, write, keys, blocks)
         except BaseException:
             self._breaker.abandon()
             raise
-        outcomes = [outcome for share in shares for outcome in share.result()]
-        errors = [o.reason for o in outcomes if not o.done and o is not BUSY]
-        self._breaker.record(errors[0] if errors else "")
-        if BUSY in outcomes:
+        kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
+        tried = [each for each in kinds if each is not None and each not in (NO_ROOM, PART)]
+        if tried:
+            failed = (each.reason for each in tried if not each.done and each is not BUSY)
+            self._breaker.record(next(failed, ""))
+        else:
+            self._breaker.abandon()
+        outcomes = [outcome or DONE for outcome in written]
+        if BUSY in kinds:
             await self._await_others(keys, outcomes)
         return outcomes
+
+    async def _share(
+        self,
+        threads: Threads,
+        num_threads: int,
+        move: Callable[[Sequence[BlockKey], Descriptors], list[T]],
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+    ) -> list[T]:
+        """Have threads move a share of a batch each; what became of each block."""
+        cuts = cut_shares(blocks, num_threads, self._files.file_io.files_per_call)
+        async with asyncio.TaskGroup() as tasks:
+            shares = [
+                tasks.create_task(threads.run(move, keys[start:stop], blocks.select(start, stop)))
+                for start, stop in cuts
+            ]
+        return [each for share in shares for each in share.result()]
 
     async def _await_others(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> None:
         """Give other processes a moment to finish the blocks that they are storing."""
@@ -280,42 +257,6 @@ class FileBackend(Backend):
         if self._writing_since and time.monotonic() - min(self._writing_since) > STALLED_S:
             self._breaker.trip(f"a write takes longer than {STALLED_S:g} s")
         return self._breaker.allows()
-
-    def _reserve(
-        self, reservation: "_Reservation", keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> None:
-        found = self._folder.sizes(keys)
-        absent: dict[int, int] = {}
-        for index, num_bytes in enumerate(blocks.block_sizes.tolist()):
-            if found[index] is None:
-                expected = self._files.format(keys[index])
-                if expected.can_hold(num_bytes):
-                    absent[index] = expected.header_size_bytes + num_bytes
-                else:
-                    reservation.parts.append(index)
-        if absent:
-            indices = list(absent)
-            fitting = self._space.reserve(
-                [keys[index] for index in indices],
-                list(absent.values()),
-                spare=[key for key, size in zip(keys, found, strict=True) if size is not None],
-            )
-            reservation.keys = [keys[index] for index in indices[:fitting]]
-            reservation.accepted, reservation.refused = indices[:fitting], indices[fitting:]
-        else:
-            self._space.touch(keys)
-
-    def _give_back(self, reservation: "_Reservation") -> None:
-        self._space.settle(reservation.keys, stored=[False] * len(reservation.keys))
-
-    def _write_share(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        stored = [False] * len(keys)
-        try:
-            outcomes = self._writer.write(keys, blocks)
-            stored = [outcome.done for outcome in outcomes]
-        finally:
-            self._space.settle(keys, stored=stored)
-        return outcomes
 
     def _read_share(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = self._reader.read(keys, blocks)
@@ -348,9 +289,10 @@ class FileBackend(Backend):
             return
         require_batch(keys, blocks)
         file_name(max(keys, key=len))
-        last = max(keys, key=group_of)
-        if group_of(last) >= self._files.num_groups:
-            raise InvalidArgumentError("key", last, f"a group below {self._files.num_groups}")
+        last = max({key[-GROUP_INDEX_BYTES:] for key in keys})
+        if int.from_bytes(last, "big") >= self._files.num_groups:
+            key = next(key for key in keys if key.endswith(last))
+            raise InvalidArgumentError("key", key, f"a group below {self._files.num_groups}")
         if blocks is not None:
             self._require_whole_blocks(keys, blocks)
 
@@ -367,16 +309,6 @@ class FileBackend(Backend):
             wanted = f"whole blocks of {block[at]} bytes, up to {chunk[at]} in all"
             extent = int(starts[at]), int(starts[at] + sizes[at])
             raise InvalidArgumentError(f"block of {keys[at]!r}", extent, wanted)
-
-
-@dataclass(slots=True)
-class _Reservation:
-    """What became of a batch when room was made for it: indices, and keys, in order."""
-
-    keys: list[BlockKey] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    refused: list[int] = field(default_factory=list)
-    parts: list[int] = field(default_factory=list)
 
 
 def _require_room(config: FileConfig, namespace: Namespace) -> int:

@@ -92,16 +92,18 @@ class Contents:
             for file in reversed(files):
                 self._let_be(file, self._entries[file])
 
-    def admit(self, file: FileId, num_bytes: int) -> None:
-        """Learn that a file is being written."""
+    def admit(self, files: Sequence[FileId], sizes: Sequence[int]) -> None:
+        """Learn that files are being written."""
+        now = time.time()
         with self._lock:
-            if self._entries.pop(file, None):  # removed behind our back
-                self._policy.remove(file)
-            self._entries[file] = _Entry(num_bytes, time.time(), held=True)
-            self._policy.admit(file)
+            for file, num_bytes in zip(files, sizes, strict=True):
+                if self._entries.pop(file, None):  # removed behind our back
+                    self._policy.remove(file)
+                self._entries[file] = _Entry(num_bytes, now, held=True)
+                self._policy.admit(file)
             if self._journal is not None:
-                self._journal.stored.add(file)
-                self._journal.num_bytes_reserved += num_bytes
+                self._journal.stored.update(files)
+                self._journal.num_bytes_reserved += sum(sizes)
 
     def settle(self, files: Sequence[FileId], *, stored: Sequence[bool]) -> tuple[int, int]:
         """Learn which files were written, the first one as the last used.
@@ -149,8 +151,7 @@ class Contents:
                 return None
             if self._journal is not None:
                 (self._journal.let_go if quarantined else self._journal.removed).add(file)
-        fingerprint, key = file[:FINGERPRINT_BYTES].hex(), BlockKey(file[FINGERPRINT_BYTES:])
-        return Victim(fingerprint, key, num_bytes, quarantined)
+        return Victim(file[:FINGERPRINT_BYTES].hex(), key_in(file), num_bytes, quarantined)
 
     def remove(self, file: FileId) -> None:
         """Learn that this process removed a file."""
@@ -193,7 +194,7 @@ class Contents:
                 if block.misplaced:  # not by us; takes room, and is not ours to remove
                     total += size_on_disk(block.num_bytes)
                     continue
-                file = file_id(block.fingerprint, block.key)
+                (file,) = file_ids(block.fingerprint, [block.key])
                 if block.quarantined:
                     if file not in journal.let_go:
                         self._away.setdefault(file, size_on_disk(block.num_bytes))
@@ -252,9 +253,15 @@ class Contents:
         self._policy.remove(file)
 
 
-def file_id(fingerprint: str, key: BlockKey) -> FileId:
-    """Name a file among those of all namespaces."""
-    return FileId(bytes.fromhex(fingerprint) + key)
+def file_ids(fingerprint: str, keys: Iterable[BlockKey]) -> list[FileId]:
+    """Name files among those of all namespaces."""
+    namespace = bytes.fromhex(fingerprint)
+    return [FileId(namespace + key) for key in keys]
+
+
+def key_in(file: FileId) -> BlockKey:
+    """The key in the name of a file."""
+    return BlockKey(file[FINGERPRINT_BYTES:])
 
 
 def size_on_disk(num_bytes: int) -> int:

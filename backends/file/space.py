@@ -6,9 +6,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvxfer.backends.file.contents import Contents, Victim, file_id, size_on_disk
+from kvxfer.backends.file.contents import (
+    Contents,
+    FileId,
+    Victim,
+    file_ids,
+    key_in,
+    size_on_disk,
+)
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.tree import BlockTree
@@ -107,7 +114,7 @@ class Space:
 
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
         """Make reserved files candidates for eviction, or give their room back."""
-        files = [self._file(key) for key in keys]
+        files = self._files(keys)
         num_written, num_given_back = self._contents.settle(files, stored=stored)
         with contextlib.suppress(OSError):  # what is not written down is a count too high
             self._ledger.settle(num_written)
@@ -117,15 +124,16 @@ class Space:
 
     def touch(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Count a use of files; return those whose use should be noted on the disk, too."""
-        by_file = {self._file(key): key for key in keys}
-        return [by_file[file] for file in self._contents.touch(list(by_file))]
+        old = self._contents.touch(self._files(keys))
+        return [key_in(file) for file in old]
 
     def put_away(self, key: BlockKey) -> None:
         """Note that a file is in quarantine, if it is; it will be the first to go."""
         with contextlib.suppress(OSError), self._ledger.locked():
             num_bytes = self._folder.quarantined_size(key)
             if num_bytes is not None:
-                replaced = self._contents.put_away(self._file(key), size_on_disk(num_bytes))
+                (file,) = self._files([key])
+                replaced = self._contents.put_away(file, size_on_disk(num_bytes))
                 self._ledger.remove(replaced)
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
@@ -136,11 +144,12 @@ class Space:
         """
         num_removed = 0
         with self._ledger.locked():
-            for key, size in zip(keys, self._folder.sizes(keys), strict=True):
+            sizes = self._folder.sizes(keys)
+            for key, file, size in zip(keys, self._files(keys), sizes, strict=True):
                 if size is not None and self._folder.remove(key):
                     num_removed += 1
                     self._ledger.remove(size_on_disk(size))
-                    self._contents.remove(self._file(key))
+                    self._contents.remove(file)
         return num_removed
 
     def _scan(self) -> None:
@@ -164,35 +173,33 @@ class Space:
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]
     ) -> int:
-        admitted: list[BlockKey] = []
+        needed, fitting = [size_on_disk(size) for size in sizes], 0
         try:
             with self._ledger.locked():
                 if self._ledger.known:
-                    spared = self._contents.hold([self._file(key) for key in spare])
+                    spared = self._contents.hold(self._files(spare))
                     try:
-                        self._admit_fitting(keys, sizes, admitted)
+                        fitting = self._make_room(needed)
                     finally:
                         self._contents.release(spared)
+                    self._contents.admit(self._files(keys[:fitting]), needed[:fitting])
+                    self._ledger.reserve(sum(needed[:fitting]))
         except OSError:
-            self.settle(admitted, stored=[False] * len(admitted))
+            self.settle(keys[:fitting], stored=[False] * fitting)
             raise
-        return len(admitted)
+        return fitting
 
-    def _admit_fitting(
-        self, keys: Sequence[BlockKey], sizes: Sequence[int], admitted: list[BlockKey]
-    ) -> None:
-        free = self._free_bytes()
-        for key, size in zip(keys, sizes, strict=True):
-            needed = size_on_disk(size)
-            while self._ledger.used + needed > self._capacity_bytes or needed > free:
+    def _make_room(self, needed: Sequence[int]) -> int:
+        """Evict until files of these bytes fit, or until nothing is left; how many of them do."""
+        free, total = self._free_bytes(), 0
+        for fitting, num_bytes in enumerate(needed):
+            total += num_bytes
+            while self._ledger.used + total > self._capacity_bytes or total > free:
                 victim = self._contents.choose_victim()
                 if victim is None:
-                    return
+                    return fitting
                 free += self._evict(victim)
-            self._contents.admit(self._file(key), needed)
-            admitted.append(key)
-            self._ledger.reserve(needed)
-            free -= needed
+        return len(needed)
 
     def _evict(self, victim: Victim) -> int:
         """Remove a file; return the bytes that are free now."""
@@ -222,8 +229,8 @@ class Space:
         free = found.f_bavail * found.f_frsize - self._min_free_bytes
         return free - self._ledger.reserved
 
-    def _file(self, key: BlockKey) -> BlockKey:
-        return file_id(self._folder.fingerprint, key)
+    def _files(self, keys: Iterable[BlockKey]) -> list[FileId]:
+        return file_ids(self._folder.fingerprint, keys)
 
 
 def stop_walk(exc: OSError) -> None:

@@ -1,4 +1,4 @@
-"""Writes blocks to files, each whole and named or not there at all."""
+"""Stores blocks in files that are not there, each whole and named or not there at all."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,11 +14,12 @@ from kvxfer.backends.file.block_files import (
     straight_vectors,
     whole_vectors,
 )
-from kvxfer.backends.file.contents import file_id
+from kvxfer.backends.file.contents import file_ids
 from kvxfer.backends.file.file_io import IOVector, NewFile, Result
 from kvxfer.backends.file.folder import temporary_name
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.pages import padded
+from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -26,6 +27,8 @@ from kvxfer.storage.keys import BlockKey
 Durability = Literal["none", "fsync"]
 
 BUSY = Outcome(Status.FAILED, reason="another process is storing this block")
+NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
+PART = Outcome(Status.FAILED, reason="a part of a chunk is not the tensors that its group lists")
 
 
 class BlockWriter:
@@ -36,20 +39,72 @@ class BlockWriter:
     Args:
         files: The files of the namespace.
         ledger: Where the files are claimed that are being written.
+        space: Where room for them is made.
         durability: With `fsync` a block counts as stored when it would outlive a power cut.
     """
 
-    def __init__(self, files: BlockFiles, ledger: Ledger, durability: Durability) -> None:
+    def __init__(
+        self, files: BlockFiles, ledger: Ledger, space: Space, durability: Durability
+    ) -> None:
         self._files = files
         self._ledger = ledger
+        self._space = space
         self._durable = durability == "fsync"
         self._numbers = itertools.count()
 
-    def write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Write block i of `blocks` to the file of `keys[i]`.
+    def write(
+        self, batch: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome | None]:
+        """Write block i of `blocks` to the file of `keys[i]`, if it is not there.
 
-        It is `BUSY` where another process does, or has done so since the file was looked for.
+        Args:
+            batch: All keys of the batch of which this is a share: none is evicted for another.
+            keys: Keys of the share.
+            blocks: Blocks of the share.
+
+        Returns:
+            None for a file that is there. `BUSY` where another process writes it, or has done so
+            since it was looked for; `NO_ROOM`, or `PART`, where it was not begun.
         """
+        outcomes: list[Outcome | None] = [None] * len(keys)
+        found, absent = self._files.folder.sizes(keys), list[int]()
+        for index, num_bytes in enumerate(blocks.block_sizes.tolist()):
+            if found[index] is None and self._files.format(keys[index]).can_hold(num_bytes):
+                absent.append(index)
+            elif found[index] is None:
+                outcomes[index] = PART
+        if absent:
+            written = self._write_absent(
+                batch, [keys[index] for index in absent], blocks.take(absent)
+            )
+            for index, outcome in zip(absent, written, strict=True):
+                outcomes[index] = outcome
+        else:
+            self._space.touch(keys)
+        return outcomes
+
+    def _write_absent(
+        self, batch: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        headers = [self._files.format(key).header_size_bytes for key in keys]
+        sizes = np.add(blocks.block_sizes, headers).tolist()
+        ours = set(keys)
+        try:
+            fitting = self._space.reserve(
+                keys, sizes, spare=[key for key in batch if key not in ours]
+            )
+        except OSError as exc:
+            return [failure(exc)] * len(keys)
+        outcomes: list[Outcome] = []
+        try:
+            if fitting:
+                outcomes = self._write_reserved(keys[:fitting], blocks.select(0, fitting))
+        finally:
+            stored = [outcome.done for outcome in outcomes] or [False] * fitting
+            self._space.settle(keys[:fitting], stored=stored)
+        return outcomes + [NO_ROOM] * (len(keys) - fitting)
+
+    def _write_reserved(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes: list[Outcome] = []
         straight = self._files.is_straight(blocks)
         for start, stop in self._files.rounds(blocks, straight=straight):
@@ -64,7 +119,7 @@ class BlockWriter:
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
     ) -> list[Outcome]:
         outcomes = [BUSY] * len(keys)
-        files = [file_id(self._files.fingerprint, key) for key in keys]
+        files = file_ids(self._files.fingerprint, keys)
         with self._ledger.claimed(files) as taken:
             ours = [index for index, file in enumerate(files) if file not in taken]
             if ours:

@@ -140,9 +140,7 @@ def require_batch(keys: Sequence[BlockKey], blocks: Descriptors | None = None) -
         raise InvalidArgumentError("keys", keys, "at least one key")
     if blocks is not None and len(keys) != blocks.num_blocks:
         raise LengthMismatchError(len(keys), blocks.num_blocks, "one per block")
-    seen: set[BlockKey] = set()
     for key in keys:
         group_of(key)
-        if key in seen:
-            raise DuplicateError("keys", key)
-        seen.add(key)
+    if len(set(keys)) < len(keys):
+        raise DuplicateError("keys", next(k for n, k in enumerate(keys) if k in keys[:n]))

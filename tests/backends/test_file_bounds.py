@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.contents import Contents, file_id
+from kvxfer.backends.file.contents import Contents, file_ids
 from kvxfer.backends.file.file_io import CREATE_FLAGS
 from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.ledger import Ledger
@@ -276,7 +276,7 @@ async def test_lookups_answer_while_an_index_is_rebuilt_and_it_finds_every_block
         await until_scanned(backend)
         fingerprint = namespace.fingerprint
         found = backend._space._contents._entries.keys()
-        assert found == {file_id(fingerprint, key) for key in keys}
+        assert found == set(file_ids(fingerprint, keys))
 
 
 async def test_a_round_that_is_gathered_takes_8_mib_of_scratch_and_any_other_32_of_files(
@@ -359,18 +359,18 @@ def test_an_eviction_that_fails_leaves_no_reservation(tmp_path: Path, eviction: 
 @pytest.mark.parametrize("policy", [LRU, ARC])
 def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]) -> None:
     contents, keys = Contents(policy(20)), hashed_keys(8)
-    files = [file_id(NAMESPACE, key) for key in keys]
+    files = file_ids(NAMESPACE, keys)
 
     def found(index: int, *, away: bool = False) -> FoundBlock:
         folder = "quarantine" if away else keys[index].hex()[:2]
         return FoundBlock(NAMESPACE, folder, keys[index], FILE_BYTES, float(index))
 
     for file in files[:5]:
-        contents.admit(file, FILE_BYTES)
+        contents.admit([file], [FILE_BYTES])
     contents.settle(files[:4], stored=[True] * 4)  # the fifth one is on its way
     contents.begin_walk()
-    contents.admit(files[5], FILE_BYTES)
-    contents.admit(files[6], FILE_BYTES)
+    contents.admit([files[5]], [FILE_BYTES])
+    contents.admit([files[6]], [FILE_BYTES])
     contents.settle(files[4:6], stored=[True, False])
     contents.remove(files[0])
     contents.put_away(files[1], FILE_BYTES)

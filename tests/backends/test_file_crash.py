@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend
-from kvxfer.backends.file.contents import file_id
+from kvxfer.backends.file.contents import file_ids
 from kvxfer.backends.file.file_io import CREATE_FLAGS
 from kvxfer.backends.file.folder import temporary_name
 from kvxfer.storage.backend import Status
@@ -137,7 +137,7 @@ async def test_what_a_living_writer_has_not_finished_is_left_alone(tmp_path: Pat
         await store(backend, keys[:1], memory.describe(0, [0]))
         ledger = backend._ledger
         file = backend._folder.place(keys[1], temporary_name(ledger.owner, 1 << 30))
-        with ledger.claimed([file_id(fingerprint, keys[1])]):
+        with ledger.claimed(file_ids(fingerprint, keys[1:2])):
             os.close(os.open(file.temporary, CREATE_FLAGS, dir_fd=file.folder_fd))
             async with open_store(tmp_path, memory.namespace()) as other:
                 await until_scanned(other)

@@ -150,10 +150,10 @@ async def test_a_block_stored_since_it_was_looked_for_is_not_written_again(tmp_p
     ):
         await until_scanned(ours)
         await until_scanned(theirs)
-        assert ours._space.reserve(keys, [8192]) == 1  # it is not there
         await store(theirs, keys, memory.describe(0, [0]), version=1)
         inode = path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino
-        (outcome,) = ours._write_share(keys, memory.describe(0, [1]))
+        # As if it had not been there when it was looked for.
+        (outcome,) = ours._writer._write_absent(keys, keys, memory.describe(0, [1]))
         assert not outcome.done, "to be asked for again: another process has it"
         assert path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino == inode
         assert counted_bytes(ours) == bytes_on_disk(tmp_path)
