@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 
 from kvxfer.backends.nixl.agent_thread import BACKEND, AgentThread
 from kvxfer.backends.nixl.pieces import Fragments, Words
@@ -15,7 +16,6 @@ from kvxfer.backends.nixl.transfer_agent import (
     Operation,
     Run,
     TransferAgent,
-    all_over,
     to_its_end,
 )
 from kvxfer.errors import TransferFailedError
@@ -92,7 +92,7 @@ class NixlAgent(TransferAgent):
             self._thread.cancel(begun)
         try:
             await to_its_end(
-                all_over([each.done for each in begun]), partial(self._thread.cancel, begun)
+                _all_over([each.done for each in begun]), partial(self._thread.cancel, begun)
             )
         except TransferFailedError:
             if not failure:
@@ -104,3 +104,26 @@ class NixlAgent(TransferAgent):
         """See `TransferAgent.aclose`."""
         self._finalizer.detach()
         await to_its_end(self._thread.begin_stop())
+
+
+def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
+    """Tell when the last of some futures has ended, with the first error of any."""
+    if len(futures) == 1:
+        return futures[0]
+    over: Future[None] = Future()
+    if not futures:
+        over.set_result(None)
+    ended = count(1)
+
+    def end(_: "Future[None]") -> None:
+        if next(ended) < len(futures):  # on this thread and those that end them
+            return
+        errors = (future.exception() for future in futures)
+        if error := next(filter(None, errors), None):
+            over.set_exception(error)
+        else:
+            over.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(end)
+    return over

@@ -4,6 +4,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -46,6 +47,10 @@ PIECE_BYTES = 16 << 20
 PIECE_FRAGMENTS = 4096
 PIECES_IN_FLIGHT = 4
 """Of one transfer. Where the caller of NIXL copies, as on one machine, one is in flight."""
+
+POLL_WITHIN_S = 5e-3
+"""How long peers that connect may wait while one piece after the other is posted. Polling lets
+other threads take the interpreter lock, and so may cost a millisecond between two pieces."""
 
 
 class AgentThread:
@@ -246,13 +251,16 @@ class AgentThread:
         if opened.done():
             return
         opened.set_result(None)
-        pace, pause_s = Pace(), 0.0
+        pace, pause_s, polled_at = Pace(), 0.0, 0.0
         try:
             while not self._stopping:
                 acted = self._obey(pause_s)
                 posted = self._post()
                 self._end_what_is_over()
-                acted |= posted | self._poll()
+                if self._flights or not posted or time.monotonic() - polled_at > POLL_WITHIN_S:
+                    acted |= self._poll()
+                    polled_at = time.monotonic()
+                acted |= posted
                 pause_s = pace.pause_s(active=acted, waiting=bool(self._flights))
                 if posted:  # and perhaps more is to be
                     pause_s = 0.0

@@ -17,7 +17,7 @@ from kvxfer.kvcache.fragment_pairs import pair_fragments
 RUN_BYTES = 16 << 20
 """Of what is read is at most verified together, while the next are read."""
 
-LAST_RUN_BYTES = 2 << 20
+LAST_RUN_BYTES = 6 << 20
 """Verified at the end, when everybody waits for it."""
 
 
@@ -76,14 +76,12 @@ class Link:
             Of the blocks that have the expected checksum, the checksum by position.
         """
         bounds = _runs(ours) if ours.num_bytes > LAST_RUN_BYTES else [(0, ours.num_blocks)]
-        runs = (_pair(part(ours, *each), part(theirs, *each)) for each in bounds)
-        verification = hasher.verification(ours, expected)
+        runs = [part(ours, *each) for each in bounds]
+        pairs = (_pair(run, part(theirs, *each)) for run, each in zip(runs, bounds, strict=True))
+        verification = hasher.verification(runs, expected)
         try:
             await self._book.agent.transfer_each(
-                Operation.READ,
-                self._peer,
-                runs,
-                lambda index: verification.landed(*bounds[index]),
+                Operation.READ, self._peer, pairs, verification.landed
             )
         finally:
             await verification.settle()
@@ -104,7 +102,7 @@ class Link:
 def _runs(blocks: Descriptors) -> list[tuple[int, int]]:
     """Cut a batch into what is verified together: a run is twice as long as all behind it.
 
-    Hashing a run takes less time than to move half as much, so it ends before the last run does.
+    Hashing a run takes less time than moving half as much, so little is left to hash in the end.
     """
     ends = np.cumsum(blocks.block_sizes)
     bounds, total = [0], int(ends[-1])

@@ -6,7 +6,6 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from itertools import count
 from typing import NamedTuple, TypeVar
 
 from kvxfer.backends.nixl.pieces import Words
@@ -156,29 +155,6 @@ async def to_its_end(future: "Future[T]", cancel: Callable[[], None] | None = No
     if cancellation:
         raise cancellation
     return future.result()
-
-
-def all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
-    """Tell when the last of some futures has ended, with the first error of any."""
-    if len(futures) == 1:
-        return futures[0]
-    over: Future[None] = Future()
-    if not futures:
-        over.set_result(None)
-    ended = count(1)
-
-    def end(_: "Future[None]") -> None:
-        if next(ended) < len(futures):  # on this thread and those that end them
-            return
-        errors = (future.exception() for future in futures)
-        if error := next(filter(None, errors), None):
-            over.set_exception(error)
-        else:
-            over.set_result(None)
-
-    for future in futures:
-        future.add_done_callback(end)
-    return over
 
 
 async def _until_done(future: "Future[T]") -> None:
