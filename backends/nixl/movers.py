@@ -50,12 +50,14 @@ class Arrivals:
 
     Attributes:
         outcomes: One per key.
-        checksums: XXH3-64 that each block that is `DONE` must have, in order.
-        intact: Checksum of those of them that have it, by position, where that was looked at as
-            they arrived; otherwise None.
+        done: Positions of those that are `DONE`.
+        checksums: XXH3-64 that each of these blocks must have.
+        intact: Checksum of those of them that have it, by position among them, where that was
+            looked at as they arrived; otherwise None.
     """
 
     outcomes: list[Outcome]
+    done: list[int]
     checksums: list[int]
     intact: dict[int, int] | None = None
 
@@ -187,11 +189,10 @@ class NixlMover(Mover):
             Pinned,
         )
         arrivals = self._arrivals(keys, pinned.endings, pinned.checksums)
-        lent = [index for index, outcome in enumerate(arrivals.outcomes) if outcome.done]
-        if not lent:
+        if not arrivals.done:
             return arrivals
         try:
-            theirs, ours = self._link.remote.resolve(pinned.extents), chosen(blocks, lent)
+            theirs, ours = self._link.remote.resolve(pinned.extents), chosen(blocks, arrivals.done)
             if hasher is None:
                 await self._link.read(theirs, ours)
                 return arrivals
@@ -249,9 +250,8 @@ class SocketMover(Mover):
             )
             sending = await data.receive(_SENDING)
             arrivals = _arrivals(self._connection, keys, sending.endings, sending.checksums)
-            lent = [index for index, outcome in enumerate(arrivals.outcomes) if outcome.done]
-            if lent:
-                await data.receive_blocks(chosen(blocks, lent))
+            if arrivals.done:
+                await data.receive_blocks(chosen(blocks, arrivals.done))
         return arrivals
 
     async def store(
@@ -305,10 +305,10 @@ def _arrivals(
     checksums: Sequence[int],
 ) -> Arrivals:
     outcomes = _outcomes(connection, keys, endings)
-    num_done = sum(outcome.done for outcome in outcomes)
-    if len(checksums) != num_done:
-        raise _wrong_number(connection, len(checksums), num_done)
-    return Arrivals(outcomes, list(checksums))
+    done = [index for index, outcome in enumerate(outcomes) if outcome.done]
+    if len(checksums) != len(done):
+        raise _wrong_number(connection, len(checksums), len(done))
+    return Arrivals(outcomes, done, list(checksums))
 
 
 def _outcomes(

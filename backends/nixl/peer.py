@@ -116,15 +116,13 @@ class Peer:
         if num_bytes > max_bytes and not is_small:
             max_bytes = self.route.load_bytes(blocks)
         outcomes = await self._move(self._load_piece, keys, blocks, max_bytes)
-        self._count(outcomes)
-        self.statistics.num_loaded_bytes += _done_bytes(outcomes, blocks)
+        self.statistics.num_loaded_bytes += self._count(outcomes, blocks)
         return outcomes
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; what cannot be done in time is `TIMED_OUT`."""
         outcomes = await self._move(self._store_piece, keys, blocks, PIECE_BYTES)
-        self._count(outcomes)
-        self.statistics.num_stored_bytes += _done_bytes(outcomes, blocks)
+        self.statistics.num_stored_bytes += self._count(outcomes, blocks)
         return outcomes
 
     def _one_per_key(self, answers: list[bool], keys: Sequence[BlockKey]) -> list[bool]:
@@ -200,7 +198,7 @@ class Peer:
     ) -> list[Outcome]:
         arrivals = await mover.load(keys, blocks, self._hasher if self._verifies else None)
         outcomes = arrivals.outcomes
-        arrived = _done(outcomes)
+        arrived = arrivals.done
         if not self._verifies or not arrived:
             return outcomes
         intact = arrivals.intact
@@ -237,21 +235,21 @@ class Peer:
     def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[Descriptors]:
         return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
 
-    def _count(self, outcomes: Sequence[Outcome]) -> None:
-        statuses = [outcome.status for outcome in outcomes if not outcome.done]
-        self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
-        self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
-        self.statistics.num_failed += statuses.count(Status.FAILED)
+    def _count(self, outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
+        """Count what was not done; say how many bytes were."""
+        done = _done(outcomes)
+        if len(done) < len(outcomes):
+            statuses = [outcome.status for outcome in outcomes]
+            self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
+            self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
+            self.statistics.num_failed += statuses.count(Status.FAILED)
+        return chosen(blocks, done).num_bytes
 
 
 def _is_in_crumbs(blocks: Descriptors) -> bool:
     """Whether a transfer of whole blocks and a copy in memory is less work than one of pieces."""
     many = len(blocks) > blocks.num_blocks * MANY_PIECES
     return many and blocks.num_bytes < len(blocks) * SMALL_PIECE_BYTES
-
-
-def _done_bytes(outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
-    return chosen(blocks, _done(outcomes)).num_bytes
 
 
 def _done(outcomes: Sequence[Outcome]) -> list[int]:
