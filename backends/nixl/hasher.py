@@ -12,6 +12,7 @@ from typing import TypeVar
 from kvxfer.backends.nixl.transfer_agent import to_its_end
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.checksums import checksum_blocks
 
@@ -141,16 +142,27 @@ class CallThread:
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def begin(self, call: Callable[[], None]) -> None:
-        """Make a call, which raises nothing, after those that were begun before."""
-        self._calls.put(call)
+        """Make a call, which raises nothing, after those that were begun before.
+
+        Raises:
+            ClosedError: The thread was ended.
+        """
+        with self._lock:  # behind the end a call would never be made
+            if self._ended:
+                raise ClosedError("hasher")
+            self._calls.put(call)
 
     def end(self) -> None:
         """Wait for what was begun, and for the thread; blocks, may be called again."""
-        self._calls.put(None)
+        with self._lock:
+            self._ended = True
+            self._calls.put(None)
         self._thread.join()
 
     def _run(self) -> None:

@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.agent import NixlAgent
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent
 from kvxfer.backends.nixl_module import import_nixl
-from kvxfer.errors import InvalidArgumentError, PeerLostError
+from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
@@ -133,6 +133,22 @@ async def test_what_has_landed_is_verified_and_nothing_else(
     landed = {9, 10, 11, 0, 1, 4, 6, 7}
     assert verification.intact == {index: expected[index] for index in landed}
     await hasher.aclose()
+
+
+async def test_a_hasher_that_is_closed_says_so_and_lets_nobody_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hasher_module, "INLINE_BYTES", 0)
+    hasher, blocks = BlockHasher(), make_memory().describe(0, range(2))
+    expected = await hasher.checksums(blocks)
+    verification = hasher.verification([blocks], expected)
+    verification.landed(0)
+    await hasher.aclose()
+    await hasher.aclose()
+    assert verification.intact == dict(enumerate(expected)), "closed before all was hashed"
+    for call in (verification.settle(), hasher.checksums(blocks)):
+        with pytest.raises(ClosedError):
+            await call
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 20])
