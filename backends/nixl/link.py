@@ -17,9 +17,6 @@ from kvxfer.kvcache.fragment_pairs import pair_fragments
 RUN_BYTES = 16 << 20
 """Of what is read is at most verified together, while the next are read."""
 
-LAST_RUN_BYTES = 6 << 20
-"""Verified at the end, when everybody waits for it."""
-
 
 class Link:
     """Moves bytes between registered memory here and that of one peer.
@@ -63,6 +60,8 @@ class Link:
         ours: Descriptors,
         expected: Sequence[int],
         hasher: BlockHasher,
+        *,
+        last_run_bytes: int,
     ) -> dict[int, int]:
         """Copy blocks of the peer's memory to ours, and verify them run by run; errors as `read`.
 
@@ -71,11 +70,14 @@ class Link:
             ours: Where they belong.
             expected: XXH3-64 that each block must have.
             hasher: Verifies them.
+            last_run_bytes: How much may be left to verify when all has landed.
 
         Returns:
             Of the blocks that have the expected checksum, the checksum by position.
         """
-        bounds = _runs(ours) if ours.num_bytes > LAST_RUN_BYTES else [(0, ours.num_blocks)]
+        bounds = [(0, ours.num_blocks)]
+        if ours.num_bytes > last_run_bytes:
+            bounds = _runs(ours, last_run_bytes)
         runs = [part(ours, *each) for each in bounds]
         pairs = (_pair(run, part(theirs, *each)) for run, each in zip(runs, bounds, strict=True))
         verification = hasher.verification(runs, expected)
@@ -99,7 +101,7 @@ class Link:
         await self._book.agent.transfer(operation, self._peer, *_pair(ours, theirs))
 
 
-def _runs(blocks: Descriptors) -> list[tuple[int, int]]:
+def _runs(blocks: Descriptors, last_run_bytes: int) -> list[tuple[int, int]]:
     """Cut a batch into what is verified together: a run is twice as long as all behind it.
 
     Hashing a run takes less time than moving half as much, so little is left to hash in the end.
@@ -108,7 +110,7 @@ def _runs(blocks: Descriptors) -> list[tuple[int, int]]:
     bounds, total = [0], int(ends[-1])
     while bounds[-1] < blocks.num_blocks:
         done = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-        run_bytes = (total - done) * 2 // 3 if total - done > LAST_RUN_BYTES else total - done
+        run_bytes = (total - done) * 2 // 3 if total - done > last_run_bytes else total - done
         stop = int(ends.searchsorted(done + min(run_bytes, RUN_BYTES), side="right"))
         bounds.append(max(stop, bounds[-1] + 1))
     return list(pairwise(bounds))

@@ -39,6 +39,9 @@ READ_BYTES = 32 << 20
 """Of one request where this side reads. A holder that lends by way of staging memory must have
 room for it, which blocks fill up to multiples of 4096 bytes: see `stand_alone.STAGING_BYTES`."""
 
+LAST_RUN_BYTES = 6 << 20
+"""Of such a request is verified at the end, when everybody waits for it."""
+
 _SENDING: msgspec.msgpack.Decoder[Sending] = msgspec.msgpack.Decoder(Sending)
 _WANTED: msgspec.msgpack.Decoder[messages.Wanted] = msgspec.msgpack.Decoder(messages.Wanted)
 _MOVED: msgspec.msgpack.Decoder[Moved] = msgspec.msgpack.Decoder(Moved)
@@ -196,7 +199,9 @@ class NixlMover(Mover):
             if hasher is None:
                 await self._link.read(theirs, ours)
                 return arrivals
-            intact = await self._link.read_verified(theirs, ours, arrivals.checksums, hasher)
+            intact = await self._link.read_verified(
+                theirs, ours, arrivals.checksums, hasher, last_run_bytes=LAST_RUN_BYTES
+            )
             return replace(arrivals, intact=intact)
         finally:
             await self._unpin(pinned.request_id)

@@ -51,6 +51,9 @@ from kvxfer.storage.lending import Wanted
 
 MAX_REQUESTS = 64
 
+PULL_RUN_BYTES = 16 << 20
+"""Of a `Pull` is verified when it has landed; peers store in pieces, and the next is read then."""
+
 logger = logging.getLogger(__name__)
 
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -253,7 +256,11 @@ class ServedPeer:
                 wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
                 expected = [request.checksums[index] for index in wanted]
                 arrived = await link.read_verified(
-                    chosen(theirs, wanted), room.blocks, expected, self.store.hasher
+                    chosen(theirs, wanted),
+                    room.blocks,
+                    expected,
+                    self.store.hasher,
+                    last_run_bytes=PULL_RUN_BYTES,
                 )
                 room.arrived.update(arrived)
         return Moved(request_id=request.request_id, endings=endings(room.outcomes))
