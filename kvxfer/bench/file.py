@@ -5,6 +5,7 @@ import functools
 import hashlib
 import mmap
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -89,9 +90,10 @@ class _Bench:
         """Let the contenders take turns, one round uncounted, and compare them."""
         contenders = self._contenders()
         seconds: dict[str, tuple[list[float], list[float]]] = {n: ([], []) for n in contenders}
+        rng = random.Random(self._block_bytes)
         for nth in range(rounds + 1):
-            order = list(contenders)
-            for name in order[nth % len(order) :] + order[: nth % len(order)]:
+            # In another order each time: what one leaves to the disk is not always the same one's.
+            for name in rng.sample(list(contenders), len(contenders)):
                 stored, loaded = contenders[name]()
                 if nth:
                     seconds[name][0].append(stored)
