@@ -189,19 +189,21 @@ class _Bench:
 
     async def _kvxfer_round(self, num_batches: int, integrity: Integrity) -> tuple[float, float]:
         keys, namespace = self._keys(), self._namespace(integrity.value)
+        # A new one, or the backend would still be looking around among what all rounds left.
+        config = self._config(integrity)
         per_batch = self._num_blocks // num_batches
         batches = [
             (keys[start : start + per_batch], self._describe(start, start + per_batch))
             for start in range(0, self._num_blocks, per_batch)
         ]
-        async with FileBackend(self._config(integrity), namespace) as backend:
+        async with FileBackend(config, namespace) as backend:
             # As in an engine that has run for a while: folders are there, threads are started.
-            _make_folders(self._folder / "kvxfer" / namespace.fingerprint)
+            _make_folders(Path(config.path, namespace.fingerprint))
             warm = self._keys()[:NUM_THREADS]
             for move in (backend.store, backend.load):
                 each = (move([key], self._describe(n, n + 1)) for n, key in enumerate(warm))
                 await asyncio.gather(*each)
-            _empty(self._paths(namespace, warm))
+            _empty(_paths(config, namespace, warm))
             _settle()
             seconds = []
             for move in (backend.store, backend.load):
@@ -210,7 +212,7 @@ class _Bench:
                 seconds.append(time.perf_counter() - began)
                 if not all(outcome.done for batch in outcomes for outcome in batch):
                     raise RuntimeError(f"a block was not done: {outcomes[0][0]}")
-        _empty(self._paths(namespace, keys))
+        _empty(_paths(config, namespace, keys))
         return seconds[0], seconds[1]
 
     def _vllm(self, num_batches: int) -> tuple[float, float]:
@@ -289,12 +291,6 @@ class _Bench:
         _empty(paths)
         return seconds[0], seconds[1]
 
-    def _paths(self, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[Path]:
-        """Where `FileBackend` keeps the blocks."""
-        for key in keys:
-            name = file_name(key)
-            yield self._folder / "kvxfer" / namespace.fingerprint / name[:2] / name
-
     def _keys(self) -> list[BlockKey]:
         nth = f"{self._block_bytes} {next(self._nth)} ".encode()
         hashes = (hashlib.sha256(nth + b.to_bytes(4, "big")) for b in range(self._num_blocks))
@@ -306,7 +302,7 @@ class _Bench:
 
     def _config(self, integrity: Integrity = Integrity.FAST) -> FileConfig:
         return FileConfig(
-            path=str(self._folder / "kvxfer"),
+            path=str(self._folder / f"kvxfer {self._block_bytes} {next(self._nth)}"),
             capacity=ByteSize(1 << 40),  # what is stored is emptied behind the backend's back
             integrity=integrity,
             read_threads=NUM_THREADS,
@@ -376,6 +372,13 @@ def _peak_rss() -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
     return int(peak) << 10
+
+
+def _paths(config: FileConfig, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[Path]:
+    """Where `FileBackend` keeps the blocks."""
+    for key in keys:
+        name = file_name(key)
+        yield Path(config.path, namespace.fingerprint, name[:2], name)
 
 
 def _make_folders(parent: Path) -> None:
