@@ -16,8 +16,9 @@ from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.backends.file.writer import NO_ROOM
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.backend import Status
+from kvxfer.storage.backend import DONE, Status
 from kvxfer.storage.eviction import ARC, LRU, POLICIES, PolicyName
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
@@ -95,6 +96,24 @@ async def test_lru_evicts_what_was_used_the_longest_time_ago(tmp_path: Path) -> 
         await store(backend, keys[2:3], memory.describe(0, [0]))  # present: a use
         await store(backend, keys[5:], memory.describe(0, [0]))
         assert await backend.lookup(keys) == [True, False, True, False, True, True]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "arc"])
+async def test_no_share_of_a_batch_evicts_what_another_one_has_stored(
+    tmp_path: Path, eviction: str
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    async with open_store(
+        tmp_path, memory.namespace(), capacity=2 * FILE_BYTES, eviction=eviction
+    ) as backend:
+        await until_scanned(backend)
+        write, target = backend._writer.write, memory.describe(0, range(2))
+        assert write(keys, keys[:2], target) == [DONE] * 2
+        assert write(keys, keys[2:], target) == [NO_ROOM] * 2
+        assert await backend.lookup(keys) == [True, True, False, False]
+        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 2 * FILE_BYTES
+        assert write(keys[2:], keys[2:], target) == [DONE] * 2, "a batch of its own may"
+        assert await backend.lookup(keys) == [False, False, True, True]
 
 
 async def test_arc_keeps_what_is_used_again_through_a_long_scan(tmp_path: Path) -> None:
