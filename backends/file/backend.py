@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,9 @@ from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.shares import cut_shares
 from kvxfer.backends.file.space import Space, stop_walk
+from kvxfer.backends.file.store_batch import NO_ROOM, PART, StoreBatch
 from kvxfer.backends.file.tree import BlockTree
-from kvxfer.backends.file.writer import BUSY, NO_ROOM, PART, BlockWriter
+from kvxfer.backends.file.writer import BUSY, BlockWriter
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -97,7 +97,7 @@ class FileBackend(Backend):
             capacity_bytes=config.capacity,
             min_free_bytes=config.min_free,
         )
-        self._writer = BlockWriter(self._files, self._ledger, self._space, config.durability)
+        self._writer = BlockWriter(self._files, self._ledger, config.durability)
         self._breaker = CircuitBreaker(f"storing to {self._root}")
         most = self._files.file_io.max_threads
         self._num_readers = min(config.read_threads, most)
@@ -152,9 +152,11 @@ class FileBackend(Backend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are neither done nor corrupt is not written."""
         self._check(keys, blocks)
-        outcomes = await self._share(
-            self._readers, self._num_readers, self._read_share, keys, blocks
-        )
+
+        def read(start: int, stop: int) -> list[Outcome]:
+            return self._read_share(keys[start:stop], blocks.select(start, stop))
+
+        outcomes = await self._share(self._readers, self._num_readers, read, blocks)
         self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
         return outcomes
 
@@ -195,12 +197,13 @@ class FileBackend(Backend):
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
             return [DONE if there else _PAUSED for there in await self.lookup(keys)]
+        batch = StoreBatch(self._files, self._space, self._writer, keys, blocks)
         try:
             with self._watched():
-                write = functools.partial(self._writer.write, keys)
-                written = await self._share(self._writers, self._num_writers, write, keys, blocks)
+                written = await self._share(self._writers, self._num_writers, batch.write, blocks)
         except BaseException:
             self._breaker.abandon()
+            await self._removers.run(batch.give_back)
             raise
         kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
         tried = [each for each in kinds if each is not None and each not in (NO_ROOM, PART)]
@@ -218,17 +221,13 @@ class FileBackend(Backend):
         self,
         threads: Threads,
         num_threads: int,
-        move: Callable[[Sequence[BlockKey], Descriptors], list[T]],
-        keys: Sequence[BlockKey],
+        move: Callable[[int, int], list[T]],
         blocks: Descriptors,
     ) -> list[T]:
         """Have threads move a share of a batch each; what became of each block."""
         cuts = cut_shares(blocks, num_threads, self._files.file_io.files_per_call)
         async with asyncio.TaskGroup() as tasks:
-            shares = [
-                tasks.create_task(threads.run(move, keys[start:stop], blocks.select(start, stop)))
-                for start, stop in cuts
-            ]
+            shares = [tasks.create_task(threads.run(move, *cut)) for cut in cuts]
         return [each for share in shares for each in share.result()]
 
     async def _await_others(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> None:

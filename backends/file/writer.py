@@ -1,4 +1,4 @@
-"""Stores blocks in files that are not there, each whole and named or not there at all."""
+"""Writes blocks to files, each whole and named or not there at all."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,7 +19,6 @@ from kvxfer.backends.file.file_io import IOVector, NewFile, Result
 from kvxfer.backends.file.folder import temporary_name
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.pages import padded
-from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -27,8 +26,6 @@ from kvxfer.storage.keys import BlockKey
 Durability = Literal["none", "fsync"]
 
 BUSY = Outcome(Status.FAILED, reason="another process is storing this block")
-NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
-PART = Outcome(Status.FAILED, reason="a part of a chunk is not the tensors that its group lists")
 
 
 class BlockWriter:
@@ -39,72 +36,20 @@ class BlockWriter:
     Args:
         files: The files of the namespace.
         ledger: Where the files are claimed that are being written.
-        space: Where room for them is made.
         durability: With `fsync` a block counts as stored when it would outlive a power cut.
     """
 
-    def __init__(
-        self, files: BlockFiles, ledger: Ledger, space: Space, durability: Durability
-    ) -> None:
+    def __init__(self, files: BlockFiles, ledger: Ledger, durability: Durability) -> None:
         self._files = files
         self._ledger = ledger
-        self._space = space
         self._durable = durability == "fsync"
         self._numbers = itertools.count()
 
-    def write(
-        self, batch: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome | None]:
-        """Write block i of `blocks` to the file of `keys[i]`, if it is not there.
+    def write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Write block i of `blocks` to the file of `keys[i]`.
 
-        Args:
-            batch: All keys of the batch of which this is a share: none is evicted for another.
-            keys: Keys of the share.
-            blocks: Blocks of the share.
-
-        Returns:
-            None for a file that is there. `BUSY` where another process writes it, or has done so
-            since it was looked for; `NO_ROOM`, or `PART`, where it was not begun.
+        It is `BUSY` where another process does, or has done so since the file was looked for.
         """
-        outcomes: list[Outcome | None] = [None] * len(keys)
-        found, absent = self._files.folder.sizes(keys), list[int]()
-        for index, num_bytes in enumerate(blocks.block_sizes.tolist()):
-            if found[index] is None and self._files.format(keys[index]).can_hold(num_bytes):
-                absent.append(index)
-            elif found[index] is None:
-                outcomes[index] = PART
-        if absent:
-            written = self._write_absent(
-                batch, [keys[index] for index in absent], blocks.take(absent)
-            )
-            for index, outcome in zip(absent, written, strict=True):
-                outcomes[index] = outcome
-        else:
-            self._space.touch(keys)
-        return outcomes
-
-    def _write_absent(
-        self, batch: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        headers = [self._files.format(key).header_size_bytes for key in keys]
-        sizes = np.add(blocks.block_sizes, headers).tolist()
-        ours = set(keys)
-        try:
-            fitting = self._space.reserve(
-                keys, sizes, spare=[key for key in batch if key not in ours]
-            )
-        except OSError as exc:
-            return [failure(exc)] * len(keys)
-        outcomes: list[Outcome] = []
-        try:
-            if fitting:
-                outcomes = self._write_reserved(keys[:fitting], blocks.select(0, fitting))
-        finally:
-            stored = [outcome.done for outcome in outcomes] or [False] * fitting
-            self._space.settle(keys[:fitting], stored=stored)
-        return outcomes + [NO_ROOM] * (len(keys) - fitting)
-
-    def _write_reserved(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes: list[Outcome] = []
         straight = self._files.is_straight(blocks)
         for start, stop in self._files.rounds(blocks, straight=straight):

@@ -20,6 +20,7 @@ from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.folder import file_name
 from kvxfer.backends.file.group_format import GroupFormat
+from kvxfer.backends.file.store_batch import StoreBatch
 from kvxfer.backends.file.uring_io import UringFileIO
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
@@ -62,6 +63,11 @@ def config(path: Path, **fields: object) -> FileConfig:
 def open_store(path: Path, namespace: Namespace, **fields: object) -> FileBackend:
     """Open a backend."""
     return FileBackend(config(path, **fields), namespace)
+
+
+def store_batch(backend: FileBackend, keys: Sequence[BlockKey], blocks: Descriptors) -> StoreBatch:
+    """Begin to store a batch, without a thread."""
+    return StoreBatch(backend._files, backend._space, backend._writer, keys, blocks)
 
 
 def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:

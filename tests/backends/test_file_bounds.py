@@ -15,8 +15,8 @@ from kvxfer.backends.file.file_io import CREATE_FLAGS
 from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.space import Space
+from kvxfer.backends.file.store_batch import NO_ROOM
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
-from kvxfer.backends.file.writer import NO_ROOM
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import DONE, Status
 from kvxfer.storage.eviction import ARC, LRU, POLICIES, PolicyName
@@ -34,6 +34,7 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     store,
+    store_batch,
     tmpfs,
     until_scanned,
 )
@@ -98,22 +99,37 @@ async def test_lru_evicts_what_was_used_the_longest_time_ago(tmp_path: Path) -> 
         assert await backend.lookup(keys) == [True, False, True, False, True, True]
 
 
+@pytest.mark.parametrize("order", [(0, 2), (2, 0)])
 @pytest.mark.parametrize("eviction", ["lru", "arc"])
-async def test_no_share_of_a_batch_evicts_what_another_one_has_stored(
-    tmp_path: Path, eviction: str
+async def test_the_leading_blocks_get_the_room_whichever_share_is_first(
+    tmp_path: Path, eviction: str, order: tuple[int, int]
 ) -> None:
     memory, keys = one_page_memory(), hashed_keys(4)
     async with open_store(
         tmp_path, memory.namespace(), capacity=2 * FILE_BYTES, eviction=eviction
     ) as backend:
         await until_scanned(backend)
-        write, target = backend._writer.write, memory.describe(0, range(2))
-        assert write(keys, keys[:2], target) == [DONE] * 2
-        assert write(keys, keys[2:], target) == [NO_ROOM] * 2
+        batch = store_batch(backend, keys, memory.describe(0, range(4)))
+        expected = {0: [DONE] * 2, 2: [NO_ROOM] * 2}
+        for start in order:
+            assert batch.write(start, start + 2) == expected[start]
         assert await backend.lookup(keys) == [True, True, False, False]
         assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 2 * FILE_BYTES
-        assert write(keys[2:], keys[2:], target) == [DONE] * 2, "a batch of its own may"
+        batch = store_batch(backend, keys[2:], memory.describe(0, range(2)))
+        assert batch.write(0, 2) == [DONE] * 2, "a batch of its own may evict them"
         assert await backend.lookup(keys) == [False, False, True, True]
+
+
+async def test_room_for_shares_that_never_begin_is_given_back(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4)
+    async with open_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:
+        await until_scanned(backend)
+        batch = store_batch(backend, keys, memory.describe(0, range(4)))
+        assert batch.write(0, 1) == [DONE]
+        assert counted_bytes(backend) == 4 * FILE_BYTES
+        batch.give_back()
+        assert backend._ledger.reserved == 0
+        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == FILE_BYTES
 
 
 async def test_arc_keeps_what_is_used_again_through_a_long_scan(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.writer import BUSY
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
     bytes_on_disk,
@@ -27,6 +28,7 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     store,
+    store_batch,
     temporary_files,
     until_scanned,
 )
@@ -150,11 +152,12 @@ async def test_a_block_stored_since_it_was_looked_for_is_not_written_again(tmp_p
     ):
         await until_scanned(ours)
         await until_scanned(theirs)
+        batch = store_batch(ours, keys, memory.describe(0, [1]))
+        batch._make_room()  # it is not there
         await store(theirs, keys, memory.describe(0, [0]), version=1)
         inode = path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino
-        # As if it had not been there when it was looked for.
-        (outcome,) = ours._writer._write_absent(keys, keys, memory.describe(0, [1]))
-        assert not outcome.done, "to be asked for again: another process has it"
+        (outcome,) = batch.write(0, 1)
+        assert outcome is BUSY, "to be asked for again: another process has it"
         assert path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino == inode
         assert counted_bytes(ours) == bytes_on_disk(tmp_path)
         assert temporary_files(tmp_path) == []
