@@ -188,6 +188,18 @@ class HostBackend(Backend, Lender):
         finally:
             self._index.unpin(found)
 
+    def peek(self, keys: Sequence[BlockKey]) -> Loan | None:
+        """See `Lender.peek`."""
+        self._check(keys)
+        outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
+        there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
+        stored = self._pool.stored([self._index.slot_of(key) for key in there])
+        if stored is None:
+            return None
+        self._index.touch(there)
+        blocks, checksums = stored
+        return Loan(outcomes, blocks if there else None, checksums)
+
     @asynccontextmanager
     async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
         """See `Lender.make_room`: slots, which nobody can read before the context ends."""

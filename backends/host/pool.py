@@ -252,6 +252,19 @@ class HostPool:
                 checksums.append(checksum if whole else self._checksum(slot, 0, start, stop))
         return outcomes, checksums
 
+    def stored(self, slots: Sequence[int]) -> tuple[Descriptors, list[int]] | None:
+        """Where what each slot holds is, and its checksum; the bytes are not looked at.
+
+        Returns:
+            None where no checksums are kept, or a tag says what cannot be.
+        """
+        tags = self._tags[list(slots), 0]
+        starts, stops = tags["start"].astype(np.int64), tags["stop"].astype(np.int64)
+        possible = (starts >= 0) & (starts < stops) & (stops <= self.shape.part_size_bytes)
+        if self.integrity is Integrity.OFF or not possible.all():
+            return None
+        return self.describe(slots, starts, stops), tags["checksum"].tolist()
+
     def tag(self, slot: int, key: BlockKey, start: int, stop: int, checksum: int) -> None:
         """Say what a slot holds whose bytes were written, and hashed, elsewhere."""
         kept = checksum if self.integrity is Integrity.FAST else 0

@@ -12,7 +12,7 @@ import msgspec
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NONCE_BYTES = 32
 
 
@@ -120,16 +120,33 @@ class NumberedRequest(Message, frozen=True, kw_only=True):
 
 
 class Lookup(NumberedRequest, frozen=True):
-    """Ask which keys are there; answered by `Found`."""
+    """Ask which keys are there; answered by `Found`.
+
+    Attributes:
+        places: Whether to say where, too.
+    """
 
     keys: list[BlockKey]
+    places: bool = False
 
 
 class Found(Message, frozen=True):
-    """Answer `Lookup`: for each key whether it is there."""
+    """Answer `Lookup`: for each key whether it is there.
+
+    Attributes:
+        there: One per key.
+        starts: Byte of its chunk at which each block that is there begins, in order, like the
+            rest; empty, like the rest, where places were not asked for or blocks have none.
+        checksums: XXH3-64 of each of them.
+        extents: Where they are now. Nothing keeps them there: what is read counts only if it has
+            the checksum.
+    """
 
     request_id: int
     there: list[bool]
+    starts: list[int] = []
+    checksums: list[int] = []
+    extents: Extents | None = None
 
 
 class Pin(NumberedRequest, frozen=True):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvxfer.backends.nixl.extents import chosen, cut, part
 from kvxfer.backends.nixl.hasher import BlockHasher
-from kvxfer.backends.nixl.messages import Delete, Deleted, Found, Lookup
-from kvxfer.backends.nixl.movers import PIECE_BYTES, Mover
+from kvxfer.backends.nixl.messages import Delete, Deleted
+from kvxfer.backends.nixl.mover import PIECE_BYTES, Mover
 from kvxfer.backends.nixl.quarantine import Quarantine, end_within
 from kvxfer.backends.nixl.route import Route
 from kvxfer.errors import KVXferError, PeerLostError, ProtocolError
@@ -94,11 +94,9 @@ class Peer:
             KVXferError: It cannot be reached, or did not answer in time.
         """
         async with asyncio.timeout(self._timeout_s):
-            connection, _ = await self.route.open()
-            found = await connection.request(
-                lambda number: Lookup(request_id=number, keys=list(keys)), Found
-            )
-        return self._one_per_key(found.there, keys)
+            _, mover = await self.route.open()
+            there = await mover.lookup(keys)
+        return self._one_per_key(there, keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the peer to forget keys, and learn which it did; errors as `lookup`."""
@@ -196,22 +194,12 @@ class Peer:
     async def _load_verified(
         self, mover: Mover, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        arrivals = await mover.load(keys, blocks, self._hasher if self._verifies else None)
-        outcomes = arrivals.outcomes
-        arrived = arrivals.done
-        if not self._verifies or not arrived:
-            return outcomes
-        intact = arrivals.intact
-        if intact is None:
-            intact = await self._hasher.verify(chosen(blocks, arrived), arrivals.checksums)
-        changed = [index for row, index in enumerate(arrived) if row not in intact]
-        for index in changed:
-            reason = f"{keys[index].hex()} of {self.route.endpoint} arrived with other bytes"
-            outcomes[index] = Outcome(Status.CORRUPT, reason=reason)
+        outcomes = await mover.load(keys, blocks, self._hasher if self._verifies else None)
+        changed = [i for i, outcome in enumerate(outcomes) if outcome.status is Status.CORRUPT]
         if changed:
-            logger.warning(
-                "dropped %d corrupt blocks: %s", len(changed), outcomes[changed[0]].reason
-            )
+            reason = outcomes[changed[0]].reason
+            text = "%s: dropped %d corrupt blocks: %s"
+            logger.warning(text, self.route.endpoint, len(changed), reason)
             with contextlib.suppress(KVXferError, TimeoutError):
                 await self.delete([keys[index] for index in changed])
         return outcomes

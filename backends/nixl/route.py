@@ -11,8 +11,10 @@ from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.direction import is_reading_faster
 from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.movers import PIECE_BYTES, Mover, NixlMover, SocketMover
+from kvxfer.backends.nixl.mover import PIECE_BYTES, Mover
+from kvxfer.backends.nixl.nixl_mover import NixlMover
 from kvxfer.backends.nixl.node import Node
+from kvxfer.backends.nixl.socket_mover import SocketMover
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion

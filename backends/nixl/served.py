@@ -205,8 +205,7 @@ class ServedPeer:
     async def _answer(self, request: Request) -> Answer:
         number = request.request_id
         if isinstance(request, Lookup):
-            there = await self.store.backend.lookup(request.keys)
-            return Found(request_id=number, there=there)
+            return await self._lookup(request)
         if isinstance(request, Delete):
             return Deleted(
                 request_id=number, deleted=await delete_each(self.store.backend, request.keys)
@@ -219,6 +218,19 @@ class ServedPeer:
             return await self._pull(request)
         assert isinstance(request, Probe)
         return await self._probe(request)
+
+    async def _lookup(self, request: Lookup) -> Found:
+        sight = self.store.lender.peek(request.keys) if request.places else None
+        if sight is None or sight.blocks is None:
+            there = await self.store.backend.lookup(request.keys)
+            return Found(request_id=request.request_id, there=there)
+        return Found(
+            request_id=request.request_id,
+            there=[outcome.done for outcome in sight.outcomes],
+            starts=sight.blocks.payload_starts.tolist(),
+            checksums=sight.checksums,
+            extents=self._memory.locate(sight.blocks),
+        )
 
     async def _pin(self, request: Pin) -> Pinned:
         async with AsyncExitStack() as stack:

@@ -80,6 +80,19 @@ class Lender(ABC):
             InvalidArgumentError: No such group, or more than a block has.
         """
 
+    def peek(self, keys: Sequence[BlockKey]) -> Loan | None:  # noqa: ARG002 - most have no places
+        """Say where blocks are, as they were stored, without keeping them there.
+
+        Whoever reads them has to verify them. A block that was seen counts as used.
+
+        Returns:
+            None where blocks have no place of their own, or no checksum.
+
+        Raises:
+            InvalidArgumentError: No key, or one twice.
+        """
+        return None
+
     @abstractmethod
     def make_room(self, offered: Wanted) -> AbstractAsyncContextManager[Room]:
         """Find room for blocks; what arrived when the context ends is stored.

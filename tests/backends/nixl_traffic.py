@@ -53,7 +53,9 @@ class Traffic:
             return self._settle(ids, outcomes)
 
     async def load(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        """Load keys and compare what is said to have arrived."""
+        """Load keys, every other time as engines do, and compare what is said to have arrived."""
+        if self._rng.random() < 0.5:
+            await self.backend.lookup(list(keys))
         async with self._memory(len(keys)) as (ids, blocks):
             outcomes = await self.backend.load(list(keys), blocks)
             read = read_payloads(blocks)

@@ -180,3 +180,13 @@ def test_an_unsealed_slot_holds_nothing(pool: HostPool, memory: BlockMemory) -> 
     pool.unseal([3])
     assert not pool.holds(3, KEY)
     assert pool.verify(3, KEY).status is Status.MISSING
+
+
+def test_a_tag_that_cannot_be_tells_no_place(pool: HostPool, memory: BlockMemory) -> None:
+    write(pool, memory, part=0)
+    stored = pool.stored([3])
+    assert stored is not None
+    assert stored[0].num_bytes == memory.chunk_size_bytes(0)
+    for start, stop in ((0, 1 << 40), (5, 5), (1 << 63, 8)):
+        pool._tags[3, 0] = (1, start, stop, 0)
+        assert pool.stored([3]) is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import hasher as hasher_module
-from kvxfer.backends.nixl import link, movers
+from kvxfer.backends.nixl import link, nixl_mover
 from kvxfer.backends.nixl.agent import NixlAgent
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent
@@ -153,15 +153,15 @@ async def test_a_hasher_that_is_closed_says_so_and_lets_nobody_wait(
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 20])
 @pytest.mark.parametrize(
-    "block_bytes", [100, movers.LAST_RUN_BYTES // 2, movers.LAST_RUN_BYTES * 3]
+    "block_bytes", [100, nixl_mover.LAST_RUN_BYTES // 2, nixl_mover.LAST_RUN_BYTES * 3]
 )
 def test_runs_cover_every_block_and_the_last_is_short(num_blocks: int, block_bytes: int) -> None:
     memory = BlockMemory([[block_bytes]], num_blocks=num_blocks)
-    bounds = link._runs(memory.describe(0, range(num_blocks)), movers.LAST_RUN_BYTES)
+    bounds = link._runs(memory.describe(0, range(num_blocks)), nixl_mover.LAST_RUN_BYTES)
     assert [index for start, stop in bounds for index in range(start, stop)] == [*range(num_blocks)]
     sizes = [(stop - start) * block_bytes for start, stop in bounds]
     assert all(size <= max(link.RUN_BYTES, block_bytes) for size in sizes)
-    assert sizes[-1] <= max(movers.LAST_RUN_BYTES, block_bytes)
+    assert sizes[-1] <= max(nixl_mover.LAST_RUN_BYTES, block_bytes)
 
 
 @pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
@@ -170,7 +170,7 @@ async def test_a_corrupt_block_in_one_of_several_runs_is_found(
 ) -> None:
     memory = make_memory()
     block_bytes = int(memory.describe(0, [0]).num_bytes)
-    monkeypatch.setattr(movers, "LAST_RUN_BYTES", block_bytes)
+    monkeypatch.setattr(nixl_mover, "LAST_RUN_BYTES", block_bytes)
     holder = await asyncio.to_thread(process.open, memory.namespace())
     async with open_client(memory.namespace(), holder, **WAYS["read"]) as backend:
         payloads = await store_made_up(backend, KEYS, memory.describe(0, range(6)))

@@ -8,6 +8,7 @@ import pytest
 import xxhash
 
 from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.host.pool import Integrity
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Backend, Status
@@ -15,7 +16,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Lender, StagedLender, Wanted
 from kvxfer.storage.threads import Threads
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
-from kvxfer.testing.conformance.suite import make_keys, make_memory, store_made_up
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 
@@ -172,3 +173,29 @@ async def test_two_that_make_room_for_one_key_store_it_once(memory: BlockMemory)
             write_payloads(room.blocks, [payload := make_payload(KEYS[0], size)])
             room.arrived[0] = xxhash.xxh3_64_intdigest(payload)
         assert await other == [Status.DONE]
+
+
+async def test_only_host_memory_says_where_blocks_are(
+    lending: tuple[Lender, Backend], memory: BlockMemory
+) -> None:
+    lender, backend = lending
+    payloads = await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+    sight = lender.peek([KEYS[1], KEYS[3], KEYS[0]])
+    if not isinstance(lender, HostBackend):
+        assert sight is None
+        return
+    assert sight is not None
+    assert sight.blocks is not None
+    assert statuses(sight.outcomes) == [Status.DONE, Status.MISSING, Status.DONE]
+    assert read_payloads(sight.blocks) == [payloads[1], payloads[0]]
+    assert sight.checksums == [xxhash.xxh3_64_intdigest(payloads[index]) for index in (1, 0)]
+    absent = lender.peek([KEYS[3]])
+    assert absent is not None
+    assert absent.blocks is None
+
+
+async def test_without_checksums_nothing_is_said_of_places(memory: BlockMemory) -> None:
+    config = HostConfig(capacity=ByteSize(1 << 20), integrity=Integrity.OFF)
+    async with HostBackend(config, memory.namespace()) as backend:
+        await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+        assert backend.peek(KEYS[:1]) is None

@@ -1,0 +1,205 @@
+"""Blocks that are read where a lookup found them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvxfer.backends.host.pool import Integrity
+from kvxfer.backends.nixl import places as places_module
+from kvxfer.backends.nixl.extents import RegionTable
+from kvxfer.backends.nixl.messages import Extents, Found
+from kvxfer.backends.nixl.places import Places
+from kvxfer.backends.nixl.served import ServedPeer
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_made_up
+from kvxfer.testing.payloads import read_payloads, write_payloads
+from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
+
+ADDRESS = 1 << 20
+SIZE = 256
+
+
+@pytest.fixture
+def pins(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockKey]]:
+    """The keys of every request to keep blocks in place."""
+    asked: list[list[BlockKey]] = []
+
+    async def pin(self: ServedPeer, request: object) -> object:
+        asked.append(request.keys)  # type: ignore[attr-defined]
+        return await original(self, request)  # type: ignore[arg-type]
+
+    original = ServedPeer._pin
+    monkeypatch.setattr(ServedPeer, "_pin", pin)
+    return asked
+
+
+async def load(pair: Pair, keys: Sequence[BlockKey]) -> tuple[list[Status], list[bytes]]:
+    target = pair.memory.describe(0, range(8, 8 + len(keys)))
+    canaries = [b"\x5a" * int(size) for size in target.block_sizes]
+    write_payloads(target, canaries)
+    return statuses(await pair.client.load(list(keys), target)), read_payloads(target)
+
+
+async def test_what_a_lookup_found_is_read_without_asking_again(pins: list[list[BlockKey]]) -> None:
+    async with open_pair("read") as pair:
+        absent = make_keys(1, first=90)
+        assert await pair.client.lookup([*KEYS, *absent]) == [True] * 4 + [False]
+        assert await load(pair, KEYS) == ([Status.DONE] * 4, pair.payloads)
+        assert not pins
+
+
+async def test_each_place_is_good_for_one_load(pins: list[list[BlockKey]]) -> None:
+    async with open_pair("read") as pair:
+        await pair.client.lookup(KEYS[:2])
+        assert await load(pair, KEYS[:2]) == ([Status.DONE] * 2, pair.payloads[:2])
+        assert await load(pair, KEYS[:2]) == ([Status.DONE] * 2, pair.payloads[:2])
+        assert pins == [KEYS[:2]]
+
+
+async def test_a_load_of_more_than_was_found_asks_for_all(pins: list[list[BlockKey]]) -> None:
+    async with open_pair("read") as pair:
+        await pair.client.lookup(KEYS[:2])
+        assert await load(pair, KEYS[:3]) == ([Status.DONE] * 3, pair.payloads[:3])
+        assert pins == [KEYS[:3]]
+
+
+async def test_a_block_that_has_moved_is_read_where_it_is_kept(pins: list[list[BlockKey]]) -> None:
+    async with open_pair("read") as pair:
+        await pair.client.lookup(KEYS)
+        assert await pair.holder.delete([KEYS[1]]) == 1
+        others = make_keys(1, first=50)
+        await store_made_up(pair.client, others, pair.memory.describe(0, [12]))  # in its slot
+        write_payloads(pair.memory.describe(0, [13]), [pair.payloads[1]])
+        outcomes = await pair.client.store([KEYS[1]], pair.memory.describe(0, [13]))
+        assert statuses(outcomes) == [Status.DONE]
+        assert await load(pair, KEYS) == ([Status.DONE] * 4, pair.payloads)
+        assert pins == [[KEYS[1]]]
+
+
+async def test_a_block_whose_place_was_taken_is_missing(pins: list[list[BlockKey]]) -> None:
+    async with open_pair("read") as pair:
+        await pair.client.lookup(KEYS)
+        await pair.holder.delete([KEYS[2]])
+        await store_made_up(pair.client, make_keys(1, first=50), pair.memory.describe(0, [12]))
+        seen, read = await load(pair, KEYS)
+        assert seen == [Status.DONE, Status.DONE, Status.MISSING, Status.DONE]
+        assert [read[index] for index in (0, 1, 3)] == [pair.payloads[i] for i in (0, 1, 3)]
+        assert pins == [[KEYS[2]]]
+
+
+@pytest.mark.parametrize("fields", [{"integrity": Integrity.OFF}, {"transport": "socket"}])
+async def test_nothing_is_read_unasked_that_cannot_be_verified(
+    fields: dict[str, object], pins: list[list[BlockKey]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    original = ServedPeer._lookup
+
+    async def look(self: ServedPeer, request: object) -> Found:
+        asked.append(request.places)  # type: ignore[attr-defined]
+        found = await original(self, request)  # type: ignore[arg-type]
+        assert found.extents is None
+        return found
+
+    monkeypatch.setattr(ServedPeer, "_lookup", look)
+    async with open_pair("read", **fields) as pair:
+        assert all(await pair.client.lookup(KEYS))
+        assert await load(pair, KEYS) == ([Status.DONE] * 4, pair.payloads)
+        assert asked == [False]
+        assert bool(pins) is ("integrity" in fields)
+
+
+async def test_a_block_that_was_looked_up_is_evicted_after_others() -> None:
+    async with open_pair("read") as pair:
+        assert pair.holder._own is not None
+        slots = pair.holder._own.num_slots
+        await pair.client.lookup(KEYS[3:])  # of a batch the last goes first
+        target = pair.memory.describe(0, [12])
+        for first in range(100, 100 + slots - len(KEYS) + 1):
+            await store_made_up(pair.client, make_keys(1, first=first), target)
+        assert await pair.client.lookup(KEYS) == [True, True, False, True]
+
+
+def found(rows: Sequence[tuple[bool, int]], **fields: object) -> Found:
+    """The answer to a lookup of blocks that are there or not, at some offset."""
+    offsets = np.array([offset for there, offset in rows if there], np.uint64)
+    extents = Extents(
+        regions=np.zeros(len(offsets), np.uint32).tobytes(),
+        offsets=offsets.tobytes(),
+        lengths=np.full(len(offsets), SIZE, np.uint64).tobytes(),
+        block_offsets=np.arange(len(offsets) + 1).tobytes(),
+    )
+    answer: dict[str, object] = {
+        "there": [there for there, _ in rows],
+        "starts": [0] * len(offsets),
+        "checksums": list(range(len(offsets))),
+        "extents": extents,
+    }
+    return Found(request_id=1, **(answer | fields))  # type: ignore[arg-type]
+
+
+def empty_places(num_blocks: int = 8) -> Places:
+    return Places(RegionTable([(ADDRESS, num_blocks * SIZE)]))
+
+
+def wanted(num_blocks: int, size: int = SIZE, start: int = 0) -> Descriptors:
+    memory = BlockMemory([[SIZE]], num_blocks=num_blocks)
+    blocks = memory.describe(0, range(num_blocks))
+    return Descriptors(
+        addresses=blocks.addresses,
+        lengths=np.full(num_blocks, size, np.uint64),
+        block_offsets=blocks.block_offsets,
+        payload_starts=np.full(num_blocks, start, np.int64),
+        device=blocks.device,
+        owners=(memory,),
+    )
+
+
+def test_places_are_those_of_the_keys_that_were_there() -> None:
+    places = empty_places()
+    places.note(KEYS[:3], found([(True, SIZE), (False, 0), (True, 5 * SIZE)]))
+    assert places.take([KEYS[1]], wanted(1)) is None
+    taken = places.take([KEYS[2], KEYS[0]], wanted(2))
+    assert taken is not None
+    blocks, checksums = taken
+    assert blocks.addresses.tolist() == [ADDRESS + 5 * SIZE, ADDRESS + SIZE]
+    assert blocks.lengths.tolist() == [SIZE] * 2
+    assert checksums == [1, 0]
+    assert len(places) == 0
+
+
+@pytest.mark.parametrize(("size", "start"), [(SIZE - 1, 0), (SIZE - 1, 1), (SIZE, 1)])
+def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, start: int) -> None:
+    places = empty_places()
+    places.note(KEYS[:1], found([(True, 0)]))
+    assert places.take(KEYS[:1], wanted(1, size, start)) is None
+
+
+def test_the_oldest_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places_module, "MAX_PLACES", 2)
+    places = empty_places()
+    places.note(KEYS[:2], found([(True, 0), (True, SIZE)]))
+    places.note(KEYS[2:3], found([(True, 2 * SIZE)]))
+    assert len(places) == 2
+    assert places.take(KEYS[:1], wanted(1)) is None
+    assert places.take(KEYS[1:3], wanted(2)) is not None
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        (found([(True, 8 * SIZE)]), "region"),
+        (found([(True, 0)], starts=[]), r"\(1, 1, 0, 1\)"),
+        (found([(True, 0)], checksums=[1, 2]), r"\(1, 1, 1, 2\)"),
+        (found([(True, 0)], there=[False]), "0 blocks"),
+    ],
+)
+def test_an_answer_that_cannot_be_is_refused_and_changes_nothing(answer: Found, shown: str) -> None:
+    places = empty_places()
+    with pytest.raises(InvalidArgumentError, match=shown):
+        places.note(KEYS[:1], answer)
+    assert len(places) == 0
