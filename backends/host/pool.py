@@ -11,6 +11,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
@@ -81,7 +82,7 @@ class PoolShape:
 
 
 class HostPool:
-    """Slots in shared memory, mapped by every process of one engine that opens the same name.
+    """Slots in memory of this process, or shared by all of one engine that open the same name.
 
     The pool knows bytes, not which block lives where: a `BlockIndex` decides that, in one
     process. Tags catch what may never happen: a slot that is read for another block than was
@@ -93,7 +94,7 @@ class HostPool:
         copy_engine: What moves the bytes; closed with the pool.
         name: Name of the shared memory, None for memory of this process alone.
         integrity: Whether bytes are checksummed when written and verified before they are read.
-        claim: Whether this is the process that keeps the index; there can be only one.
+        claim: Whether this is the process that keeps the index; of one name only one can.
 
     Raises:
         InvalidArgumentError: The memory exists with another shape, or for another namespace, or
@@ -114,16 +115,16 @@ class HostPool:
         self.shape = shape
         self.integrity = integrity
         self._copy_engine = copy_engine
-        described = [FORMAT_VERSION, namespace.fingerprint, integrity.value, astuple(shape)]
-        self._segment = SharedSegment(name, msgspec.json.encode(described), shape.num_bytes)
-        if claim:
-            try:
-                self._segment.claim()
-            except BaseException:
-                self._segment.close()
-                raise
-        copy_engine.attach([self._segment.region])
-        memory = self._segment.memory
+        self._memory: SharedSegment | PrivateMemory
+        if name is None:
+            self._memory = PrivateMemory(shape.num_bytes)
+        else:
+            described = [FORMAT_VERSION, namespace.fingerprint, integrity.value, astuple(shape)]
+            self._memory = SharedSegment(name, msgspec.json.encode(described), shape.num_bytes)
+            if claim:
+                _claim(self._memory)
+        copy_engine.attach([self._memory.region])
+        memory = self._memory.memory
         num_tags = shape.num_slots * shape.num_parts
         tags = memory[HEADER_BYTES : HEADER_BYTES + num_tags * TAG.itemsize].view(TAG)
         self._tags: NDArray[Any] = tags.reshape(shape.num_slots, shape.num_parts)
@@ -298,7 +299,7 @@ class HostPool:
         self._tags = np.empty((0, 0), TAG)
         self._data = np.empty((0, 0, 0), np.uint8)
         self._copy_engine.close()  # first: it may have pinned the memory
-        self._segment.close()
+        self._memory.close()
 
     def describe(
         self,
@@ -340,6 +341,14 @@ class HostPool:
         if self.integrity is Integrity.OFF:
             return 0
         return xxhash.xxh3_64_intdigest(self._data[slot, part, start:stop].data)
+
+
+def _claim(segment: SharedSegment) -> None:
+    try:
+        segment.claim()
+    except BaseException:
+        segment.close()
+        raise
 
 
 def _key_digest(key: BlockKey) -> int:

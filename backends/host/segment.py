@@ -5,13 +5,13 @@ import fcntl
 import logging
 import mmap
 import os
-import secrets
 import struct
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.backends.host.private_memory import available_bytes
 from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -32,7 +32,7 @@ class SharedSegment:
     next one that creates a segment.
 
     Args:
-        name: Name that all processes of one engine agree on; a fresh one by default.
+        name: Name that all processes of one engine agree on.
         header: What every process must agree on, at most 4096 bytes; the segment begins with
             it, padded with zeros to 4096 bytes.
         num_bytes: Size, header included.
@@ -43,8 +43,8 @@ class SharedSegment:
         CapacityError: There is not that much memory.
     """
 
-    def __init__(self, name: str | None, header: bytes, num_bytes: int) -> None:
-        self.name = name or secrets.token_hex(16)
+    def __init__(self, name: str, header: bytes, num_bytes: int) -> None:
+        self.name = name
         if not self.name.replace("-", "").replace("_", "").replace(".", "").isalnum():
             raise InvalidArgumentError("name", self.name, "letters, digits, '-', '_' and '.'")
         self._path = SHARED_MEMORY / f"{PREFIX}{self.name}"
@@ -173,16 +173,9 @@ def _reserve(fd: int, num_bytes: int) -> None:
 
 
 def _available_bytes() -> int:
-    """What shared memory may still grow by: its own limit, and the memory there is.
-
-    Source: proc_meminfo(5), MemAvailable.
-    """
+    """What shared memory may still grow by: its own limit, and the memory there is."""
     limits = os.statvfs(SHARED_MEMORY)
-    available = limits.f_bavail * limits.f_frsize
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = min(available, int(line.split()[1]) * 1024)
-    return available
+    return min(limits.f_bavail * limits.f_frsize, available_bytes())
 
 
 def _remove_abandoned() -> None:

@@ -80,8 +80,8 @@ def test_what_a_killed_process_left_is_replaced_by_zeroed_memory(name: str) -> N
 def test_what_a_killed_process_left_is_removed_when_another_segment_is_created(name: str) -> None:
     with child_with(name):
         pass
-    used = SharedSegment(None, b"header", SIZE)
-    SharedSegment(None, b"header", SIZE).close()
+    used = SharedSegment(f"{name}-used", b"header", SIZE)
+    SharedSegment(f"{name}-other", b"header", SIZE).close()
     assert not path_of(name).exists()
     assert path_of(used.name).exists()
     used.close()

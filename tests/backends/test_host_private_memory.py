@@ -1,0 +1,78 @@
+"""Memory of one process alone: there at once, zeroed, in huge pages, and not inherited."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.host import private_memory
+from kvxfer.backends.host.private_memory import PrivateMemory
+from kvxfer.errors import CapacityError, ClosedError
+
+SIZE = 8 << 20
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def mapping_of(memory: PrivateMemory) -> dict[str, str]:
+    """What the kernel says of the mapping. Source: proc_pid_smaps(5)."""
+    address, fields = memory.region.address, dict[str, str]()
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside:
+            name, _, value = line.partition(":")
+            fields[name] = value.strip()
+    return fields
+
+
+def kib(value: str) -> int:
+    return int(value.removesuffix(" kB"))
+
+
+@pytest.mark.parametrize("populates", [True, False])
+def test_it_is_zeroed_and_there_before_anyone_touches_it(
+    populates: bool,  # noqa: FBT001 - a parameter of the test
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not populates:  # as before Linux 5.14
+        monkeypatch.setattr(private_memory, "MADV_POPULATE_WRITE", 9999)
+    memory = PrivateMemory(SIZE)
+    assert kib(mapping_of(memory)["Rss"]) >= SIZE >> 10
+    assert memory.memory.shape == (SIZE,)
+    assert not memory.memory.any()
+    memory.close()
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(),
+    reason="this system has no transparent huge pages",
+)
+def test_it_is_in_huge_pages() -> None:
+    memory = PrivateMemory(SIZE)
+    assert kib(mapping_of(memory)["AnonHugePages"]) > 0
+    memory.close()
+
+
+def test_a_forked_process_does_not_get_it() -> None:
+    memory = PrivateMemory(SIZE)
+    assert "dc" in mapping_of(memory)["VmFlags"].split()
+    memory.close()
+
+
+def test_memory_that_is_not_there_is_refused_with_what_there_is() -> None:
+    with pytest.raises(CapacityError) as info:
+        PrivateMemory(1 << 50)
+    assert info.value.needed_bytes == 1 << 50
+    assert 0 < info.value.available_bytes < 1 << 50
+
+
+def test_it_goes_with_the_last_array_over_it() -> None:
+    memory = PrivateMemory(SIZE)
+    kept, before = memory.memory[:10], mapping_of(memory)
+    memory.close()
+    memory.close()
+    kept[:] = 1
+    assert before
+    with pytest.raises(ClosedError, match="private memory"):
+        memory.memory  # noqa: B018 - the access is what is tested
