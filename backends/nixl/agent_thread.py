@@ -256,10 +256,10 @@ class AgentThread:
             while not self._stopping:
                 acted = self._obey(pause_s)
                 posted = self._post()
-                self._end_what_is_over()
                 if self._flights or not posted or time.monotonic() - polled_at > POLL_WITHIN_S:
                     acted |= self._poll()
                     polled_at = time.monotonic()
+                self._end_what_is_over()
                 acted |= posted
                 pause_s = pace.pause_s(active=acted, waiting=bool(self._flights))
                 if posted:  # and perhaps more is to be
