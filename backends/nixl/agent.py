@@ -1,7 +1,6 @@
 """Moves bytes between registered memory of two processes with NIXL."""
 
 import asyncio
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -88,7 +87,6 @@ class NixlAgent(TransferAgent):
                 transfer = self._thread.prepare(operation, peer, Fragments.of(*run), tell)
                 self._thread.order(transfer.done, partial(self._thread.begin, transfer))
                 begun.append(transfer)
-                time.sleep(0)  # noqa: ASYNC251 - the thread gets the interpreter lock, and begins
         except Exception as exc:  # noqa: BLE001 - raised once the memory is quiet
             failure = exc
             self._thread.cancel(begun)
