@@ -86,6 +86,9 @@ async def _against_raw(near: Near, goal: str, rounds: int) -> list[Row]:
                     contenders = [near.loading(backend), raw.moving(operation)]
                     rows.append(_row(case, *await in_turn(contenders, rounds=rounds), goal=goal))
         async with near.backend() as backend:
+            contenders = [near.loading(backend, looked_up=False), raw.moving("READ")]
+            case = f"load {near.size}, not looked up, against NIXL READ"
+            rows.append(_row(case, *await in_turn(contenders, rounds=rounds)))
             contenders = [near.storing(backend), raw.moving("WRITE")]
             case = f"store {near.size} against NIXL WRITE"
             rows.append(_row(case, *await in_turn(contenders, rounds=rounds), goal=goal))
@@ -110,15 +113,22 @@ async def _one_block(near: Near, rounds: int) -> list[Row]:
     async with near.raw() as raw:
         for integrity, checked in ((Integrity.FAST, ""), (Integrity.OFF, ", not verified")):
             for direction, operation, way in WAYS:
+                case = f"load one of 2048 KiB, {way}{checked}, against NIXL {operation}"
                 async with near.backend(direction=direction, integrity=integrity) as backend:
                     load = near.loading(backend, near.blocks.select(0, 1))
                     contenders = [load, raw.moving(operation, num_blocks=1)]
-                    times = await in_turn([_median(each) for each in contenders], rounds=rounds)
-                    case = f"load one of 2048 KiB, {way}{checked}, against NIXL {operation}"
-                    rows.append(
-                        compare(case, *times, unit="us", goal=f"<= {LATENCY_GOAL}", scale=1e6)
-                    )
+                    rows.append(await _compare_singles(case, contenders, rounds))
+        case = "load one of 2048 KiB, not looked up, against NIXL READ"
+        async with near.backend() as backend:
+            load = near.loading(backend, near.blocks.select(0, 1), looked_up=False)
+            contenders = [load, raw.moving("READ", num_blocks=1)]
+            rows.append(await _compare_singles(case, contenders, rounds))
     return rows
+
+
+async def _compare_singles(case: str, contenders: Sequence[Contender], rounds: int) -> Row:
+    times = await in_turn([_median(each) for each in contenders], rounds=rounds)
+    return compare(case, *times, unit="us", goal=f"<= {LATENCY_GOAL}", scale=1e6)
 
 
 def _median(contender: Contender) -> Contender:

@@ -108,12 +108,19 @@ class Near:
         """How many blocks of how many bytes, for people."""
         return f"{self.num_blocks} x {self.block_bytes // 1024} KiB"
 
-    def loading(self, backend: NixlBackend, blocks: Descriptors | None = None) -> Contender:
-        """Load the leading blocks that the other process holds; all of them by default."""
+    def loading(
+        self, backend: NixlBackend, blocks: Descriptors | None = None, *, looked_up: bool = True
+    ) -> Contender:
+        """Load the leading blocks that the other process holds; all of them by default.
+
+        They are looked up first, as engines do, and the clock starts after that.
+        """
         wanted = self.blocks if blocks is None else blocks
         keys = self._loaded_keys[: wanted.num_blocks]
 
         async def load() -> float:
+            if looked_up:
+                await backend.lookup(keys)
             began = time.perf_counter()
             outcomes = await backend.load(keys, wanted)
             seconds = time.perf_counter() - began

@@ -1,6 +1,5 @@
 """What others would move blocks with: NIXL itself, and one TCP connection."""
 
-import mmap
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.backends.nixl_module import import_nixl
 
 TOTAL_BYTES = 64 << 20
@@ -22,8 +22,8 @@ Operation = Literal["READ", "WRITE"]
 
 
 def allocate(seed: int) -> NDArray[np.uint8]:
-    """Allocate `TOTAL_BYTES` of page-aligned memory with random bytes in it."""
-    memory = np.frombuffer(mmap.mmap(-1, TOTAL_BYTES), np.uint8)
+    """Allocate `TOTAL_BYTES`, in such pages as a holder's blocks are in, with random bytes."""
+    memory = PrivateMemory(TOTAL_BYTES).memory
     words = memory.view(np.uint64)
     words[:] = np.random.default_rng(seed).integers(0, 1 << 63, len(words), np.uint64)
     return memory
