@@ -27,7 +27,8 @@ class Descriptors:
     Attributes:
         addresses: uint64, `(num_descriptors,)`.
         lengths: uint64, `(num_descriptors,)`, bytes, each positive. May be a read-only view.
-        block_offsets: int64, `(num_blocks + 1,)`, rising, from 0 to `num_descriptors`.
+        block_offsets: int64, `(num_blocks + 1,)`, from 0 to `num_descriptors`, each larger than the
+            one before.
         payload_starts: int64, `(num_blocks,)`, bytes.
         device: Where the addresses are valid.
         after: What the device has to have done before the bytes are read or written; None when
@@ -54,6 +55,8 @@ class Descriptors:
     @property
     def block_sizes(self) -> NDArray[np.int64]:
         """Bytes of each block, int64, `(num_blocks,)`."""
+        if len(self) == self.num_blocks:  # one descriptor each
+            return self.lengths.astype(np.int64)
         ends = np.zeros(len(self) + 1, np.int64)
         np.cumsum(self.lengths, dtype=np.int64, out=ends[1:])
         return np.diff(ends[self.block_offsets])

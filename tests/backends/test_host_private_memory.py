@@ -67,6 +67,12 @@ def test_memory_that_is_not_there_is_refused_with_what_there_is() -> None:
     assert 0 < info.value.available_bytes < 1 << 50
 
 
+def test_no_more_is_taken_than_the_system_says_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(private_memory, "available_bytes", lambda: SIZE - 1)
+    with pytest.raises(CapacityError, match=str(SIZE - 1)):
+        PrivateMemory(SIZE)
+
+
 def test_it_goes_with_the_last_array_over_it() -> None:
     memory = PrivateMemory(SIZE)
     kept, before = memory.memory[:10], mapping_of(memory)

@@ -92,6 +92,23 @@ async def test_a_block_whose_place_was_taken_is_missing(pins: list[list[BlockKey
         assert pins == [[KEYS[2]]]
 
 
+async def test_a_block_that_has_changed_is_corrupt_whether_it_was_looked_up_or_not(
+    pins: list[list[BlockKey]],
+) -> None:
+    async with open_pair("read") as pair:
+        assert pair.holder._own is not None
+        sight = pair.holder._own.peek(KEYS[1:2])
+        assert sight is not None
+        assert sight.blocks is not None
+        changed = [bytes([pair.payloads[1][0] ^ 1]) + pair.payloads[1][1:]]
+        write_payloads(sight.blocks, changed)
+        await pair.client.lookup(KEYS)
+        seen, _ = await load(pair, KEYS)
+        assert seen == [Status.DONE, Status.CORRUPT, Status.DONE, Status.DONE]
+        assert pins == [[KEYS[1]]]
+        assert await pair.client.lookup(KEYS) == [True, False, True, True]
+
+
 @pytest.mark.parametrize("fields", [{"integrity": Integrity.OFF}, {"transport": "socket"}])
 async def test_nothing_is_read_unasked_that_cannot_be_verified(
     fields: dict[str, object], pins: list[list[BlockKey]], monkeypatch: pytest.MonkeyPatch
