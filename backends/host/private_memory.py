@@ -10,11 +10,6 @@ from numpy.typing import NDArray
 from kvxfer.errors import CapacityError, ClosedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
-PAGE_BYTES = mmap.PAGESIZE
-
-MADV_POPULATE_WRITE = 23
-"""Source: madvise(2); since Linux 5.14, and not in Python's `mmap` yet."""
-
 
 class PrivateMemory:
     """Zeroed memory in huge pages, where the system has any; reserved when it is created.
@@ -41,10 +36,7 @@ class PrivateMemory:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map, np.uint8)
-        try:
-            self._map.madvise(MADV_POPULATE_WRITE)
-        except OSError:
-            self._bytes[::PAGE_BYTES] = 0
+        self._bytes[:: mmap.PAGESIZE] = 0  # other threads run meanwhile, as in no call of `mmap`
 
     @property
     def memory(self) -> NDArray[np.uint8]:

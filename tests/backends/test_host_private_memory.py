@@ -1,6 +1,8 @@
 """Memory of one process alone: there at once, zeroed, in huge pages, and not inherited."""
 
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -30,18 +32,22 @@ def kib(value: str) -> int:
     return int(value.removesuffix(" kB"))
 
 
-@pytest.mark.parametrize("populates", [True, False])
-def test_it_is_zeroed_and_there_before_anyone_touches_it(
-    populates: bool,  # noqa: FBT001 - a parameter of the test
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if not populates:  # as before Linux 5.14
-        monkeypatch.setattr(private_memory, "MADV_POPULATE_WRITE", 9999)
+def test_it_is_zeroed_and_there_before_anyone_touches_it() -> None:
     memory = PrivateMemory(SIZE)
     assert kib(mapping_of(memory)["Rss"]) >= SIZE >> 10
     assert memory.memory.shape == (SIZE,)
     assert not memory.memory.any()
     memory.close()
+
+
+def test_other_threads_run_while_it_is_reserved() -> None:
+    reserving = threading.Thread(target=lambda: PrivateMemory(512 << 20).close())
+    reserving.start()
+    num_turns = 0
+    while reserving.is_alive():
+        num_turns += 1
+        time.sleep(0.5e-3)
+    assert num_turns > 5, "it was one call that kept the interpreter lock"
 
 
 @pytest.mark.skipif(
