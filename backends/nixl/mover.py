@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.extents import chosen
 from kvxfer.backends.nixl.hasher import BlockHasher
-from kvxfer.backends.nixl.messages import Ending, Found, Lookup
+from kvxfer.backends.nixl.messages import Delete, Deleted, Ending, Found, Lookup
 from kvxfer.errors import ProtocolError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
@@ -47,6 +47,13 @@ class Mover(ABC):
             lambda number: Lookup(request_id=number, keys=list(keys)), Found
         )
         return found.there
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Ask the holder to forget keys, and learn which it did; errors as `lookup`."""
+        answer = await self._connection.request(
+            lambda number: Delete(request_id=number, keys=list(keys)), Deleted
+        )
+        return answer.deleted
 
     @abstractmethod
     async def load(

@@ -21,7 +21,7 @@ from kvxfer.backends.nixl.mover import Mover
 from kvxfer.backends.nixl.places import Places
 from kvxfer.errors import InvalidArgumentError, ProtocolError, TransferFailedError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, Outcome
+from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 READ_BYTES = 32 << 20
@@ -30,6 +30,9 @@ room for it, which blocks fill up to multiples of 4096 bytes: see `stand_alone.S
 
 LAST_RUN_BYTES = 6 << 20
 """Of such a request is verified at the end, when everybody waits for it."""
+
+_GONE = Outcome(Status.FAILED, reason="the block went after it was looked up")
+"""Not `MISSING`, which says that its memory was not written."""
 
 
 class NixlMover(Mover):
@@ -84,6 +87,13 @@ class NixlMover(Mover):
             raise ProtocolError(str(self._connection.endpoint), str(exc)) from exc
         return found.there
 
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Mover.delete`."""
+        try:
+            return await super().delete(keys)
+        finally:  # their bytes may still be there
+            self._places.forget(keys)
+
     async def load(
         self, keys: Sequence[BlockKey], blocks: Descriptors, hasher: BlockHasher | None
     ) -> list[Outcome]:
@@ -102,7 +112,7 @@ class NixlMover(Mover):
             again = [keys[index] for index in moved]
             read = await self._read_pinned(again, chosen(blocks, moved), hasher)
             for index, outcome in zip(moved, read, strict=True):
-                outcomes[index] = outcome
+                outcomes[index] = _GONE if outcome.status is Status.MISSING else outcome
         return outcomes
 
     async def store(

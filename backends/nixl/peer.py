@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from kvxfer.backends.nixl.extents import chosen, cut, part
 from kvxfer.backends.nixl.hasher import BlockHasher
-from kvxfer.backends.nixl.messages import Delete, Deleted
 from kvxfer.backends.nixl.mover import PIECE_BYTES, Mover
 from kvxfer.backends.nixl.quarantine import Quarantine, end_within
 from kvxfer.backends.nixl.route import Route
@@ -101,11 +100,9 @@ class Peer:
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the peer to forget keys, and learn which it did; errors as `lookup`."""
         async with asyncio.timeout(self._timeout_s):
-            connection, _ = await self.route.open()
-            answer = await connection.request(
-                lambda number: Delete(request_id=number, keys=list(keys)), Deleted
-            )
-        return self._one_per_key(answer.deleted, keys)
+            _, mover = await self.route.open()
+            deleted = await mover.delete(keys)
+        return self._one_per_key(deleted, keys)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; what cannot be done in time is `TIMED_OUT`."""

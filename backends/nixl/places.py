@@ -49,12 +49,15 @@ class Places:
         return len(self._places)
 
     def note(self, keys: Sequence[BlockKey], found: Found) -> None:
-        """Remember what a lookup of `keys` found; the oldest are forgotten beyond `MAX_PLACES`.
+        """Remember what a lookup of `keys` found, and nothing else of them.
+
+        The oldest places are forgotten beyond `MAX_PLACES`.
 
         Raises:
             InvalidArgumentError: A place is not in the peer's memory, or not every block that is
                 there has one.
         """
+        self.forget(keys)
         if found.extents is None:
             return
         blocks = self._remote.resolve(found.extents)
@@ -67,6 +70,11 @@ class Places:
         self._places.update(zip(there, map(Place, *columns), strict=True))
         while len(self._places) > MAX_PLACES:
             del self._places[next(iter(self._places))]
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Forget where some blocks were; those that are not known are ignored."""
+        for key in keys:
+            self._places.pop(key, None)
 
     def take(
         self, keys: Sequence[BlockKey], blocks: Descriptors

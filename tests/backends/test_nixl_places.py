@@ -81,15 +81,42 @@ async def test_a_block_that_has_moved_is_read_where_it_is_kept(pins: list[list[B
         assert pins == [[KEYS[1]]]
 
 
-async def test_a_block_whose_place_was_taken_is_missing(pins: list[list[BlockKey]]) -> None:
+async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory_was_written(
+    pins: list[list[BlockKey]],
+) -> None:
     async with open_pair("read") as pair:
         await pair.client.lookup(KEYS)
         await pair.holder.delete([KEYS[2]])
         await store_made_up(pair.client, make_keys(1, first=50), pair.memory.describe(0, [12]))
         seen, read = await load(pair, KEYS)
-        assert seen == [Status.DONE, Status.DONE, Status.MISSING, Status.DONE]
+        assert seen == [Status.DONE, Status.DONE, Status.FAILED, Status.DONE]
         assert [read[index] for index in (0, 1, 3)] == [pair.payloads[i] for i in (0, 1, 3)]
         assert pins == [[KEYS[2]]]
+
+
+async def test_a_block_that_was_deleted_is_missing_although_its_bytes_are_still_there(
+    pins: list[list[BlockKey]],
+) -> None:
+    async with open_pair("read") as pair:
+        await pair.client.lookup(KEYS)
+        assert await pair.client.delete(KEYS[:1]) == 1
+        seen, [read] = await load(pair, KEYS[:1])
+        assert seen == [Status.MISSING]
+        assert read == b"\x5a" * len(read), "a missing block was written"
+        assert pins == [KEYS[:1]]
+
+
+async def test_a_lookup_that_does_not_find_a_block_forgets_its_place(
+    pins: list[list[BlockKey]],
+) -> None:
+    async with open_pair("read") as pair:
+        await pair.client.lookup(KEYS)
+        await pair.holder.delete(KEYS[:1])
+        assert await pair.client.lookup(KEYS[:1]) == [False]
+        seen, [read] = await load(pair, KEYS[:1])
+        assert seen == [Status.MISSING]
+        assert read == b"\x5a" * len(read), "a missing block was written"
+        assert pins == [KEYS[:1]]
 
 
 async def test_a_block_that_has_changed_is_corrupt_whether_it_was_looked_up_or_not(
