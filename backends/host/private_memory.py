@@ -56,9 +56,11 @@ class PrivateMemory:
 
     def close(self) -> None:
         """Give it back, once the last array over it is gone; may be called again."""
-        self._bytes = None
-        with contextlib.suppress(BufferError):
-            self._map.close()
+        if self._bytes is not None:
+            self._bytes = None
+            with contextlib.suppress(BufferError):
+                self._map.close()
+            del self._map  # else it would last as long as this object
 
 
 def available_bytes() -> int:

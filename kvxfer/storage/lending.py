@@ -33,10 +33,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Blocks that can be read where they are.
+    """Blocks that can be read where they are; that they stay there is up to who says so.
 
     Attributes:
-        outcomes: One per wanted block; those that are `DONE` are lent.
+        outcomes: One per wanted block; those that are `DONE` are lent, or seen.
         blocks: Where the lent blocks are, in order; None when there is none.
         checksums: XXH3-64 of each lent block as it was stored, zero where none is kept.
     """

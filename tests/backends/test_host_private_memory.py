@@ -3,6 +3,7 @@
 import re
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -81,10 +82,12 @@ def test_no_more_is_taken_than_the_system_says_there_is(monkeypatch: pytest.Monk
 
 def test_it_goes_with_the_last_array_over_it() -> None:
     memory = PrivateMemory(SIZE)
-    kept, before = memory.memory[:10], mapping_of(memory)
+    mapped, kept = weakref.ref(memory._map), memory.memory[:10]
     memory.close()
     memory.close()
     kept[:] = 1
-    assert before
+    assert mapped() is not None
+    del kept
+    assert mapped() is None
     with pytest.raises(ClosedError, match="private memory"):
         memory.memory  # noqa: B018 - the access is what is tested
