@@ -221,6 +221,11 @@ class HostPool:
         tags = self._tags[slot]
         return bool((tags["key"] == _key_digest(key)).all() and not tags["start"].any())
 
+    def covers(self, slot: int, start: int, stop: int) -> bool:
+        """Whether these bytes of its chunk are among those that a slot holds."""
+        _, held_start, held_stop, _ = self._tags[slot, 0].tolist()
+        return bool(held_start <= start and stop <= held_stop)
+
     def unseal(self, slots: Sequence[int]) -> None:
         """Forget what slots hold, because their bytes will be written by other means."""
         self._tags["key"][list(slots)] = 0
@@ -245,7 +250,7 @@ class HostPool:
         for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
             _, held_start, held_stop, checksum = self._tags[slot, 0].tolist()
             outcome = MISSING
-            if held_start <= start and stop <= held_stop:
+            if self.covers(slot, start, stop):
                 whole = (start, stop) == (held_start, held_stop)
                 outcome = self._verify_part(slot, key, 0, checksum=not whole)
             outcomes.append(outcome)

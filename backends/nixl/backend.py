@@ -81,8 +81,9 @@ class NixlBackend(Backend):
         self._directory = directory or StaticPeers(config.peers)
         self._node = Node(config, namespace, make_agent=make_agent)
         self._hasher = BlockHasher()
-        self._staging = StagingMemory(STAGING_BYTES, max(self._chunk_sizes))
         self._quarantine = Quarantine()
+        largest = max(self._chunk_sizes)
+        self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
         self._peers: dict[Endpoint, Peer] = {}
         self._own: HostBackend | None = None
         self._holder: Holder | None = None

@@ -109,6 +109,9 @@ class Backend(ABC):
     async def delete(self, keys: Sequence[BlockKey]) -> int:
         """Forget the keys that are there and not in use; return how many that were."""
 
+    async def flush(self) -> None:  # noqa: B027 - most keep a block where they are given it
+        """Wait until all that was stored before is kept for good: in each tier, and on the disk."""
+
     async def drain(self) -> None:  # noqa: B027 - most never leave memory unsafe
         """Wait until memory that earlier calls left unsafe is quiet, or the backend closed."""
 

@@ -88,6 +88,10 @@ class PortableBackend(Backend):
             await self._backend.delete(rest)
         return deleted
 
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self._backend.flush()
+
     async def drain(self) -> None:
         """See `Backend.drain`."""
         await self._backend.drain()

@@ -165,6 +165,10 @@ class FaultyBackend(Backend):
             raise asyncio.CancelledError
         return await self.inner.delete(keys)
 
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self.inner.flush()
+
     async def drain(self) -> None:
         """See `Backend.drain`."""
         await self.inner.drain()

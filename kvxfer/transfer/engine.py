@@ -22,7 +22,7 @@ from kvxfer.storage.backend import Backend, Outcome, Status, require_batch
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.admission import Admission
 from kvxfer.transfer.batch import describe_batch
-from kvxfer.transfer.calls import call_backend
+from kvxfer.storage.calls import call_backend
 from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, Piece, Submission
 from kvxfer.transfer.loop_thread import LoopThread
 from kvxfer.transfer.memory import CacheMemory
