@@ -160,7 +160,7 @@ class FileBackend(Backend):
         self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`.
 
         Raises:
@@ -270,7 +270,7 @@ class FileBackend(Backend):
     def _purge(self) -> int:
         ours = self._folder.fingerprint
         found = [block for block in self._tree.blocks() if block.fingerprint == ours]
-        return self._space.remove([block.key for block in found if not block.quarantined])
+        return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
     def _look_around(self) -> None:
         """Find out what is there, and collect what dead writers left."""

@@ -152,10 +152,11 @@ class HostBackend(Backend, Lender):
             self._drop_corrupt(found, slots, read)
         return [outcomes[key] for key in keys]
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._check(keys)
-        return len(self._index.remove(keys))
+        removed = set(self._index.remove(keys))
+        return [key in removed for key in keys]
 
     @asynccontextmanager
     async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:

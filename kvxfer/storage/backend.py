@@ -106,8 +106,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
-        """Forget the keys that are there and not in use; return how many that were."""
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Forget the keys that are there; say for each whether it was there and was removed.
+
+        What is in use at that moment may stay.
+        """
 
     async def drain(self) -> None:  # noqa: B027 - most never leave memory unsafe
         """Wait until memory that earlier calls left unsafe is quiet, or the backend closed."""

@@ -9,6 +9,7 @@ from kvxfer.storage.keys import BlockKey
 
 logger = logging.getLogger(__name__)
 
+Ask = Callable[[Sequence[BlockKey]], Awaitable[Sequence[bool]]]
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 
 
@@ -33,14 +34,7 @@ class Tier:
 
     async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Ask which of `keys` are there; none when the backend fails."""
-        if not keys:
-            return set()
-        try:
-            there = await self.backend.lookup(keys)
-            return {key for key, found in zip(keys, there, strict=True) if found}
-        except Exception:
-            logger.warning("%s: lookup of %d blocks failed", self._name, len(keys), exc_info=True)
-            return set()
+        return await self._ask("lookup", self.backend.lookup, keys) if keys else set()
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; every block is `FAILED` when the backend fails."""
@@ -50,12 +44,18 @@ class Tier:
         """See `Backend.load`; every block is `FAILED` when the backend fails."""
         return await self._move("load", self.backend.load, keys, blocks)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """See `Backend.delete`."""
+    async def delete(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Forget `keys`; return those that were removed, none when the backend fails."""
+        return await self._ask("delete", self.backend.delete, keys)
+
+    async def _ask(self, verb: str, ask: Ask, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Those of `keys` of which the backend says yes."""
         try:
-            await self.backend.delete(keys)
+            answers = await ask(keys)
+            return {key for key, answer in zip(keys, answers, strict=True) if answer}
         except Exception:
-            logger.warning("%s: delete of %d blocks failed", self._name, len(keys), exc_info=True)
+            logger.warning("%s: %s of %d blocks failed", self._name, verb, len(keys), exc_info=True)
+            return set()
 
     async def _move(
         self, verb: str, move: Move, keys: Sequence[BlockKey], blocks: Descriptors

@@ -139,17 +139,17 @@ class TieredBackend(Backend):
                 outcomes[index] = outcome
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
-        """See `Backend.delete`. Waits for whatever moves these keys between tiers."""
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`: whether any tier removed a key.
+
+        Waits for whatever moves these keys between tiers.
+        """
         self._check(keys)
-        before: set[BlockKey] = set()
-        after: set[BlockKey] = set()
+        deleted: set[BlockKey] = set()
         async with self._claims.acquire(keys):
             for tier in self._tiers:
-                before |= await tier.lookup(keys)
-                await tier.delete(keys)
-                after |= await tier.lookup(keys)
-        return len(before - after)
+                deleted |= await tier.delete(keys)
+        return [key in deleted for key in keys]
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
