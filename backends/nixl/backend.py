@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.host.backend import HostBackend, HostConfig
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl.agent import NixlAgent
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.directory import PeerDirectory, StaticPeers
@@ -30,6 +29,7 @@ from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, require_batch
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Wanted, require_within
 from kvxfer.storage.outcomes import more_telling

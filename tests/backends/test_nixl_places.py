@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl import places as places_module
 from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.messages import Extents, Found
@@ -14,6 +13,7 @@ from kvxfer.backends.nixl.served import ServedPeer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_made_up
