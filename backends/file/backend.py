@@ -15,7 +15,7 @@ from kvxfer.backends.file.block_files import BlockFiles
 from kvxfer.backends.file.breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.digest import Digester, read_secret
+from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.direct import probe_direct
 from kvxfer.backends.file.engines import open_engine
 from kvxfer.backends.file.folder import FOLDER_MODE, BlockFolder, file_name
@@ -33,6 +33,7 @@ from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentE
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
 from kvxfer.storage.eviction import POLICIES
+from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 from kvxfer.storage.threads import Threads
 
@@ -160,7 +161,7 @@ class FileBackend(Backend):
         self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`.
 
         Raises:
@@ -270,7 +271,7 @@ class FileBackend(Backend):
     def _purge(self) -> int:
         ours = self._folder.fingerprint
         found = [block for block in self._tree.blocks() if block.fingerprint == ours]
-        return self._space.remove([block.key for block in found if not block.quarantined])
+        return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
     def _look_around(self) -> None:
         """Find out what is there, and collect what dead writers left."""

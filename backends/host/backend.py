@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvxfer.backends.host.pool import HostPool, Integrity, PoolShape
+from kvxfer.backends.host.pool import HostPool, PoolShape
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
@@ -26,6 +26,7 @@ from kvxfer.storage.backend import (
 )
 from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import NOT_ARRIVED, Lender, Loan, Room, Wanted, require_within
 from kvxfer.storage.threads import Threads
@@ -62,6 +63,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     methods: str | None = None
 
     def __post_init__(self) -> None:
+        self.integrity.require_keyless()
         self._parse_methods()
 
     def open_copy_engine(self) -> CopyEngine:
@@ -159,10 +161,11 @@ class HostBackend(Backend, Lender):
             self._drop_corrupt(found, slots, read)
         return [outcomes[key] for key in keys]
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._check(keys)
-        return len(self._index.remove(keys))
+        removed = set(self._index.remove(keys))
+        return [key in removed for key in keys]
 
     @asynccontextmanager
     async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:

@@ -106,8 +106,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
-        """Forget the keys that are there and not in use; return how many that were."""
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Forget the keys that are there; say for each whether it was there and was removed.
+
+        What is in use at that moment may stay.
+        """
 
     async def flush(self) -> None:  # noqa: B027 - most keep a block where they are given it
         """Wait until all that was stored before is kept for good: in each tier, and on the disk."""

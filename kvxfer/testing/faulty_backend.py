@@ -159,7 +159,7 @@ class FaultyBackend(Backend):
         """See `Backend.load`."""
         return await self._move(Operation.LOAD, keys, blocks)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         if await self._begin(Operation.DELETE, keys, self._tickets(Operation.DELETE, keys)):
             raise asyncio.CancelledError

@@ -120,7 +120,7 @@ class StagedBackend(Backend):
             return await self.inner.load(keys, blocks)
         return await self._move(self._load_part, keys, blocks)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._require_open()
         return await self.inner.delete(keys)
