@@ -85,12 +85,14 @@ class Calls:
         return len(self._late)
 
     async def within(self, timeout_s: float | None, call: Awaitable[T]) -> T:
-        """Wait for a call, but no longer than `timeout_s`.
+        """Wait for a call, but no longer than `timeout_s`; None is as long as it takes.
 
         Raises:
             TimeoutError: It did not end in time.
             asyncio.CancelledError: The caller was cancelled; so is the call, which may go on.
         """
+        if timeout_s is None:
+            return await call
         task = asyncio.ensure_future(call)
         try:
             await asyncio.wait([task], timeout=timeout_s)

@@ -1,10 +1,9 @@
 """Background copies of stored blocks to the tiers below."""
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from kvxfer.kvcache.descriptors import Descriptors
@@ -21,8 +20,8 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 """Pauses before a tier that failed is tried again; each is twice as long as the one before."""
 
-MAX_ATTEMPTS = 3
-"""How often a block may fail that others of its batch did not fail with."""
+MAX_ATTEMPTS = 10
+"""How often a block may fail in a tier that worked before it."""
 
 logger = logging.getLogger(__name__)
 
@@ -172,9 +171,9 @@ class Carrier:
                 for block in batch:
                     if self._pending.get(block.key) is block:
                         del self._pending[block.key]
-                if failed:
-                    again = {one.key: one for one in failed if one.key not in self._pending}
-                    self._pending = again | self._pending
+                for block in failed:  # at the end: one that always fails holds up no other
+                    self._pending.setdefault(block.key, block)
+                if failed and self._num_failures:
                     await self._pause()
         finally:
             self._settled.set()
@@ -186,6 +185,7 @@ class Carrier:
         if not batch:
             return []
         if not self._target.answers:
+            self._num_failures += 1
             return list(batch)
         source = self._tiers[batch[0].source]
         sizes, starts = [one.num_bytes for one in batch], [one.start for one in batch]
@@ -203,11 +203,9 @@ class Carrier:
             for block, outcome in zip(carried, stored, strict=True)
             if outcome.status in {Status.FAILED, Status.TIMED_OUT}
         ]
-        if len(failed) == len(carried):
-            self._num_failures += 1
-            return failed
-        self._num_failures = 0
-        failed = [dataclasses.replace(one, num_failures=one.num_failures + 1) for one in failed]
+        if not self._num_failures:
+            failed = [replace(block, num_failures=block.num_failures + 1) for block in failed]
+        self._num_failures = self._num_failures + 1 if len(failed) == len(carried) else 0
         return [block for block in failed if block.num_failures < MAX_ATTEMPTS]
 
     async def _pause(self) -> None:
@@ -219,11 +217,16 @@ class Carrier:
             self._settled.clear()
 
     def _next_batch(self) -> list[_Pending]:
-        """Those that wait longest, of one tier, as many as fit into a buffer."""
+        """Those that wait longest, of one tier, as many as fit into a buffer.
+
+        It is one block, as a probe, when the tier failed the last time.
+        """
         waiting = self._pending.values()
         source = next(iter(waiting)).source
         of_one_tier = takewhile(lambda block: block.source == source, waiting)
         fitting = self._staging.num_fitting(block.num_bytes for block in of_one_tier)
+        if self._num_failures:
+            fitting = 1
         return list(islice(waiting, fitting))
 
     def _drop_oldest(self, num_blocks: int) -> None:

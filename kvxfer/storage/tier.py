@@ -41,7 +41,8 @@ class Tier:
     Args:
         index: Position among the tiers, 0 for the fastest.
         backend: The backend.
-        lookup_timeout_s: How long it may take to say what it has.
+        lookup_timeout_s: How long it may take to say what it has; None for as long as the caller
+            waits.
         num_buffers: Staging buffers that it may have at one time.
     """
 
@@ -50,7 +51,7 @@ class Tier:
         index: int,
         backend: Backend,
         *,
-        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
+        lookup_timeout_s: float | None = LOOKUP_TIMEOUT_S,
         num_buffers: int = 1,
     ) -> None:
         self.index = index
@@ -118,14 +119,15 @@ class Tier:
         """Hold a staging buffer for blocks on their way from or to this tier."""
         return staging.hold(sizes, starts, share=self._share)
 
-    async def _ask(self, what: str, timeout_s: float, call: Awaitable[T]) -> T | None:
+    async def _ask(self, what: str, timeout_s: float | None, call: Awaitable[T]) -> T | None:
         """Await an answer; None when the backend fails or does not answer."""
         try:
             return await self._calls.within(timeout_s, call)
-        except TimeoutError:
-            self._note_silence(what, timeout_s)
-        except Exception:
-            logger.warning("%s: %s failed", self._name, what, exc_info=True)
+        except Exception as exc:
+            if timeout_s is not None and type(exc) is TimeoutError:
+                self._note_silence(what, timeout_s)
+            else:
+                logger.warning("%s: %s failed", self._name, what, exc_info=True)
         return None
 
     async def _move_in_time(

@@ -83,7 +83,13 @@ class TieredBackend(Backend):
         self._staging = StagingMemory(staging_bytes, max(self._chunk_sizes), self.drain)
         share = max(1, self._staging.num_buffers // max(1, len(tiers) - 1))
         self._tiers = [
-            Tier(index, backend, lookup_timeout_s=lookup_timeout_s, num_buffers=share)
+            Tier(
+                index,
+                backend,
+                # Without the first one nothing goes on anyway.
+                lookup_timeout_s=lookup_timeout_s if index else None,
+                num_buffers=share,
+            )
             for index, backend in enumerate(tiers)
         ]
         self._first, self._lower = self._tiers[0], self._tiers[1:]
