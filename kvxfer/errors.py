@@ -187,6 +187,30 @@ class ClosedError(KVXferError, RuntimeError):
         super().__init__(f"{what} is closed")
 
 
+class ForkedError(KVXferError, RuntimeError):
+    """Report a call on something that another process opened, before it was forked.
+
+    Attributes:
+        pid: The process that opened it.
+    """
+
+    def __init__(self, what: str, pid: int) -> None:
+        self.what = what
+        self.pid = pid
+        super().__init__(
+            f"{what} was opened by process {pid} and cannot be used after a fork: "
+            f"open one in each process"
+        )
+
+
+class EventLoopError(KVXferError, RuntimeError):
+    """Report a call that could never end, because of the event loop that has to serve it."""
+
+    def __init__(self, what: str, detail: str) -> None:
+        self.what = what
+        super().__init__(f"{what}: {detail}")
+
+
 class BackendUnavailableError(KVXferError, ConnectionError):
     """Report a backend that is gone: no block of any batch can be served."""
 

@@ -59,9 +59,7 @@ class Cascade:
         carriers: One for each tier below the first, in order.
     """
 
-    def __init__(
-        self, tiers: Sequence[Tier], staging: StagingMemory, claims: KeyClaims
-    ) -> None:
+    def __init__(self, tiers: Sequence[Tier], staging: StagingMemory, claims: KeyClaims) -> None:
         self.carriers = [Carrier(tiers, target, staging, claims) for target in tiers[1:]]
 
     def add(

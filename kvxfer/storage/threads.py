@@ -143,7 +143,7 @@ def _run(future: Future[T], fn: Callable[..., T], args: Any, kwargs: Any) -> Non
         return
     try:
         result = fn(*args, **kwargs)
-    except BaseException as exc:
+    except BaseException as exc:  # noqa: BLE001 - whoever awaits it decides
         future.set_exception(exc)
     else:
         future.set_result(result)
