@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvxfer.checks import require_instance, require_integer, set_counts
 from kvxfer.errors import InvalidArgumentError, LayoutError
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.page_box import PageBox
@@ -28,10 +29,12 @@ class CanonicalKVCacheTensor:
     page_size_bytes: int
 
     def __post_init__(self) -> None:
+        require_instance("tensor", self.tensor, torch.Tensor)
+        set_counts(self, "page_size_bytes")
         shape, page = tuple(self.tensor.shape), self.page_size_bytes
         if self.tensor.dtype != torch.int8:
             raise InvalidArgumentError("tensor.dtype", self.tensor.dtype, "torch.int8")
-        if len(shape) != 2 or shape[1] != page or page <= 0 or shape[0] <= 0:
+        if len(shape) != 2 or shape[1] != page or shape[0] <= 0:
             raise InvalidArgumentError("tensor.shape", shape, f"(num_blocks, {page})")
         if self.tensor.stride(1) != 1 or self.tensor.stride(0) < page:
             raise InvalidArgumentError("tensor.stride", self.tensor.stride(), f"(>= {page}, 1)")
@@ -54,6 +57,10 @@ class CanonicalKVCacheRef:
     layer_names: tuple[str, ...] = ()
     layout: str = ""
     boxes: tuple[PageBox, ...] = ()
+
+    def __post_init__(self) -> None:
+        set_counts(self, "page_size_bytes")
+        object.__setattr__(self, "tensor_idx", require_integer("tensor_idx", self.tensor_idx))
 
 
 @dataclass(frozen=True, slots=True)

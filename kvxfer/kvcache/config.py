@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from kvxfer.checks import require_instance, require_positive, require_sequence, set_counts
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.checks import require_instance, require_positive
 from kvxfer.kvcache.spec import KVCacheSpec
 
 
@@ -51,9 +51,13 @@ class KVCacheConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "shared_tensors", tuple(map(tuple, self.shared_tensors)))
-        sizes = tuple(self.shared_tensor_sizes_bytes)
+        set_counts(self, "num_blocks")
+        require_sequence("shared_tensor_sizes_bytes", self.shared_tensor_sizes_bytes)
+        sizes = tuple(
+            require_positive(f"shared_tensor_sizes_bytes[{index}]", size)
+            for index, size in enumerate(self.shared_tensor_sizes_bytes)
+        )
         object.__setattr__(self, "shared_tensor_sizes_bytes", sizes)
-        require_positive("num_blocks", self.num_blocks)
         if not self.groups:
             raise InvalidArgumentError("groups", self.groups, "at least one KVCacheGroup")
         for index, group in enumerate(self.groups):
@@ -71,8 +75,6 @@ class KVCacheConfig:
         if sizes and len(sizes) != len(self.shared_tensors):
             expected = f"one size for each of {len(self.shared_tensors)} shared tensors"
             raise InvalidArgumentError("shared_tensor_sizes_bytes", sizes, expected)
-        for index, size in enumerate(sizes):
-            require_positive(f"shared_tensor_sizes_bytes[{index}]", size)
 
     @property
     def layer_names(self) -> tuple[str, ...]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kvxfer.checks import require_instance
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
-from kvxfer.kvcache.checks import require_instance
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import (
     KVLayout,

@@ -6,6 +6,7 @@ from typing import Any, NewType
 import msgspec
 import xxhash
 
+from kvxfer.checks import require_integer
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 
 GROUP_INDEX_BYTES = 4
@@ -39,10 +40,11 @@ def make_block_key(content_hash: bytes, group: int) -> BlockKey:
     Raises:
         InvalidArgumentError: The hash is empty or the group is not a 32-bit unsigned number.
     """
-    if not content_hash:
+    if not isinstance(content_hash, bytes) or not content_hash:  # type: ignore[redundant-expr]
         raise InvalidArgumentError("content_hash", content_hash, "at least one byte")
-    if not 0 <= group < 1 << 8 * GROUP_INDEX_BYTES:
-        raise InvalidArgumentError("group", group, "0 <= group < 2**32")
+    group = require_integer(
+        "group", group, maximum=(1 << 8 * GROUP_INDEX_BYTES) - 1, expected="0 <= group < 2**32"
+    )
     return BlockKey(content_hash + group.to_bytes(GROUP_INDEX_BYTES, "big"))
 
 

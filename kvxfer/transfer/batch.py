@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
 from numpy.typing import ArrayLike
 
+from kvxfer.checks import require_integer, require_integers, require_one_per_group
 from kvxfer.errors import InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
 from kvxfer.storage.keys import BlockKey, group_of
@@ -26,13 +26,13 @@ def describe_batch(
     num_groups = describer.num_groups
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices
     for name, per_group in (("block_ids", block_ids), ("first_block_indices", firsts)):
-        if len(per_group) != num_groups:
-            expected = f"one entry for each of {num_groups} groups"
-            raise InvalidArgumentError(name, per_group, expected)
+        require_one_per_group(name, per_group, num_groups, what="one entry")
     wanted = Counter(map(group_of, keys))
     described, groups = [], []
-    for group, (ids, first) in enumerate(zip(block_ids, firsts, strict=True)):
-        if np.size(ids) == 0:
+    for group, (given, index) in enumerate(zip(block_ids, firsts, strict=True)):
+        first = require_integer(f"first_block_indices[{group}]", index)
+        ids = require_integers(f"block_ids[{group}]", given)
+        if not ids.size:
             continue
         batch = describer.describe(group, ids, first_block_index=first, num_pages=wanted[group])
         described.append(batch)
