@@ -73,11 +73,13 @@ class CanonicalKVCaches:
             block of group g are the pages of its refs, in this order.
         group_specs: For each group its spec, which with the layouts says what the bytes mean;
             empty when the engine did not say.
+        null_block_id: The block that nothing is loaded into; None where there is none.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor]
     group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
     group_specs: Sequence[KVCacheSpec] = ()
+    null_block_id: int | None = None
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -133,6 +135,7 @@ def canonicalize(
         ),
         group_data_refs=tuple(_refs(pages, rows, group) for group in range(len(config.groups))),
         group_specs=tuple(group.spec for group in config.groups),
+        null_block_id=config.null_block_id,
     )
 
 

@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass, field
 
-from kvxfer.checks import require_instance, require_positive, require_sequence, set_counts
+from kvxfer.checks import (
+    require_instance,
+    require_integer,
+    require_positive,
+    require_sequence,
+    set_counts,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.spec import KVCacheSpec
 
@@ -41,17 +47,26 @@ class KVCacheConfig:
             empty when the engine did not say.
         shared_tensor_sizes_bytes: Bytes that the engine planned for each of them; empty when it
             did not say.
+        null_block_id: The block that stands where a request has none, which nothing is loaded
+            into; None where the engine has none.
+
+    Raises:
+        InvalidArgumentError: A number, a layer or a tensor cannot be; names it.
     """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     shared_tensors: tuple[tuple[str, ...], ...] = field(default=())
     shared_tensor_sizes_bytes: tuple[int, ...] = field(default=())
+    null_block_id: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "shared_tensors", tuple(map(tuple, self.shared_tensors)))
         set_counts(self, "num_blocks")
+        if self.null_block_id is not None:
+            null = require_integer("null_block_id", self.null_block_id, maximum=self.num_blocks - 1)
+            object.__setattr__(self, "null_block_id", null)
         require_sequence("shared_tensor_sizes_bytes", self.shared_tensor_sizes_bytes)
         sizes = tuple(
             require_positive(f"shared_tensor_sizes_bytes[{index}]", size)

@@ -181,6 +181,10 @@ class BlockDescriber:
         mappings: For each group how its blocks correspond to portable pages, which are then what
             is stored under one key.
 
+    Attributes:
+        overlaid_groups: Sets of groups whose blocks of one id are the same bytes, wholly or in
+            part.
+
     Raises:
         InvalidArgumentError: `blocks_per_chunk` is not positive, or not 1 beside mappings; or
             there is not one mapping per group.
@@ -199,6 +203,7 @@ class BlockDescriber:
             expected = f"one for each of {len(caches.group_data_refs)} groups"
             raise InvalidArgumentError("mappings", len(mappings), expected)
         self.caches = caches
+        self.overlaid_groups = _overlaid_groups(caches)
         self._groups = tuple(_BlockTemplate(caches, refs) for refs in caches.group_data_refs)
         most = INT64_MAX // max(each.block_size_bytes for each in self._groups)
         self.blocks_per_chunk = require_integer(
@@ -378,6 +383,16 @@ class _BlockTemplate:
             tiled.flags.writeable = False
             self._tiled_lengths = tiled
         return self._tiled_lengths[:needed]
+
+
+def _overlaid_groups(caches: CanonicalKVCaches) -> tuple[frozenset[int], ...]:
+    """The largest sets of groups that have a tensor in common."""
+    users: dict[int, set[int]] = {}
+    for group, refs in enumerate(caches.group_data_refs):
+        for ref in refs:
+            users.setdefault(ref.tensor_idx, set()).add(group)
+    found = {frozenset(groups) for groups in users.values() if len(groups) > 1}
+    return tuple(each for each in found if not any(each < other for other in found))
 
 
 def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
