@@ -118,8 +118,9 @@ def canonicalize(
             are on several devices or on the meta device, or a layout names the wrong axes.
         AmbiguousLayoutError: A tensor reads in two ways.
         UnknownLayoutError: A tensor reads as nothing that its spec allows; also when a page is
-            not contiguous.
-        OverlapError: Pages of two layers share some bytes, but not all.
+            not contiguous, or the tensor is a view that conjugates or negates.
+        OverlapError: Pages of two layers share some bytes, but not all; or two tensors of one
+            layer, such as its keys and its values, share any.
         PageBoundsError: Padded pages reach beyond the storage.
         LayoutError: Pages do not add up to the spec's size, or layers that `config` says share
             a tensor do not.
