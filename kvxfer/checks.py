@@ -7,15 +7,18 @@ or an int64 array.
 
 import operator
 import threading
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.errors import InvalidArgumentError
+
+T = TypeVar("T")
 
 INT64_MAX = int(np.iinfo(np.int64).max)
 
@@ -188,6 +191,11 @@ def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> 
     if array.size and not limits.min <= int(array.min()) <= int(array.max()) <= limits.max:
         raise InvalidArgumentError(name, values, f"numbers that fit in {np.dtype(dtype)}")
     return array.astype(dtype)
+
+
+def find_repeated(values: Iterable[T]) -> T | None:
+    """The first value that is there more than once, or None; each is hashed once."""
+    return next((value for value, count in Counter(values).items() if count > 1), None)
 
 
 def _index(value: Any) -> int | None:

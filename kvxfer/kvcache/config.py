@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvxfer.checks import (
+    find_repeated,
     require_instance,
     require_integer,
     require_positive,
@@ -78,15 +79,14 @@ class KVCacheConfig:
         for index, group in enumerate(self.groups):
             require_instance(f"groups[{index}]", group, KVCacheGroup)
         names = self.layer_names
-        for name in names:
-            if names.count(name) > 1:
-                raise InvalidArgumentError("groups", name, "each layer in one group only")
+        if (twice := find_repeated(names)) is not None:
+            raise InvalidArgumentError("groups", twice, "each layer in one group only")
         shared = [name for names in self.shared_tensors for name in names]
-        for name in shared:
-            if name not in names:
-                raise InvalidArgumentError("shared_tensors", name, "a layer of one of the groups")
-            if shared.count(name) > 1:
-                raise InvalidArgumentError("shared_tensors", name, "each layer at most once")
+        if unknown := set(shared).difference(names):
+            name = next(name for name in shared if name in unknown)
+            raise InvalidArgumentError("shared_tensors", name, "a layer of one of the groups")
+        if (twice := find_repeated(shared)) is not None:
+            raise InvalidArgumentError("shared_tensors", twice, "each layer at most once")
         if sizes and len(sizes) != len(self.shared_tensors):
             expected = f"one size for each of {len(self.shared_tensors)} shared tensors"
             raise InvalidArgumentError("shared_tensor_sizes_bytes", sizes, expected)

@@ -1,15 +1,17 @@
 """What names a block: a content hash, a group, and the namespace they live in."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NewType
 
 import msgspec
 import xxhash
 
-from kvxfer.checks import require_integer
+from kvxfer.checks import find_repeated, require_integer
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 
 GROUP_INDEX_BYTES = 4
+KEY_FORM = "a content hash and a 4-byte group index"
 
 MAX_AXES = 64
 """torch and numpy have tensors of no more."""
@@ -55,8 +57,19 @@ def group_of(key: BlockKey) -> int:
         InvalidArgumentError: The key is not bytes or is too short to be a key.
     """
     if not isinstance(key, bytes) or len(key) <= GROUP_INDEX_BYTES:  # type: ignore[redundant-expr]
-        raise InvalidArgumentError("key", key, "a content hash and a 4-byte group index")
+        raise InvalidArgumentError("key", key, KEY_FORM)
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
+
+
+def require_keys(keys: Iterable[BlockKey]) -> None:
+    """Check that every key is one.
+
+    Raises:
+        InvalidArgumentError: One is not bytes or is too short.
+    """
+    for index, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) <= GROUP_INDEX_BYTES:  # type: ignore[redundant-expr]
+            raise InvalidArgumentError(f"keys[{index}]", key, KEY_FORM)
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -115,9 +128,8 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         """Check that every tensor can be found by its name."""
-        names = [tensor.name for tensor in self.tensors]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        twice = find_repeated(tensor.name for tensor in self.tensors)
+        if twice is not None:
             raise InvalidArgumentError("tensors", twice, "each name once in a group")
 
     @property
