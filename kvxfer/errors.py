@@ -40,8 +40,10 @@ class BlockIdError(InvalidArgumentError, LookupError):
 class DuplicateError(InvalidArgumentError):
     """Report a key or block id that appears twice in one batch."""
 
-    def __init__(self, argument: str, value: object) -> None:
-        super().__init__(argument, value, "each value once in a batch")
+    def __init__(
+        self, argument: str, value: object, expected: str = "each value once in a batch"
+    ) -> None:
+        super().__init__(argument, value, expected)
 
 
 class UnknownGroupError(InvalidArgumentError, LookupError):

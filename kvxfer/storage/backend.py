@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from kvxfer.checks import find_repeated, require_sequence
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.storage.keys import BlockKey, require_keys
 
 
 class Status(enum.Enum):
@@ -138,15 +139,15 @@ def require_batch(keys: Sequence[BlockKey], blocks: Descriptors | None = None) -
     """Check a batch before anything is read or written.
 
     Raises:
-        InvalidArgumentError: The batch is empty, or a key is not one.
+        InvalidArgumentError: The batch is empty or no sequence, or a key is not one.
         LengthMismatchError: There is not exactly one block per key.
         DuplicateError: A key appears twice.
     """
-    if not keys:
+    require_sequence("keys", keys, "a sequence of block keys")
+    if not len(keys):
         raise InvalidArgumentError("keys", keys, "at least one key")
     if blocks is not None and len(keys) != blocks.num_blocks:
         raise LengthMismatchError(len(keys), blocks.num_blocks, "one per block")
-    for key in keys:
-        group_of(key)
+    require_keys(keys)
     if len(set(keys)) < len(keys):
-        raise DuplicateError("keys", next(k for n, k in enumerate(keys) if k in keys[:n]))
+        raise DuplicateError("keys", find_repeated(keys))
