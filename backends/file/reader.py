@@ -19,6 +19,7 @@ from kvxfer.backends.file.file_io import NamedFile
 from kvxfer.backends.file.folder import READ_FLAGS
 from kvxfer.backends.file.header import BlockFileError
 from kvxfer.backends.file.pages import PAGE_BYTES
+from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -29,17 +30,19 @@ logger = logging.getLogger(__name__)
 class BlockReader:
     """Reads shares of batches; blocks, and is called from several threads.
 
-    No failure is raised: it is the outcome of its block. A corrupt file is put in quarantine.
+    No failure is raised: it is the outcome of its block. A corrupt file is put away.
 
     Whole chunks are read many files at a time, on the assumption that all is well. What turns
     out otherwise, and every part of a chunk, is read once more, alone and with care.
 
     Args:
         files: The files of the namespace.
+        space: Where corrupt files are put away.
     """
 
-    def __init__(self, files: BlockFiles) -> None:
+    def __init__(self, files: BlockFiles, space: Space) -> None:
         self._files = files
+        self._space = space
 
     def read(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read the file of `keys[i]` into block i of `blocks`.
@@ -128,7 +131,7 @@ class BlockReader:
                 return MISSING
             files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
         except BlockFileError as exc:
-            return self._quarantine(key, fd, exc)
+            return self._put_away(key, fd, exc)
         finally:
             os.close(fd)
         return DONE
@@ -150,12 +153,12 @@ class BlockReader:
         check_data(header, digester, [data])
         return header.start
 
-    def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
+    def _put_away(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:
-            if self._files.folder.quarantine(key, fd):
-                logger.warning("put corrupt block %s in quarantine: %s", key.hex(), exc)
+            if self._space.put_away(key, fd):
+                logger.warning("put corrupt block %s away: %s", key.hex(), exc)
         except OSError as failed:
-            logger.warning("cannot put corrupt block %s in quarantine: %s", key.hex(), failed)
+            logger.warning("cannot put corrupt block %s away: %s", key.hex(), failed)
         return Outcome(Status.CORRUPT, reason=str(exc))
 
     def _data_size(self, key: BlockKey, fd: int) -> int:

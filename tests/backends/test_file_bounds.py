@@ -363,7 +363,8 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
     for key in keys[:3]:
         write_file(space, key)
     assert space.remove(keys[:2]) == 2
-    space.put_away(keys[2])  # not in quarantine: replaced before it could be
+    with (tmp_path / "replaced").open("w") as file:  # by another one, which is not corrupt
+        space.put_away(keys[2], file.fileno())
     space.settle(keys[:3], stored=[True] * 3)
     assert space.reserve(keys[3:], [FILE_BYTES] * 3) == 3
     space.settle(keys[3:], stored=[False] * 3)
