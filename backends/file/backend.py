@@ -151,7 +151,7 @@ class FileBackend(Backend):
         return [outcomes[key] for key in keys]
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`. Memory of blocks that are neither done nor corrupt is not written."""
+        """See `Backend.load`. Memory of blocks that are missing is not written."""
         self._check(keys, blocks)
 
         def read(start: int, stop: int) -> list[Outcome]:
