@@ -18,10 +18,11 @@ from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.direct import probe_direct
 from kvxfer.backends.file.engines import open_engine
-from kvxfer.backends.file.folder import FOLDER_MODE, BlockFolder, file_name
+from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.group_format import GroupFormat
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
+from kvxfer.backends.file.open_folders import FOLDER_MODE
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.shares import cut_shares
 from kvxfer.backends.file.space import Space, stop_walk
@@ -89,7 +90,6 @@ class FileBackend(Backend):
             copy_engine=CPUCopyEngine(),
             alignment=alignment,
         )
-        self._reader = BlockReader(self._files)
         self._space = Space(
             self._tree,
             self._folder,
@@ -98,6 +98,7 @@ class FileBackend(Backend):
             capacity_bytes=config.capacity,
             min_free_bytes=config.min_free,
         )
+        self._reader = BlockReader(self._files, self._space)
         self._writer = BlockWriter(self._files, self._ledger, config.durability)
         self._breaker = CircuitBreaker(f"storing to {self._root}")
         most = self._files.file_io.max_threads
@@ -151,7 +152,7 @@ class FileBackend(Backend):
         return [outcomes[key] for key in keys]
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`. Memory of blocks that are neither done nor corrupt is not written."""
+        """See `Backend.load`. Memory of blocks that are missing is not written."""
         self._check(keys, blocks)
 
         def read(start: int, stop: int) -> list[Outcome]:
@@ -260,9 +261,6 @@ class FileBackend(Backend):
 
     def _read_share(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = self._reader.read(keys, blocks)
-        for key, outcome in zip(keys, outcomes, strict=True):
-            if outcome.status is Status.CORRUPT:
-                self._space.put_away(key)
         done = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
         for key in self._space.touch(done):
             self._folder.note_use(key)

@@ -127,14 +127,33 @@ class Space:
         old = self._contents.touch(self._files(keys))
         return [key_in(file) for file in old]
 
-    def put_away(self, key: BlockKey) -> None:
-        """Note that a file is in quarantine, if it is; it will be the first to go."""
+    def put_away(self, key: BlockKey, fd: int) -> bool:
+        """Put the open file of a key in quarantine, from where it will be the first to go.
+
+        It is removed instead if it cannot be put there.
+
+        Returns:
+            False when another process removed or replaced it since it was opened.
+
+        Raises:
+            OSError: It can be neither put away nor removed.
+        """
+        (file,) = self._files([key])
+        try:
+            was_there = self._folder.quarantine(key, fd)
+        except OSError:
+            with self._ledger.locked():
+                was_there = self._folder.remove_open(key, fd)
+                if was_there:
+                    self._ledger.remove(size_on_disk(os.fstat(fd).st_size))
+                    self._contents.remove(file)
+            return was_there
         with contextlib.suppress(OSError), self._ledger.locked():
             num_bytes = self._folder.quarantined_size(key)
             if num_bytes is not None:
-                (file,) = self._files([key])
                 replaced = self._contents.put_away(file, size_on_disk(num_bytes))
                 self._ledger.remove(replaced)
+        return was_there
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Remove the files of keys; say for each whether it was there.
