@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvxfer.backends.file.claim import is_alive
 from kvxfer.backends.file.folder import (
     HEX_DIGITS,
     QUARANTINE,
@@ -20,7 +21,6 @@ from kvxfer.backends.file.folder import (
     owner_of,
 )
 from kvxfer.backends.file.header import MAX_KEY_BYTES
-from kvxfer.backends.file.ledger import is_alive
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 
 FINGERPRINT_DIGITS = 32
