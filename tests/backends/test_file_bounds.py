@@ -362,14 +362,9 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
     assert space.reserve(keys[:3], [FILE_BYTES] * 3) == 3
     for key in keys[:3]:
         write_file(space, key)
-<<<<<<< HEAD
     assert space.remove(keys[:2]) == [True, True]
-    space.put_away(keys[2])  # not in quarantine: replaced before it could be
-=======
-    assert space.remove(keys[:2]) == 2
     with (tmp_path / "replaced").open("w") as file:  # by another one, which is not corrupt
         space.put_away(keys[2], file.fileno())
->>>>>>> files-a
     space.settle(keys[:3], stored=[True] * 3)
     assert space.reserve(keys[3:], [FILE_BYTES] * 3) == 3
     space.settle(keys[3:], stored=[False] * 3)
