@@ -1,6 +1,7 @@
 """The asynchronous face of an engine, used by several tasks at a time."""
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -11,6 +12,8 @@ from tests.chaos.faults import Kind, report, report_hang
 from tests.chaos.session import DEFAULT_TIMEOUT_S, HANG_S, Session
 
 NUM_TASKS = 3
+RECOVERY_S = 45.0
+"""Until blocks are taken again: after errors, files are not written to for half a minute."""
 
 T = TypeVar("T")
 
@@ -37,7 +40,27 @@ class AsynchronousFace:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(NUM_TASKS):
                 tasks.create_task(self._work())
+        if self._session.stopping.is_set():
+            await self._recover()
         await self._within("aclose", self._engine.aclose(), 0.0)
+
+    async def _recover(self) -> None:
+        """See that an engine which lived through all this takes blocks; nothing disturbs it now."""
+        until, problem = time.monotonic() + RECOVERY_S, ""
+        while time.monotonic() < until:
+            if (batch := self._session.draw_batch("store")) is None:
+                continue
+            call = self._engine.store(
+                batch.keys, batch.block_ids, first_block_indices=batch.first_block_indices
+            )
+            outcomes = await self._within("store", call, DEFAULT_TIMEOUT_S)
+            await self._settle(batch, outcomes)
+            if any(outcome.done for outcome in outcomes or ()):
+                return
+            problem = ", ".join({outcome.reason for outcome in outcomes or ()}) or problem
+            await asyncio.sleep(0.1)
+        tiers = self._session.memory.tiers
+        report(Kind.EXCEPTION, f"takes no blocks after all is over: {problem}: {tiers}")
 
     async def _work(self) -> None:
         while self._session.goes_on:

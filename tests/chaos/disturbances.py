@@ -29,11 +29,11 @@ WEIGHTS = {
     "stop-holder": 5,
     "fill-disk": 2,
     "fill-inodes": 2,
-    "flip-block": 12,
-    "truncate": 4,
-    "flip-ledger": 3,
-    "flip-claim": 3,
-    "flip-namespace": 1,
+    "flip-block": 20,
+    "truncate": 6,
+    "flip-ledger": 8,
+    "flip-claim": 8,
+    "flip-namespace": 2,
     "remove-folder": 2,
     "gc": 2,
     "fsck": 2,
@@ -184,16 +184,17 @@ class Disturber:
         return self.rng.uniform(0.05, MAX_STOP_S), lambda: stopped.signal(signal.SIGCONT)
 
     def _flip(self, pattern: str) -> bool:
-        """Flip some bits of a file, where it lies."""
+        """Flip some bits of a file, or write something else over a few bytes, where it lies."""
         if (path := self._choose(pattern)) is None:
             return False
         size = path.stat().st_size
         with path.open("r+b", buffering=0) as file:
-            for _ in range(self.rng.randint(1, 3)):
-                # Half of them where headers and counts are.
-                at = self.rng.randrange(self.rng.choice((min(size, 512), size)) or 1)
-                if old := os.pread(file.fileno(), 1, at):
-                    os.pwrite(file.fileno(), bytes([old[0] ^ 1 << self.rng.randrange(8)]), at)
+            # Half of the time where headers and counts are.
+            at = self.rng.randrange(self.rng.choice((min(size, 64), min(size, 512), size)) or 1)
+            old = os.pread(file.fileno(), self.rng.choice((1, 1, 8, 64)), at)
+            flipped = bytes(byte ^ 1 << self.rng.randrange(8) for byte in old)
+            zeros, ones, noise = bytes(len(old)), b"\xff" * len(old), self.rng.randbytes(len(old))
+            os.pwrite(file.fileno(), self.rng.choice((flipped, flipped, zeros, ones, noise)), at)
         return True
 
     def _choose(self, pattern: str, *, folders: bool = False) -> Path | None:

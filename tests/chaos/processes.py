@@ -17,7 +17,7 @@ from typing import Any
 from kvxfer.cli import main as kvxfer_main
 from tests.chaos.faults import COUNTS, FAULT, Kind
 
-ENDED_BY_WATCHDOG = 1
+CANNOT = 2
 
 # Forked from a process that has imported everything and started no thread: that takes no time.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -59,7 +59,7 @@ class ChaosProcess:
         self.name, self._log = name, logs / f"{name}.log"
         self._expected = expected
         self._read = 0
-        self.killed = self.stopped = False
+        self.killed = self.stopped = self._is_faulty = False
         self._process = _CONTEXT.Process(target=_enter, args=(self._log, main, arguments))
         self._process.start()
         assert self._process.pid is not None
@@ -96,7 +96,7 @@ class ChaosProcess:
         except FileNotFoundError:  # not begun yet
             return []
         self._read += len(whole + end)
-        faults = []
+        faults: list[Fault] = []
         for line in whole.decode(errors="replace").splitlines():
             if found := FAULT.match(line):
                 kind = Kind(found["kind"] or (Kind.HANG if found["timeout"] else Kind.EXCEPTION))
@@ -104,12 +104,16 @@ class ChaosProcess:
                 faults.append(Fault(kind, text, self._log.name))
             elif " INFO " + COUNTS in line:
                 counts.update(json.loads(line.partition(COUNTS)[2]))
+        self._is_faulty |= bool(faults)
         return faults
 
     def judge_end(self, counts: Counter[str]) -> list[Fault]:
         """Read the rest of the log of an ended process, and say whether it had a reason to end."""
         faults, status = self.read_log(counts), self._process.exitcode
-        if not self.killed and status not in self._expected and not faults:
+        excused = self.killed or self._is_faulty or status in self._expected
+        # A command that looks after files may say so, and that it can do nothing.
+        excused |= status == CANNOT and "No space left on device" in self._log.read_text()
+        if not excused:
             faults.append(Fault(Kind.EXCEPTION, f"ended with status {status}", self._log.name))
         return faults
 

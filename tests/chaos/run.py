@@ -35,7 +35,7 @@ from tests.chaos.session import CANCEL, HANG_S, SHORT_TIMEOUT
 
 STEP_S = 0.05
 TOLD_EVERY_S = 10.0
-DISTURBED_EVERY_S = 0.6
+DISTURBED_EVERY_S = 0.4
 END_S = 180.0
 """What the end of a run may take: processes end by themselves, and all blocks are read again."""
 
@@ -182,6 +182,7 @@ class Conductor:
         """Let workers and holders end by themselves, and read all blocks in between."""
         self._end_limit = time.monotonic() + END_S
         self._undo_all()
+        self._look_after()
         self._let_end(self._scene.workers)
         plan = self._plan()
         self._scene.workers[:] = [

@@ -19,7 +19,7 @@ from kvxfer.transfer.job import Direction
 from tests.chaos.asynchronous_face import AsynchronousFace
 from tests.chaos.checked_memory import PARTS, CheckedMemory
 from tests.chaos.contents import SHAPES, Shape
-from tests.chaos.faults import Kind, begin_log, report, report_counts
+from tests.chaos.faults import Kind, begin_log, logger, report, report_counts
 from tests.chaos.polled_face import PolledFace
 from tests.chaos.session import HANG_S, Session
 
@@ -101,7 +101,8 @@ def open_engine(
             max_bytes_in_flight=rng.choice((512 << 10, 4 << 20, 256 << 20)),
             timeout_s=rng.choice((3.0, 10.0)),
         )
-    except (BackendUnavailableError, CapacityError):
+    except (BackendUnavailableError, CapacityError) as exc:
+        logger.info("not opened: %r", exc)
         return None
     except Exception as exc:  # noqa: BLE001 - is what is looked for
         report(Kind.EXCEPTION, f"connect({urls}): {exc!r}", exc=exc)
