@@ -61,7 +61,10 @@ class PolledFace:
         for _, running in self._jobs.values():
             running.is_cancelled = True
         with self._session.watched():
-            self._engine.close()
+            try:
+                self._engine.close()
+            except Exception as exc:  # noqa: BLE001 - is what is looked for
+                report(Kind.EXCEPTION, f"close raised {exc!r}", exc=exc)
         self._finish()
         if self._jobs:
             report(Kind.EXCEPTION, f"{len(self._jobs)} jobs have no end after close()")

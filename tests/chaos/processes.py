@@ -60,7 +60,9 @@ class ChaosProcess:
         self._expected = expected
         self._read = 0
         self.killed = self.stopped = self._is_faulty = False
-        self._process = _CONTEXT.Process(target=_enter, args=(self._log, main, arguments))
+        self._process = _CONTEXT.Process(
+            target=_enter, args=(self._log, main, arguments), daemon=True
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
