@@ -132,26 +132,17 @@ class FileBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
-        ours = [index for index, key in enumerate(keys) if key not in self._stores]
-        theirs = {key: self._stores[key] for key in keys if key in self._stores}
-        outcomes: dict[BlockKey, Outcome] = {}
-        if ours:
-            chosen = [keys[index] for index in ours]
-            finished = asyncio.Event()
-            self._stores |= dict.fromkeys(chosen, finished)
-            try:
-                stored = await self._store(chosen, blocks.take(ours) if theirs else blocks)
-            finally:
-                for key in chosen:
-                    del self._stores[key]
-                finished.set()
-            outcomes |= zip(chosen, stored, strict=True)
-        for key, store in theirs.items():  # another call is storing it: share its fate
-            await store.wait()
-            failed = Outcome(Status.FAILED, reason="the call that was storing the block failed")
-            (there,) = await self.lookup([key])
-            outcomes[key] = DONE if there else failed
-        return [outcomes[key] for key in keys]
+        while busy := [self._stores[key] for key in keys if key in self._stores]:
+            await busy[0].wait()  # another call stores it, or a part of it
+            self._check()
+        finished = asyncio.Event()
+        self._stores |= dict.fromkeys(keys, finished)
+        try:
+            return await self._store(keys, blocks)
+        finally:
+            for key in keys:
+                del self._stores[key]
+            finished.set()
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are missing is not written."""
@@ -200,14 +191,12 @@ class FileBackend(Backend):
 
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
-            return [DONE if there else _PAUSED for there in await self.lookup(keys)]
-        batch = StoreBatch(self._files, self._space, self._writer, keys, blocks)
+            covered = self._batch(keys, blocks).covered
+            return [DONE if there else _PAUSED for there in await self._lookups.run(covered)]
         try:
-            with self._watched():
-                written = await self._share(self._writers, self._num_writers, batch.write, blocks)
+            written = await self._write(keys, blocks)
         except BaseException:
             self._breaker.abandon()
-            await self._removers.run(batch.give_back)
             raise
         kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
         tried = [each for each in kinds if each is not None and each not in (NO_ROOM, PART)]
@@ -216,10 +205,22 @@ class FileBackend(Backend):
             self._breaker.record(next(failed, ""))
         else:
             self._breaker.abandon()
-        outcomes = [outcome or DONE for outcome in written]
         if BUSY in kinds:
-            await self._await_others(keys, outcomes)
-        return outcomes
+            await self._await_others(keys, blocks, written)
+        return [outcome or DONE for outcome in written]
+
+    async def _write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome | None]:
+        """Write blocks that are not there; see `StoreBatch.write`."""
+        batch = self._batch(keys, blocks)
+        try:
+            with self._watched():
+                return await self._share(self._writers, self._num_writers, batch.write, blocks)
+        except BaseException:
+            await self._removers.run(batch.give_back)
+            raise
+
+    def _batch(self, keys: Sequence[BlockKey], blocks: Descriptors) -> StoreBatch:
+        return StoreBatch(self._files, self._space, self._writer, keys, blocks)
 
     async def _share(
         self,
@@ -234,13 +235,21 @@ class FileBackend(Backend):
             shares = [tasks.create_task(threads.run(move, *cut)) for cut in cuts]
         return [each for share in shares for each in share.result()]
 
-    async def _await_others(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> None:
-        """Give other processes a moment to finish the blocks that they are storing."""
+    async def _await_others(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, outcomes: list[Outcome | None]
+    ) -> None:
+        """Give other processes a moment to finish the blocks that they are storing.
+
+        What they stored may be another part of a chunk: then ours is stored after all.
+        """
         busy = [index for index, outcome in enumerate(outcomes) if outcome is BUSY]
         for _ in range(BUSY_ATTEMPTS):
             there = await self.lookup([keys[index] for index in busy])
-            for index, found in zip(busy, there, strict=True):
-                outcomes[index] = DONE if found else BUSY
+            found = [index for index, is_there in zip(busy, there, strict=True) if is_there]
+            if found:
+                written = await self._write([keys[index] for index in found], blocks.take(found))
+                for index, outcome in zip(found, written, strict=True):
+                    outcomes[index] = outcome
             busy = [index for index in busy if outcomes[index] is BUSY]
             if not busy:
                 return

@@ -175,6 +175,22 @@ def read_header(fd: int) -> tuple[bytes, int]:
     return os.pread(fd, size, 0), found.st_size - size
 
 
+def read_extent(fd: int) -> tuple[int, int]:
+    """Read which bytes of its chunk an open file says it has, from and to.
+
+    None, which is (0, 0), when it is no block file, or one that was cut off.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        head, num_bytes = read_header(fd)
+        header = BlockHeader.decode(head)
+    except BlockFileError:
+        return 0, 0
+    return (header.start, header.stop) if header.num_bytes == num_bytes else (0, 0)
+
+
 def read_data(fd: int, offset: int) -> Iterator[memoryview]:
     """Read what follows the header, piece by piece; a piece is valid until the next."""
     memory = memoryview(bytearray(READ_BYTES))

@@ -138,21 +138,32 @@ class Space:
         Raises:
             OSError: It can be neither put away nor removed.
         """
-        (file,) = self._files([key])
         try:
             was_there = self._folder.quarantine(key, fd)
         except OSError:
-            with self._ledger.locked():
-                was_there = self._folder.remove_open(key, fd)
-                if was_there:
-                    self._ledger.remove(size_on_disk(os.fstat(fd).st_size))
-                    self._contents.remove(file)
-            return was_there
+            return self.discard(key, fd)
         with contextlib.suppress(OSError), self._ledger.locked():
             num_bytes = self._folder.quarantined_size(key)
             if num_bytes is not None:
+                (file,) = self._files([key])
                 replaced = self._contents.put_away(file, size_on_disk(num_bytes))
                 self._ledger.remove(replaced)
+        return was_there
+
+    def discard(self, key: BlockKey, fd: int) -> bool:
+        """Remove the open file of a key.
+
+        Returns:
+            False when another process removed or replaced it since it was opened.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        with self._ledger.locked():
+            was_there = self._folder.remove_open(key, fd)
+            if was_there:
+                self._ledger.remove(size_on_disk(os.fstat(fd).st_size))
+                self._contents.remove(*self._files([key]))
         return was_there
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:

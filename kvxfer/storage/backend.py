@@ -91,7 +91,8 @@ class Backend(ABC):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Copy block i of `blocks` to the medium under `keys[i]`.
 
-        Storing a key that is there already is `DONE` and leaves the stored bytes as they are.
+        Storing a key that is there already is `DONE` and leaves the stored bytes as they are, if
+        they are all that block i has of its chunk, or more. Otherwise block i replaces them.
 
         Raises:
             LengthMismatchError: `keys` and `blocks` differ in length.

@@ -62,6 +62,16 @@ class Overwriting(DictBackend):
         return await super().store(keys, blocks)
 
 
+class Shadowing(DictBackend):
+    """Keeps what is there of a chunk, whatever part of it."""
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        new = [index for index, key in enumerate(keys) if key not in self._blocks]
+        if new:
+            await super().store([keys[index] for index in new], blocks.take(new))
+        return [DONE] * len(keys)
+
+
 class Groupless(DictBackend):
     """Forgets which group a key belongs to."""
 
@@ -260,6 +270,11 @@ CAUGHT_BY = [
     (Scribbling, "test_a_miss_is_an_outcome_and_leaves_memory_untouched"),
     (Scribbling, "test_of_a_partly_missing_batch_the_rest_is_loaded"),
     (Overwriting, "test_storing_a_present_key_is_done_and_keeps_the_old_bytes"),
+    (Shadowing, "test_a_store_of_more_than_is_there_replaces_it"),
+    (Overwriting, "test_a_store_of_less_than_is_there_changes_nothing"),
+    (Shadowing, "test_of_two_parts_that_lie_apart_the_last_one_is_there"),
+    (Scribbling, "test_of_a_part_asked_as_a_whole_no_memory_is_written"),
+    (Busy, "test_tasks_that_store_a_part_and_the_whole_both_learn_what_is_there"),
     (Groupless, "test_blocks_of_two_groups_go_in_one_batch"),
     (Headless, "test_either_end_of_a_stored_chunk_can_be_loaded_alone"),
     (Headless, "test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one"),
