@@ -56,7 +56,7 @@ class Overwriting(DictBackend):
     """Replaces the bytes of a present key."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        if blocks.num_blocks == len(keys) and not self._closed:
+        if blocks.num_blocks == len(keys) and not self._door.closed:
             for key in keys:
                 self._blocks.pop(key, None)
         return await super().store(keys, blocks)
