@@ -3,9 +3,10 @@
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvxfer.backends.file.block_files import BlockFiles, failure
+from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
+from kvxfer.backends.file.breaker import MEDIUM_ERRORS
 from kvxfer.backends.file.check import read_extent
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.writer import BlockWriter
@@ -145,3 +146,22 @@ class StoreBatch:
         with self._lock:
             self._reserved.difference_update(indices)
         self._space.settle([self._keys[index] for index in indices], stored=stored)
+
+
+def medium_failure(outcomes: Iterable[Outcome | None]) -> str | None:
+    """Tell from what `StoreBatch.write` returned what is wrong with the medium.
+
+    Returns:
+        Nothing where a block was written, None where no outcome tells anything of the medium.
+    """
+    told = None
+    for outcome in outcomes:
+        if outcome is not None and outcome.done:
+            return ""
+        if outcome is not None and _errno(outcome) in MEDIUM_ERRORS:
+            told = told or outcome.reason
+    return told
+
+
+def _errno(outcome: Outcome) -> int:
+    return outcome.errno if isinstance(outcome, SystemFailure) else 0
