@@ -15,7 +15,7 @@ from kvxfer.backends.file.block_files import BlockFiles
 from kvxfer.backends.file.breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.digest import Digester, read_secret
+from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.direct import probe_direct
 from kvxfer.backends.file.engines import open_engine
 from kvxfer.backends.file.folder import BlockFolder, file_name
@@ -24,6 +24,7 @@ from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.open_folders import FOLDER_MODE
 from kvxfer.backends.file.reader import BlockReader
+from kvxfer.backends.file.root import warn_of_strangers
 from kvxfer.backends.file.shares import cut_shares
 from kvxfer.backends.file.space import Space, stop_walk
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
@@ -34,6 +35,7 @@ from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentE
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
 from kvxfer.storage.eviction import POLICIES
+from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 from kvxfer.storage.threads import Threads
 
@@ -74,6 +76,7 @@ class FileBackend(Backend):
         self._root = Path(config.path)
         try:
             self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            warn_of_strangers(self._root)
             alignment = probe_direct(self._root) if config.direct == "auto" else 0
             self._folder = BlockFolder(self._root, namespace.fingerprint)
             write_namespace(self._folder, namespace)
@@ -152,7 +155,7 @@ class FileBackend(Backend):
         self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`.
 
         Raises:
@@ -276,7 +279,7 @@ class FileBackend(Backend):
     def _purge(self) -> int:
         ours = self._folder.fingerprint
         found = [block for block in self._tree.blocks() if block.fingerprint == ours]
-        return self._space.remove([block.key for block in found if not block.quarantined])
+        return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
     def _look_around(self) -> None:
         """Find out what is there, and collect what dead writers left."""

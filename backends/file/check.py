@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvxfer.backends.file.digest import Digester, Integrity
+from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.header import (
     LENGTH_BYTES,
@@ -15,6 +15,7 @@ from kvxfer.backends.file.header import (
     header_size_in,
 )
 from kvxfer.backends.file.tree import FoundBlock
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 
 READ_BYTES = 1 << 20

@@ -1,10 +1,10 @@
 """Whether a file system can move bytes past the page cache."""
 
-import contextlib
 import ctypes
 import fcntl
 import mmap
 import os
+import tempfile
 from pathlib import Path
 
 from kvxfer.backends.file.pages import PAGE_BYTES
@@ -21,18 +21,12 @@ def probe_direct(root: Path) -> int:
     Raises:
         OSError: The folder cannot be written to.
     """
-    path = root / ".direct.tmp"
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(path, flags, 0o600)
-    with contextlib.suppress(FileNotFoundError):  # another process probes at the same moment
-        path.unlink()
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
-        return next((size for size in (SECTOR_BYTES, PAGE_BYTES) if _works(fd, size)), 0)
-    except OSError:
-        return 0
-    finally:
-        os.close(fd)
+    with tempfile.TemporaryFile(dir=root, buffering=0) as file:
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
+        except OSError:
+            return 0
+        return next((size for size in (SECTOR_BYTES, PAGE_BYTES) if _works(file.fileno(), size)), 0)
 
 
 def _works(fd: int, alignment: int) -> bool:

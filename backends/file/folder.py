@@ -3,11 +3,14 @@
 import contextlib
 import functools
 import os
+import re
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvxfer.backends.file.claim import OWNER_BYTES
 from kvxfer.backends.file.file_io import (
     CREATE_FLAGS,
     FILE_MODE,
@@ -25,6 +28,10 @@ TEMPORARY = ".tmp"
 QUARANTINE = "quarantine"
 MAX_TEXT_BYTES = 16 << 20
 HEX_DIGITS = frozenset("0123456789abcdef")
+_TEMPORARY_NAME = re.compile(
+    rf"([0-9a-f]{{{2 * OWNER_BYTES}}})-[0-9a-f]+{re.escape(SUFFIX + TEMPORARY)}"
+)
+_WRITE_ATTEMPTS = 8
 
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
 
@@ -45,9 +52,10 @@ def temporary_name(owner: str, number: int) -> str:
     return f"{owner}-{number:x}{SUFFIX}{TEMPORARY}"
 
 
-def owner_of(temporary: str) -> str:
-    """The process that makes a file of this name."""
-    return temporary.partition("-")[0]
+def owner_of(name: str) -> str:
+    """The process that makes a file of this name; empty when `temporary_name` makes no such."""
+    found = _TEMPORARY_NAME.fullmatch(name)
+    return found[1] if found else ""
 
 
 class BlockFolder:
@@ -306,10 +314,19 @@ def _size_in(folder_fd: int | None, name: str) -> int | None:
 
 
 def _write_text(name: str, text: str, folder_fd: int) -> None:
-    temporary = name + TEMPORARY
-    flags = CREATE_FLAGS & ~os.O_EXCL | os.O_TRUNC
-    fd = os.open(temporary, flags, FILE_MODE, dir_fd=folder_fd)
-    with open(fd, "w", encoding="utf-8") as file:
-        file.write(text)
-    with contextlib.suppress(FileNotFoundError):  # others write the same, and one was faster
-        os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+    for attempt in range(_WRITE_ATTEMPTS):
+        temporary = temporary_name(secrets.token_hex(OWNER_BYTES), 0)
+        fd = os.open(temporary, CREATE_FLAGS, FILE_MODE, dir_fd=folder_fd)
+        with open(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        try:
+            os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+        except FileNotFoundError:  # collected by another process, as that of a dead one
+            if attempt + 1 == _WRITE_ATTEMPTS:
+                raise
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=folder_fd)
+            raise
+        else:
+            return

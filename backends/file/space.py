@@ -194,21 +194,22 @@ class Space:
                 self._contents.remove(*self._files([key]))
         return was_there
 
-    def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Remove the files of keys; return how many were there.
+    def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Remove the files of keys; say for each whether it was there.
 
         Raises:
             OSError: One cannot be removed; those after it were left.
         """
-        num_removed = 0
+        removed = [False] * len(keys)
         with self._ledger.locked():
             sizes = self._folder.sizes(keys)
-            for key, file, size in zip(keys, self._files(keys), sizes, strict=True):
+            files = self._files(keys)
+            for index, (key, file, size) in enumerate(zip(keys, files, sizes, strict=True)):
                 if size is not None and self._folder.remove(key):
-                    num_removed += 1
+                    removed[index] = True
                     self._ledger.remove(size_on_disk(size))
                     self._contents.remove(file)
-        return num_removed
+        return removed
 
     def _scan(self) -> None:
         num_removed = self._tree.collect()

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvxfer.backends.file.claim import is_alive
 from kvxfer.backends.file.folder import (
     HEX_DIGITS,
     QUARANTINE,
     SUFFIX,
-    TEMPORARY,
     BlockFolder,
     file_name,
     is_block_folder,
     owner_of,
 )
 from kvxfer.backends.file.header import MAX_KEY_BYTES
-from kvxfer.backends.file.ledger import is_alive
 from kvxfer.backends.file.open_folders import open_folder
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 
@@ -94,36 +93,41 @@ class BlockTree:
         for fingerprint, folder, fd in self._folders():
             for name in os.listdir(fd):
                 key = _key_in(name)
-                if not key:
-                    continue
-                try:
-                    found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                if stat.S_ISREG(found.st_mode):
+                found = _stat_file(name, fd) if key else None
+                if found:
                     yield FoundBlock(fingerprint, folder, key, found.st_size, found.st_mtime)
 
     def collect(self) -> int:
         """Remove temporary files whose writers are dead; return how many."""
-        num_removed, living = 0, dict[str, bool]()
-        for _, _, fd in self._folders():
-            for name in os.listdir(fd):
-                if not name.endswith(TEMPORARY):
-                    continue
-                owner = owner_of(name)
-                if owner not in living:
-                    living[owner] = is_alive(self.root, owner)
-                if not living[owner]:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=fd)
-                        num_removed += 1
+        num_removed = 0
+        for fd, name in self.abandoned():
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=fd)
+                num_removed += 1
         return num_removed
 
-    def _folders(self) -> Iterator[tuple[str, str, int]]:
-        """Fingerprint, name and descriptor of every folder that holds blocks."""
+    def abandoned(self) -> Iterator[tuple[int, str]]:
+        """Walk through the temporary files whose writers are dead: folder's descriptor, name."""
+        living = dict[str, bool]()
+        for _, _, fd in self._folders(with_own=True):
+            for name in os.listdir(fd):
+                owner = owner_of(name)
+                if owner and owner not in living:
+                    living[owner] = is_alive(self.root, owner)
+                if owner and not living[owner] and _stat_file(name, fd):
+                    yield fd, name
+
+    def _folders(self, *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
+        """Fingerprint, name and descriptor of every folder that holds blocks.
+
+        Args:
+            with_own: Whether the folders of the namespaces that these lie in are among them.
+        """
         root = open_folder(self.root)
         try:
             for fingerprint, parent in self._children(root, is_fingerprint):
+                if with_own:
+                    yield fingerprint, "", parent
                 for name, fd in self._children(parent, is_block_folder):
                     yield fingerprint, name, fd
         finally:
@@ -158,6 +162,15 @@ def _key_in(name: str) -> BlockKey:
         return BlockKey(b"")
     key = BlockKey(bytes.fromhex(digits))
     return key if GROUP_INDEX_BYTES < len(key) <= MAX_KEY_BYTES else BlockKey(b"")
+
+
+def _stat_file(name: str, folder_fd: int) -> os.stat_result | None:
+    """Look at a regular file; None when there is none."""
+    try:
+        found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return found if stat.S_ISREG(found.st_mode) else None
 
 
 def _pass_over(exc: OSError) -> None:

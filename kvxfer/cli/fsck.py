@@ -9,9 +9,9 @@ import msgspec
 from tqdm import tqdm
 
 from kvxfer.backends.file.check import BlockCheck, Finding, Verdict
-from kvxfer.backends.file.digest import read_secret
 from kvxfer.backends.file.fsck import StoreCheck
 from kvxfer.cli.text import printable
+from kvxfer.storage.integrity import read_secret
 
 
 class Problem(msgspec.Struct, frozen=True):

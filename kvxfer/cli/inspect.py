@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvxfer.backends.file.check import BlockCheck
-from kvxfer.backends.file.digest import Integrity, read_secret
 from kvxfer.backends.file.header import BlockFileError
 from kvxfer.backends.file.inspection import Inspection, inspect_file
 from kvxfer.cli.text import printable
+from kvxfer.storage.integrity import Integrity, read_secret
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, Namespace, group_of
 from kvxfer.units import format_size
 

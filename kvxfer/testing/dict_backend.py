@@ -81,10 +81,10 @@ class DictBackend(Backend):
         await asyncio.sleep(0)
         return [self._load(key, blocks.select(i, i + 1)) for i, key in enumerate(keys)]
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._check(keys)
-        return sum(self._blocks.pop(key, None) is not None for key in keys)
+        return [self._blocks.pop(key, None) is not None for key in keys]
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""

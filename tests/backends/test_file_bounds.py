@@ -362,7 +362,7 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
     assert space.reserve(keys[:3], [FILE_BYTES] * 3) == 3
     for key in keys[:3]:
         write_file(space, key)
-    assert space.remove(keys[:2]) == 2
+    assert space.remove(keys[:2]) == [True, True]
     with (tmp_path / "replaced").open("w") as file:  # by another one, which is not corrupt
         space.put_away(keys[2], file.fileno())
     space.settle(keys[:3], stored=[True] * 3)

@@ -145,7 +145,7 @@ async def test_what_a_living_writer_has_not_finished_is_left_alone(tmp_path: Pat
                 outcomes = await store(other, keys[1:], memory.describe(0, [0]))
                 assert [outcome.status for outcome in outcomes] == [Status.FAILED]
                 assert "another process" in outcomes[0].reason
-                fcntl.flock(ledger._claim_fd, fcntl.LOCK_UN)  # as if it had died
+                fcntl.flock(ledger._claim._fd, fcntl.LOCK_UN)  # as if it had died
                 outcomes = await store(other, keys[1:], memory.describe(0, [0]))
                 assert [outcome.status for outcome in outcomes] == [Status.DONE]
                 other._space.scan()

@@ -178,7 +178,7 @@ def test_a_file_is_claimed_by_one_living_process_at_a_time(tmp_path: Path) -> No
             assert taken_from(ours, "xy") == ""
         assert taken_from(theirs, "abcde") == ""
         with ours.claimed([b"c"]):
-            fcntl.flock(ours._claim_fd, fcntl.LOCK_UN)  # as if it had died
+            fcntl.flock(ours._claim._fd, fcntl.LOCK_UN)  # as if it had died
             assert taken_from(theirs, "c") == ""
         with ours.claimed([b"c"]):  # it lives, and has seen that its file was removed
             assert taken_from(theirs, "c") == "c"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import Integrity
+from kvxfer.backends.file.folder import temporary_name
 from kvxfer.backends.file.ledger import LEDGER_NAME
 from kvxfer.backends.file.open_folders import open_folder
 from kvxfer.cli import main
@@ -195,7 +196,7 @@ def test_repair_removes_temporary_files_of_the_dead_and_counts_anew(
 ) -> None:
     namespace = store.fill()
     path = store.path(namespace, store.keys[0])
-    abandoned = path.with_name(path.name + ".tmp")
+    abandoned = path.with_name(temporary_name("01" * 8, 0))
     abandoned.write_bytes(bytes(100))
     for key in store.keys[:2]:
         store.path(namespace, key).unlink()  # behind the back of the ledger

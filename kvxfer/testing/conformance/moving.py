@@ -131,7 +131,7 @@ class MovingTests(BackendSuite):
             outcomes = await backend.load([keys[2], keys[3], keys[1]], target)
             assert statuses(outcomes) == [Status.DONE] * 3
             assert read_payloads(target) == [payloads[2], payloads[3], payloads[1]]
-            assert await backend.delete(keys[:2]) == 2
+            assert await backend.delete(keys[:2]) == [True, True]
             assert await backend.lookup(keys) == [False, False, True, True]
 
     async def test_either_end_of_a_stored_chunk_can_be_loaded_alone(self) -> None:

@@ -1,0 +1,169 @@
+"""What others left, or planted, in a store: never followed, written to, waited for or removed."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import BlockTree
+from kvxfer.backends.file.claim import claim_path
+from kvxfer.backends.file.folder import temporary_name
+from kvxfer.cli import main
+from tests.backends.file_store import (
+    hashed_keys,
+    one_page_memory,
+    open_store,
+    path_of,
+    store,
+    temporary_files,
+    until_scanned,
+)
+
+DEAD = "01" * 8
+MEMORY = one_page_memory()
+NAMESPACE = MEMORY.namespace()
+
+
+async def fill(root: Path) -> Path:
+    """Store a block; returns the folder that its file is in."""
+    async with open_store(root, NAMESPACE) as backend:
+        await until_scanned(backend)
+        (outcome,) = await store(backend, hashed_keys(1), MEMORY.describe(0, [0]))
+        assert outcome.done, outcome
+    return path_of(root, NAMESPACE, hashed_keys(1)[0]).parent
+
+
+async def require_commands(root: Path) -> None:
+    for command in (["gc", str(root)], ["fsck", str(root), "--repair"]):
+        assert await asyncio.to_thread(main, command) == 0
+
+
+async def test_files_that_only_look_like_ours_stay(tmp_path: Path) -> None:
+    folder = await fill(tmp_path)
+    foreign = [
+        tmp_path / "insurance.claim",
+        tmp_path / f"{DEAD}.claim.bak",
+        tmp_path / ("AB" * 8 + ".claim"),
+        tmp_path / temporary_name(DEAD, 0),
+        folder / "mine.tmp",
+        folder / "mine-0.safetensors.tmp",
+        folder / f"{hashed_keys(1)[0].hex()}.safetensors.tmp",
+        folder / f"{DEAD}-xyz.safetensors.tmp",
+        folder / f"{DEAD}-.safetensors.tmp",
+        folder / f"{DEAD}-0.safetensors.tmp.tmp",
+        folder.parent / "notes.tmp",
+    ]
+    for path in foreign:
+        path.write_text("mine")
+    ours = [folder / temporary_name(DEAD, 0x1F), folder.parent / temporary_name(DEAD, 0)]
+    for path in ours:
+        path.write_text("half a block")
+    await fill(tmp_path)
+    await require_commands(tmp_path)
+    assert all(path.read_text() == "mine" for path in foreign)
+    assert not any(path.exists() for path in ours)
+
+
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, link_to_nothing])
+async def test_what_is_no_file_stays_whatever_its_name(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    folder = await fill(tmp_path)
+    odd = [
+        folder / "x.tmp",
+        folder / temporary_name(DEAD, 0),
+        folder / temporary_name("02" * 8, 0),
+        folder.parent / temporary_name(DEAD, 0),
+        folder.parent / "namespace.json.tmp",  # what earlier versions wrote to
+        tmp_path / ".direct.tmp",
+        claim_path(tmp_path, "02" * 8),
+    ]
+    for path in odd:
+        make(path)
+    await fill(tmp_path)
+    await require_commands(tmp_path)
+    assert all(path.is_symlink() or path.exists() for path in odd)
+
+
+async def test_links_planted_at_names_that_were_written_to_are_not_overwritten(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "store"
+    folder = await fill(root)
+    precious = tmp_path / "precious"
+    precious.write_text("not yours")
+    for path in (folder.parent / "namespace.json.tmp", root / ".direct.tmp"):
+        path.hardlink_to(precious)
+    description = folder.parent / "namespace.json"
+    before = description.read_text()
+    description.unlink()
+    description.hardlink_to(precious)
+    await fill(root)
+    assert precious.read_text() == "not yours"
+    assert description.read_text() == before
+
+
+async def test_a_description_is_written_though_its_temporary_file_is_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = await fill(tmp_path)
+    description = folder.parent / "namespace.json"
+    before = description.read_text()
+    description.unlink()
+    really_rename, collected = os.rename, list[int]()
+
+    def collect_first(source: str, target: str, **fds: int) -> None:
+        if not collected:
+            collected.append(BlockTree(tmp_path).collect())
+        really_rename(source, target, **fds)
+
+    monkeypatch.setattr("kvxfer.backends.file.folder.os.rename", collect_first)
+    await fill(tmp_path)
+    assert collected == [1]
+    assert description.read_text() == before
+    assert not temporary_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "said"),
+    [
+        (0o777, None, "anybody can write to it"),
+        (0o1777, None, "anybody can write to it"),
+        (0o702, None, "anybody can write to it"),
+        (0o700, 4711, "user 4711 owns it"),
+    ],
+)
+async def test_a_root_that_others_can_write_to_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, owner: int | None, said: str
+) -> None:
+    if owner is not None and os.geteuid():
+        pytest.skip("only root can give folders away")
+    root = tmp_path / "store"
+    root.mkdir()
+    root.chmod(mode)
+    if owner is not None:
+        os.chown(root, owner, -1)
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        async with open_store(root, NAMESPACE):
+            pass
+    (record,) = [record for record in caplog.records if record.name.startswith("kvxfer")]
+    assert str(root) in record.getMessage()
+    assert said in record.getMessage()
+    assert "chmod 700" in record.getMessage() or "chown" in record.getMessage()
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o750])
+def test_a_root_of_ours_is_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    tmp_path.chmod(mode)
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        asyncio.run(fill(tmp_path))
+    assert not [record for record in caplog.records if record.name.startswith("kvxfer")]

@@ -1,0 +1,219 @@
+"""Damage to the small files that processes count and claim in costs a recount, and no block."""
+
+import errno
+import os
+import random
+import struct
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file.claim import claim_path
+from kvxfer.backends.file.ledger import LEDGER_NAME, Ledger
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
+from tests.backends.file_store import (
+    bytes_on_disk,
+    counted_bytes,
+    flip_bit,
+    hashed_keys,
+    load_verified,
+    one_page_memory,
+    open_store,
+    store,
+    until_scanned,
+)
+
+Damage = Callable[[Path], None]
+NUM_STORED = 30
+MOST = (1 << 64) - 1
+
+
+def write(data: bytes) -> Damage:
+    return lambda path: _overwrite(path, data)
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    """Write in place: the file stays the one that processes have open."""
+    with path.open("r+b") as file:
+        file.write(data)
+
+
+def cut(num_bytes: int) -> Damage:
+    return lambda path: os.truncate(path, num_bytes)
+
+
+def flip(bit: int) -> Damage:
+    return lambda path: flip_bit(path, bit)
+
+
+def damages(num_bytes: int) -> list[Damage]:
+    """Every bit of the leading bytes flipped, every length, noise of any length."""
+    rng = random.Random(num_bytes)
+    return [
+        *(flip(bit) for bit in range(8 * num_bytes)),
+        *(cut(length) for length in range(num_bytes)),
+        *(write(rng.randbytes(rng.randrange(1, 40 << 10))) for _ in range(50)),
+        *OLD_FORMATS,
+        cut(1 << 40),
+    ]
+
+
+def some_damages(num_bytes: int) -> list[Damage]:
+    rng = random.Random(num_bytes)
+    return [*rng.sample(damages(num_bytes), 20), *OLD_FORMATS, cut(1 << 40)]
+
+
+OLD_FORMATS = [
+    write(struct.pack("<8sQQ", b"kvxfer01", 0, MOST)),
+    write(struct.pack("<8sQQ", b"kvxfer01", MOST, 0)),
+    write(struct.pack("<QI", MOST, 3) + b"\xc1\xc1\xc1"),
+]
+
+
+class Stored:
+    """Blocks that take a small part of the room, and what must always be true of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.memory = one_page_memory()
+        self.key, *self.keys = hashed_keys(NUM_STORED + 1)
+        self.backend = open_store(root, self.memory.namespace())
+
+    async def fill(self) -> None:
+        await until_scanned(self.backend)
+        outcomes = await store(self.backend, self.keys, self.memory.describe(0, range(NUM_STORED)))
+        assert all(outcome.done for outcome in outcomes)
+
+    async def require_all(self) -> None:
+        """Store another one, and find and load everything."""
+        (outcome,) = await store(self.backend, [self.key], self.memory.describe(0, [40]))
+        assert outcome.done, outcome
+        assert await self.backend.lookup([self.key, *self.keys]) == [True] * (NUM_STORED + 1)
+        target = self.memory.describe(0, [41])
+        assert await load_verified(self.backend, [self.key], target) == [Status.DONE]
+        await self.backend.delete([self.key])
+
+
+def test_a_damaged_count_is_no_count(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path)) as ledger:
+        with ledger.locked():
+            ledger.recount(12345 << 20)
+            ledger.reserve(8192)
+        path = tmp_path / LEDGER_NAME
+        whole = path.read_bytes()
+        for damage in damages(len(whole)):
+            damage(path)
+            with ledger.locked():
+                assert not ledger.known or ledger.used == (12345 << 20) + 8192
+            os.truncate(path, len(whole))
+            _overwrite(path, whole)
+
+
+async def test_no_damage_to_the_count_evicts_or_raises(tmp_path: Path) -> None:
+    stored = Stored(tmp_path)
+    path = tmp_path / LEDGER_NAME
+    async with stored.backend as backend:
+        await stored.fill()
+        whole = path.stat().st_size
+        for damage in some_damages(whole):
+            damage(path)
+            await stored.require_all()
+            assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+            os.truncate(path, whole)
+    async with open_store(tmp_path, stored.memory.namespace()) as backend:  # after a restart
+        assert await backend.lookup(stored.keys) == [True] * NUM_STORED
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+async def test_no_damage_to_a_claim_evicts_or_raises(tmp_path: Path, whose: str) -> None:
+    stored = Stored(tmp_path)
+    async with stored.backend as backend:
+        await stored.fill()
+        with closing(Ledger(tmp_path)) as theirs:
+            owner = theirs.owner if whose == "theirs" else backend._ledger.owner
+            path = claim_path(tmp_path, owner)
+            for damage in some_damages(64):
+                with theirs.claimed([b"a file"]):
+                    os.truncate(path, 64)
+                    damage(path)
+                    backend._space.scan()
+                    await stored.require_all()
+            os.truncate(path, 64)
+            with theirs.locked():  # it can go on, too
+                theirs.reserve(8192)
+            assert backend._ledger.reserved_by_others() == 8192
+
+
+def test_damaged_claims_reserve_and_claim_nothing(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path)) as ours, closing(Ledger(tmp_path)) as theirs:
+        with theirs.locked():
+            theirs.reserve(8192)
+        path = claim_path(tmp_path, theirs.owner)
+        with theirs.claimed([b"block"]):
+            whole = path.read_bytes()
+            for damage in damages(len(whole)):
+                damage(path)
+                assert ours.reserved_by_others() in {0, 8192}
+                with ours.claimed([b"block"]) as taken:
+                    assert taken <= {b"block"}
+                os.truncate(path, len(whole))
+                _overwrite(path, whole)
+            assert ours.reserved_by_others() == 8192
+
+
+async def test_a_damaged_claim_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Ledger(tmp_path)) as ours, closing(Ledger(tmp_path)) as theirs:
+        with theirs.locked():
+            theirs.reserve(8192)
+        assert ours.reserved_by_others() == 8192
+        flip_bit(claim_path(tmp_path, theirs.owner), 8 * 15)
+        assert [ours.reserved_by_others() for _ in range(3)] == [0, 0, 0]
+        (record,) = caplog.records
+        assert theirs.owner in record.getMessage()
+
+
+def test_no_number_is_too_large_for_the_count(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path)) as ledger:
+        with ledger.locked():
+            ledger.recount(MOST)
+            ledger.added = MOST
+        with ledger.locked():
+            ledger.reserve(8192)
+        with ledger.locked():
+            assert ledger.known
+            assert ledger.used == MOST
+            ledger.recount(-1)
+        with ledger.locked():
+            assert ledger.used == 0
+
+
+def make_link(path: Path) -> None:
+    (path.parent / "theirs").write_bytes(b"precious")
+    path.symlink_to("theirs")
+
+
+def make_hard_link(path: Path) -> None:
+    (path.parent / "theirs").write_bytes(b"precious")
+    path.hardlink_to(path.parent / "theirs")
+
+
+@pytest.mark.parametrize("make", [make_link, make_hard_link, os.mkfifo, os.mkdir])
+def test_a_count_that_is_no_file_of_its_own_is_refused_and_left_alone(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    path = tmp_path / LEDGER_NAME
+    make(path)
+    memory = BlockMemory([[4096]], num_blocks=1)
+    with pytest.raises(BackendUnavailableError, match=r"usage\.ledger .* regular file of one name"):
+        open_store(tmp_path, memory.namespace())
+    assert path.is_symlink() or path.is_dir() or path.is_fifo() or path.read_bytes() == b"precious"
+    if (tmp_path / "theirs").exists():
+        assert (tmp_path / "theirs").read_bytes() == b"precious"
+    with pytest.raises(OSError, match="regular file") as raised:
+        Ledger(tmp_path)
+    assert raised.value.errno == errno.EINVAL
