@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -165,9 +166,21 @@ class BlockFiles:
         self.folder.close()
 
 
-def failure(exc: OSError) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class SystemFailure(Outcome):
+    """What became of a block about whose file the operating system says something.
+
+    Attributes:
+        errno: What it says, as in the module `errno`.
+    """
+
+    errno: int = 0
+
+
+def failure(exc: OSError) -> SystemFailure:
     """Translate what the operating system says about one file."""
-    return Outcome(Status.FAILED, reason=f"{type(exc).__name__}: {exc.strerror or exc}")
+    reason = f"{type(exc).__name__}: {exc.strerror or exc}"
+    return SystemFailure(Status.FAILED, reason=reason, errno=exc.errno or 0)
 
 
 def data_views(blocks: Descriptors, scratch: Scratch, *, straight: bool) -> list[list[memoryview]]:
