@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.file.digest import Digester
@@ -18,6 +17,7 @@ from kvxfer.backends.file.header import HeaderFrame
 from kvxfer.backends.file.pages import PAGE_BYTES, padded
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragments import cut_runs
 from kvxfer.kvcache.raw_memory import view_blocks
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
@@ -120,11 +120,9 @@ class BlockFiles:
 
     def rounds(self, blocks: Descriptors, *, straight: bool) -> Iterator[tuple[int, int]]:
         """Runs of blocks whose files are open, and whose scratch memory is needed, at one time."""
+        room = np.full(blocks.num_blocks, blocks.block_sizes.max())
         num_bytes = ROUND_BYTES if straight else GATHERED_BYTES
-        most = max(1, num_bytes // int(blocks.block_sizes.max()))
-        step = min(ROUND_FILES, most)
-        for start in range(0, blocks.num_blocks, step):
-            yield start, min(start + step, blocks.num_blocks)
+        return cut_runs(room, num_bytes, longest_run=ROUND_FILES)
 
     def is_straight(self, blocks: Descriptors) -> bool:
         """Whether the kernel can be given the described memory itself."""
@@ -221,11 +219,7 @@ def describe_scratch(
     scratch: Scratch, rows: Sequence[int], blocks: Descriptors, *, skip_bytes: int = 0
 ) -> Descriptors:
     """Describe the data in scratch rows that belongs to `blocks`, from a byte of it on."""
-    return Descriptors(
-        addresses=scratch.data_addresses[list(rows)] + np.uint64(skip_bytes),
-        lengths=blocks.block_sizes.astype(np.uint64),
-        block_offsets=np.arange(len(rows) + 1),
-        payload_starts=blocks.payload_starts,
-        device=torch.device("cpu"),
-        owners=(scratch,),
+    addresses = scratch.data_addresses[list(rows)] + np.uint64(skip_bytes)
+    return Descriptors.of_pieces(
+        addresses, blocks.block_sizes, blocks.payload_starts, owners=(scratch,)
     )
