@@ -177,9 +177,7 @@ class Peer:
         if mover.reaches(blocks) and not _is_in_crumbs(blocks):
             return await self._load_verified(mover, keys, blocks)
         outcomes: list[Outcome] = []
-        while len(outcomes) < len(keys):
-            start = len(outcomes)
-            stop = start + self._staging.num_fitting(blocks.block_sizes[start:].tolist())
+        for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
             wanted = part(blocks, start, stop)
             async with self._hold(wanted) as staged:
                 loaded = await self._load_verified(mover, keys[start:stop], staged.blocks)
@@ -207,9 +205,7 @@ class Peer:
         if mover.reaches(blocks) and not _is_in_crumbs(blocks):
             return await mover.store(keys, blocks, await self._hasher.checksums(blocks))
         outcomes: list[Outcome] = []
-        while len(outcomes) < len(keys):
-            start = len(outcomes)
-            stop = start + self._staging.num_fitting(blocks.block_sizes[start:].tolist())
+        for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
             offered = part(blocks, start, stop)
             async with self._hold(offered) as staged:
                 await self._hasher.copy(offered, staged.blocks)

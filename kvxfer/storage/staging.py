@@ -3,16 +3,16 @@
 import asyncio
 import heapq
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate, count, takewhile
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragments import cut_runs
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.calls import Move, call_backend
@@ -89,6 +89,10 @@ class StagingMemory:
         """Count the leading blocks, of `sizes` bytes, that fit into one buffer together."""
         ends = accumulate(_aligned(size) for size in sizes)
         return sum(1 for _ in takewhile(lambda end: end <= self.buffer_bytes, ends))
+
+    def cut(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Cut blocks of `sizes` bytes into runs that fit into one buffer each; see `cut_runs`."""
+        return cut_runs(np.array([_aligned(size) for size in sizes]), self.buffer_bytes)
 
     @asynccontextmanager
     async def hold(
@@ -185,14 +189,8 @@ def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> De
     ends = np.cumsum([_aligned(size) for size in sizes])
     assert ends[-1] <= buffer.nbytes
     offsets = np.concatenate(([0], ends[:-1])).astype(np.uint64)
-    return Descriptors(
-        addresses=np.uint64(buffer.ctypes.data) + offsets,
-        lengths=np.asarray(sizes, np.uint64),
-        block_offsets=np.arange(len(sizes) + 1),
-        payload_starts=np.asarray(starts, np.int64),
-        device=torch.device("cpu"),
-        owners=(buffer,),
-    )
+    addresses = np.uint64(buffer.ctypes.data) + offsets
+    return Descriptors.of_pieces(addresses, sizes, starts, owners=(buffer,))
 
 
 def _allocate(num_bytes: int) -> Buffer:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome
+from kvxfer.storage.backend import MISSING, Backend, Outcome
 from kvxfer.storage.cascade import Cascade
 from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.door import Door
@@ -128,11 +128,13 @@ class TieredBackend(Backend):
         while moving := [key for key in keys if key in self._claims and key not in there]:
             await self._claims.wait(moving)
             there = await self._first.lookup(keys)
-        # Those of the first tier that are claimed, e.g. being carried down, need no touch.
+        outcomes = [MISSING] * len(keys)
         free = [index for index, key in enumerate(keys) if key not in self._claims]
-        outcomes = [MISSING if key not in self._claims else DONE for key in keys]
+        busy = [index for index, key in enumerate(keys) if key in self._claims]
         with self._claims.hold([keys[index] for index in free]):
             left = await self._store_where_found(keys, blocks, free, there, outcomes)
+            # The first tier has those that are busy, e.g. being carried down, but maybe not whole.
+            left = sorted(left + busy)
             if left:
                 stored = await self._store_in_first_with_room(
                     [keys[index] for index in left], _chosen(blocks, left), there
@@ -219,9 +221,9 @@ class TieredBackend(Backend):
     async def _promote(self, tier: Tier, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Copy blocks to the first tier; return those that arrived in staging memory intact."""
         verified: set[BlockKey] = set()
-        while keys:
-            num_fitting = self._staging.num_fitting(map(self._chunk_size, keys))
-            batch, keys = keys[:num_fitting], keys[num_fitting:]
+        sizes = [self._chunk_size(key) for key in keys]
+        for start, stop in self._staging.cut(sizes):
+            batch = keys[start:stop]
             async with self._claims.acquire(batch):
                 promoted = await self._first.lookup(batch)  # by another call, while this waited
                 verified |= promoted

@@ -3,9 +3,9 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from kvxfer.copy_engine.devices import DeviceCopyEngine
@@ -151,7 +151,7 @@ class StagedBackend(Backend):
         """Move all parts; returns, or raises, when none of them touches memory any more."""
         parts = [
             asyncio.create_task(move_part(keys[start:stop], blocks.select(start, stop)))
-            for start, stop in self._cut(blocks)
+            for start, stop in self._staging.cut(blocks.block_sizes.tolist())
         ]
         moved = await asyncio.gather(*parts, return_exceptions=True)
         return list(chain.from_iterable(_result(part) for part in moved))
@@ -207,15 +207,6 @@ class StagedBackend(Backend):
         except DeviceLostError as exc:
             self._lost = self._lost or str(exc)
             raise
-
-    def _cut(self, blocks: Descriptors) -> Iterator[tuple[int, int]]:
-        """Runs of blocks that fit into a buffer each, as indices of their first and last + 1."""
-        sizes = blocks.block_sizes.tolist()
-        start = 0
-        while start < len(sizes):
-            stop = start + self._staging.num_fitting(islice(sizes, start, None))
-            yield start, stop
-            start = stop
 
     def _refusal(self) -> Outcome:
         return Outcome(Status.FAILED, reason=self._lost or "the backend is closed")
