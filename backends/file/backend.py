@@ -6,20 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
 from kvxfer.backends.file.block_files import BlockFiles
 from kvxfer.backends.file.breaker import CircuitBreaker
-from kvxfer.backends.file.config import FileConfig
-from kvxfer.backends.file.contents import size_on_disk
+from kvxfer.backends.file.config import FileConfig, require_room, require_root
 from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.direct import probe_direct
 from kvxfer.backends.file.engines import open_engine
+from kvxfer.backends.file.file_io import FileIO
 from kvxfer.backends.file.folder import BlockFolder, file_name
-from kvxfer.backends.file.group_format import GroupFormat
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.open_folders import FOLDER_MODE
@@ -71,24 +69,16 @@ class FileBackend(Backend):
     config_type = FileConfig
 
     def __init__(self, config: FileConfig, namespace: Namespace) -> None:
-        largest = _require_room(config, namespace)
+        largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file))
-        self._root = Path(config.path)
-        try:
-            self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            warn_of_strangers(self._root)
-            alignment = probe_direct(self._root) if config.direct == "auto" else 0
-            self._folder = BlockFolder(self._root, namespace.fingerprint)
-            write_namespace(self._folder, namespace)
-            self._ledger = Ledger(self._root)
-        except OSError as exc:
-            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+        self._root = require_root(config)
+        alignment, file_io = self._open(config, namespace)
         self._tree = BlockTree(self._root, on_error=stop_walk)
         self._files = BlockFiles(
             self._folder,
             namespace,
             digester,
-            file_io=open_engine(config.engine),
+            file_io=file_io,
             copy_engine=CPUCopyEngine(),
             alignment=alignment,
         )
@@ -188,6 +178,24 @@ class FileBackend(Backend):
             await asyncio.wrap_future(self._scan)
             self._files.close()
             self._ledger.close()
+
+    def _open(self, config: FileConfig, namespace: Namespace) -> tuple[int, FileIO]:
+        """Open all that `aclose` closes; return what O_DIRECT asks for, and the engine."""
+        with contextlib.ExitStack() as opened:
+            try:
+                self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+                warn_of_strangers(self._root)
+                alignment = probe_direct(self._root) if config.direct == "auto" else 0
+                self._folder = BlockFolder(self._root, namespace.fingerprint)
+                opened.callback(self._folder.close)
+                write_namespace(self._folder, namespace)
+                self._ledger = Ledger(self._root)
+                opened.callback(self._ledger.close)
+            except OSError as exc:
+                raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+            file_io = open_engine(config.engine)
+            opened.pop_all()
+        return alignment, file_io
 
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
@@ -317,17 +325,3 @@ class FileBackend(Backend):
             wanted = f"whole blocks of {block[at]} bytes, up to {chunk[at]} in all"
             extent = int(starts[at]), int(starts[at] + sizes[at])
             raise InvalidArgumentError(f"block of {keys[at]!r}", extent, wanted)
-
-
-def _require_room(config: FileConfig, namespace: Namespace) -> int:
-    """Bytes on the disk of the largest chunk, which must fit."""
-    if not namespace.groups:
-        raise InvalidArgumentError("namespace.groups", (), "at least one group")
-    for name in ("read_threads", "write_threads"):
-        if getattr(config, name) < 1:
-            raise InvalidArgumentError(name, getattr(config, name), "at least 1")
-    formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
-    largest = max(size_on_disk(each.file_size_bytes) for each in formats)
-    if config.capacity < largest:
-        raise InvalidArgumentError("capacity", config.capacity, f"{largest} bytes or more")
-    return largest

@@ -1,12 +1,19 @@
 """Configuration of the file backend."""
 
+import contextlib
+import os
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from kvxfer.backends.file.contents import size_on_disk
+from kvxfer.backends.file.group_format import GroupFormat
 from kvxfer.backends.file.writer import Durability
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction import PolicyName
 from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
 
 EngineName = Literal["auto", "uring", "posix", "nixl"]
@@ -46,3 +53,36 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine: EngineName = "auto"
     read_threads: int = 8
     write_threads: int = 4
+
+
+def require_root(config: FileConfig) -> Path:
+    """The root, which must be something that a file system can name.
+
+    Raises:
+        InvalidArgumentError: It has a NUL in it, for example.
+    """
+    try:
+        with contextlib.suppress(OSError):
+            os.stat(config.path)
+    except ValueError as exc:
+        wanted = f"what a file system can name; {exc}"
+        raise InvalidArgumentError("path", config.path, wanted) from exc
+    return Path(config.path)
+
+
+def require_room(config: FileConfig, namespace: Namespace) -> int:
+    """Bytes on the disk of the largest chunk, which must fit.
+
+    Raises:
+        InvalidArgumentError: It does not, there is none, or nobody is to read or write it.
+    """
+    if not namespace.groups:
+        raise InvalidArgumentError("namespace.groups", (), "at least one group")
+    for name in ("read_threads", "write_threads"):
+        if getattr(config, name) < 1:
+            raise InvalidArgumentError(name, getattr(config, name), "at least 1")
+    formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
+    largest = max(size_on_disk(each.file_size_bytes) for each in formats)
+    if config.capacity < largest:
+        raise InvalidArgumentError("capacity", config.capacity, f"{largest} bytes or more")
+    return largest
