@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvxfer.checks import find_repeated, require_sequence
+from kvxfer.checks import find_repeated, require_instance, require_sequence
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -140,8 +140,10 @@ def require_batch(keys: Sequence[BlockKey], blocks: Descriptors | None = None) -
     require_sequence("keys", keys, "a sequence of block keys")
     if not len(keys):
         raise InvalidArgumentError("keys", keys, "at least one key")
+    require_keys(keys)
+    if blocks is not None:
+        require_instance("blocks", blocks, Descriptors)
     if blocks is not None and len(keys) != blocks.num_blocks:
         raise LengthMismatchError(len(keys), blocks.num_blocks, "one per block")
-    require_keys(keys)
     if len(set(keys)) < len(keys):
         raise DuplicateError("keys", find_repeated(keys))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -55,12 +56,13 @@ class TieredBackend(Backend):
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
-        if not tiers:
+        require_instances("tiers", tiers, Backend)
+        require_instance("namespace", namespace, Namespace)
+        staging_bytes = require_positive("staging_bytes", staging_bytes)
+        if not len(tiers):
             raise InvalidArgumentError("tiers", tiers, "at least one backend")
         if not namespace.groups:
             raise InvalidArgumentError("namespace.groups", (), "at least one group")
-        if staging_bytes < 1:
-            raise InvalidArgumentError("staging_bytes", staging_bytes, "at least 1")
         self.memory_kinds = frozenset.intersection(*(tier.memory_kinds for tier in tiers))
         if "cpu" not in self.memory_kinds:
             kinds = [sorted(tier.memory_kinds) for tier in tiers]
@@ -255,10 +257,12 @@ class TieredBackend(Backend):
                     f"bytes of a block of group {group_of(key)}", stop, limit
                 )
 
-    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
+    def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         if self._closed:
             raise ClosedError("tiered backend")
-        require_batch(keys, blocks)
+        for each in blocks:
+            require_instance("blocks", each, Descriptors)
+        require_batch(keys, *blocks)
         for key in keys:
             if group_of(key) >= len(self._chunk_sizes):
                 raise InvalidArgumentError("key", key, f"a group below {len(self._chunk_sizes)}")
