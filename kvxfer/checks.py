@@ -107,6 +107,16 @@ def require_text(name: str, value: object) -> str:
     return str.__str__(value)  # of a subclass, too, such as `np.str_`
 
 
+def require_texts(name: str, values: Any) -> tuple[str, ...]:
+    """Check a sequence of texts; one text is none, although it is one of its letters.
+
+    Raises:
+        InvalidArgumentError: `values` is not a sequence, or an element is not text.
+    """
+    require_sequence(name, values, "a sequence of texts")
+    return tuple(require_text(f"{name}[{index}]", value) for index, value in enumerate(values))
+
+
 def require_flag(name: str, value: object) -> bool:
     """Check a yes or no.
 
@@ -125,7 +135,7 @@ def require_instance(name: str, value: object, kind: type) -> None:
         InvalidArgumentError: `value` is not a `kind`.
     """
     if not isinstance(value, kind):
-        raise InvalidArgumentError(name, value, f"a {kind.__name__}")
+        raise InvalidArgumentError(name, value, _one(kind))
 
 
 def require_sequence(name: str, value: Any, expected: str = "a sequence") -> None:
@@ -149,7 +159,7 @@ def require_instances(name: str, values: Any, kind: type) -> None:
     Raises:
         InvalidArgumentError: `values` is not a sequence, or an element is not a `kind`.
     """
-    require_sequence(name, values, f"a sequence, each a {kind.__name__}")
+    require_sequence(name, values, f"a sequence, each element {_one(kind)}")
     for index, value in enumerate(values):
         require_instance(f"{name}[{index}]", value, kind)
 
@@ -207,6 +217,11 @@ def _index(value: Any) -> int | None:
     except Exception:  # noqa: BLE001 - whatever `__index__` does, this is no number
         return None
     return None if isinstance(number, bool) else int(number)
+
+
+def _one(kind: type) -> str:
+    article = "an" if kind.__name__[0] in "AEIO" else "a"
+    return f"{article} {kind.__name__}"
 
 
 def _has_length(value: Any) -> bool:

@@ -10,6 +10,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
+from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.page_mapping import PageMapping
@@ -77,13 +78,14 @@ def connect(
         CapacityError: The memory or disk that was asked for is not there.
         DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
+    require_instances("mappings", mappings, PageMapping)
     complete = complete_namespace(namespace, caches, blocks_per_chunk)
-    if mappings:
+    if len(mappings):
         complete = portable_namespace(complete, mappings)
     with ExitStack() as undo:
         opened = open_backend(backend, complete)
         undo.callback(_close, [opened])
-        if mappings:
+        if len(mappings):
             # Below portable pages each shard has a place of its own in a staging buffer, and what
             # is another worker's turn to store is not copied at all.
             shard_bytes = max(complete.chunk_size_bytes(g) for g in range(len(complete.groups)))
@@ -152,7 +154,11 @@ def complete_namespace(
 
     Raises:
         NamespaceMismatchError: It says something else about its groups already.
+        InvalidArgumentError: An argument is of another type, or there are no blocks in a chunk.
     """
+    require_instance("namespace", namespace, Namespace)
+    require_instance("caches", caches, CanonicalKVCaches)
+    blocks_per_chunk = require_positive("blocks_per_chunk", blocks_per_chunk)
     groups = tuple(
         GroupIdentity(
             spec=repr(caches.group_specs[index]) if caches.group_specs else "",

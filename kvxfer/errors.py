@@ -7,6 +7,14 @@ if TYPE_CHECKING:
     from kvxfer.kvcache.allocation_refusal import AllocationRefusal
 
 
+def _shown(value: object) -> str:
+    """The value as code; its type alone where that cannot be, as for a number of 5000 digits."""
+    try:
+        return repr(value)
+    except Exception:  # noqa: BLE001 - whatever `__repr__` does, the argument is to be named
+        return f"<{type(value).__name__}>"
+
+
 class KVXferError(Exception):
     """Base of every error that kvxfer raises."""
 
@@ -24,7 +32,7 @@ class InvalidArgumentError(KVXferError, ValueError):
         self.argument = argument
         self.value = value
         self.expected = expected
-        super().__init__(f"{argument} is {value!r}; expected {expected}")
+        super().__init__(f"{argument} is {_shown(value)}; expected {expected}")
 
 
 class BlockIdError(InvalidArgumentError, LookupError):

@@ -115,12 +115,12 @@ class HostBackend(Backend, Lender):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         return [self._is_ready(key) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         starts, stops = blocks.payload_starts, blocks.payload_starts + blocks.block_sizes
         parts = dict(zip(keys, zip(starts.tolist(), stops.tolist(), strict=True), strict=True))
         self._drop_lesser(parts)
@@ -139,7 +139,7 @@ class HostBackend(Backend, Lender):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         outcomes = dict.fromkeys(keys, MISSING)
         there = [index for index, key in enumerate(keys) if self._is_ready(key)]
         if there:
@@ -157,7 +157,7 @@ class HostBackend(Backend, Lender):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         removed = set(self._index.remove(keys))
         return [key in removed for key in keys]
 
@@ -165,7 +165,7 @@ class HostBackend(Backend, Lender):
     async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
         """See `Lender.lend`: slots, pinned."""
         require_within(wanted, self._door.chunk_sizes)
-        self._door.check(wanted.keys)
+        self._door.check_batch(wanted.keys)
         outcomes = [MISSING] * len(wanted.keys)
         there = [index for index, key in enumerate(wanted.keys) if self._is_ready(key)]
         found = [wanted.keys[index] for index in there]
@@ -195,7 +195,7 @@ class HostBackend(Backend, Lender):
 
     def peek(self, keys: Sequence[BlockKey]) -> Loan | None:
         """See `Lender.peek`."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
         there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
         stored = self._pool.stored([self._index.slot_of(key) for key in there])
@@ -209,7 +209,7 @@ class HostBackend(Backend, Lender):
     async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
         """See `Lender.make_room`: slots, which nobody can read before the context ends."""
         require_within(offered, self._door.chunk_sizes)
-        self._door.check(offered.keys)
+        self._door.check_batch(offered.keys)
         ends = map(sum, zip(offered.starts, offered.sizes, strict=True))
         parts = dict(zip(offered.keys, zip(offered.starts, ends, strict=True), strict=True))
         self._drop_lesser(parts)

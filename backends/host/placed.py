@@ -59,12 +59,12 @@ class PlacedBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each slot was finished for its key, by every worker."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         return [self._pool.holds(*_split(key)) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Write each block into the slot in its key, whatever is there, if it is our turn."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         placed = [_split(key) for key in keys]
         turns = [slot % self._num_writers == self._writer_index for slot, _ in placed]
         ours = [index for index, is_ours in enumerate(turns) if is_ours]
@@ -76,7 +76,7 @@ class PlacedBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read each block from the slot in its key, if that is what the slot holds."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         slots, names = zip(*map(_split, keys), strict=True)
         return await self._threads.run(
             self._pool.read, slots, names, blocks, part=self._part, verified=True
@@ -84,7 +84,7 @@ class PlacedBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Delete nothing: slots belong to whoever keeps the index."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         return [False] * len(keys)
 
     async def aclose(self) -> None:

@@ -262,8 +262,8 @@ class NixlBackend(Backend):
             await peer.route.disconnect()
             peer.route.forget_remote()
 
-    async def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
-        self._door.check(keys, blocks)
+    async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
+        self._door.check_batch(keys, *blocks)
         if not self._started:
             await self.start()
 

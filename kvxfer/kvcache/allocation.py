@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 
+from kvxfer.checks import require_flag
 from kvxfer.errors import AllocationRefusedError, InvalidArgumentError
 from kvxfer.kvcache.allocation_refusal import AllocationRequest, why_not_canonical
 from kvxfer.kvcache.attention_backend import AttentionBackend, kernel_spec, memory_axes
@@ -15,6 +16,7 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCacheTensor,
 )
 from kvxfer.kvcache.config import KVCacheConfig
+from kvxfer.kvcache.device_array import require_device
 from kvxfer.kvcache.layout import KVLayout, page_layout
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.page_contents import layer_boxes
@@ -73,6 +75,8 @@ def allocate_canonical(
         InvalidArgumentError: There is not one backend and one kernel block per group, a backend
             contradicts itself, or memory is to be pinned that is not the host's, or without CUDA.
     """
+    device, pinned = require_device("device", device), require_flag("pinned", pinned)
+    _require_pinnable(device, pinned=pinned)
     refusals = why_not_canonical(
         config,
         backends,
@@ -85,7 +89,6 @@ def allocate_canonical(
     request = AllocationRequest.of(config, backends, tokens_per_kernel_block)
     slices = {name: _slice_of(request, group, name) for group, name, _ in request.layers()}
     row_bytes = len(request.positions) * _page_size_bytes(request)
-    _require_pinnable(torch.device(device), pinned=pinned)
     buffer = torch.zeros(
         config.num_blocks * row_bytes, dtype=torch.int8, device=device, pin_memory=pinned
     )

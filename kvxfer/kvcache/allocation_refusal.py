@@ -6,6 +6,7 @@ from enum import Enum
 from math import prod
 
 from kvxfer.checks import (
+    require_flag,
     require_instance,
     require_instances,
     require_one_per_group,
@@ -146,7 +147,9 @@ def why_not_canonical(
     request = AllocationRequest.of(config, backends, tokens_per_kernel_block)
     return (
         *_of_connector(
-            request, wanted=wants_cross_layer_blocks, hybrid_supported=supports_hybrid_groups
+            request,
+            wanted=require_flag("wants_cross_layer_blocks", wants_cross_layer_blocks),
+            hybrid_supported=require_flag("supports_hybrid_groups", supports_hybrid_groups),
         ),
         *_of_layers(request),
         *_of_tensors(request),

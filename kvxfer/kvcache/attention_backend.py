@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol, runtime_checkable
 
+from kvxfer.checks import require_instance, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.layout import KVLayout
 from kvxfer.kvcache.spec import AttentionSpec
@@ -46,10 +47,10 @@ class AttentionLayout:
     memory: str | None
 
     def __post_init__(self) -> None:
-        axes = KVLayout.parse(self.shape).axes
+        axes = KVLayout.parse(self.shape, name="shape").axes
         if self.memory is None:
             return
-        if sorted(KVLayout.parse(self.memory).axes) != sorted(("layer", *axes)):
+        if sorted(KVLayout.parse(self.memory, name="memory").axes) != sorted(("layer", *axes)):
             expected = f"the axes of {self.shape!r} and 'layer'"
             raise InvalidArgumentError("memory", self.memory, expected)
 
@@ -64,6 +65,8 @@ class AttentionLayout:
         Raises:
             InvalidArgumentError: The spec has no such axes.
         """
+        require_instance("spec", spec, AttentionSpec)
+        num_blocks = require_positive("num_blocks", num_blocks)
         (form,) = spec.cache_tensors
         sizes = {**form.axis_sizes, "block": num_blocks}
         for axis in self.axes:

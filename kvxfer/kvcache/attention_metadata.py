@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.checks import require_integers, require_sequence
+from kvxfer.checks import (
+    require_instance,
+    require_instances,
+    require_integer,
+    require_integers,
+    require_one_per_group,
+    require_sequence,
+)
 from kvxfer.errors import BatchOrderError, InvalidArgumentError, TooManyGroupsError
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 
@@ -28,6 +35,10 @@ class TokenBatch:
 
     query_start_loc: NDArray[np.int64]
     positions: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        for name in ("query_start_loc", "positions"):
+            object.__setattr__(self, name, require_integers(name, getattr(self, name)))
 
     @classmethod
     def of(cls, positions: Sequence[ArrayLike]) -> Self:
@@ -51,7 +62,14 @@ class TokenBatch:
         return np.diff(self.query_start_loc)
 
     def reorder(self, order: NDArray[np.int64]) -> "TokenBatch":
-        """The same batch with request `order[i]` at place i."""
+        """The same batch with request `order[i]` at place i.
+
+        Raises:
+            InvalidArgumentError: It is not an order of the requests.
+        """
+        order = require_integers("order", order)
+        if not _is_sorted(np.sort(order)) or len(order) != self.num_requests:
+            raise InvalidArgumentError("order", order, f"each of {self.num_requests} requests once")
         lens = self.query_lens[order]
         starts = np.concatenate(([0], np.cumsum(lens)))
         within = np.arange(starts[-1]) - np.repeat(starts[:-1], lens)
@@ -64,7 +82,12 @@ def decodes_first(batch: TokenBatch, *, max_decode_tokens: int = 1) -> NDArray[n
 
     Returns:
         int64, `(num_requests,)`, as `AttentionMetadataBuilder.reorder` does.
+
+    Raises:
+        InvalidArgumentError: `max_decode_tokens` is negative.
     """
+    require_instance("batch", batch, TokenBatch)
+    max_decode_tokens = require_integer("max_decode_tokens", max_decode_tokens)
     return np.argsort(batch.query_lens > max_decode_tokens, kind="stable")
 
 
@@ -89,6 +112,7 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
         Returns:
             A permutation, int64, `(num_requests,)`; the order they are in unless overridden.
         """
+        require_instance("batch", batch, TokenBatch)
         return np.arange(batch.num_requests)
 
     @abstractmethod
@@ -119,9 +143,10 @@ class MultiGroupMetadataBuilder(Generic[M]):
         builders: Sequence[AttentionMetadataBuilder[M]],
         block_tables: MultiGroupBlockTable,
     ) -> None:
+        require_instance("block_tables", block_tables, MultiGroupBlockTable)
         num_groups = len(block_tables)
-        if len(builders) != num_groups:
-            raise InvalidArgumentError("builders", builders, f"one for each of {num_groups} groups")
+        require_one_per_group("builders", builders, num_groups)
+        require_instances("builders", builders, AttentionMetadataBuilder)
         for group, builder in enumerate(builders):
             limit = builder.max_num_groups
             if limit is not None and limit < num_groups:
@@ -141,6 +166,7 @@ class MultiGroupMetadataBuilder(Generic[M]):
                 The block tables are as they were.
             InvalidArgumentError: The batch has more requests than the block tables have rows.
         """
+        require_instance("batch", batch, TokenBatch)
         limit = self._block_tables.max_num_requests
         if batch.num_requests > limit:
             raise InvalidArgumentError("batch", batch.num_requests, f"at most {limit} requests")
@@ -160,6 +186,7 @@ class MultiGroupMetadataBuilder(Generic[M]):
         Raises:
             InvalidArgumentError: The batch does not fit the block tables.
         """
+        require_instance("batch", batch, TokenBatch)
         block_tables = self._block_tables.commit(batch.num_requests)
         slot_mappings = self._block_tables.compute_slot_mapping(
             batch.query_start_loc, batch.positions

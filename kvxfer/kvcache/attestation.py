@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvxfer.checks import require_instance
 from kvxfer.errors import AttestationError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.config import KVCacheConfig
@@ -43,6 +44,8 @@ def attest(
         AttestationError: Names the first layer and block whose bytes are not where `caches` says.
         KVXferError: What `canonicalize` raises for input that it cannot read.
     """
+    require_instance("config", config, KVCacheConfig)
+    require_instance("caches", caches, CanonicalKVCaches)
     _require_shape(caches, config)
     layers = [
         layer for cache in read_registered(kv_caches, config, layouts) for layer in _layers(cache)

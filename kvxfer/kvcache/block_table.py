@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.checks import require_integer, require_integers, require_positive
+from kvxfer.checks import require_flag, require_integer, require_integers, require_positive
 from kvxfer.errors import BlockIdError, InvalidArgumentError
-from kvxfer.kvcache.device_array import DeviceArray
+from kvxfer.kvcache.device_array import DeviceArray, require_device
 
 NULL_BLOCK_ID = 0
 """The block that stands where a request has none, e.g. outside of a sliding window."""
@@ -97,12 +97,13 @@ class BlockTable:
         columns = self.max_blocks_per_request * self.kernel_blocks_per_block
         step = alignment // gcd(alignment, kernel_tokens)
         columns = -(-columns // step) * step
+        device = require_device("device", device)
+        self._tokens_have_slots = require_flag("tokens_have_slots", tokens_have_slots)
         self._table = DeviceArray((max_num_requests, columns), torch.int32, device)
         self._slots = DeviceArray((max_num_tokens,), torch.int64, device)
         self.device_table, self.slot_mapping = self._table.device, self._slots.device
         self._rows: NDArray[np.int32] = self._table.host
         self._num_blocks = np.zeros(max_num_requests, np.int64)
-        self._tokens_have_slots = tokens_have_slots
         self.slot_mapping.fill_(PAD_SLOT)
 
     def row(self, row_index: int) -> NDArray[np.int32]:

@@ -6,7 +6,13 @@ from types import MappingProxyType
 
 import torch
 
-from kvxfer.checks import require_instance, require_positive
+from kvxfer.checks import (
+    require_instance,
+    require_positive,
+    require_sequence,
+    require_text,
+    require_texts,
+)
 from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
@@ -52,6 +58,11 @@ def map_caches(
     require_instance("caches", caches, CanonicalKVCaches)
     require_instance("shard", shard, WorkerShard)
     num_shards = require_positive("num_shards", num_shards)
+    require_sequence("state_heads", state_heads, "an axis, or None, for each state")
+    require_instance("axes", axes, Mapping)
+    for part, names in axes.items():
+        require_texts(f"axes[{part!r}]", names)
+    opaque = require_text("opaque", opaque)
     if tokens_per_page is not None:
         tokens_per_page = require_positive("tokens_per_page", tokens_per_page)
     if not caches.group_specs and not opaque:

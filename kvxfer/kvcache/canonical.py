@@ -5,7 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvxfer.checks import require_instance, require_integer, set_counts
+from kvxfer.checks import (
+    require_instance,
+    require_instances,
+    require_integer,
+    require_sequence,
+    set_counts,
+)
 from kvxfer.errors import InvalidArgumentError, LayoutError
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.page_box import PageBox
@@ -74,12 +80,37 @@ class CanonicalKVCaches:
         group_specs: For each group its spec, which with the layouts says what the bytes mean;
             empty when the engine did not say.
         null_block_id: The block that nothing is loaded into; None where there is none.
+
+    Raises:
+        InvalidArgumentError: A ref is about a tensor, or bytes of one, that are not there.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor]
     group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
     group_specs: Sequence[KVCacheSpec] = ()
     null_block_id: int | None = None
+
+    def __post_init__(self) -> None:
+        require_instances("tensors", self.tensors, CanonicalKVCacheTensor)
+        require_sequence("group_data_refs", self.group_data_refs, "the refs of each group")
+        for group, refs in enumerate(self.group_data_refs):
+            require_instances(f"group_data_refs[{group}]", refs, CanonicalKVCacheRef)
+            for index, ref in enumerate(refs):
+                self._require_inside(f"group_data_refs[{group}][{index}]", ref)
+        require_instances("group_specs", self.group_specs, KVCacheSpec)
+        if self.null_block_id is not None:
+            null = require_integer("null_block_id", self.null_block_id)
+            object.__setattr__(self, "null_block_id", null)
+
+    def _require_inside(self, name: str, ref: CanonicalKVCacheRef) -> None:
+        """Check that a ref is about bytes that are there."""
+        if ref.tensor_idx >= len(self.tensors):
+            expected = f"one of {len(self.tensors)} tensors"
+            raise InvalidArgumentError(f"{name}.tensor_idx", ref.tensor_idx, expected)
+        padded = self.tensors[ref.tensor_idx].page_size_bytes
+        if ref.page_size_bytes > padded:
+            expected = f"at most {padded}, the page of its tensor"
+            raise InvalidArgumentError(f"{name}.page_size_bytes", ref.page_size_bytes, expected)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

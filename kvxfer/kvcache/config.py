@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 from kvxfer.checks import (
     find_repeated,
     require_instance,
+    require_instances,
     require_integer,
     require_positive,
     require_sequence,
+    require_texts,
     set_counts,
 )
 from kvxfer.errors import InvalidArgumentError
@@ -27,9 +29,9 @@ class KVCacheGroup:
     layer_names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layer_names", tuple(self.layer_names))
         require_instance("spec", self.spec, KVCacheSpec)
-        if not self.layer_names or len(set(self.layer_names)) != len(self.layer_names):
+        object.__setattr__(self, "layer_names", require_texts("layer_names", self.layer_names))
+        if not self.layer_names or find_repeated(self.layer_names) is not None:
             raise InvalidArgumentError(
                 "layer_names", self.layer_names, "at least one layer, each of them once"
             )
@@ -62,8 +64,14 @@ class KVCacheConfig:
     null_block_id: int | None = None
 
     def __post_init__(self) -> None:
+        require_instances("groups", self.groups, KVCacheGroup)
         object.__setattr__(self, "groups", tuple(self.groups))
-        object.__setattr__(self, "shared_tensors", tuple(map(tuple, self.shared_tensors)))
+        require_sequence("shared_tensors", self.shared_tensors, "names of layers for each tensor")
+        shared_tensors = tuple(
+            require_texts(f"shared_tensors[{index}]", names)
+            for index, names in enumerate(self.shared_tensors)
+        )
+        object.__setattr__(self, "shared_tensors", shared_tensors)
         set_counts(self, "num_blocks")
         if self.null_block_id is not None:
             null = require_integer("null_block_id", self.null_block_id, maximum=self.num_blocks - 1)
@@ -76,8 +84,6 @@ class KVCacheConfig:
         object.__setattr__(self, "shared_tensor_sizes_bytes", sizes)
         if not self.groups:
             raise InvalidArgumentError("groups", self.groups, "at least one KVCacheGroup")
-        for index, group in enumerate(self.groups):
-            require_instance(f"groups[{index}]", group, KVCacheGroup)
         names = self.layer_names
         if (twice := find_repeated(names)) is not None:
             raise InvalidArgumentError("groups", twice, "each layer in one group only")

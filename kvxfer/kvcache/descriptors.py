@@ -180,6 +180,8 @@ class Descriptors:
                 or there is none.
         """
         require_instances("batches", batches, Descriptors)
+        if not len(batches):
+            raise InvalidArgumentError("batches", batches, "at least one")
         if len(batches) == 1:
             return batches[0]
         places = {(batch.device, batch.after) for batch in batches}

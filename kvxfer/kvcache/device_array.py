@@ -6,6 +6,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.errors import InvalidArgumentError
+
+
+def require_device(name: str, device: torch.device | str) -> torch.device:
+    """Find the device that an argument names.
+
+    Raises:
+        InvalidArgumentError: It names none, or one that this machine does not have.
+    """
+    expected = "a device of this machine, such as 'cpu'"
+    if not isinstance(device, (str, torch.device)):
+        raise InvalidArgumentError(name, device, expected)
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as exc:
+        raise InvalidArgumentError(name, device, expected) from exc
+
 
 class DeviceArray:
     """A host array and its copy on a device, which changes at `commit` only.

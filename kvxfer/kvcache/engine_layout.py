@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from kvxfer.checks import require_instance, require_positive
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.attention_backend import AttentionLayout
 
 
@@ -69,5 +71,12 @@ class EngineLayout:
 
         Args:
             sizes: Size of every axis but `block`.
+
+        Raises:
+            InvalidArgumentError: An axis outside of the blocks has no size, or none that can be.
         """
-        return prod(sizes[axis] for axis in self.order[: self.order.index("block")])
+        require_instance("sizes", sizes, Mapping)
+        outer = self.order[: self.order.index("block")]
+        if missing := [axis for axis in outer if axis not in sizes]:
+            raise InvalidArgumentError("sizes", sizes, f"a size of {missing}")
+        return prod(require_positive(f"sizes[{axis!r}]", sizes[axis]) for axis in outer)

@@ -6,6 +6,7 @@ from math import prod
 
 import torch
 
+from kvxfer.checks import find_repeated, require_texts
 from kvxfer.errors import AmbiguousLayoutError, InvalidArgumentError, UnknownLayoutError
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.spec import KVCacheSpec
@@ -29,24 +30,32 @@ class KVLayout:
     axes: tuple[str, ...]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", require_texts("axes", self.axes))
         factors = self.factors
         if "block" not in self.axes:
-            raise InvalidArgumentError("layout", str(self), "an axis 'block' of its own")
-        if len(set(factors)) != len(factors) or not all(f.isidentifier() for f in factors):
-            raise InvalidArgumentError("layout", str(self), "names of axes, each of them once")
+            raise InvalidArgumentError("axes", self.axes, "an axis 'block' of its own")
+        if find_repeated(factors) is not None or not all(f.isidentifier() for f in factors):
+            raise InvalidArgumentError("axes", self.axes, "names of axes, each of them once")
 
     @classmethod
-    def parse(cls, text: "str | KVLayout") -> "KVLayout":
+    def parse(cls, layout: "str | KVLayout", *, name: str = "layout") -> "KVLayout":
         """Read a layout such as `"block head token kv*dim"`.
+
+        Args:
+            layout: The layout.
+            name: What an error calls it.
 
         Raises:
             InvalidArgumentError: It is not a list of distinct axes with `block` among them.
         """
-        if isinstance(text, KVLayout):
-            return text
-        if not isinstance(text, str):
-            raise InvalidArgumentError("layout", text, "an axis string")
-        return cls(tuple(text.split()))
+        if isinstance(layout, KVLayout):
+            return layout
+        if not isinstance(layout, str):
+            raise InvalidArgumentError(name, layout, "an axis string")
+        try:
+            return cls(tuple(layout.split()))
+        except InvalidArgumentError as exc:
+            raise InvalidArgumentError(name, layout, exc.expected) from exc
 
     @property
     def factors(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from numpy.typing import ArrayLike
 
-from kvxfer.checks import require_one_per_group
+from kvxfer.checks import require_instance, require_one_per_group, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.block_table import CPU, ROW_ALIGNMENT_TOKENS, BlockTable
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
@@ -44,11 +44,12 @@ class MultiGroupBlockTable:
         row_alignment_tokens: int = ROW_ALIGNMENT_TOKENS,
         device: torch.device = CPU,
     ) -> None:
+        require_instance("config", config, KVCacheConfig)
         groups = config.groups
         if tokens_per_kernel_block is None:
             tokens_per_kernel_block = [group.spec.tokens_per_block for group in groups]
         require_one_per_group("tokens_per_kernel_block", tokens_per_kernel_block, len(groups))
-        self.max_num_requests = max_num_requests
+        self.max_num_requests = require_positive("max_num_requests", max_num_requests)
         self.tables = tuple(
             BlockTable(
                 group.spec.tokens_per_block,

@@ -69,7 +69,8 @@ def read_registered(
     require_instance("config", config, KVCacheConfig)
     if not kv_caches:
         raise InvalidArgumentError("kv_caches", kv_caches, "layer names and their tensors")
-    layouts = layouts or {}
+    layouts = {} if layouts is None else layouts
+    require_instance("layouts", layouts, Mapping)
     for name in layouts:
         if name not in kv_caches:
             raise InvalidArgumentError("layouts", name, f"one of {list(kv_caches)}")

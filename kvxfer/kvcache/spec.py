@@ -12,6 +12,7 @@ from kvxfer.checks import (
     require_instances,
     require_positive,
     require_sequence,
+    require_text,
     set_counts,
 )
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
@@ -83,8 +84,7 @@ class KVCacheSpec(ABC):
             InvalidArgumentError: There is no spec.
             SpecMergeError: The specs differ; names the field and the values.
         """
-        if not specs:
-            raise InvalidArgumentError("specs", specs, "at least one spec")
+        _require_specs(specs, KVCacheSpec)
         if len({type(spec) for spec in specs}) > 1:
             raise SpecMergeError("type", [type(spec).__name__ for spec in specs])
         return specs[0].merge_alike(specs)
@@ -95,6 +95,7 @@ class KVCacheSpec(ABC):
         Raises:
             SpecMergeError: The specs differ; names the field and the values.
         """
+        _require_specs(specs, type(self))
         for name in (f.name for f in fields(self)):
             values = [getattr(spec, name) for spec in specs]
             if any(value != values[0] for value in values):
@@ -203,6 +204,7 @@ class FullAttentionSpec(AttentionSpec):
         Raises:
             SpecMergeError: The specs differ; names the field and the values.
         """
+        _require_specs(specs, FullAttentionSpec)
         window = _one_window("sliding_window", specs)
         chunk = _one_window("attention_chunk_tokens", specs)
         if window is not None and chunk is not None:
@@ -344,10 +346,12 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
     layer_specs: Mapping[str, KVCacheSpec]
 
     def __post_init__(self) -> None:
+        set_counts(self, "tokens_per_block")
+        require_instance("layer_specs", self.layer_specs, Mapping)
+        if not self.layer_specs:
+            raise InvalidArgumentError("layer_specs", self.layer_specs, "a spec for each layer")
         object.__setattr__(self, "layer_specs", dict(self.layer_specs))
         specs = list(self.layer_specs.values())
-        if not specs:
-            raise InvalidArgumentError("layer_specs", self.layer_specs, "at least one layer")
         for name, spec in self.layer_specs.items():
             require_instance(f"layer_specs[{name!r}]", spec, KVCacheSpec)
             if type(spec) is not type(specs[0]):
@@ -382,9 +386,15 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         Raises:
             InvalidArgumentError: The layer has no spec here.
         """
-        if layer_name not in self.layer_specs:
+        if require_text("layer_name", layer_name) not in self.layer_specs:
             raise InvalidArgumentError("layer_name", layer_name, f"one of {list(self.layer_specs)}")
         return self.layer_specs[layer_name]
+
+
+def _require_specs(specs: Sequence[KVCacheSpec], kind: type) -> None:
+    require_instances("specs", specs, kind)
+    if not len(specs):
+        raise InvalidArgumentError("specs", specs, "at least one spec")
 
 
 def _one_window(name: str, specs: Sequence[KVCacheSpec]) -> int | None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvxfer.checks import require_integer, set_counts
+from kvxfer.checks import require_instances, require_integer, set_counts
 from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.page_box import PageBox
 
@@ -68,6 +68,7 @@ class WorkerShard:
                 turns of tokens do not end where the worker's digits do, or it is not known how
                 workers divide a state.
         """
+        require_instances("boxes", boxes, PageBox)
         kept = max(1, self.num_kv_heads // self.tp_size)
         heads: dict[tuple[str, str], int] = {}
         for box in boxes:
@@ -102,7 +103,12 @@ class WorkerShard:
         return tuple(placed)
 
     def total_heads(self, boxes: Sequence[PageBox]) -> int:
-        """Heads of the whole model in what these boxes, of one layer and part, are some of."""
+        """Heads of the whole model in what these boxes, of one layer and part, are some of.
+
+        Raises:
+            InvalidArgumentError: There is no box.
+        """
+        _require_some(boxes)
         if _is_state(boxes[0]):
             return boxes[0].extent("head") * self.tp_size
         return self.num_kv_heads
@@ -112,8 +118,10 @@ class WorkerShard:
 
         Raises:
             PageMappingError: Some boxes are kept by more workers than others.
-            InvalidArgumentError: Tokens are divided among more workers than hold the same heads.
+            InvalidArgumentError: There is no box, or tokens are divided among more workers than
+                hold the same heads.
         """
+        _require_some(boxes)
         found = {self._num_copies(box) for box in boxes}
         if len(found) > 1:
             raise PageMappingError("head", f"kept by {sorted(found)} workers", "one number")
@@ -137,6 +145,12 @@ class WorkerShard:
         if _is_state(box) or box.part.startswith(OPAQUE):
             return 1
         return max(1, self.tp_size // self.num_kv_heads) if "head" in box.axes else self.tp_size
+
+
+def _require_some(boxes: Sequence[PageBox]) -> None:
+    require_instances("boxes", boxes, PageBox)
+    if not len(boxes):
+        raise InvalidArgumentError("boxes", boxes, "at least one")
 
 
 def _is_state(box: PageBox) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvxfer.checks import find_repeated, require_sequence
+from kvxfer.checks import find_repeated, require_instance, require_sequence
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -136,8 +136,8 @@ class Backend(ABC):
         await self.aclose()
 
 
-def require_batch(keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
-    """Check a batch before anything is read or written.
+def require_batch(keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
+    """Check a batch, its keys and its blocks if it has any, before anything is read or written.
 
     Raises:
         InvalidArgumentError: The batch is empty or no sequence, or a key is not one.
@@ -147,8 +147,10 @@ def require_batch(keys: Sequence[BlockKey], blocks: Descriptors | None = None) -
     require_sequence("keys", keys, "a sequence of block keys")
     if not len(keys):
         raise InvalidArgumentError("keys", keys, "at least one key")
-    if blocks is not None and len(keys) != blocks.num_blocks:
-        raise LengthMismatchError(len(keys), blocks.num_blocks, "one per block")
     require_keys(keys)
+    for each in blocks:
+        require_instance("blocks", each, Descriptors)
+        if len(keys) != each.num_blocks:
+            raise LengthMismatchError(len(keys), each.num_blocks, "one per block")
     if len(set(keys)) < len(keys):
         raise DuplicateError("keys", find_repeated(keys))

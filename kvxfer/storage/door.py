@@ -37,10 +37,19 @@ class Door:
         self._limits = np.array(self.chunk_sizes, np.int64)
         self.closed = False
 
-    def check(
-        self, keys: Sequence[BlockKey] | None = None, blocks: Descriptors | None = None
-    ) -> None:
-        """Check a call, and the batch that it is about.
+    def check(self) -> None:
+        """Check a call that is about no batch.
+
+        Raises:
+            ClosedError: The backend was closed.
+            ForkedError: See `require_same_process`.
+        """
+        self.require_same_process()
+        if self.closed:
+            raise ClosedError(self._what)
+
+    def check_batch(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
+        """Check a call about a batch: its keys, and its blocks if it has any.
 
         Raises:
             ClosedError: The backend was closed.
@@ -48,20 +57,16 @@ class Door:
             InvalidArgumentError: The batch cannot be, see `require_batch`; there is no such group;
                 or a block is larger than a chunk.
         """
-        self.require_same_process()
-        if self.closed:
-            raise ClosedError(self._what)
-        if keys is None:
-            return
-        require_batch(keys, blocks)
+        self.check()
+        require_batch(keys, *blocks)
         if not self.chunk_sizes:
             return
         groups = np.frombuffer(b"".join(key[-GROUP_INDEX_BYTES:] for key in keys), ">u4")
         if int(groups.max()) >= len(self.chunk_sizes):
             key = keys[int(groups.argmax())]
             raise InvalidArgumentError("key", key, f"a group below {len(self.chunk_sizes)}")
-        if blocks is not None:
-            stops = blocks.payload_starts + blocks.block_sizes
+        for each in blocks:
+            stops = each.payload_starts + each.block_sizes
             over = stops > self._limits[groups]
             if over.any():
                 at = int(over.argmax())

@@ -1,14 +1,24 @@
 """What names a block: a content hash, a group, and the namespace they live in."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NewType
 
 import msgspec
 import xxhash
 
-from kvxfer.checks import find_repeated, require_integer
-from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
+from kvxfer.checks import (
+    INT64_MAX,
+    find_repeated,
+    require_instance,
+    require_instances,
+    require_integer,
+    require_positive,
+    require_sequence,
+    require_text,
+    require_texts,
+)
+from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError, UnknownGroupError
 
 GROUP_INDEX_BYTES = 4
 KEY_FORM = "a content hash and a 4-byte group index"
@@ -91,13 +101,21 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Check that a file can hold it."""
+        _set(self, "name", require_text("name", self.name))
+        _set(self, "dtype", require_text("dtype", self.dtype))
+        require_sequence("shape", self.shape, "the size of each axis")
         if self.name in ("", "__metadata__"):
             raise InvalidArgumentError("name", self.name, "the name of a tensor")
         if self.dtype not in _BYTES_OF_DTYPES:
             raise InvalidArgumentError("dtype", self.dtype, f"one of {', '.join(_BYTES_OF_DTYPES)}")
-        if len(self.shape) > MAX_AXES or any(length < 1 for length in self.shape):
-            wanted = f"at most {MAX_AXES} axes, at least 1 along each"
+        wanted = f"at most {MAX_AXES} axes, at least 1 along each"
+        if len(self.shape) > MAX_AXES:
             raise InvalidArgumentError("shape", self.shape, wanted)
+        shape = (
+            require_integer(f"shape[{axis}]", length, minimum=1, expected=wanted)
+            for axis, length in enumerate(self.shape)
+        )
+        _set(self, "shape", tuple(shape))
 
     @property
     def num_bytes(self) -> int:
@@ -128,6 +146,15 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         """Check that every tensor can be found by its name."""
+        require_sequence("page_sizes_bytes", self.page_sizes_bytes, "the size of each page")
+        sizes = enumerate(self.page_sizes_bytes)
+        sizes_bytes = tuple(require_integer(f"page_sizes_bytes[{n}]", size) for n, size in sizes)
+        _set(self, "page_sizes_bytes", sizes_bytes)
+        for name in ("layer_names", "layouts"):
+            _set(self, name, require_texts(name, getattr(self, name)))
+        _set(self, "spec", require_text("spec", self.spec))
+        require_instances("tensors", self.tensors, StoredTensor)
+        _set(self, "tensors", tuple(self.tensors))
         twice = find_repeated(tensor.name for tensor in self.tensors)
         if twice is not None:
             raise InvalidArgumentError("tensors", twice, "each name once in a group")
@@ -136,6 +163,17 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def block_size_bytes(self) -> int:
         """Bytes of one block of this group on this worker."""
         return sum(self.page_sizes_bytes)
+
+
+_TEXTS_OF_NAMESPACES = (
+    "model",
+    "revision",
+    "dtype",
+    "quantization",
+    "config_hash",
+    "layout",
+    "instruction_set",
+)
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,7 +198,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             empty on devices whose bytes do not depend on it.
 
     Raises:
-        InvalidArgumentError: The tensors of a group are not exactly the bytes of its chunks.
+        InvalidArgumentError: A field is of another type, or the tensors of a group are not exactly
+            the bytes of its chunks.
     """
 
     model: str
@@ -176,6 +215,17 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         """Check that the tensors of each group are what is stored under its keys."""
+        for name in _TEXTS_OF_NAMESPACES:
+            _set(self, name, require_text(name, getattr(self, name)))
+        require_instances("groups", self.groups, GroupIdentity)
+        _set(self, "groups", tuple(self.groups))
+        _set(self, "blocks_per_chunk", require_positive("blocks_per_chunk", self.blocks_per_chunk))
+        require_instance("parallel", self.parallel, Mapping)
+        parallel = {
+            require_text("parallel", name): require_integer(f"parallel[{name!r}]", size)
+            for name, size in self.parallel.items()
+        }
+        _set(self, "parallel", parallel)
         for index, group in enumerate(self.groups):
             listed, stored = sum(t.num_bytes for t in group.tensors), self.chunk_size_bytes(index)
             if group.tensors and listed != stored:
@@ -201,8 +251,15 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return fields
 
     def chunk_size_bytes(self, group: int) -> int:
-        """Bytes stored under one key of `group`."""
-        return self.groups[group].block_size_bytes * self.blocks_per_chunk
+        """Bytes stored under one key of `group`.
+
+        Raises:
+            UnknownGroupError: There is no such group.
+        """
+        index = require_integer("group", group, minimum=-INT64_MAX)
+        if not 0 <= index < len(self.groups):
+            raise UnknownGroupError(index, len(self.groups))
+        return self.groups[index].block_size_bytes * self.blocks_per_chunk
 
     def require_same(self, theirs: "Namespace") -> None:
         """Check that blocks of `theirs` may be read as ours.
@@ -210,7 +267,13 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Raises:
             NamespaceMismatchError: Names the first field that differs, and both values.
         """
+        require_instance("theirs", theirs, Namespace)
         _require_equal("", self.fields(), theirs.fields())
+
+
+def _set(struct: msgspec.Struct, name: str, value: object) -> None:
+    """Put the plain value of a field in its place, while the struct is made."""
+    msgspec.structs.force_setattr(struct, name, value)
 
 
 def _require_equal(path: str, ours: Any, theirs: Any) -> None:

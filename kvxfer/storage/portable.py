@@ -57,12 +57,12 @@ class PortableBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Say for each key whether every shard that this worker holds is there."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         return [all(shards) for shards in await self._ask(self._backend.lookup, keys)]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; what is another worker's turn is done already."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         outcomes = [DONE] * len(keys)
         ours = [index for index, key in enumerate(keys) if self._is_turn(key)]
         if ours:
@@ -74,12 +74,12 @@ class PortableBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         return await self._move(self._backend.load, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`: whether any shard that this worker holds was removed."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         return [any(shards) for shards in await self._ask(self._backend.delete, keys)]
 
     async def flush(self) -> None:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -70,11 +71,12 @@ class TieredBackend(Backend):
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> None:
-        if not tiers:
+        require_instances("tiers", tiers, Backend)
+        require_instance("namespace", namespace, Namespace)
+        staging_bytes = require_positive("staging_bytes", staging_bytes)
+        if not len(tiers):
             raise InvalidArgumentError("tiers", tiers, "at least one backend")
         self._door = Door("tiered backend", namespace)
-        if staging_bytes < 1:
-            raise InvalidArgumentError("staging_bytes", staging_bytes, "at least 1")
         self.memory_kinds = frozenset.intersection(*(tier.memory_kinds for tier in tiers))
         if "cpu" not in self.memory_kinds:
             kinds = [sorted(tier.memory_kinds) for tier in tiers]
@@ -113,7 +115,7 @@ class TieredBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`. What only a lower tier has is verified and promoted first."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         moving = {key for key in keys if key in self._claims}
         found = await self._find(keys)
         if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:
@@ -123,7 +125,7 @@ class TieredBackend(Backend):
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A block is `FAILED` when no tier has room for it."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         there = await self._first.lookup(keys)
         while moving := [key for key in keys if key in self._claims and key not in there]:
             await self._claims.wait(moving)
@@ -144,7 +146,7 @@ class TieredBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. The first tier that gives a block gives it."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         moving = {key for key in keys if key in self._claims}
         outcomes = await self._load_from_any(keys, blocks)
         lost = [
@@ -162,7 +164,7 @@ class TieredBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. Waits for whatever moves these keys between tiers."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         deleted = [False] * len(keys)
         async with self._claims.acquire(keys):
             for tier in self._tiers:

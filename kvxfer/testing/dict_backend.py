@@ -55,12 +55,12 @@ class DictBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         return [key in self._blocks for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         await asyncio.sleep(0)
         payloads = read_payloads(blocks)
         outcomes = []
@@ -77,13 +77,13 @@ class DictBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         await asyncio.sleep(0)
         return [self._load(key, blocks.select(i, i + 1)) for i, key in enumerate(keys)]
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         return [self._blocks.pop(key, None) is not None for key in keys]
 
     async def aclose(self) -> None:

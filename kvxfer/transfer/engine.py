@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
+from kvxfer.checks import require_instance, require_positive, require_timeout
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import BlockDescriber
@@ -87,6 +88,10 @@ class TransferEngine:
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
+        self._timeout_s = require_timeout("timeout_s", timeout_s)
+        max_bytes_in_flight = require_positive("max_bytes_in_flight", max_bytes_in_flight)
+        staging_bytes = require_positive("staging_bytes", staging_bytes)
+        require_instance("backend", backend, Backend)
         self.backend = backend
         self._describer = BlockDescriber(
             caches, blocks_per_chunk=blocks_per_chunk, mappings=mappings
@@ -99,7 +104,6 @@ class TransferEngine:
             opened.callback(self._memory.close)
             self._mover = JobMover(self._reach, self._memory, max_bytes_in_flight)
             opened.pop_all()
-        self._timeout_s = timeout_s
         self._job_ids = count()
         self._door = Door("transfer engine")
         self._home = Home("transfer engine")
@@ -125,9 +129,8 @@ class TransferEngine:
             ClosedError: The engine was closed.
             BackendUnavailableError: The backend is gone.
         """
-        self._door.check(keys)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return await self._home.run(self._lookup(keys, timeout_s))
+        self._door.check_batch(keys)
+        return await self._home.run(self._lookup(keys, self._timeout(timeout_s)))
 
     async def store(
         self,
@@ -241,6 +244,7 @@ class TransferEngine:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
         self._door.require_same_process()
+        timeout_s = require_timeout("timeout_s", timeout_s)
         found = (self._submitted.get(job_id) for job_id in job_ids)
         return self._home.wait([submission.ended for submission in found if submission], timeout_s)
 
@@ -281,8 +285,7 @@ class TransferEngine:
             BackendUnavailableError: The backend is gone.
         """
         self._door.check()
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        return await self._home.run(self._flush(timeout_s))
+        return await self._home.run(self._flush(self._timeout(timeout_s)))
 
     async def aclose(self) -> None:
         """Cancel what waits, wait for what moves, close the backend. May be called again.
@@ -324,9 +327,9 @@ class TransferEngine:
         timeout_s: float | None,
     ) -> Job:
         """Check and describe a batch; nothing is queued yet."""
-        self._door.check(keys)
+        self._door.check_batch(keys)
         blocks = describe_batch(self._describer, keys, block_ids, first_block_indices)
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         job = Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline)
         try:
@@ -393,3 +396,8 @@ class TransferEngine:
             logger.warning(text, CLOSE_TIMEOUT_S, self._mover.num_unsettled)
         else:
             self._memory.close()
+
+    def _timeout(self, timeout_s: float | None) -> float | None:
+        """The deadline that a call brings, or the engine's."""
+        given = require_timeout("timeout_s", timeout_s)
+        return self._timeout_s if given is None else given

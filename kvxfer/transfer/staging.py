@@ -215,7 +215,7 @@ class StagedBackend(Backend):
         return device_type in self.inner.memory_kinds
 
     def _check(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        self._door.check(keys, blocks)
+        self._door.check_batch(keys, blocks)
         largest, most = int(blocks.block_sizes.max()), self._staging.buffer_bytes
         if not self._is_direct(blocks.device.type) and largest > most:
             raise InvalidArgumentError("bytes of a block", largest, f"at most {most}")

@@ -1,0 +1,199 @@
+"""Wrong arguments: every public callable works or names the argument and its value."""
+
+import asyncio
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+import kvxfer
+from kvxfer.checks import require_timeout
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.transfer.engine import TransferEngine
+from tests.public_calls import VALID_CALLS, public_callables
+
+PLAIN_VALUES: tuple[Any, ...] = (
+    *(None, True, np.True_, -1, 1.5, float("nan"), float("inf"), 2**70),
+    *(np.int8(3), np.float32(0.5), torch.float16),
+    *("5", "", "\ud800", b"", b"12345"),
+    *([], (), {}, [None], ["\ud800"], [[]], [2**70], [-1]),
+    *({"\ud800": None}, {None: []}, {1.5}),
+)
+
+WRONG_VALUES: dict[str, Callable[[], Any]] = {
+    **{repr(value): functools.partial(copy.copy, value) for value in PLAIN_VALUES},
+    "an object": object,
+    "a type": lambda: int,
+    "a generator": lambda: (number for number in range(3)),
+    "a matrix": lambda: np.zeros((2, 2)),
+    "a tensor": lambda: torch.zeros(2, 2),
+    "no dimension": lambda: np.array(3),
+}
+
+OF_THE_RIGHT_KIND = {
+    "np.int8(3)",
+    "no dimension",
+    "''",
+    "[]",
+    "()",
+    "{}",
+    "[-1]",
+    "[[]]",
+    "a tensor",
+}
+"""What some arguments may be, and still fits no other one: an error may name that one instead."""
+
+
+OF_THE_ENGINE = {
+    ("TransferEngine", "backend"),
+    ("TransferEngine", "max_bytes_in_flight"),
+    ("TransferEngine.cancel", "job_id"),
+    ("TransferEngine.load", "timeout_s"),
+    ("TransferEngine.store", "timeout_s"),
+    ("TransferEngine.submit_load", "timeout_s"),
+    ("TransferEngine.submit_store", "timeout_s"),
+    ("TransferEngine.wait", "job_ids"),
+    ("connect", "max_bytes_in_flight"),
+}
+"""What the engine does not check yet; a pair that it does check fails as long as it is here."""
+
+
+def pairs() -> list[Any]:
+    unchecked = pytest.mark.xfail(reason="the engine does not check it yet", strict=True)
+    return [
+        pytest.param(name, argument, marks=[unchecked] if (name, argument) in OF_THE_ENGINE else [])
+        for name, function in public_callables().items()
+        for argument in inspect.signature(function).parameters
+        if argument not in {"self", "cls"}
+    ]
+
+
+def run(name: str, arguments: dict[str, Any]) -> None:
+    """Make a call on a fresh object, wait for what has to be waited for, close what was opened."""
+    make = VALID_CALLS[name].of
+    owner = make() if make else None
+    function = getattr(owner, name.rpartition(".")[2]) if make else public_callables()[name]
+    result = function(**arguments)
+    if inspect.iscoroutine(result):
+        result = asyncio.run(result)
+    for opened in (owner, result):
+        if isinstance(opened, TransferEngine):
+            opened.close()
+
+
+def test_every_public_callable_has_a_valid_call() -> None:
+    assert VALID_CALLS.keys() == public_callables().keys()
+
+
+@pytest.mark.parametrize("name", VALID_CALLS)
+def test_valid_calls_are_valid(name: str) -> None:
+    run(name, VALID_CALLS[name].arguments)
+
+
+@pytest.mark.parametrize(("name", "argument"), pairs())
+def test_a_wrong_argument_is_used_or_named_with_its_value(name: str, argument: str) -> None:
+    faults = [fault for what in WRONG_VALUES if (fault := fault_of(name, argument, what))]
+    assert not faults, "\n".join(faults)
+
+
+def fault_of(name: str, argument: str, what: str) -> str:
+    """What is wrong with how a call takes a wrong value; empty if nothing is."""
+    wrong = WRONG_VALUES[what]()
+    arguments = VALID_CALLS[name].arguments | {argument: wrong}
+    try:
+        run(name, arguments)
+    except KVXferError as exc:
+        is_other = not isinstance(exc, InvalidArgumentError)
+        if what in OF_THE_RIGHT_KIND and (is_other or any(name in str(exc) for name in arguments)):
+            return ""
+        shown = any(repr(part) in str(exc) for part in parts_of(wrong))
+        return "" if argument in str(exc) and shown else f"{what} is not named: {exc}"
+    except Exception as exc:  # noqa: BLE001 - any other is what must not be
+        return f"{what} raises {type(exc).__name__}: {exc}"
+    return ""
+
+
+def parts_of(value: Any) -> Iterator[Any]:
+    """A value, what is in it, and the plain number that it is: an error may show any of them."""
+    yield value
+    if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
+        yield value.item()
+    if isinstance(value, dict):
+        yield from parts_of([*value, *value.values()])
+    elif isinstance(value, (list, tuple, set, bytes)) or (type(value) is np.ndarray and value.ndim):
+        for part in value:
+            yield from parts_of(part)
+
+
+NAMESPACE = kvxfer.Namespace(model="m", parallel={"tp_size": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "wrong"),
+    [
+        ("Namespace", "model", "\ud800"),
+        ("Namespace", "model", None),
+        ("Namespace", "dtype", torch.float16),
+        ("Namespace", "parallel", {"tp_size": 2.0}),
+        ("Namespace", "groups", [None]),
+        ("KVCacheGroup", "layer_names", "abc"),
+        ("KVCacheConfig", "num_blocks", True),
+        ("verify_mappings", "mappings", []),
+        ("TieredBackend.lookup", "keys", (key for key in VALID_CALLS["TieredBackend.lookup"])),
+        ("canonicalize", "layouts", []),
+        ("map_caches", "tokens_per_page", 0),
+        ("BlockTable", "tokens_per_kernel_block", 0),
+        ("TokenBatch.of", "positions", [[0.5]]),
+        ("make_block_key", "content_hash", "a"),
+    ],
+)
+def test_what_would_only_fail_later_or_mean_another_thing_is_refused(
+    name: str, argument: str, wrong: Any
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=argument):
+        run(name, VALID_CALLS[name].arguments | {argument: wrong})
+
+
+def test_numbers_and_texts_of_numpy_name_the_same_blocks() -> None:
+    same = kvxfer.Namespace(
+        model=np.str_("m"),
+        parallel={np.str_("tp_size"): np.int64(2)},  # type: ignore[dict-item]
+        blocks_per_chunk=np.int8(1),  # type: ignore[arg-type]
+    )
+    assert same.fingerprint == NAMESPACE.fingerprint
+    group = kvxfer.GroupIdentity(page_sizes_bytes=[np.int8(100)])  # type: ignore[arg-type]
+    named = msgspec.structs.replace(NAMESPACE, groups=(group,), blocks_per_chunk=8)
+    assert named.chunk_size_bytes(0) == 800
+
+
+def test_a_value_that_cannot_be_shown_is_named_by_its_type() -> None:
+    with pytest.raises(InvalidArgumentError, match="num_kv_heads is <int>"):
+        kvxfer.WorkerShard(num_kv_heads=10**5000)
+
+
+@pytest.mark.parametrize("timeout_s", [0, 1.5, np.float32(2), np.int8(3), Fraction(1, 2)])
+def test_a_timeout_is_a_real_number(timeout_s: Any) -> None:
+    checked = require_timeout("timeout_s", timeout_s)
+    assert type(checked) is float
+    assert checked == timeout_s
+
+
+def test_no_timeout_stays_none_and_a_long_one_is_as_long_as_can_be_waited() -> None:
+    assert require_timeout("timeout_s", None) is None
+    for timeout_s in (float("inf"), 2**70, 10**400):
+        assert require_timeout("timeout_s", timeout_s) == threading.TIMEOUT_MAX
+
+
+@pytest.mark.parametrize("wrong", [-1, -0.5, float("nan"), "5", b"5", True, np.True_, 1j, [1]])
+def test_no_other_timeout_is_one(wrong: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        require_timeout("timeout_s", wrong)
+    assert str(caught.value).startswith(f"timeout_s is {wrong!r};")
