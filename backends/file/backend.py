@@ -20,13 +20,14 @@ from kvxfer.backends.file.direct import probe_direct
 from kvxfer.backends.file.engines import open_engine
 from kvxfer.backends.file.folder import FOLDER_MODE, BlockFolder, file_name
 from kvxfer.backends.file.group_format import GroupFormat
+from kvxfer.backends.file.integrity_record import IntegrityRecord
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.root import warn_of_strangers
 from kvxfer.backends.file.shares import cut_shares
 from kvxfer.backends.file.space import Space, stop_walk
-from kvxfer.backends.file.store_batch import NO_ROOM, PART, StoreBatch
+from kvxfer.backends.file.store_batch import NOT_BEGUN, StoreBatch
 from kvxfer.backends.file.tree import BlockTree
 from kvxfer.backends.file.writer import BUSY, BlockWriter
 from kvxfer.copy_engine.cpu import CPUCopyEngine
@@ -61,8 +62,8 @@ class FileBackend(Backend):
         namespace: Says how large a block is; has a folder of its own below the root.
 
     Raises:
-        InvalidArgumentError: The namespace has no groups, not one block fits, or a parameter
-            cannot be.
+        InvalidArgumentError: The namespace has no groups, not one block fits, a parameter
+            cannot be, or the blocks in the folder are sealed with another secret.
         BackendUnavailableError: The root cannot be created or written to.
     """
 
@@ -82,10 +83,12 @@ class FileBackend(Backend):
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
         self._tree = BlockTree(self._root, on_error=stop_walk)
+        record = self._open_record(digester)
         self._files = BlockFiles(
             self._folder,
             namespace,
             digester,
+            record=record,
             file_io=open_engine(config.engine),
             copy_engine=CPUCopyEngine(),
             alignment=alignment,
@@ -124,8 +127,7 @@ class FileBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks the file system."""
         self._check(keys)
-        sizes = await self._lookups.run(self._folder.sizes, keys)
-        return [size is not None for size in sizes]
+        return await self._lookups.run(self._files.are_there, keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
@@ -196,6 +198,18 @@ class FileBackend(Backend):
             self._files.close()
             self._ledger.close()
 
+    def _open_record(self, digester: Digester) -> IntegrityRecord:
+        record = IntegrityRecord(self._folder, digester, self._tree, self._ledger)
+        try:
+            record.open()
+        except (OSError, InvalidArgumentError) as exc:
+            self._ledger.close()
+            self._folder.close()
+            if isinstance(exc, OSError):
+                raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+            raise
+        return record
+
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
             return [DONE if there else _PAUSED for there in await self.lookup(keys)]
@@ -208,7 +222,7 @@ class FileBackend(Backend):
             await self._removers.run(batch.give_back)
             raise
         kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
-        tried = [each for each in kinds if each is not None and each not in (NO_ROOM, PART)]
+        tried = [each for each in kinds if each is not None and each not in NOT_BEGUN]
         if tried:
             failed = (each.reason for each in tried if not each.done and each is not BUSY)
             self._breaker.record(next(failed, ""))
@@ -270,8 +284,7 @@ class FileBackend(Backend):
         return outcomes
 
     def _purge(self) -> int:
-        ours = self._folder.fingerprint
-        found = [block for block in self._tree.blocks() if block.fingerprint == ours]
+        found = list(self._tree.blocks(self._folder.fingerprint))
         return self._space.remove([block.key for block in found if not block.quarantined])
 
     def _look_around(self) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -192,43 +192,57 @@ class BlockFolder:
         Raises:
             OSError: It cannot be read.
         """
-        with open(os.open(name, READ_FLAGS, dir_fd=self._folder(".")), "rb") as file:
+        try:
+            fd = os.open(name, READ_FLAGS, dir_fd=self._folder("."))
+        except FileNotFoundError:
+            if not self.forget_removed():
+                raise
+            fd = os.open(name, READ_FLAGS, dir_fd=self._folder("."))
+        with open(fd, "rb") as file:
             return file.read(MAX_TEXT_BYTES).decode(errors="replace")
+
+    def has_text(self, name: str) -> bool:
+        """Whether there is a text file in the folder."""
+        return self._size(name, ".") is not None
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder, whole or not at all.
 
         It is written again when the folder was removed and is made anew.
         """
-        _write_text(name, text, self._folder(".", create=True))
+        self.put_text(name, text)
         self._texts[name] = text
 
-    def remove_empty(self, text_name: str) -> bool:
+    def put_text(self, name: str, text: str) -> None:
+        """Write a small text file of the folder this once, whole or not at all."""
+        _write_text(name, text, self._folder(".", create=True))
+
+    def remove_empty(self, text_names: Collection[str]) -> bool:
         """Remove the folder if it holds no block and no foreign file; whether it was removed.
 
         Others may use it: what they create meanwhile stays.
 
         Args:
-            text_name: The text file that describes the folder; it goes, or stays, with it.
+            text_names: Text files that describe the folder; they go, or stay, with it.
         """
         folder = self._folder(".")
         found = set(os.listdir(folder))
         inner = {name for name in found if is_block_folder(name)}
         names = found - inner
-        if names - {text_name}:
+        if names - set(text_names):
             return False
-        text = ""
+        texts = dict[str, str]()
         try:
             for name in inner:
                 os.rmdir(name, dir_fd=folder)
-            if names:
-                text = self.read_text(text_name)
-                os.unlink(text_name, dir_fd=folder)
+            for name in names:
+                texts[name] = self.read_text(name)
+                os.unlink(name, dir_fd=folder)
             os.rmdir(self.fingerprint, dir_fd=self._folder(""))
         except OSError:
-            if text:  # a block was stored meanwhile
+            for name, text in texts.items():  # a block was stored meanwhile
                 with contextlib.suppress(FileNotFoundError):
-                    _write_text(text_name, text, folder)
+                    _write_text(name, text, folder)
             return False
         return True
 

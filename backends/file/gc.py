@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from kvxfer.backends.file.census import is_store, take_census
 from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.folder import BlockFolder
+from kvxfer.backends.file.integrity_record import RECORDS
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import NAMESPACE_FILE
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
+
+DESCRIPTIONS = {NAMESPACE_FILE, *RECORDS.values()}
+"""What goes with the folder of a namespace."""
 
 FILES_PER_LOCK = 64
 """Engines that store wait while the lock is held."""
@@ -95,7 +99,7 @@ class GarbageCollection:
             removed.num_excess = self._remove(ledger, in_use, down_to=self._capacity_bytes)
         for fingerprint in self._tree.fingerprints():
             with contextlib.suppress(OSError), self._tree.folder(fingerprint) as folder:
-                removed.num_folders += folder.remove_empty(NAMESPACE_FILE)
+                removed.num_folders += folder.remove_empty(DESCRIPTIONS)
         with ledger.locked():
             removed.num_bytes_left = ledger.used
 

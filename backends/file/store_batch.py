@@ -4,6 +4,7 @@ import threading
 from collections.abc import Sequence
 
 from kvxfer.backends.file.block_files import BlockFiles, failure
+from kvxfer.backends.file.integrity_record import OTHER_SECRET, REFUSALS
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.writer import BlockWriter
 from kvxfer.kvcache.descriptors import Descriptors
@@ -12,6 +13,10 @@ from kvxfer.storage.keys import BlockKey
 
 NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
 PART = Outcome(Status.FAILED, reason="a part of a chunk is not the tensors that its group lists")
+
+
+NOT_BEGUN = REFUSALS | {NO_ROOM, PART}
+"""Outcomes that say nothing about the medium."""
 
 
 class StoreBatch:
@@ -50,7 +55,7 @@ class StoreBatch:
         """Store blocks `start` to `stop` (exclusive).
 
         Returns:
-            None for a file that is there. `NO_ROOM`, or `PART`, for one that was not begun; any
+            None for a file that is there. One of `NOT_BEGUN` for one that was not begun; any
             other as `BlockWriter.write` has it.
         """
         self._make_room()
@@ -78,6 +83,9 @@ class StoreBatch:
                 self._has_room = True
 
     def _reserve(self) -> None:
+        if not self._files.record.is_ours():
+            self._outcomes[:] = [OTHER_SECRET] * len(self._keys)
+            return
         found, absent = self._files.folder.sizes(self._keys), dict[int, int]()
         for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
             if found[index] is None:
@@ -86,6 +94,9 @@ class StoreBatch:
                     absent[index] = expected.header_size_bytes + num_bytes
                 else:
                     self._outcomes[index] = PART
+        for index, refusal in self._files.record.unreadable(self._keys, found).items():
+            self._outcomes[index] = refusal
+            absent.pop(index, None)
         if not absent:
             self._space.touch(self._keys)
             return

@@ -88,14 +88,18 @@ class BlockTree:
         """Open the folder of a namespace; the caller closes it."""
         return BlockFolder(self.root, fingerprint)
 
-    def blocks(self) -> Iterator[FoundBlock]:
-        """Walk through every block file, those in quarantine included, in no order."""
-        for fingerprint, folder, fd in self._folders():
+    def blocks(self, fingerprint: str = "") -> Iterator[FoundBlock]:
+        """Walk through every block file, those in quarantine included, in no order.
+
+        Args:
+            fingerprint: The one namespace to walk through; all by default.
+        """
+        for namespace, folder, fd in self._folders(fingerprint):
             for name in os.listdir(fd):
                 key = _key_in(name)
                 found = _stat_file(name, fd) if key else None
                 if found:
-                    yield FoundBlock(fingerprint, folder, key, found.st_size, found.st_mtime)
+                    yield FoundBlock(namespace, folder, key, found.st_size, found.st_mtime)
 
     def collect(self) -> int:
         """Remove temporary files whose writers are dead; return how many."""
@@ -117,15 +121,17 @@ class BlockTree:
                 if owner and not living[owner] and _stat_file(name, fd):
                     yield fd, name
 
-    def _folders(self, *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
+    def _folders(self, only: str = "", *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
         """Fingerprint, name and descriptor of every folder that holds blocks.
 
         Args:
+            only: Fingerprint of the one namespace that is wanted; all by default.
             with_own: Whether the folders of the namespaces that these lie in are among them.
         """
         root = open_folder(self.root)
         try:
-            for fingerprint, parent in self._children(root, is_fingerprint):
+            is_wanted = only.__eq__ if only else is_fingerprint
+            for fingerprint, parent in self._children(root, is_wanted):
                 if with_own:
                     yield fingerprint, "", parent
                 for name, fd in self._children(parent, is_block_folder):

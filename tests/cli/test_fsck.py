@@ -180,6 +180,26 @@ def test_with_a_secret_a_block_that_anybody_could_have_made_is_bad(
     assert "integrity is 'fast'; expected 'keyed'" in capsys.readouterr().out
 
 
+def test_what_is_not_sealed_by_the_secret_is_never_put_away(
+    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill()
+    command = ["fsck", str(store.root), "--repair", "--secret-file"]
+    assert main([*command, str(secret_file)]) == 1
+    assert capsys.readouterr().out.endswith(f"0 good, {NUM_BLOCKS} bad\n")
+    namespace = store.fill(model="another", integrity=Integrity.KEYED, secret_file=secret_file)
+    wrong = secret_file.with_name("wrong")
+    wrong.write_bytes(bytes(32))
+    before = store.blocks()
+    assert main([*command, str(wrong)]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith("kvxfer fsck: secret_file is 'another secret'; expected")
+    assert namespace.fingerprint in printed.err
+    assert store.blocks() == before
+    assert not store.quarantined()
+
+
 def test_blocks_without_a_checksum_are_counted(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
