@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvxfer.backends.file.census import is_store, take_census
+from kvxfer.backends.file.census import take_census
 from kvxfer.backends.file.check import BlockCheck, Finding
 from kvxfer.backends.file.header import BlockFileError
 from kvxfer.backends.file.integrity_record import require_secret
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import read_namespace
+from kvxfer.backends.file.root import require_store
 from kvxfer.backends.file.space import stop_walk
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
 
@@ -35,12 +36,14 @@ class StoreCheck:
 
     Raises:
         OSError: The root cannot be read.
-        InvalidArgumentError: The blocks of a namespace are sealed with another secret.
+        InvalidArgumentError: The root is not that of a store, or the blocks of a namespace are
+            sealed with another secret.
     """
 
     def __init__(self, root: Path, check: BlockCheck) -> None:
         self.errors: list[OSError] = []
         self._tree = BlockTree(root, on_error=self.errors.append)
+        require_store(BlockTree(root))
         self._check = check
         blocks = list(self._tree.blocks())
         self.found = [block for block in blocks if not block.quarantined]
@@ -83,8 +86,6 @@ class StoreCheck:
             OSError: The tree or the count cannot be read: a part of it would be no count.
         """
         tree = BlockTree(self._tree.root, on_error=stop_walk)
-        if not is_store(tree):
-            return 0
         num_removed = tree.collect()
         ledger = Ledger(tree.root)
         try:

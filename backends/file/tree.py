@@ -104,22 +104,32 @@ class BlockTree:
     def collect(self) -> int:
         """Remove temporary files whose writers are dead; return how many."""
         num_removed = 0
-        for fd, name in self.abandoned():
+        for path, fd in self.abandoned():
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=fd)
+                os.unlink(os.path.basename(path), dir_fd=fd)
                 num_removed += 1
         return num_removed
 
-    def abandoned(self) -> Iterator[tuple[int, str]]:
-        """Walk through the temporary files whose writers are dead: folder's descriptor, name."""
+    def abandoned(self) -> Iterator[tuple[str, int]]:
+        """Walk through the temporary files whose writers are dead, as `entries` does."""
         living = dict[str, bool]()
-        for _, _, fd in self._folders(with_own=True):
+        for path, fd in self.entries():
+            name = os.path.basename(path)
+            owner = owner_of(name)
+            if owner and owner not in living:
+                living[owner] = is_alive(self.root, owner)
+            if owner and not living[owner] and _stat_file(name, fd):
+                yield path, fd
+
+    def entries(self) -> Iterator[tuple[str, int]]:
+        """Walk through whatever is in the folders of namespaces, and in those of their blocks.
+
+        Yields:
+            Path below the root, and descriptor of the folder, which is valid until the next.
+        """
+        for fingerprint, folder, fd in self._folders(with_own=True):
             for name in os.listdir(fd):
-                owner = owner_of(name)
-                if owner and owner not in living:
-                    living[owner] = is_alive(self.root, owner)
-                if owner and not living[owner] and _stat_file(name, fd):
-                    yield fd, name
+                yield "/".join(filter(None, (fingerprint, folder, name))), fd
 
     def _folders(self, only: str = "", *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
         """Fingerprint, name and descriptor of every folder that holds blocks.

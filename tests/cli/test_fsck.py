@@ -253,11 +253,15 @@ def test_a_folder_that_cannot_be_opened_is_bad(
     assert "bad: 03: cannot be opened: Permission denied" in capsys.readouterr().out
 
 
-def test_a_folder_that_holds_no_store_has_nothing_bad_and_stays_as_it_is(
+def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["fsck", str(tmp_path), "--repair"]) == 0
-    assert capsys.readouterr().out == "0 good, 0 bad\n"
+    assert main(["fsck", str(tmp_path), "--repair"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith(
+        f"kvxfer fsck: path is '{tmp_path}'; expected the root of a store"
+    )
     assert not (tmp_path / LEDGER_NAME).exists()
 
 
@@ -287,6 +291,7 @@ def test_misuse_is_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     (tmp_path / "file").write_text("short")
+    (tmp_path / LEDGER_NAME).touch()
     assert main(["fsck", *(argument.format(tmp_path) for argument in arguments)]) == 2
     printed = capsys.readouterr()
     assert not printed.out
