@@ -19,7 +19,7 @@ export PYTHONHASHSEED := 0
 # minute for each process of an engine.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test e2e exhaustive faults compat lint type docs layouts bench check-dist check
+.PHONY: setup demo test e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -38,6 +38,12 @@ exhaustive: $(MODELS) ; $(BIN)/pytest -m exhaustive --ignore=tests/typing --igno
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
 faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py
+
+# Engines over tiers of host, files and peers, and all that can happen to them: `make chaos SECONDS=60 SEED=7
+# WITHOUT=kill-worker,gc`. Ends at most three minutes after that.
+SECONDS ?= 600
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos.run --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --without "$(WITHOUT)"
 
 # Downloads the other releases of vLLM that the adapter supports, some 3 GB on disk.
 compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda

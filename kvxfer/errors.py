@@ -40,8 +40,10 @@ class BlockIdError(InvalidArgumentError, LookupError):
 class DuplicateError(InvalidArgumentError):
     """Report a key or block id that appears twice in one batch."""
 
-    def __init__(self, argument: str, value: object) -> None:
-        super().__init__(argument, value, "each value once in a batch")
+    def __init__(
+        self, argument: str, value: object, expected: str = "each value once in a batch"
+    ) -> None:
+        super().__init__(argument, value, expected)
 
 
 class UnknownGroupError(InvalidArgumentError, LookupError):
@@ -185,6 +187,30 @@ class ClosedError(KVXferError, RuntimeError):
     def __init__(self, what: str) -> None:
         self.what = what
         super().__init__(f"{what} is closed")
+
+
+class ForkedError(KVXferError, RuntimeError):
+    """Report a call on something that another process opened, before it was forked.
+
+    Attributes:
+        pid: The process that opened it.
+    """
+
+    def __init__(self, what: str, pid: int) -> None:
+        self.what = what
+        self.pid = pid
+        super().__init__(
+            f"{what} was opened by process {pid} and cannot be used after a fork: "
+            f"open one in each process"
+        )
+
+
+class EventLoopError(KVXferError, RuntimeError):
+    """Report a call that could never end, because of the event loop that has to serve it."""
+
+    def __init__(self, what: str, detail: str) -> None:
+        self.what = what
+        super().__init__(f"{what}: {detail}")
 
 
 class BackendUnavailableError(KVXferError, ConnectionError):

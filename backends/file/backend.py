@@ -15,14 +15,15 @@ from kvxfer.backends.file.block_files import BlockFiles
 from kvxfer.backends.file.breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.digest import Digester, read_secret
+from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.direct import probe_direct
 from kvxfer.backends.file.engines import open_engine
-from kvxfer.backends.file.folder import FOLDER_MODE, BlockFolder, file_name
+from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.group_format import GroupFormat
 from kvxfer.backends.file.integrity_record import IntegrityRecord
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
+from kvxfer.backends.file.open_folders import FOLDER_MODE
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.root import warn_of_strangers
 from kvxfer.backends.file.shares import cut_shares
@@ -35,6 +36,7 @@ from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentE
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
 from kvxfer.storage.eviction import POLICIES
+from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 from kvxfer.storage.threads import Threads
 
@@ -93,7 +95,6 @@ class FileBackend(Backend):
             copy_engine=CPUCopyEngine(),
             alignment=alignment,
         )
-        self._reader = BlockReader(self._files)
         self._space = Space(
             self._tree,
             self._folder,
@@ -102,6 +103,7 @@ class FileBackend(Backend):
             capacity_bytes=config.capacity,
             min_free_bytes=config.min_free,
         )
+        self._reader = BlockReader(self._files, self._space)
         self._writer = BlockWriter(self._files, self._ledger, config.durability)
         self._breaker = CircuitBreaker(f"storing to {self._root}")
         most = self._files.file_io.max_threads
@@ -132,29 +134,20 @@ class FileBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
-        ours = [index for index, key in enumerate(keys) if key not in self._stores]
-        theirs = {key: self._stores[key] for key in keys if key in self._stores}
-        outcomes: dict[BlockKey, Outcome] = {}
-        if ours:
-            chosen = [keys[index] for index in ours]
-            finished = asyncio.Event()
-            self._stores |= dict.fromkeys(chosen, finished)
-            try:
-                stored = await self._store(chosen, blocks.take(ours) if theirs else blocks)
-            finally:
-                for key in chosen:
-                    del self._stores[key]
-                finished.set()
-            outcomes |= zip(chosen, stored, strict=True)
-        for key, store in theirs.items():  # another call is storing it: share its fate
-            await store.wait()
-            failed = Outcome(Status.FAILED, reason="the call that was storing the block failed")
-            (there,) = await self.lookup([key])
-            outcomes[key] = DONE if there else failed
-        return [outcomes[key] for key in keys]
+        while busy := [self._stores[key] for key in keys if key in self._stores]:
+            await busy[0].wait()  # another call stores it, or a part of it
+            self._check()
+        finished = asyncio.Event()
+        self._stores |= dict.fromkeys(keys, finished)
+        try:
+            return await self._store(keys, blocks)
+        finally:
+            for key in keys:
+                del self._stores[key]
+            finished.set()
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`. Memory of blocks that are neither done nor corrupt is not written."""
+        """See `Backend.load`. Memory of blocks that are missing is not written."""
         self._check(keys, blocks)
 
         def read(start: int, stop: int) -> list[Outcome]:
@@ -164,7 +157,7 @@ class FileBackend(Backend):
         self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`.
 
         Raises:
@@ -212,14 +205,12 @@ class FileBackend(Backend):
 
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
-            return [DONE if there else _PAUSED for there in await self.lookup(keys)]
-        batch = StoreBatch(self._files, self._space, self._writer, keys, blocks)
+            covered = self._batch(keys, blocks).covered
+            return [DONE if there else _PAUSED for there in await self._lookups.run(covered)]
         try:
-            with self._watched():
-                written = await self._share(self._writers, self._num_writers, batch.write, blocks)
+            written = await self._write(keys, blocks)
         except BaseException:
             self._breaker.abandon()
-            await self._removers.run(batch.give_back)
             raise
         kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
         tried = [each for each in kinds if each is not None and each not in NOT_BEGUN]
@@ -228,10 +219,22 @@ class FileBackend(Backend):
             self._breaker.record(next(failed, ""))
         else:
             self._breaker.abandon()
-        outcomes = [outcome or DONE for outcome in written]
         if BUSY in kinds:
-            await self._await_others(keys, outcomes)
-        return outcomes
+            await self._await_others(keys, blocks, written)
+        return [outcome or DONE for outcome in written]
+
+    async def _write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome | None]:
+        """Write blocks that are not there; see `StoreBatch.write`."""
+        batch = self._batch(keys, blocks)
+        try:
+            with self._watched():
+                return await self._share(self._writers, self._num_writers, batch.write, blocks)
+        except BaseException:
+            await self._removers.run(batch.give_back)
+            raise
+
+    def _batch(self, keys: Sequence[BlockKey], blocks: Descriptors) -> StoreBatch:
+        return StoreBatch(self._files, self._space, self._writer, keys, blocks)
 
     async def _share(
         self,
@@ -246,13 +249,21 @@ class FileBackend(Backend):
             shares = [tasks.create_task(threads.run(move, *cut)) for cut in cuts]
         return [each for share in shares for each in share.result()]
 
-    async def _await_others(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> None:
-        """Give other processes a moment to finish the blocks that they are storing."""
+    async def _await_others(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, outcomes: list[Outcome | None]
+    ) -> None:
+        """Give other processes a moment to finish the blocks that they are storing.
+
+        What they stored may be another part of a chunk: then ours is stored after all.
+        """
         busy = [index for index, outcome in enumerate(outcomes) if outcome is BUSY]
         for _ in range(BUSY_ATTEMPTS):
             there = await self.lookup([keys[index] for index in busy])
-            for index, found in zip(busy, there, strict=True):
-                outcomes[index] = DONE if found else BUSY
+            found = [index for index, is_there in zip(busy, there, strict=True) if is_there]
+            if found:
+                written = await self._write([keys[index] for index in found], blocks.take(found))
+                for index, outcome in zip(found, written, strict=True):
+                    outcomes[index] = outcome
             busy = [index for index in busy if outcomes[index] is BUSY]
             if not busy:
                 return
@@ -275,17 +286,14 @@ class FileBackend(Backend):
 
     def _read_share(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = self._reader.read(keys, blocks)
-        for key, outcome in zip(keys, outcomes, strict=True):
-            if outcome.status is Status.CORRUPT:
-                self._space.put_away(key)
         done = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
         for key in self._space.touch(done):
             self._folder.note_use(key)
         return outcomes
 
     def _purge(self) -> int:
-        found = list(self._tree.blocks(self._folder.fingerprint))
-        return self._space.remove([block.key for block in found if not block.quarantined])
+        found = self._tree.blocks(self._folder.fingerprint)
+        return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
     def _look_around(self) -> None:
         """Find out what is there, and collect what dead writers left."""

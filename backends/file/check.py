@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvxfer.backends.file.digest import Digester, Integrity
+from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.header import (
     LENGTH_BYTES,
@@ -16,6 +16,7 @@ from kvxfer.backends.file.header import (
     header_size_in,
 )
 from kvxfer.backends.file.tree import FoundBlock
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 
 READ_BYTES = 1 << 20
@@ -181,6 +182,22 @@ def read_header(fd: int) -> tuple[bytes, int]:
     if found.st_size <= size:
         raise BlockFileError(f"no block file: {found.st_size} bytes are too few")
     return os.pread(fd, size, 0), found.st_size - size
+
+
+def read_extent(fd: int) -> tuple[int, int]:
+    """Read which bytes of its chunk an open file says it has, from and to.
+
+    None, which is (0, 0), when it is no block file, or one that was cut off.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        head, num_bytes = read_header(fd)
+        header = BlockHeader.decode(head)
+    except BlockFileError:
+        return 0, 0
+    return (header.start, header.stop) if header.num_bytes == num_bytes else (0, 0)
 
 
 def read_data(fd: int, offset: int) -> Iterator[memoryview]:

@@ -4,9 +4,9 @@ from typing import Literal
 
 import msgspec
 
-from kvxfer.backends.file.digest import Integrity
 from kvxfer.backends.file.writer import Durability
 from kvxfer.storage.eviction import PolicyName
+from kvxfer.storage.integrity import Integrity
 from kvxfer.units import ByteSize
 
 EngineName = Literal["auto", "uring", "posix", "nixl"]

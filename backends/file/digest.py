@@ -1,27 +1,14 @@
 """How stored bytes are checked: a checksum against accidents, a keyed one against forgery."""
 
-import enum
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Protocol
 
 import xxhash
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.integrity import Integrity
 
 SECRET_BYTES = 32
-
-
-class Integrity(enum.Enum):
-    """What is stored with a block and verified before it counts as loaded.
-
-    `OFF`: nothing. `FAST`: XXH3-64, which finds every accident but not a forger. `KEYED`: BLAKE3
-    with a secret key, which finds both.
-    """
-
-    OFF = "off"
-    FAST = "fast"
-    KEYED = "keyed"
 
 
 class Hasher(Protocol):
@@ -83,20 +70,6 @@ class Digester:
             return xxhash.xxh3_64()
         hasher: Hasher = _import_blake3()(key=self._secret)
         return hasher
-
-
-def read_secret(path: str) -> bytes | None:
-    """Read the secret of `KEYED` from a file; None when no file is named.
-
-    Raises:
-        InvalidArgumentError: The file cannot be read.
-    """
-    if not path:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as exc:
-        raise InvalidArgumentError("secret_file", path, f"a readable file: {exc.strerror}") from exc
 
 
 def _import_blake3() -> type:

@@ -166,8 +166,9 @@ class FileIO(ABC):
 
 
 def _create(file: NewFile, flags: int) -> int:
-    if file_size(file.folder_fd, file.name) is not None:
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+    with contextlib.suppress(FileNotFoundError):
+        if regular_size(file.folder_fd, file.name) is not None:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     return os.open(file.temporary, CREATE_FLAGS | flags, FILE_MODE, dir_fd=file.folder_fd)
 
 
@@ -176,12 +177,13 @@ def _give_name(file: NewFile) -> None:
     os.rename(file.temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def file_size(folder_fd: int, name: str | bytes) -> int | None:
-    """Bytes of a file in a folder; None where there is none, and a link is none."""
-    try:
-        found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
-    except OSError:
-        return None
+def regular_size(folder_fd: int, name: str | bytes) -> int | None:
+    """Bytes of a file in a folder; None where it is a link, a folder or the like.
+
+    Raises:
+        OSError: It is not there, or cannot be looked at.
+    """
+    found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 

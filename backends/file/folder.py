@@ -1,11 +1,11 @@
 """The folder of one namespace: who may be named in it, and by whom it is written."""
 
 import contextlib
+import functools
 import os
 import re
 import secrets
-import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,16 +16,16 @@ from kvxfer.backends.file.file_io import (
     FILE_MODE,
     NamedFile,
     NewFile,
-    file_size,
+    regular_size,
 )
 from kvxfer.backends.file.header import MAX_KEY_BYTES
+from kvxfer.backends.file.open_folders import OWN, OpenFolders
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
 
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp"
 QUARANTINE = "quarantine"
-FOLDER_MODE = 0o700
 MAX_TEXT_BYTES = 16 << 20
 HEX_DIGITS = frozenset("0123456789abcdef")
 _TEMPORARY_NAME = re.compile(
@@ -33,7 +33,6 @@ _TEMPORARY_NAME = re.compile(
 )
 _WRITE_ATTEMPTS = 8
 
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
 
 
@@ -59,22 +58,11 @@ def owner_of(name: str) -> str:
     return found[1] if found else ""
 
 
-def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
-    """Open a folder, by descriptor where there is a parent; a link is not followed there.
-
-    Raises:
-        OSError: It is not there, or not a folder.
-    """
-    flags = _FOLDER_FLAGS if parent_fd is not None else _FOLDER_FLAGS & ~os.O_NOFOLLOW
-    return os.open(name, flags, dir_fd=parent_fd)
-
-
 class BlockFolder:
     """The folder of a namespace: `<root>/<fingerprint>/<hh>/<key>.safetensors`.
 
-    Every folder is opened without following links and addressed by descriptor, so that nothing
-    in the tree leads out of it. Descriptors are kept, at most 258. Thread-safe; every method
-    blocks.
+    Nothing in the tree leads out of it: every folder is opened without following links and
+    addressed by descriptor. Thread-safe; every method blocks.
 
     Args:
         root: Root of the store, which must be there.
@@ -87,22 +75,25 @@ class BlockFolder:
     def __init__(self, root: Path, fingerprint: str) -> None:
         self.root = root
         self.fingerprint = fingerprint
-        self._lock = threading.Lock()
-        self._stale: list[int] = []
         self._texts: dict[str, str] = {}
-        self._folders = {"": open_folder(root)}
+        self._folders = OpenFolders(root, fingerprint, on_made=self._describe)
 
     def sizes(self, keys: Sequence[BlockKey]) -> list[int | None]:
         """Bytes of the file of each key, None where there is none; a link is none."""
-        return [self._size(file_name(key)) for key in keys]
+        names, since = [file_name(key) for key in keys], self._folders.num_renewed
+        fds = {name: self._known_folder(name) for name in {name[:2] for name in names}}
+        sizes = [_size_in(fds[name[:2]], name) for name in names]
+        missing = [index for index, size in enumerate(sizes) if size is None]
+        if missing and self._folders.have_changed({names[i][:2] for i in missing}, since):
+            for index in missing:
+                sizes[index] = self._size(names[index])
+        return sizes
 
     def locate(self, key: BlockKey) -> NamedFile | None:
         """Say where the file of a key is to be opened, if its folder is there."""
         name = file_name(key)
-        try:
-            return NamedFile(self._folder(name[:2]), name.encode())
-        except OSError:
-            return None
+        fd = self._known_folder(name[:2])
+        return None if fd is None else NamedFile(fd, name.encode())
 
     def open_block(self, key: BlockKey, flags: int = 0) -> int:
         """Open the file of a key for reading.
@@ -111,27 +102,33 @@ class BlockFolder:
             FileNotFoundError: There is none.
             OSError: It cannot be opened, or it is a link.
         """
-        name = file_name(key)
-        try:
-            return os.open(name, READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
-        except FileNotFoundError:
-            if not self.forget_removed():
-                raise
-        return os.open(name, READ_FLAGS | flags, dir_fd=self._folder(name[:2]))
+        return self._open_block(key, file_name(key)[:2], flags)
+
+    def renew(self, key: BlockKey) -> None:
+        """Make the folder of a key anew if it was removed, and the root, as configured.
+
+        Raises:
+            OSError: It can be neither opened nor made.
+        """
+        self._folders.renew(file_name(key)[:2], create=True)
 
     def place(self, key: BlockKey, temporary: str) -> NewFile:
         """Say where the file of a key is to be made; its folder is, if need be.
+
+        Only making the file tells whether the folder is still there: see `renew`.
 
         Raises:
             OSError: The folder can be neither opened nor made.
         """
         name = file_name(key)
-        return NewFile(self._folder(name[:2], create=True), temporary.encode(), name.encode())
+        return NewFile(
+            self._folders.descriptor(name[:2], create=True), temporary.encode(), name.encode()
+        )
 
     def sync(self, keys: Sequence[BlockKey]) -> None:
         """Make the names of published files durable, one call per folder."""
         for name in {file_name(key)[:2] for key in keys}:
-            os.fsync(self._folder(name))
+            self._folders.within(name, os.fsync)
 
     def remove(self, key: BlockKey) -> bool:
         """Remove the file of a key; whether it was there."""
@@ -144,7 +141,7 @@ class BlockFolder:
             FileNotFoundError: It is gone.
             OSError: It cannot be opened, or it is a link.
         """
-        return os.open(file_name(key), READ_FLAGS, dir_fd=self._folder(found_in))
+        return self._open_block(key, found_in)
 
     def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> bool:
         """Put the open file of a key away, where no lookup finds it.
@@ -156,17 +153,22 @@ class BlockFolder:
 
         Returns:
             False when another process removed or replaced it since it was opened.
+
+        Raises:
+            OSError: It cannot be put there.
         """
         name = file_name(key)
-        try:
-            folder = self._folder(found_in or name[:2])
-            away = self._folder(QUARANTINE, create=True)
-            if not _is_named(name, folder, fd):
-                return False
-            os.rename(name, name, src_dir_fd=folder, dst_dir_fd=away)
-        except FileNotFoundError:
-            return False
-        return True
+
+        def move(folder: int) -> None:
+            rename = functools.partial(os.rename, name, name, src_dir_fd=folder)
+            self._folders.within(QUARANTINE, lambda away: rename(dst_dir_fd=away), create=True)
+
+        return self._if_named(name, found_in or name[:2], fd, move)
+
+    def remove_open(self, key: BlockKey, fd: int) -> bool:
+        """Remove the open file of a key; False when another process has, or has replaced it."""
+        name = file_name(key)
+        return self._if_named(name, name[:2], fd, lambda folder: os.unlink(name, dir_fd=folder))
 
     def quarantined_size(self, key: BlockKey) -> int | None:
         """Bytes of the file of a key that was put away; None when there is none."""
@@ -184,7 +186,9 @@ class BlockFolder:
         """Write the time of now into the file of a key, if it is there."""
         name = file_name(key)
         with contextlib.suppress(OSError):  # it only orders the evictions of a later process
-            os.utime(name, dir_fd=self._folder(name[:2]), follow_symlinks=False)
+            self._folders.within(
+                name[:2], lambda fd: os.utime(name, dir_fd=fd, follow_symlinks=False)
+            )
 
     def read_text(self, name: str) -> str:
         """Read a small text file of the folder.
@@ -192,18 +196,13 @@ class BlockFolder:
         Raises:
             OSError: It cannot be read.
         """
-        try:
-            fd = os.open(name, READ_FLAGS, dir_fd=self._folder("."))
-        except FileNotFoundError:
-            if not self.forget_removed():
-                raise
-            fd = os.open(name, READ_FLAGS, dir_fd=self._folder("."))
+        fd = self._folders.within(OWN, lambda folder: os.open(name, READ_FLAGS, dir_fd=folder))
         with open(fd, "rb") as file:
             return file.read(MAX_TEXT_BYTES).decode(errors="replace")
 
     def has_text(self, name: str) -> bool:
-        """Whether there is a text file in the folder."""
-        return self._size(name, ".") is not None
+        """Whether there is a text file in the folder, as far as that is open."""
+        return _size_in(self._known_folder(OWN), name) is not None
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder, whole or not at all.
@@ -215,7 +214,7 @@ class BlockFolder:
 
     def put_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder this once, whole or not at all."""
-        _write_text(name, text, self._folder(".", create=True))
+        self._folders.within(OWN, functools.partial(_write_text, name, text), create=True)
 
     def remove_empty(self, text_names: Collection[str]) -> bool:
         """Remove the folder if it holds no block and no foreign file; whether it was removed.
@@ -225,7 +224,7 @@ class BlockFolder:
         Args:
             text_names: Text files that describe the folder; they go, or stay, with it.
         """
-        folder = self._folder(".")
+        folder = self._folders.descriptor(OWN)
         found = set(os.listdir(folder))
         inner = {name for name in found if is_block_folder(name)}
         names = found - inner
@@ -238,7 +237,7 @@ class BlockFolder:
             for name in names:
                 texts[name] = self.read_text(name)
                 os.unlink(name, dir_fd=folder)
-            os.rmdir(self.fingerprint, dir_fd=self._folder(""))
+            os.rmdir(self.fingerprint, dir_fd=self._folders.root_fd)
         except OSError:
             for name, text in texts.items():  # a block was stored meanwhile
                 with contextlib.suppress(FileNotFoundError):
@@ -246,27 +245,9 @@ class BlockFolder:
             return False
         return True
 
-    def forget_removed(self) -> bool:
-        """Let go of folders that were removed behind our back; whether there were any.
-
-        Their descriptors stay open until the end: a thread may be using one, and its number must
-        not come to mean another folder. The root is made anew, as the configuration asks.
-        """
-        with self._lock:
-            if all(os.fstat(fd).st_nlink for fd in self._folders.values()):
-                return False
-            self.root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-            root = open_folder(self.root)
-            self._stale += self._folders.values()
-            self._folders = {"": root}
-            return True
-
     def close(self) -> None:
         """Close every descriptor; may be called again. No other call may be under way."""
-        with self._lock:
-            for fd in [*self._folders.values(), *self._stale]:
-                os.close(fd)
-            self._folders, self._stale = {}, []
+        self._folders.close()
 
     def __enter__(self) -> Self:
         return self
@@ -279,43 +260,59 @@ class BlockFolder:
     ) -> None:
         self.close()
 
-    def _size(self, name: str, folder: str = "") -> int | None:
+    def _describe(self, folder_fd: int) -> None:
+        for text in self._texts.items():
+            _write_text(*text, folder_fd)
+
+    def _known_folder(self, name: str) -> int | None:
         try:
-            return file_size(self._folder(folder or name[:2]), name)
+            return self._folders.descriptor(name)
         except OSError:
             return None
 
+    def _size(self, name: str, folder: str = "") -> int | None:
+        try:
+            return self._folders.within(folder or name[:2], lambda fd: regular_size(fd, name))
+        except OSError:
+            return None
+
+    def _if_named(self, name: str, folder: str, fd: int, act: Callable[[int], None]) -> bool:
+        """Act if the name still stands for the open file: another may have been published."""
+
+        def check_and_act(folder_fd: int) -> bool:
+            named = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+            is_ours = os.path.samestat(named, os.fstat(fd))
+            if is_ours:
+                act(folder_fd)
+            return is_ours
+
+        try:
+            return self._folders.within(folder, check_and_act)
+        except FileNotFoundError:
+            return False
+
+    def _open_block(self, key: BlockKey, folder: str, flags: int = 0) -> int:
+        name, flags = file_name(key), READ_FLAGS | flags
+        return self._folders.within(folder, lambda fd: os.open(name, flags, dir_fd=fd))
+
     def _unlink(self, name: str, folder: str) -> bool:
         try:
-            os.unlink(name, dir_fd=self._folder(folder))
+            self._folders.within(folder, lambda fd: os.unlink(name, dir_fd=fd))
         except (FileNotFoundError, IsADirectoryError):  # the latter is nothing of ours
             return False
         return True
-
-    def _folder(self, name: str, *, create: bool = False) -> int:
-        """Descriptor of a folder of the namespace; `.` is the namespace's own."""
-        fd = self._folders.get(name)
-        if fd is not None:
-            return fd
-        with self._lock:
-            if "." not in self._folders:
-                self._open(self.fingerprint, ".", self._folders[""], create=create)
-                for text in self._texts.items() if create else ():
-                    _write_text(*text, self._folders["."])
-            if name not in self._folders:
-                self._open(name, name, self._folders["."], create=create)
-            return self._folders[name]
-
-    def _open(self, name: str, known_as: str, parent_fd: int, *, create: bool) -> None:
-        if create:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, FOLDER_MODE, dir_fd=parent_fd)
-        self._folders[known_as] = open_folder(name, parent_fd)
 
 
 def is_block_folder(name: str) -> bool:
     """Whether a folder's name is that of one that holds block files."""
     return name == QUARANTINE or (len(name) == 2 and set(name) <= HEX_DIGITS)
+
+
+def _size_in(folder_fd: int | None, name: str) -> int | None:
+    try:
+        return None if folder_fd is None else regular_size(folder_fd, name)
+    except OSError:
+        return None
 
 
 def _write_text(name: str, text: str, folder_fd: int) -> None:
@@ -335,9 +332,3 @@ def _write_text(name: str, text: str, folder_fd: int) -> None:
             raise
         else:
             return
-
-
-def _is_named(name: str, folder_fd: int, fd: int) -> bool:
-    """Whether a name still stands for an open file: it may have been published meanwhile."""
-    named, ours = os.stat(name, dir_fd=folder_fd, follow_symlinks=False), os.fstat(fd)
-    return (named.st_dev, named.st_ino) == (ours.st_dev, ours.st_ino)

@@ -20,6 +20,7 @@ class GroupFormat:
         chunk_size_bytes: Bytes of a whole chunk.
         header_size_bytes: Where the data begins in each file.
         file_size_bytes: Bytes of the file of a whole chunk.
+        has_parts: Whether a file may hold a part of a chunk.
 
     Raises:
         InvalidArgumentError: The tensors are more than the largest header can list.
@@ -31,6 +32,7 @@ class GroupFormat:
         self._tensors = namespace.groups[group].tensors
         self.header_size_bytes = header_size(self._tensors)  # `blocks` fits into its first page
         self.file_size_bytes = self.header_size_bytes + self.chunk_size_bytes
+        self.has_parts = not self._tensors and self.block_size_bytes < self.chunk_size_bytes
         if self.header_size_bytes > MAX_HEADER_BYTES:
             raise InvalidArgumentError(
                 f"groups[{group}].tensors",

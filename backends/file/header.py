@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvxfer.backends.file.digest import Digester, Integrity
+from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.pages import PAGE_BYTES, padded
 from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, StoredTensor
 
 LENGTH_BYTES = 8

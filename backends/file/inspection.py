@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvxfer.backends.file.check import BlockCheck, check_data, read_data, read_header
-from kvxfer.backends.file.digest import Integrity
 from kvxfer.backends.file.folder import READ_FLAGS, SUFFIX, BlockFolder
 from kvxfer.backends.file.header import BlockFileError, BlockHeader
 from kvxfer.backends.file.namespace_file import read_namespace
 from kvxfer.backends.file.tree import is_fingerprint
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 
 

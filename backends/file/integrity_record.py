@@ -8,13 +8,14 @@ from collections.abc import Iterable, Sequence
 import xxhash
 
 from kvxfer.backends.file.check import read_header
-from kvxfer.backends.file.digest import Digester, Integrity
+from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.header import BlockFileError, BlockHeader, OtherIntegrityError
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 
 RECORDS = {kind: f"integrity.{kind.value}" for kind in Integrity}

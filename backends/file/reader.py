@@ -16,14 +16,17 @@ from kvxfer.backends.file.block_files import (
     whole_vectors,
 )
 from kvxfer.backends.file.check import check_data, check_header
-from kvxfer.backends.file.file_io import NamedFile
+from kvxfer.backends.file.file_io import NamedFile, Result
 from kvxfer.backends.file.folder import READ_FLAGS
 from kvxfer.backends.file.header import BlockFileError, OtherIntegrityError
 from kvxfer.backends.file.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.pages import PAGE_BYTES
+from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey
+
+_REPLACED = Outcome(Status.FAILED, reason="the file was removed or replaced while it was read")
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +34,24 @@ logger = logging.getLogger(__name__)
 class BlockReader:
     """Reads shares of batches; blocks, and is called from several threads.
 
-    No failure is raised: it is the outcome of its block. A corrupt file is put in quarantine.
+    No failure is raised: it is the outcome of its block. A corrupt file is put away.
 
     Whole chunks are read many files at a time, on the assumption that all is well. What turns
     out otherwise, and every part of a chunk, is read once more, alone and with care.
 
     Args:
         files: The files of the namespace.
+        space: Where corrupt files are put away.
     """
 
-    def __init__(self, files: BlockFiles) -> None:
+    def __init__(self, files: BlockFiles, space: Space) -> None:
         self._files = files
+        self._space = space
 
     def read(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read the file of `keys[i]` into block i of `blocks`.
 
-        Memory of blocks without a file is not written.
+        Memory of `MISSING` blocks is not written.
         """
         outcomes: list[Outcome] = []
         straight = self._files.is_straight(blocks)
@@ -58,13 +63,7 @@ class BlockReader:
     def _read_round(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
     ) -> list[Outcome]:
-        sizes = blocks.block_sizes.tolist()
-        named: dict[int, NamedFile] = {}
-        for index, key in enumerate(keys):
-            if sizes[index] == self._files.format(key).chunk_size_bytes:
-                location = self._files.folder.locate(key)
-                if location is not None:
-                    named[index] = location
+        named = self._locate_whole(keys, blocks, straight=straight)
         outcomes: list[Outcome | None] = [None] * len(keys)
         if named:
             chosen = blocks if len(named) == len(keys) else blocks.take(list(named))
@@ -72,10 +71,27 @@ class BlockReader:
             read = self._read_whole(some, locations, chosen, straight=straight)
             for index, outcome in zip(named, read, strict=True):
                 outcomes[index] = outcome
-        return [
-            outcome or self._read_alone(keys[index], blocks.select(index, index + 1))
-            for index, outcome in enumerate(outcomes)
-        ]
+        for index, outcome in enumerate(outcomes):
+            if outcome is not DONE:
+                alone = self._read_alone(keys[index], blocks.select(index, index + 1))
+                outcomes[index] = outcome if outcome and alone is MISSING else alone
+        return [outcome or MISSING for outcome in outcomes]
+
+    def _locate_whole(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
+    ) -> dict[int, NamedFile]:
+        """Files of the whole chunks in a batch, but not those that would be a miss if read."""
+        folder, located = self._files.folder, dict[int, NamedFile]()
+        for index, (key, size) in enumerate(zip(keys, blocks.block_sizes.tolist(), strict=True)):
+            expected = self._files.format(key)
+            is_whole = size == expected.chunk_size_bytes
+            # Read straight, a part is in the caller's memory before it is known to be one.
+            if is_whole and straight and expected.has_parts:
+                is_whole = folder.sizes([key]) == [expected.file_size_bytes]
+            location = folder.locate(key) if is_whole else None
+            if location is not None:
+                located[index] = location
+        return located
 
     def _read_whole(
         self,
@@ -85,7 +101,11 @@ class BlockReader:
         *,
         straight: bool,
     ) -> list[Outcome | None]:
-        """Read whole chunks; None where something is not as it should be."""
+        """Read whole chunks.
+
+        Returns:
+            For what is not as it should be `_REPLACED` if memory may have been written, or None.
+        """
         files, sizes = self._files, blocks.block_sizes.tolist()
         scratch = files.scratch(keys, PAGE_BYTES + (0 if straight else max(sizes)))
         vectors = (
@@ -94,7 +114,10 @@ class BlockReader:
             else whole_vectors(scratch, [scratch.room_bytes] * len(keys))
         )
         results = files.file_io.read_named(named, vectors, READ_FLAGS | files.flags)
-        outcomes: list[Outcome | None] = [None] * len(keys)
+        outcomes = [
+            _REPLACED if straight and _may_have_data(result, size) else None
+            for result, size in zip(results, scratch.header_sizes, strict=True)
+        ]
         data = data_views(blocks, scratch, straight=straight)
         for row, (key, size) in enumerate(zip(keys, sizes, strict=True)):
             if results[row] == scratch.header_sizes[row] + size:
@@ -102,7 +125,7 @@ class BlockReader:
                 expected = files.header(key, 0, size, files.digester.checksum(data[row]))
                 if bytes(scratch.header(row)) == expected:
                     outcomes[row] = DONE
-        done = [row for row, outcome in enumerate(outcomes) if outcome]
+        done = [row for row, outcome in enumerate(outcomes) if outcome is DONE]
         if done and not straight:
             wanted = blocks.take(done)
             files.copy_engine.copy(describe_scratch(scratch, done, wanted), wanted)
@@ -134,7 +157,7 @@ class BlockReader:
         except BlockFileError as exc:
             if not files.record.is_ours():
                 return OTHER_SECRET
-            return self._quarantine(key, fd, exc)
+            return self._put_away(key, fd, exc)
         finally:
             os.close(fd)
         return DONE
@@ -162,12 +185,12 @@ class BlockReader:
             self._files.record.note(exc.said)
         return Outcome(Status.FAILED, reason=str(exc))
 
-    def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
+    def _put_away(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:
-            if self._files.folder.quarantine(key, fd):
-                logger.warning("put corrupt block %s in quarantine: %s", key.hex(), exc)
+            if self._space.put_away(key, fd):
+                logger.warning("put corrupt block %s away: %s", key.hex(), exc)
         except OSError as failed:
-            logger.warning("cannot put corrupt block %s in quarantine: %s", key.hex(), failed)
+            logger.warning("cannot put corrupt block %s away: %s", key.hex(), failed)
         return Outcome(Status.CORRUPT, reason=str(exc))
 
     def _data_size(self, key: BlockKey, fd: int) -> int:
@@ -181,6 +204,13 @@ class BlockReader:
             whole = f"that of a whole chunk {expected.file_size_bytes}"
             raise BlockFileError(f"the file has {found.st_size} bytes, {whole}")
         return num_bytes
+
+
+def _may_have_data(result: Result, header_size_bytes: int) -> bool:
+    """Whether a read came as far as the data, as one that failed may have."""
+    if isinstance(result, OSError):
+        return not isinstance(result, FileNotFoundError)
+    return result > header_size_bytes
 
 
 def _require_all(num_read: int, num_bytes: int) -> None:

@@ -127,30 +127,61 @@ class Space:
         old = self._contents.touch(self._files(keys))
         return [key_in(file) for file in old]
 
-    def put_away(self, key: BlockKey) -> None:
-        """Note that a file is in quarantine, if it is; it will be the first to go."""
+    def put_away(self, key: BlockKey, fd: int) -> bool:
+        """Put the open file of a key in quarantine, from where it will be the first to go.
+
+        It is removed instead if it cannot be put there.
+
+        Returns:
+            False when another process removed or replaced it since it was opened.
+
+        Raises:
+            OSError: It can be neither put away nor removed.
+        """
+        try:
+            was_there = self._folder.quarantine(key, fd)
+        except OSError:
+            return self.discard(key, fd)
         with contextlib.suppress(OSError), self._ledger.locked():
             num_bytes = self._folder.quarantined_size(key)
             if num_bytes is not None:
                 (file,) = self._files([key])
                 replaced = self._contents.put_away(file, size_on_disk(num_bytes))
                 self._ledger.remove(replaced)
+        return was_there
 
-    def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Remove the files of keys; return how many were there.
+    def discard(self, key: BlockKey, fd: int) -> bool:
+        """Remove the open file of a key.
+
+        Returns:
+            False when another process removed or replaced it since it was opened.
+
+        Raises:
+            OSError: It cannot be removed.
+        """
+        with self._ledger.locked():
+            was_there = self._folder.remove_open(key, fd)
+            if was_there:
+                self._ledger.remove(size_on_disk(os.fstat(fd).st_size))
+                self._contents.remove(*self._files([key]))
+        return was_there
+
+    def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Remove the files of keys; say for each whether it was there.
 
         Raises:
             OSError: One cannot be removed; those after it were left.
         """
-        num_removed = 0
+        removed = [False] * len(keys)
         with self._ledger.locked():
             sizes = self._folder.sizes(keys)
-            for key, file, size in zip(keys, self._files(keys), sizes, strict=True):
+            files = self._files(keys)
+            for index, (key, file, size) in enumerate(zip(keys, files, sizes, strict=True)):
                 if size is not None and self._folder.remove(key):
-                    num_removed += 1
+                    removed[index] = True
                     self._ledger.remove(size_on_disk(size))
                     self._contents.remove(file)
-        return num_removed
+        return removed
 
     def _scan(self) -> None:
         num_removed = self._tree.collect()

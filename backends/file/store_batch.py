@@ -1,9 +1,12 @@
 """A batch that is stored, by several threads."""
 
+import contextlib
+import os
 import threading
 from collections.abc import Sequence
 
 from kvxfer.backends.file.block_files import BlockFiles, failure
+from kvxfer.backends.file.check import read_extent
 from kvxfer.backends.file.integrity_record import OTHER_SECRET, REFUSALS
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.writer import BlockWriter
@@ -21,6 +24,8 @@ NOT_BEGUN = REFUSALS | {NO_ROOM, PART}
 
 class StoreBatch:
     """Stores those blocks of a batch that are not there, in shares, each on a thread.
+
+    A file that has other bytes of the chunk than a block is removed in favour of the block.
 
     Whichever share is first makes room for all of them: the leading blocks get it, and none is
     evicted for another.
@@ -55,8 +60,8 @@ class StoreBatch:
         """Store blocks `start` to `stop` (exclusive).
 
         Returns:
-            None for a file that is there. One of `NOT_BEGUN` for one that was not begun; any
-            other as `BlockWriter.write` has it.
+            None for a block whose file is there. One of `NOT_BEGUN` for one that was not begun;
+            any other as `BlockWriter.write` has it.
         """
         self._make_room()
         with self._lock:
@@ -70,6 +75,18 @@ class StoreBatch:
             for index, outcome in zip(ours, outcomes, strict=True):
                 self._outcomes[index] = outcome
         return self._outcomes[start:stop]
+
+    def covered(self) -> list[bool]:
+        """Whether the file of each key is there with all bytes of its block; changes nothing."""
+        there, sizes = [], self._files.folder.sizes(self._keys)
+        unreadable = self._files.record.unreadable(self._keys, sizes)
+        for index, size in enumerate(sizes):
+            covers = False
+            with contextlib.suppress(OSError):
+                if size is not None and index not in unreadable:
+                    covers = self._covers(index, size)
+            there.append(covers)
+        return there
 
     def give_back(self) -> None:
         """Give back the room of blocks that are not going to be written; no share may run."""
@@ -87,22 +104,26 @@ class StoreBatch:
             self._outcomes[:] = [OTHER_SECRET] * len(self._keys)
             return
         found, absent = self._files.folder.sizes(self._keys), dict[int, int]()
+        unreadable = self._files.record.unreadable(self._keys, found)
         for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
-            if found[index] is None:
-                expected = self._files.format(self._keys[index])
-                if expected.can_hold(num_bytes):
+            expected, size = self._files.format(self._keys[index]), found[index]
+            if index in unreadable:
+                self._outcomes[index] = unreadable[index]
+                continue
+            if not expected.can_hold(num_bytes):
+                self._outcomes[index] = None if size == expected.file_size_bytes else PART
+                continue
+            try:
+                if size is None or not self._covers(index, size, discard=True):
                     absent[index] = expected.header_size_bytes + num_bytes
-                else:
-                    self._outcomes[index] = PART
-        for index, refusal in self._files.record.unreadable(self._keys, found).items():
-            self._outcomes[index] = refusal
-            absent.pop(index, None)
+            except OSError as exc:
+                self._outcomes[index] = failure(exc)
         if not absent:
             self._space.touch(self._keys)
             return
         indices = list(absent)
         keys = [self._keys[index] for index in indices]
-        spare = [key for key, size in zip(self._keys, found, strict=True) if size is not None]
+        spare = [key for index, key in enumerate(self._keys) if index not in absent]
         refusal = NO_ROOM
         try:
             fitting = self._space.reserve(keys, list(absent.values()), spare=spare)
@@ -111,6 +132,28 @@ class StoreBatch:
         self._reserved.update(indices[:fitting])
         for index in indices[fitting:]:
             self._outcomes[index] = refusal
+
+    def _covers(self, index: int, file_size_bytes: int, *, discard: bool = False) -> bool:
+        """Whether a file has all bytes of a block; one that has not may be removed.
+
+        Raises:
+            OSError: It cannot be read, or not be removed.
+        """
+        key, start = self._keys[index], int(self._blocks.payload_starts[index])
+        if file_size_bytes == self._files.format(key).file_size_bytes:
+            return True
+        try:
+            fd = self._files.folder.open_block(key)
+        except FileNotFoundError:
+            return False
+        try:
+            first, last = read_extent(fd)
+            covers = first <= start and start + int(self._blocks.block_sizes[index]) <= last
+            if discard and not covers:
+                self._space.discard(key, fd)
+        finally:
+            os.close(fd)
+        return covers
 
     def _settle(self, indices: Sequence[int], stored: Sequence[bool]) -> None:
         with self._lock:

@@ -16,10 +16,10 @@ from kvxfer.backends.file.folder import (
     BlockFolder,
     file_name,
     is_block_folder,
-    open_folder,
     owner_of,
 )
 from kvxfer.backends.file.header import MAX_KEY_BYTES
+from kvxfer.backends.file.open_folders import open_folder
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
 
 FINGERPRINT_DIGITS = 32

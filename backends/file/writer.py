@@ -92,9 +92,12 @@ class BlockWriter:
         totals = np.add(scratch.header_sizes, sizes).tolist()
         results = self._make(keys, vectors, totals)
         gone = [i for i, result in enumerate(results) if isinstance(result, FileNotFoundError)]
-        if gone and files.folder.forget_removed():
+        if gone:  # with their folders, perhaps
             again = self._make(
-                [keys[i] for i in gone], [vectors[i] for i in gone], [totals[i] for i in gone]
+                [keys[i] for i in gone],
+                [vectors[i] for i in gone],
+                [totals[i] for i in gone],
+                renew=True,
             )
             for index, result in zip(gone, again, strict=True):
                 results[index] = result
@@ -103,7 +106,12 @@ class BlockWriter:
         return [_outcome(result) for result in results]
 
     def _make(
-        self, keys: Sequence[BlockKey], vectors: Sequence[IOVector], sizes: Sequence[int]
+        self,
+        keys: Sequence[BlockKey],
+        vectors: Sequence[IOVector],
+        sizes: Sequence[int],
+        *,
+        renew: bool = False,
     ) -> list[Result]:
         """Write whole files and name them; returns their sizes."""
         folder, owner = self._files.folder, self._ledger.owner
@@ -111,6 +119,8 @@ class BlockWriter:
         placed: dict[int, NewFile] = {}
         for index, key in enumerate(keys):
             try:
+                if renew:
+                    folder.renew(key)
                 placed[index] = folder.place(key, temporary_name(owner, next(self._numbers)))
             except OSError as exc:
                 results[index] = exc

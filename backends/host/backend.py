@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 import msgspec
 import numpy as np
 
-from kvxfer.backends.host.pool import HostPool, Integrity, PoolShape
+from kvxfer.backends.host.pool import HostPool, PoolShape
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
@@ -26,6 +26,7 @@ from kvxfer.storage.backend import (
 )
 from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import NOT_ARRIVED, Lender, Loan, Room, Wanted, require_within
 from kvxfer.storage.threads import Threads
@@ -62,6 +63,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     methods: str | None = None
 
     def __post_init__(self) -> None:
+        self.integrity.require_keyless()
         self._parse_methods()
 
     def open_copy_engine(self) -> CopyEngine:
@@ -125,13 +127,20 @@ class HostBackend(Backend, Lender):
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
         self._require_fit(keys, blocks)
+        starts, stops = blocks.payload_starts, blocks.payload_starts + blocks.block_sizes
+        parts = dict(zip(keys, zip(starts.tolist(), stops.tolist(), strict=True), strict=True))
+        self._drop_lesser(parts)
         plan = self._index.begin_store(keys)
         outcomes = dict.fromkeys(plan.refused, _no_room(self.num_slots))
         if plan.keys:
             await self._write(plan.keys, plan.slots, keys, blocks)
             outcomes |= dict.fromkeys(plan.keys, DONE)
         for key in plan.present:
-            outcomes[key] = await self._stored_elsewhere(key)
+            outcomes[key] = await self._stored_elsewhere(key, *parts[key])
+        again = [index for index, key in enumerate(keys) if outcomes[key] is _LESS]
+        if again:
+            chosen = [keys[index] for index in again]
+            outcomes |= zip(chosen, await self.store(chosen, blocks.take(again)), strict=True)
         return [outcomes[key] for key in keys]
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -152,10 +161,11 @@ class HostBackend(Backend, Lender):
             self._drop_corrupt(found, slots, read)
         return [outcomes[key] for key in keys]
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._check(keys)
-        return len(self._index.remove(keys))
+        removed = set(self._index.remove(keys))
+        return [key in removed for key in keys]
 
     @asynccontextmanager
     async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
@@ -205,6 +215,9 @@ class HostBackend(Backend, Lender):
         """See `Lender.make_room`: slots, which nobody can read before the context ends."""
         require_within(offered, self._chunk_sizes)
         self._check(offered.keys)
+        ends = map(sum, zip(offered.starts, offered.sizes, strict=True))
+        parts = dict(zip(offered.keys, zip(offered.starts, ends, strict=True), strict=True))
+        self._drop_lesser(parts)
         plan = self._index.begin_store(offered.keys)
         outcomes: dict[BlockKey, Outcome | None] = dict.fromkeys(plan.keys)
         outcomes |= dict.fromkeys(plan.refused, _no_room(self.num_slots))
@@ -226,7 +239,7 @@ class HostBackend(Backend, Lender):
             room.outcomes[index] = DONE if row in room.arrived else NOT_ARRIVED
         for index, key in enumerate(offered.keys):
             if key in plan.present:
-                room.outcomes[index] = await self._stored_elsewhere(key)
+                room.outcomes[index] = await self._stored_elsewhere(key, *parts[key])
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
@@ -265,12 +278,22 @@ class HostBackend(Backend, Lender):
                 del self._stores[key]
             finished.set()
 
-    async def _stored_elsewhere(self, key: BlockKey) -> Outcome:
+    def _drop_lesser(self, parts: Mapping[BlockKey, tuple[int, int]]) -> None:
+        """Forget blocks that lack some of these bytes of their chunk, so that all are stored.
+
+        Whoever reads one goes on reading it.
+        """
+        for key, part in parts.items():
+            if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), *part):
+                self._index.quarantine(key)
+
+    async def _stored_elsewhere(self, key: BlockKey, start: int, stop: int) -> Outcome:
         """What became of a key that was there, or that another call was storing."""
         if store := self._stores.get(key):
             await store.wait()
-        failed = Outcome(Status.FAILED, reason="the call that was storing the block failed")
-        return DONE if self._is_ready(key) else failed
+        if not self._is_ready(key):
+            return Outcome(Status.FAILED, reason="the call that was storing the block failed")
+        return DONE if self._pool.covers(self._index.slot_of(key), start, stop) else _LESS
 
     def _drop_corrupt(
         self, keys: Sequence[BlockKey], slots: Sequence[int], outcomes: Sequence[Outcome]
@@ -299,6 +322,9 @@ class HostBackend(Backend, Lender):
         if self._closed:
             raise ClosedError("host backend")
         require_batch(keys, blocks)
+
+
+_LESS = Outcome(Status.FAILED, reason="another call stored less of the chunk at the same time")
 
 
 def _no_room(num_slots: int) -> Outcome:

@@ -82,10 +82,10 @@ class PlacedBackend(Backend):
             self._pool.read, slots, names, blocks, part=self._part, verified=True
         )
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Delete nothing: slots belong to whoever keeps the index."""
         self._check(keys)
-        return 0
+        return [False] * len(keys)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""

@@ -1,6 +1,5 @@
 """Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
 
-import enum
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
 
 ALIGNMENT = 4096
@@ -26,13 +26,6 @@ FORMAT_VERSION = 1
 TAG = np.dtype([("key", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("checksum", "<u8")])
 """What a part of a slot holds: digest of the key (0: nothing), the payload bytes that are
 there, and their XXH3-64. Source: https://github.com/Cyan4973/xxHash, XXH3."""
-
-
-class Integrity(enum.Enum):
-    """How stored bytes are checked."""
-
-    OFF = "off"
-    FAST = "fast"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +90,8 @@ class HostPool:
         claim: Whether this is the process that keeps the index; of one name only one can.
 
     Raises:
-        InvalidArgumentError: The memory exists with another shape, or for another namespace, or
-            another process keeps its index.
+        InvalidArgumentError: The memory exists with another shape, or for another namespace,
+            another process keeps its index, or the checksums need a secret.
         CapacityError: There is not that much memory.
     """
 
@@ -112,6 +105,7 @@ class HostPool:
         integrity: Integrity = Integrity.FAST,
         claim: bool = False,
     ) -> None:
+        integrity.require_keyless()
         self.shape = shape
         self.integrity = integrity
         self._copy_engine = copy_engine
@@ -221,6 +215,11 @@ class HostPool:
         tags = self._tags[slot]
         return bool((tags["key"] == _key_digest(key)).all() and not tags["start"].any())
 
+    def covers(self, slot: int, start: int, stop: int) -> bool:
+        """Whether these bytes of its chunk are among those that a slot holds."""
+        _, held_start, held_stop, _ = self._tags[slot, 0].tolist()
+        return bool(held_start <= start and stop <= held_stop)
+
     def unseal(self, slots: Sequence[int]) -> None:
         """Forget what slots hold, because their bytes will be written by other means."""
         self._tags["key"][list(slots)] = 0
@@ -245,7 +244,7 @@ class HostPool:
         for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
             _, held_start, held_stop, checksum = self._tags[slot, 0].tolist()
             outcome = MISSING
-            if held_start <= start and stop <= held_stop:
+            if self.covers(slot, start, stop):
                 whole = (start, stop) == (held_start, held_stop)
                 outcome = self._verify_part(slot, key, 0, checksum=not whole)
             outcomes.append(outcome)

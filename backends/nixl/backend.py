@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.host.backend import HostBackend, HostConfig
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl.agent import NixlAgent
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.directory import PeerDirectory, StaticPeers
@@ -23,13 +22,14 @@ from kvxfer.backends.nixl.peer import Peer, PeerStatistics
 from kvxfer.backends.nixl.placement import rank
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.route import Route
-from kvxfer.backends.nixl.store import BlockStore, delete_each
+from kvxfer.backends.nixl.store import BlockStore
 from kvxfer.backends.nixl.tls import client_context
 from kvxfer.backends.nixl.transfer_agent import TransferAgent
 from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, require_batch
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Wanted, require_within
 from kvxfer.storage.outcomes import more_telling
@@ -81,8 +81,9 @@ class NixlBackend(Backend):
         self._directory = directory or StaticPeers(config.peers)
         self._node = Node(config, namespace, make_agent=make_agent)
         self._hasher = BlockHasher()
-        self._staging = StagingMemory(STAGING_BYTES, max(self._chunk_sizes))
         self._quarantine = Quarantine()
+        largest = max(self._chunk_sizes)
+        self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
         self._peers: dict[Endpoint, Peer] = {}
         self._own: HostBackend | None = None
         self._holder: Holder | None = None
@@ -176,14 +177,15 @@ class NixlBackend(Backend):
         await self._keep_quarantine_small()
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`; at every peer that may hold a key."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
         answers = await _ask_each(
             _by_home(homes, ranked), lambda home, at: self._delete_at(home, _chosen(keys, at))
         )
-        return len({key for _, deleted in answers for key in deleted})
+        deleted = {key for _, gone in answers for key in gone}
+        return [key in deleted for key in keys]
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
@@ -247,10 +249,7 @@ class NixlBackend(Backend):
 
     async def _delete_at(self, home: Home, keys: Sequence[BlockKey]) -> set[BlockKey]:
         try:
-            if isinstance(home, HostBackend):
-                deleted = await delete_each(home, keys)
-            else:
-                deleted = await home.delete(keys)
+            deleted = await home.delete(keys)
         except (KVXferError, TimeoutError) as exc:
             logger.debug("deletion of %d keys failed: %s", len(keys), exc)
             return set()

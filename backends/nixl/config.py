@@ -5,10 +5,9 @@ from typing import Literal
 
 import msgspec
 
-from kvxfer.backends.file.digest import read_secret
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.integrity import Integrity, read_secret
 from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
@@ -80,6 +79,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.replicas < 1 or (peers and self.replicas > len(peers)):
             wanted = f"1 to {len(peers)}, the number of peers"
             raise InvalidArgumentError("replicas", self.replicas, wanted)
+        self.integrity.require_keyless()
         for name in ("timeout_s", "lease_s", "heartbeat_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")

@@ -14,7 +14,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.checksums import checksum_blocks
+from kvxfer.storage.integrity import checksum_blocks
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from kvxfer.errors import KVXferError, PeerLostError, ProtocolError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging import StagingMemory
+from kvxfer.storage.staging import StagedBlocks, StagingMemory
 
 PIECES_IN_FLIGHT = 3
 GRACE_S = 0.5
@@ -182,9 +182,9 @@ class Peer:
             stop = start + self._staging.num_fitting(blocks.block_sizes[start:].tolist())
             wanted = part(blocks, start, stop)
             async with self._hold(wanted) as staged:
-                loaded = await self._load_verified(mover, keys[start:stop], staged)
+                loaded = await self._load_verified(mover, keys[start:stop], staged.blocks)
                 if done := _done(loaded):
-                    await self._hasher.copy(chosen(staged, done), chosen(wanted, done))
+                    await self._hasher.copy(chosen(staged.blocks, done), chosen(wanted, done))
             outcomes += loaded
         return outcomes
 
@@ -212,12 +212,12 @@ class Peer:
             stop = start + self._staging.num_fitting(blocks.block_sizes[start:].tolist())
             offered = part(blocks, start, stop)
             async with self._hold(offered) as staged:
-                await self._hasher.copy(offered, staged)
-                checksums = await self._hasher.checksums(staged)
-                outcomes += await mover.store(keys[start:stop], staged, checksums)
+                await self._hasher.copy(offered, staged.blocks)
+                checksums = await self._hasher.checksums(staged.blocks)
+                outcomes += await mover.store(keys[start:stop], staged.blocks, checksums)
         return outcomes
 
-    def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[Descriptors]:
+    def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:
         return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
 
     def _count(self, outcomes: Sequence[Outcome], blocks: Descriptors) -> int:

@@ -7,7 +7,6 @@ import random
 import ssl
 import time
 
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.direction import is_reading_faster
 from kvxfer.backends.nixl.endpoint import Endpoint
@@ -18,6 +17,7 @@ from kvxfer.backends.nixl.socket_mover import SocketMover
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.integrity import Integrity
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0

@@ -37,7 +37,7 @@ from kvxfer.backends.nixl.messages import (
     Unpinned,
 )
 from kvxfer.backends.nixl.session import Session
-from kvxfer.backends.nixl.store import BlockStore, delete_each
+from kvxfer.backends.nixl.store import BlockStore
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -207,9 +207,8 @@ class ServedPeer:
         if isinstance(request, Lookup):
             return await self._lookup(request)
         if isinstance(request, Delete):
-            return Deleted(
-                request_id=number, deleted=await delete_each(self.store.backend, request.keys)
-            )
+            deleted = await self.store.backend.delete(request.keys)
+            return Deleted(request_id=number, deleted=deleted)
         if isinstance(request, Pin):
             return await self._pin(request)
         if isinstance(request, Push):

@@ -1,11 +1,9 @@
 """What a holder serves."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.storage.backend import Backend
-from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Lender
 
 
@@ -22,11 +20,3 @@ class BlockStore:
     backend: Backend
     lender: Lender
     hasher: BlockHasher
-
-
-async def delete_each(backend: Backend, keys: Sequence[BlockKey]) -> list[bool]:
-    """Delete keys, and say for each whether it was there and is no more."""
-    before = await backend.lookup(keys)
-    await backend.delete(keys)
-    after = await backend.lookup(keys)
-    return [was and not still for was, still in zip(before, after, strict=True)]

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl.config import Direction
 from kvxfer.bench.nixl_far import FarProcess
 from kvxfer.bench.nixl_near import Contender, Near, in_turn
 from kvxfer.bench.nixl_raw import TOTAL_BYTES, Operation
 from kvxfer.bench.report import Row, compare
+from kvxfer.storage.integrity import Integrity
 
 KIB = 1 << 10
 BLOCK_BYTES = 2048 * KIB

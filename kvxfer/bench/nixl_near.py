@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import xxhash
 
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.config import Direction, Transport
 from kvxfer.bench.nixl_far import FarProcess
@@ -30,6 +29,7 @@ from kvxfer.bench.nixl_raw import (
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 
 PAUSE_S = 0.02

@@ -59,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
 
     from kvxfer.backends.file.check import BlockCheck
-    from kvxfer.backends.file.digest import read_secret
     from kvxfer.backends.file.fsck import StoreCheck
+    from kvxfer.storage.integrity import read_secret
 
     check = StoreCheck(arguments.path, BlockCheck(read_secret(arguments.secret_file)))
     report = _verify(check, repair=arguments.repair, quiet=arguments.json)

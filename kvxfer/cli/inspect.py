@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
 
     from kvxfer.backends.file.check import BlockCheck
-    from kvxfer.backends.file.digest import read_secret
     from kvxfer.backends.file.header import BlockFileError
     from kvxfer.backends.file.inspection import inspect_file
+    from kvxfer.storage.integrity import read_secret
 
     check = BlockCheck(read_secret(arguments.secret_file))
     try:

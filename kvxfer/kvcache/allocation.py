@@ -97,6 +97,7 @@ def allocate_canonical(
             tensors=(rows,),
             group_data_refs=tuple((_ref(group.layer_names, slices),) for group in config.groups),
             group_specs=tuple(group.spec for group in config.groups),
+            null_block_id=config.null_block_id,
         ),
     )
 

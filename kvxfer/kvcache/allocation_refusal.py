@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.checks import (
+    require_instance,
+    require_instances,
+    require_one_per_group,
+    require_positive,
+)
 from kvxfer.kvcache.attention_backend import AttentionBackend, kernel_spec, memory_axes
-from kvxfer.kvcache.checks import require_instance, require_positive
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
 
@@ -85,14 +89,15 @@ class AllocationRequest:
             ("backends", backends),
             ("tokens_per_kernel_block", tokens_per_kernel_block),
         ):
-            if len(given) != num_groups:
-                raise InvalidArgumentError(name, given, f"one for each of {num_groups} groups")
-        for group, tokens in enumerate(tokens_per_kernel_block):
-            require_positive(f"tokens_per_kernel_block[{group}]", tokens)
+            require_one_per_group(name, given, num_groups)
+        require_instances("backends", backends, AttentionBackend)
         return cls(
             config=config,
             backends=tuple(backends),
-            tokens_per_kernel_block=tuple(tokens_per_kernel_block),
+            tokens_per_kernel_block=tuple(
+                require_positive(f"tokens_per_kernel_block[{group}]", tokens)
+                for group, tokens in enumerate(tokens_per_kernel_block)
+            ),
         )
 
     @property

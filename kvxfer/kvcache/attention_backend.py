@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.layout import KVLayout
 from kvxfer.kvcache.spec import AttentionSpec
 
 
+@runtime_checkable
 class AttentionBackend(Protocol):
     """What an engine knows about its attention kernel, and an allocation must know."""
 

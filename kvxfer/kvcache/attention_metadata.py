@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from kvxfer.checks import require_integers, require_sequence
 from kvxfer.errors import BatchOrderError, InvalidArgumentError, TooManyGroupsError
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 
@@ -31,7 +32,11 @@ class TokenBatch:
     @classmethod
     def of(cls, positions: Sequence[ArrayLike]) -> Self:
         """Make a batch of the positions of each request's tokens."""
-        places = [np.asarray(of_one, np.int64) for of_one in positions]
+        require_sequence("positions", positions, "the positions of each request's tokens")
+        places = [
+            require_integers(f"positions[{request}]", of_one)
+            for request, of_one in enumerate(positions)
+        ]
         starts = np.cumsum([0, *map(len, places)])
         return cls(starts, np.concatenate([np.empty(0, np.int64), *places]))
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from kvxfer.checks import require_integer, require_integers, require_positive
 from kvxfer.errors import BlockIdError, InvalidArgumentError
-from kvxfer.kvcache.checks import require_positive
 from kvxfer.kvcache.device_array import DeviceArray
 
 NULL_BLOCK_ID = 0
@@ -71,36 +71,34 @@ class BlockTable:
         group: int = 0,
         device: torch.device = CPU,
     ) -> None:
-        kernel_tokens = tokens_per_kernel_block or tokens_per_block
-        for name, value in (
-            ("tokens_per_block", tokens_per_block),
-            ("num_blocks", num_blocks),
-            ("max_num_requests", max_num_requests),
-            ("max_tokens_per_request", max_tokens_per_request),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            (f"tokens_per_kernel_block[{group}]", kernel_tokens),
-            ("row_alignment_tokens", row_alignment_tokens),
-        ):
-            require_positive(name, value)
+        self.group = group = require_integer("group", group)
+        self.num_blocks = num_blocks = require_positive("num_blocks", num_blocks)
+        tokens_per_block = require_positive("tokens_per_block", tokens_per_block)
+        max_num_requests = require_positive("max_num_requests", max_num_requests)
+        max_tokens = require_positive("max_tokens_per_request", max_tokens_per_request)
+        max_num_tokens = require_positive("max_num_batched_tokens", max_num_batched_tokens)
+        alignment = require_positive("row_alignment_tokens", row_alignment_tokens)
+        kernel_tokens = tokens_per_block
+        if tokens_per_kernel_block is not None:
+            name = f"tokens_per_kernel_block[{group}]"
+            kernel_tokens = require_positive(name, tokens_per_kernel_block)
         if tokens_per_block % kernel_tokens:
             raise InvalidArgumentError(
                 f"tokens_per_kernel_block[{group}]",
                 kernel_tokens,
                 f"a divisor of the {tokens_per_block} tokens of a block",
             )
-        self.group = group
-        self.num_blocks = num_blocks
         self.kernel_blocks_per_block = tokens_per_block // kernel_tokens
         self.tokens_per_kernel_block = kernel_tokens
         if num_blocks * self.kernel_blocks_per_block > np.iinfo(np.int32).max:
             limit = np.iinfo(np.int32).max // self.kernel_blocks_per_block
             raise InvalidArgumentError("num_blocks", num_blocks, f"at most {limit}")
-        self.max_blocks_per_request = -(-max_tokens_per_request // tokens_per_block)
+        self.max_blocks_per_request = -(-max_tokens // tokens_per_block)
         columns = self.max_blocks_per_request * self.kernel_blocks_per_block
-        step = row_alignment_tokens // gcd(row_alignment_tokens, kernel_tokens)
+        step = alignment // gcd(alignment, kernel_tokens)
         columns = -(-columns // step) * step
         self._table = DeviceArray((max_num_requests, columns), torch.int32, device)
-        self._slots = DeviceArray((max_num_batched_tokens,), torch.int64, device)
+        self._slots = DeviceArray((max_num_tokens,), torch.int64, device)
         self.device_table, self.slot_mapping = self._table.device, self._slots.device
         self._rows: NDArray[np.int32] = self._table.host
         self._num_blocks = np.zeros(max_num_requests, np.int64)
@@ -113,13 +111,12 @@ class BlockTable:
         Raises:
             InvalidArgumentError: There is no such row; so for every method that takes one.
         """
-        ratio = self.kernel_blocks_per_block
+        row_index, ratio = self._checked_row("row_index", row_index), self.kernel_blocks_per_block
         return self._rows[row_index, : self.num_blocks_of(row_index) * ratio : ratio] // ratio
 
     def num_blocks_of(self, row_index: int) -> int:
         """Blocks of a row, null blocks included."""
-        self._require_row(row_index)
-        return int(self._num_blocks[row_index])
+        return int(self._num_blocks[self._checked_row("row_index", row_index)])
 
     def append_row(self, block_ids: ArrayLike, row_index: int) -> None:
         """Add blocks to the end of a row.
@@ -133,6 +130,7 @@ class BlockTable:
                 has no room for them. The row stays as it was.
             BlockIdError: A block id is negative or past the end of the cache.
         """
+        row_index = self._checked_row("row_index", row_index)
         num_before, ratio = self.num_blocks_of(row_index), self.kernel_blocks_per_block
         ids = self._checked_ids(block_ids)
         num_after = num_before + len(ids)
@@ -151,9 +149,8 @@ class BlockTable:
         Raises:
             InvalidArgumentError: `num_blocks` is negative.
         """
-        self._require_row(row_index)
-        if num_blocks < 0:
-            raise InvalidArgumentError("num_blocks", num_blocks, "0 or more")
+        row_index = self._checked_row("row_index", row_index)
+        num_blocks = require_integer("num_blocks", num_blocks)
         self._rows[row_index, num_blocks * self.kernel_blocks_per_block :] = NULL_BLOCK_ID
         self._num_blocks[row_index] = min(num_blocks, self._num_blocks[row_index])
 
@@ -168,14 +165,14 @@ class BlockTable:
 
     def move_row(self, source: int, target: int) -> None:
         """Make row `target` what row `source` is, and clear `source`."""
+        source, target = self._checked_row("source", source), self._checked_row("target", target)
         self.swap_row(source, target)
         if source != target:
             self.clear_row(source)
 
     def swap_row(self, first: int, second: int) -> None:
         """Exchange two rows."""
-        self._require_row(first)
-        self._require_row(second)
+        first, second = self._checked_row("first", first), self._checked_row("second", second)
         for array in (self._rows, self._num_blocks):
             array[[first, second]] = array[[second, first]]
 
@@ -188,9 +185,9 @@ class BlockTable:
         Raises:
             InvalidArgumentError: There are not so many rows.
         """
-        if not 0 <= num_requests <= len(self._rows):
-            raise InvalidArgumentError("num_requests", num_requests, f"0 to {len(self._rows)}")
-        return self._table.commit(num_requests)
+        return self._table.commit(
+            require_integer("num_requests", num_requests, maximum=len(self._rows))
+        )
 
     def compute_slot_mapping(
         self, query_start_loc: ArrayLike, positions: ArrayLike
@@ -214,8 +211,8 @@ class BlockTable:
             InvalidArgumentError: The arrays do not fit together, there are too many requests or
                 tokens, or a position is past the blocks of its row.
         """
-        starts = _as_integers("query_start_loc", query_start_loc)
-        places = _as_integers("positions", positions)
+        starts = require_integers("query_start_loc", query_start_loc)
+        places = require_integers("positions", positions)
         self._require_batch(starts, places)
         slots = self._slots_of(starts, places) if self._tokens_have_slots else PAD_SLOT
         padded = self._slots.host
@@ -256,22 +253,15 @@ class BlockTable:
             wanted = f"numbers that rise from 0 to {len(positions)}"
             raise InvalidArgumentError("query_start_loc", starts.tolist(), wanted)
 
-    def _require_row(self, row_index: int) -> None:
-        if not 0 <= row_index < len(self._rows):
-            limit = len(self._rows)
-            raise InvalidArgumentError("row_index", row_index, f"0 <= row index < {limit}")
+    def _checked_row(self, name: str, row_index: int) -> int:
+        limit = len(self._rows)
+        expected = f"0 <= row index < {limit}"
+        return require_integer(name, row_index, maximum=limit - 1, expected=expected)
 
     def _checked_ids(self, block_ids: ArrayLike) -> NDArray[np.int64]:
-        ids = _as_integers(f"block_ids[{self.group}]", block_ids)
+        ids = require_integers(f"block_ids[{self.group}]", block_ids)
         if ids.size:
             for extreme in (int(ids.min()), int(ids.max())):
                 if not 0 <= extreme < self.num_blocks:
                     raise BlockIdError(self.group, extreme, self.num_blocks)
         return ids
-
-
-def _as_integers(name: str, values: ArrayLike) -> NDArray[np.int64]:
-    array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidArgumentError(name, values, "integers in one dimension")
-    return array.astype(np.int64, copy=False)

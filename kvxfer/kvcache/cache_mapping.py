@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 
+from kvxfer.checks import require_instance, require_positive
 from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
@@ -48,6 +49,11 @@ def map_caches(
         InvalidArgumentError: The caches do not say what their bytes mean, or heads cannot be
             shared out so.
     """
+    require_instance("caches", caches, CanonicalKVCaches)
+    require_instance("shard", shard, WorkerShard)
+    num_shards = require_positive("num_shards", num_shards)
+    if tokens_per_page is not None:
+        tokens_per_page = require_positive("tokens_per_page", tokens_per_page)
     if not caches.group_specs and not opaque:
         raise InvalidArgumentError("caches", "no specs", "caches made by canonicalize")
     mappings = []

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvxfer.checks import require_instance, require_integer, set_counts
 from kvxfer.errors import InvalidArgumentError, LayoutError
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.page_box import PageBox
@@ -28,10 +29,12 @@ class CanonicalKVCacheTensor:
     page_size_bytes: int
 
     def __post_init__(self) -> None:
+        require_instance("tensor", self.tensor, torch.Tensor)
+        set_counts(self, "page_size_bytes")
         shape, page = tuple(self.tensor.shape), self.page_size_bytes
         if self.tensor.dtype != torch.int8:
             raise InvalidArgumentError("tensor.dtype", self.tensor.dtype, "torch.int8")
-        if len(shape) != 2 or shape[1] != page or page <= 0 or shape[0] <= 0:
+        if len(shape) != 2 or shape[1] != page or shape[0] <= 0:
             raise InvalidArgumentError("tensor.shape", shape, f"(num_blocks, {page})")
         if self.tensor.stride(1) != 1 or self.tensor.stride(0) < page:
             raise InvalidArgumentError("tensor.stride", self.tensor.stride(), f"(>= {page}, 1)")
@@ -55,6 +58,10 @@ class CanonicalKVCacheRef:
     layout: str = ""
     boxes: tuple[PageBox, ...] = ()
 
+    def __post_init__(self) -> None:
+        set_counts(self, "page_size_bytes")
+        object.__setattr__(self, "tensor_idx", require_integer("tensor_idx", self.tensor_idx))
+
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
@@ -66,11 +73,13 @@ class CanonicalKVCaches:
             block of group g are the pages of its refs, in this order.
         group_specs: For each group its spec, which with the layouts says what the bytes mean;
             empty when the engine did not say.
+        null_block_id: The block that nothing is loaded into; None where there is none.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor]
     group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
     group_specs: Sequence[KVCacheSpec] = ()
+    null_block_id: int | None = None
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -109,8 +118,9 @@ def canonicalize(
             are on several devices or on the meta device, or a layout names the wrong axes.
         AmbiguousLayoutError: A tensor reads in two ways.
         UnknownLayoutError: A tensor reads as nothing that its spec allows; also when a page is
-            not contiguous.
-        OverlapError: Pages of two layers share some bytes, but not all.
+            not contiguous, or the tensor is a view that conjugates or negates.
+        OverlapError: Pages of two layers share some bytes, but not all; or two tensors of one
+            layer, such as its keys and its values, share any.
         PageBoundsError: Padded pages reach beyond the storage.
         LayoutError: Pages do not add up to the spec's size, or layers that `config` says share
             a tensor do not.
@@ -126,6 +136,7 @@ def canonicalize(
         ),
         group_data_refs=tuple(_refs(pages, rows, group) for group in range(len(config.groups))),
         group_specs=tuple(group.spec for group in config.groups),
+        null_block_id=config.null_block_id,
     )
 
 

@@ -2,8 +2,15 @@
 
 from dataclasses import dataclass, field
 
+from kvxfer.checks import (
+    find_repeated,
+    require_instance,
+    require_integer,
+    require_positive,
+    require_sequence,
+    set_counts,
+)
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.checks import require_instance, require_positive
 from kvxfer.kvcache.spec import KVCacheSpec
 
 
@@ -41,38 +48,48 @@ class KVCacheConfig:
             empty when the engine did not say.
         shared_tensor_sizes_bytes: Bytes that the engine planned for each of them; empty when it
             did not say.
+        null_block_id: The block that stands where a request has none, which nothing is loaded
+            into; None where the engine has none.
+
+    Raises:
+        InvalidArgumentError: A number, a layer or a tensor cannot be; names it.
     """
 
     num_blocks: int
     groups: tuple[KVCacheGroup, ...]
     shared_tensors: tuple[tuple[str, ...], ...] = field(default=())
     shared_tensor_sizes_bytes: tuple[int, ...] = field(default=())
+    null_block_id: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "shared_tensors", tuple(map(tuple, self.shared_tensors)))
-        sizes = tuple(self.shared_tensor_sizes_bytes)
+        set_counts(self, "num_blocks")
+        if self.null_block_id is not None:
+            null = require_integer("null_block_id", self.null_block_id, maximum=self.num_blocks - 1)
+            object.__setattr__(self, "null_block_id", null)
+        require_sequence("shared_tensor_sizes_bytes", self.shared_tensor_sizes_bytes)
+        sizes = tuple(
+            require_positive(f"shared_tensor_sizes_bytes[{index}]", size)
+            for index, size in enumerate(self.shared_tensor_sizes_bytes)
+        )
         object.__setattr__(self, "shared_tensor_sizes_bytes", sizes)
-        require_positive("num_blocks", self.num_blocks)
         if not self.groups:
             raise InvalidArgumentError("groups", self.groups, "at least one KVCacheGroup")
         for index, group in enumerate(self.groups):
             require_instance(f"groups[{index}]", group, KVCacheGroup)
         names = self.layer_names
-        for name in names:
-            if names.count(name) > 1:
-                raise InvalidArgumentError("groups", name, "each layer in one group only")
+        if (twice := find_repeated(names)) is not None:
+            raise InvalidArgumentError("groups", twice, "each layer in one group only")
         shared = [name for names in self.shared_tensors for name in names]
-        for name in shared:
-            if name not in names:
-                raise InvalidArgumentError("shared_tensors", name, "a layer of one of the groups")
-            if shared.count(name) > 1:
-                raise InvalidArgumentError("shared_tensors", name, "each layer at most once")
+        if unknown := set(shared).difference(names):
+            name = next(name for name in shared if name in unknown)
+            raise InvalidArgumentError("shared_tensors", name, "a layer of one of the groups")
+        if (twice := find_repeated(shared)) is not None:
+            raise InvalidArgumentError("shared_tensors", twice, "each layer at most once")
         if sizes and len(sizes) != len(self.shared_tensors):
             expected = f"one size for each of {len(self.shared_tensors)} shared tensors"
             raise InvalidArgumentError("shared_tensor_sizes_bytes", sizes, expected)
-        for index, size in enumerate(sizes):
-            require_positive(f"shared_tensor_sizes_bytes[{index}]", size)
 
     @property
     def layer_names(self) -> tuple[str, ...]:

@@ -7,6 +7,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from kvxfer.checks import (
+    INT64_MAX,
+    require_instance,
+    require_instances,
+    require_integer,
+    require_integers,
+)
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.page_mapping import PageMapping
@@ -14,6 +21,8 @@ from kvxfer.kvcache.page_template import PageTemplate
 from kvxfer.kvcache.stream_mark import StreamMark
 
 Addresses = NDArray[np.uint64]
+
+_UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,6 +43,10 @@ class Descriptors:
         after: What the device has to have done before the bytes are read or written; None when
             nothing of it is outstanding.
         owners: What keeps the memory alive for as long as these descriptors exist.
+
+    Raises:
+        InvalidArgumentError: An array is not one of integers in one dimension, or some do not fit
+            its type; those of other widths are converted.
     """
 
     addresses: Addresses
@@ -43,6 +56,24 @@ class Descriptors:
     device: torch.device
     owners: tuple[object, ...] = ()
     after: StreamMark | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            if (
+                self.addresses.dtype is self.lengths.dtype is _UINT64
+                and self.block_offsets.dtype is self.payload_starts.dtype is _INT64
+            ):
+                return
+        except AttributeError:  # not arrays: what they are is said below
+            pass
+        for name, dtype in (
+            ("addresses", _UINT64),
+            ("lengths", _UINT64),
+            ("block_offsets", _INT64),
+            ("payload_starts", _INT64),
+        ):
+            array = getattr(self, name)
+            object.__setattr__(self, name, require_integers(name, array, dtype=dtype))
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +98,13 @@ class Descriptors:
         return int(self.lengths.sum())
 
     def select(self, start: int, stop: int) -> "Descriptors":
-        """Blocks `start` to `stop` (exclusive) as descriptors of their own; no copy."""
+        """Blocks `start` to `stop` (exclusive) as descriptors of their own; no copy.
+
+        Raises:
+            InvalidArgumentError: There are no such blocks.
+        """
+        stop = require_integer("stop", stop, maximum=self.num_blocks)
+        start = require_integer("start", start, maximum=stop)
         first, last = int(self.block_offsets[start]), int(self.block_offsets[stop])
         return Descriptors(
             addresses=self.addresses[first:last],
@@ -80,11 +117,19 @@ class Descriptors:
         )
 
     def take(self, blocks: Sequence[int] | NDArray[np.int64]) -> "Descriptors":
-        """The blocks at these indices, in this order, as descriptors of their own."""
-        blocks = np.asarray(blocks, np.int64)
+        """The blocks at these indices, in this order, as descriptors of their own.
+
+        Raises:
+            InvalidArgumentError: There are no such blocks.
+        """
+        blocks = require_integers("blocks", blocks)
         if np.array_equal(blocks, np.arange(self.num_blocks)):
             return self
-        counts = np.diff(self.block_offsets)[blocks]
+        try:
+            counts = np.diff(self.block_offsets)[blocks]
+        except IndexError as exc:
+            expected = f"indices below {self.num_blocks}"
+            raise InvalidArgumentError("blocks", blocks, expected) from exc
         offsets = np.concatenate(([0], np.cumsum(counts)))
         within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
         rows = np.repeat(self.block_offsets[:-1][blocks], counts) + within
@@ -106,6 +151,7 @@ class Descriptors:
             InvalidArgumentError: The batches are on different devices, wait for different things,
                 or there is none.
         """
+        require_instances("batches", batches, Descriptors)
         if len(batches) == 1:
             return batches[0]
         places = {(batch.device, batch.after) for batch in batches}
@@ -135,6 +181,10 @@ class BlockDescriber:
         mappings: For each group how its blocks correspond to portable pages, which are then what
             is stored under one key.
 
+    Attributes:
+        overlaid_groups: Sets of groups whose blocks of one id are the same bytes, wholly or in
+            part.
+
     Raises:
         InvalidArgumentError: `blocks_per_chunk` is not positive, or not 1 beside mappings; or
             there is not one mapping per group.
@@ -147,15 +197,22 @@ class BlockDescriber:
         blocks_per_chunk: int = 1,
         mappings: Sequence[PageMapping] = (),
     ) -> None:
-        if blocks_per_chunk < 1 or (mappings and blocks_per_chunk > 1):
-            expected = "1, since pages say how many blocks they have" if mappings else "at least 1"
-            raise InvalidArgumentError("blocks_per_chunk", blocks_per_chunk, expected)
-        if mappings and len(mappings) != len(caches.group_data_refs):
+        require_instance("caches", caches, CanonicalKVCaches)
+        require_instances("mappings", mappings, PageMapping)
+        if len(mappings) not in {0, len(caches.group_data_refs)}:
             expected = f"one for each of {len(caches.group_data_refs)} groups"
             raise InvalidArgumentError("mappings", len(mappings), expected)
         self.caches = caches
-        self.blocks_per_chunk = blocks_per_chunk
+        self.overlaid_groups = _overlaid_groups(caches)
         self._groups = tuple(_BlockTemplate(caches, refs) for refs in caches.group_data_refs)
+        most = INT64_MAX // max(each.block_size_bytes for each in self._groups)
+        self.blocks_per_chunk = require_integer(
+            "blocks_per_chunk",
+            blocks_per_chunk,
+            minimum=1,
+            maximum=1 if mappings else most,
+            expected="1, since pages say how many blocks they have" if mappings else "",
+        )
         self._pages = tuple(
             PageTemplate(caches, refs, mapping)
             for refs, mapping in zip(caches.group_data_refs, mappings, strict=False)
@@ -211,8 +268,7 @@ class BlockDescriber:
         """
         template = self._group(group)
         ids = _checked_block_ids(group, block_ids, template.num_blocks)
-        if first_block_index < 0:
-            raise InvalidArgumentError("first_block_index", first_block_index, "0 or more")
+        first_block_index = require_integer("first_block_index", first_block_index)
         if self._pages:
             return self._describe_pages(group, ids, first_block_index, num_pages)
         chunk = self.blocks_per_chunk
@@ -250,9 +306,10 @@ class BlockDescriber:
         )
 
     def _group(self, group: int) -> "_BlockTemplate":
-        if not 0 <= group < len(self._groups):
-            raise UnknownGroupError(group, len(self._groups))
-        return self._groups[group]
+        index = require_integer("group", group, minimum=-INT64_MAX)
+        if not 0 <= index < len(self._groups):
+            raise UnknownGroupError(index, len(self._groups))
+        return self._groups[index]
 
 
 def describe(
@@ -328,20 +385,24 @@ class _BlockTemplate:
         return self._tiled_lengths[:needed]
 
 
+def _overlaid_groups(caches: CanonicalKVCaches) -> tuple[frozenset[int], ...]:
+    """The largest sets of groups that have a tensor in common."""
+    users: dict[int, set[int]] = {}
+    for group, refs in enumerate(caches.group_data_refs):
+        for ref in refs:
+            users.setdefault(ref.tensor_idx, set()).add(group)
+    found = {frozenset(groups) for groups in users.values() if len(groups) > 1}
+    return tuple(each for each in found if not any(each < other for other in found))
+
+
 def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
-    argument, wanted = f"block_ids[{group}]", "a non-empty list of block ids"
-    try:
-        ids = np.asarray(block_ids)
-    except ValueError as exc:  # lists of different lengths
-        raise InvalidArgumentError(argument, block_ids, wanted) from exc
-    if ids.ndim != 1 or ids.size == 0:
-        raise InvalidArgumentError(argument, block_ids, wanted)
-    if ids.dtype.kind not in "iu":
-        raise InvalidArgumentError(argument, ids.dtype, "integers")
+    argument = f"block_ids[{group}]"
+    ids = require_integers(argument, block_ids)
+    if not ids.size:
+        raise InvalidArgumentError(argument, block_ids, "at least one block id")
     for extreme in (int(ids.min()), int(ids.max())):
         if not 0 <= extreme < num_blocks:
             raise BlockIdError(group, extreme, num_blocks)
-    ids = ids.astype(np.int64, copy=False)
     used = np.bincount(ids)
     if used.max() > 1:
         raise DuplicateError(argument, int(used.argmax()))

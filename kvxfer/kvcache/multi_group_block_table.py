@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from numpy.typing import ArrayLike
 
+from kvxfer.checks import require_one_per_group
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.block_table import CPU, ROW_ALIGNMENT_TOKENS, BlockTable
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
@@ -46,7 +47,7 @@ class MultiGroupBlockTable:
         groups = config.groups
         if tokens_per_kernel_block is None:
             tokens_per_kernel_block = [group.spec.tokens_per_block for group in groups]
-        _require_one_per_group("tokens_per_kernel_block", tokens_per_kernel_block, len(groups))
+        require_one_per_group("tokens_per_kernel_block", tokens_per_kernel_block, len(groups))
         self.max_num_requests = max_num_requests
         self.tables = tuple(
             BlockTable(
@@ -82,7 +83,7 @@ class MultiGroupBlockTable:
                 The row stays as it was in every group.
             BlockIdError: A block id is negative or past the end of the cache; likewise.
         """
-        _require_one_per_group("block_ids", block_ids, len(self.tables))
+        require_one_per_group("block_ids", block_ids, len(self.tables))
         lengths = [table.num_blocks_of(row_index) for table in self.tables]
         try:
             for table, ids in zip(self.tables, block_ids, strict=True):
@@ -121,11 +122,6 @@ class MultiGroupBlockTable:
     ) -> list[torch.Tensor]:
         """Map the tokens of a batch in every group; see `BlockTable.compute_slot_mapping`."""
         return [table.compute_slot_mapping(query_start_loc, positions) for table in self.tables]
-
-
-def _require_one_per_group(name: str, values: Sequence[object], num_groups: int) -> None:
-    if len(values) != num_groups:
-        raise InvalidArgumentError(name, values, f"one for each of {num_groups} groups")
 
 
 def _is_recurrent(group: KVCacheGroup) -> bool:

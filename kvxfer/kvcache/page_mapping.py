@@ -7,6 +7,7 @@ from math import lcm
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.checks import require_integer
 from kvxfer.errors import PageMappingError
 from kvxfer.kvcache.layout import same_bytes
 from kvxfer.kvcache.page_box import PageBox
@@ -14,6 +15,9 @@ from kvxfer.kvcache.portable_page import PortablePage, PortableTensor, tensor_na
 
 DIVISIBLE_AXES = frozenset({"head", "token"})
 """Axes of which a worker's block may have another part than the portable page."""
+
+MAX_DIGEST = (1 << 128) - 1
+"""Largest number that a digest of a key is."""
 
 Offsets = NDArray[np.int64]
 
@@ -151,6 +155,7 @@ class PageMapping:
             number: The same for all workers, such as the block's id where ids are; or a digest of
                 the block's key.
         """
+        number = require_integer("number", number, maximum=MAX_DIGEST)
         return number % self.num_writers == self.writer_index
 
     def __str__(self) -> str:

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.checks import require_instance
+from kvxfer.errors import InvalidArgumentError, UnknownLayoutError
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
-from kvxfer.kvcache.checks import require_instance
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import (
     KVLayout,
     LayoutReading,
     ambiguous_layout,
+    describe_tensor,
     fitting_readings,
     unknown_layout,
 )
@@ -61,7 +62,8 @@ def read_registered(
         InvalidArgumentError: An entry is missing, unknown, or not what its spec asks for; or
             tensors are on several devices or on none.
         AmbiguousLayoutError: A tensor reads in two ways.
-        UnknownLayoutError: A tensor reads as nothing that its spec allows.
+        UnknownLayoutError: A tensor reads as nothing that its spec allows, or its bytes are not
+            its elements, as in a view that conjugates or negates.
     """
     require_instance("kv_caches", kv_caches, Mapping)
     require_instance("config", config, KVCacheConfig)
@@ -100,6 +102,10 @@ def _require_usable_tensors(kv_caches: KVCaches) -> None:
                 raise InvalidArgumentError(
                     argument, f"{tensor.layout} on {tensor.device}", "a strided tensor with memory"
                 )
+            if tensor.is_conj() or tensor.is_neg():
+                view = "conjugated" if tensor.is_conj() else "negated"
+                found = f"a {view} view of {describe_tensor(tensor)}"
+                raise UnknownLayoutError(name, found, ["a tensor whose bytes are its elements"])
             devices.add(tensor.device)
     if len(devices) > 1:
         raise InvalidArgumentError("kv_caches", sorted(map(str, devices)), "tensors on one device")

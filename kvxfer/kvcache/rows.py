@@ -109,7 +109,12 @@ def _require_same_or_apart(window: Sequence[Pages]) -> None:
 
 
 def _same_pages(page: Pages, other: Pages) -> bool:
-    """Whether two pages may share their bytes: equal in one group, equal starts across groups."""
+    """Whether two pages may share their bytes: equal in one group, equal starts across groups.
+
+    Two of one layer may not: keys are never values.
+    """
+    if not set(page.layer_names).isdisjoint(other.layer_names):
+        return False
     if page.group == other.group:
         return page.geometry == other.geometry and page.data_size_bytes == other.data_size_bytes
     return page.address == other.address

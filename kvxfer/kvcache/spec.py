@@ -7,6 +7,13 @@ from typing import ClassVar
 
 import torch
 
+from kvxfer.checks import (
+    require_instance,
+    require_instances,
+    require_positive,
+    require_sequence,
+    set_counts,
+)
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
 from kvxfer.kvcache.cache_tensor import (
     ATTENTION_LAYOUTS,
@@ -14,7 +21,6 @@ from kvxfer.kvcache.cache_tensor import (
     SEPARATE_LAYOUTS,
     CacheTensorForm,
 )
-from kvxfer.kvcache.checks import require_instance, require_positive
 from kvxfer.kvcache.quantization import KVQuantization
 
 
@@ -35,8 +41,8 @@ class KVCacheSpec(ABC):
     page_size_padded: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive("tokens_per_block", self.tokens_per_block)
-        require_positive("page_size_padded", self.page_size_padded, optional=True)
+        set_counts(self, "tokens_per_block")
+        set_counts(self, "page_size_padded", optional=True)
         if self.page_size_bytes < self.unpadded_page_size_bytes:
             raise InvalidArgumentError(
                 "page_size_padded", self.page_size_padded, f">= {self.unpadded_page_size_bytes}"
@@ -117,9 +123,8 @@ class AttentionSpec(KVCacheSpec):
     quantization: KVQuantization = KVQuantization.NONE
 
     def __post_init__(self) -> None:
-        require_positive("num_kv_heads", self.num_kv_heads)
-        require_positive("head_dim", self.head_dim)
-        require_positive("head_dim_v", self.head_dim_v, optional=True)
+        set_counts(self, "num_kv_heads", "head_dim")
+        set_counts(self, "head_dim_v", optional=True)
         require_instance("dtype", self.dtype, torch.dtype)
         require_instance("quantization", self.quantization, KVQuantization)
         if self.quantization is not KVQuantization.NONE and self.dtype.itemsize != 1:
@@ -184,8 +189,7 @@ class FullAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
-        require_positive("sliding_window", self.sliding_window, optional=True)
-        require_positive("attention_chunk_tokens", self.attention_chunk_tokens, optional=True)
+        set_counts(self, "sliding_window", "attention_chunk_tokens", optional=True)
         if self.sliding_window is not None and self.attention_chunk_tokens is not None:
             raise InvalidArgumentError(
                 "attention_chunk_tokens",
@@ -222,7 +226,7 @@ class SlidingWindowSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
-        require_positive("sliding_window", self.sliding_window)
+        set_counts(self, "sliding_window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +241,7 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
-        require_positive("attention_chunk_tokens", self.attention_chunk_tokens)
+        set_counts(self, "attention_chunk_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +294,7 @@ class SlidingWindowMLASpec(_LatentSpec):
 
     def __post_init__(self) -> None:
         _LatentSpec.__post_init__(self)
-        require_positive("sliding_window", self.sliding_window)
+        set_counts(self, "sliding_window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,14 +310,18 @@ class MambaSpec(KVCacheSpec):
     dtypes: tuple[torch.dtype, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shapes", tuple(tuple(shape) for shape in self.shapes))
+        require_sequence("shapes", self.shapes, "a shape for each state")
+        require_instances("dtypes", self.dtypes, torch.dtype)
+        for index, shape in enumerate(self.shapes):
+            require_sequence(f"shapes[{index}]", shape, "sizes of a state")
+        shapes = tuple(
+            tuple(require_positive(f"shapes[{index}]", size) for size in shape)
+            for index, shape in enumerate(self.shapes)
+        )
+        object.__setattr__(self, "shapes", shapes)
         object.__setattr__(self, "dtypes", tuple(self.dtypes))
         if not self.shapes or len(self.shapes) != len(self.dtypes):
             raise InvalidArgumentError("dtypes", self.dtypes, f"one for each of {self.shapes!r}")
-        for index, (shape, dtype) in enumerate(zip(self.shapes, self.dtypes, strict=True)):
-            for size in shape:
-                require_positive(f"shapes[{index}]", size)
-            require_instance(f"dtypes[{index}]", dtype, torch.dtype)
         KVCacheSpec.__post_init__(self)
 
     @property

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvxfer.checks import require_integer, set_counts
 from kvxfer.errors import InvalidArgumentError, PageMappingError
-from kvxfer.kvcache.checks import require_positive
 from kvxfer.kvcache.page_box import PageBox
 
 OPAQUE = "opaque"
@@ -41,10 +41,10 @@ class WorkerShard:
     interleave_tokens: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_kv_heads", "tp_size", "pcp_size", "dcp_size", "interleave_tokens"):
-            require_positive(name, getattr(self, name))
-        if not 0 <= self.rank < self.num_workers:
-            raise InvalidArgumentError("rank", self.rank, f"0 <= rank < {self.num_workers}")
+        set_counts(self, "num_kv_heads", "tp_size", "pcp_size", "dcp_size", "interleave_tokens")
+        expected = f"0 <= rank < {self.num_workers}"
+        rank = require_integer("rank", self.rank, maximum=self.num_workers - 1, expected=expected)
+        object.__setattr__(self, "rank", rank)
         small, large = sorted((self.num_kv_heads, self.tp_size))
         if large % small:
             rule = f"a divisor or a multiple of {self.num_kv_heads} KV heads"

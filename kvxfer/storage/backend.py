@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from kvxfer.checks import find_repeated, require_sequence
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.storage.keys import BlockKey, require_keys
 
 
 class Status(enum.Enum):
@@ -90,7 +91,8 @@ class Backend(ABC):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Copy block i of `blocks` to the medium under `keys[i]`.
 
-        Storing a key that is there already is `DONE` and leaves the stored bytes as they are.
+        Storing a key that is there already is `DONE` and leaves the stored bytes as they are, if
+        they are all that block i has of its chunk, or more. Otherwise block i replaces them.
 
         Raises:
             LengthMismatchError: `keys` and `blocks` differ in length.
@@ -106,8 +108,14 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
-        """Forget the keys that are there and not in use; return how many that were."""
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Forget the keys that are there; say for each whether it was there and was removed.
+
+        What is in use at that moment may stay.
+        """
+
+    async def flush(self) -> None:  # noqa: B027 - most keep a block where they are given it
+        """Wait until all that was stored before is kept for good: in each tier, and on the disk."""
 
     async def drain(self) -> None:  # noqa: B027 - most never leave memory unsafe
         """Wait until memory that earlier calls left unsafe is quiet, or the backend closed."""
@@ -132,15 +140,15 @@ def require_batch(keys: Sequence[BlockKey], blocks: Descriptors | None = None) -
     """Check a batch before anything is read or written.
 
     Raises:
-        InvalidArgumentError: The batch is empty, or a key is not one.
+        InvalidArgumentError: The batch is empty or no sequence, or a key is not one.
         LengthMismatchError: There is not exactly one block per key.
         DuplicateError: A key appears twice.
     """
-    if not keys:
+    require_sequence("keys", keys, "a sequence of block keys")
+    if not len(keys):
         raise InvalidArgumentError("keys", keys, "at least one key")
     if blocks is not None and len(keys) != blocks.num_blocks:
         raise LengthMismatchError(len(keys), blocks.num_blocks, "one per block")
-    for key in keys:
-        group_of(key)
+    require_keys(keys)
     if len(set(keys)) < len(keys):
-        raise DuplicateError("keys", next(k for n, k in enumerate(keys) if k in keys[:n]))
+        raise DuplicateError("keys", find_repeated(keys))

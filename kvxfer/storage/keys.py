@@ -1,14 +1,17 @@
 """What names a block: a content hash, a group, and the namespace they live in."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NewType
 
 import msgspec
 import xxhash
 
+from kvxfer.checks import find_repeated, require_integer
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 
 GROUP_INDEX_BYTES = 4
+KEY_FORM = "a content hash and a 4-byte group index"
 
 MAX_AXES = 64
 """torch and numpy have tensors of no more."""
@@ -39,10 +42,11 @@ def make_block_key(content_hash: bytes, group: int) -> BlockKey:
     Raises:
         InvalidArgumentError: The hash is empty or the group is not a 32-bit unsigned number.
     """
-    if not content_hash:
+    if not isinstance(content_hash, bytes) or not content_hash:  # type: ignore[redundant-expr]
         raise InvalidArgumentError("content_hash", content_hash, "at least one byte")
-    if not 0 <= group < 1 << 8 * GROUP_INDEX_BYTES:
-        raise InvalidArgumentError("group", group, "0 <= group < 2**32")
+    group = require_integer(
+        "group", group, maximum=(1 << 8 * GROUP_INDEX_BYTES) - 1, expected="0 <= group < 2**32"
+    )
     return BlockKey(content_hash + group.to_bytes(GROUP_INDEX_BYTES, "big"))
 
 
@@ -53,8 +57,19 @@ def group_of(key: BlockKey) -> int:
         InvalidArgumentError: The key is not bytes or is too short to be a key.
     """
     if not isinstance(key, bytes) or len(key) <= GROUP_INDEX_BYTES:  # type: ignore[redundant-expr]
-        raise InvalidArgumentError("key", key, "a content hash and a 4-byte group index")
+        raise InvalidArgumentError("key", key, KEY_FORM)
     return int.from_bytes(key[-GROUP_INDEX_BYTES:], "big")
+
+
+def require_keys(keys: Iterable[BlockKey]) -> None:
+    """Check that every key is one.
+
+    Raises:
+        InvalidArgumentError: One is not bytes or is too short.
+    """
+    for index, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) <= GROUP_INDEX_BYTES:  # type: ignore[redundant-expr]
+            raise InvalidArgumentError(f"keys[{index}]", key, KEY_FORM)
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -113,9 +128,8 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         """Check that every tensor can be found by its name."""
-        names = [tensor.name for tensor in self.tensors]
-        if len(set(names)) != len(names):
-            twice = next(name for name in names if names.count(name) > 1)
+        twice = find_repeated(tensor.name for tensor in self.tensors)
+        if twice is not None:
             raise InvalidArgumentError("tensors", twice, "each name once in a group")
 
     @property

@@ -10,9 +10,9 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.checksums import checksum_blocks
+from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.staging import StagingMemory
+from kvxfer.storage.staging import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
 
 
@@ -130,7 +130,7 @@ class StagedLender(Lender):
         self._backend = backend
         self._copy_engine = copy_engine
         self._threads = threads
-        self._staging = StagingMemory(max_bytes, max(sizes))
+        self._staging = StagingMemory(max_bytes, max(sizes), backend.drain)
         self.region = self._staging.region
 
     @asynccontextmanager
@@ -139,15 +139,14 @@ class StagedLender(Lender):
         require_within(wanted, self._chunk_sizes)
         fitting = self._staging.num_fitting(wanted.sizes)
         outcomes = [_NO_ROOM] * len(wanted.keys)
-        async with self._hold(wanted, fitting) as blocks:
-            outcomes[:fitting] = await self._backend.load(wanted.keys[:fitting], blocks)
-            if not all(outcome.memory_safe for outcome in outcomes):
-                self._staging.retire(blocks, self._backend.drain())
+        async with self._hold(wanted, fitting) as staged:
+            keys = wanted.keys[:fitting]
+            outcomes[:fitting] = await staged.move(self._backend.load, keys, staged.blocks)
             there = [index for index, outcome in enumerate(outcomes) if outcome.done]
             if not there:
                 yield Loan(outcomes, None, [])
             else:
-                lent = blocks.take(there)
+                lent = staged.blocks.take(there)
                 checksums = await self._threads.run(checksum_blocks, lent, self._copy_engine)
                 yield Loan(outcomes, lent, checksums)
 
@@ -158,19 +157,18 @@ class StagedLender(Lender):
         fitting = self._staging.num_fitting(offered.sizes)
         outcomes: list[Outcome | None] = [_NO_ROOM] * len(offered.keys)
         outcomes[:fitting] = [None] * fitting
-        async with self._hold(offered, fitting) as blocks:
-            room = Room(outcomes, blocks)
+        async with self._hold(offered, fitting) as staged:
+            room = Room(outcomes, staged.blocks)
             yield room
             outcomes[:fitting] = [NOT_ARRIVED] * fitting
             if arrived := sorted(room.arrived):
                 keys = [offered.keys[index] for index in arrived]
-                stored = await self._backend.store(keys, blocks.take(arrived))
+                blocks = staged.blocks.take(arrived)
+                stored = await staged.move(self._backend.store, keys, blocks)
                 for index, outcome in zip(arrived, stored, strict=True):
                     outcomes[index] = outcome
-                if not all(outcome.memory_safe for outcome in stored):
-                    self._staging.retire(blocks, self._backend.drain())
 
-    def _hold(self, wanted: Wanted, fitting: int) -> AbstractAsyncContextManager[Descriptors]:
+    def _hold(self, wanted: Wanted, fitting: int) -> AbstractAsyncContextManager[StagedBlocks]:
         return self._staging.hold(wanted.sizes[:fitting], wanted.starts[:fitting])
 
     async def aclose(self) -> None:

@@ -1,7 +1,7 @@
 """A backend in front of another one: keeps portable pages, shard by shard."""
 
-from collections.abc import Callable, Coroutine, Sequence
-from itertools import compress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_bloc
 from kvxfer.storage.outcomes import more_telling
 from kvxfer.storage.portable_namespace import shard_groups
 
+_Ask = Callable[[Sequence[BlockKey]], Coroutine[Any, Any, list[bool]]]
 _Move = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
 
 
@@ -55,9 +56,7 @@ class PortableBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Say for each key whether every shard that this worker holds is there."""
         require_batch(keys)
-        names, counts = self._names(keys)
-        found = np.array(await self._backend.lookup(names))
-        return [bool(shards.all()) for shards in np.split(found, np.cumsum(counts)[:-1])]
+        return [all(shards) for shards in await self._ask(self._backend.lookup, keys)]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; what is another worker's turn is done already."""
@@ -76,17 +75,14 @@ class PortableBackend(Backend):
         require_batch(keys, blocks)
         return await self._move(self._backend.load, keys, blocks)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
-        """Forget the pages, with the shards that this worker holds; count the first of each."""
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`: whether any shard that this worker holds was removed."""
         require_batch(keys)
-        names, counts = self._names(keys)
-        is_first = np.zeros(len(names), bool)
-        is_first[np.cumsum(counts) - counts] = True
-        firsts, rest = (list(compress(names, chosen)) for chosen in (is_first, ~is_first))
-        deleted = await self._backend.delete(firsts)
-        if rest:
-            await self._backend.delete(rest)
-        return deleted
+        return [any(shards) for shards in await self._ask(self._backend.delete, keys)]
+
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self._backend.flush()
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
@@ -95,6 +91,12 @@ class PortableBackend(Backend):
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         await self._backend.aclose()
+
+    async def _ask(self, ask: _Ask, keys: Sequence[BlockKey]) -> Iterator[list[bool]]:
+        """What is said of the shards of each page."""
+        names, counts = self._names(keys)
+        answers = iter(await ask(names))
+        return (list(islice(answers, count)) for count in counts)
 
     async def _move(
         self, move: _Move, keys: Sequence[BlockKey], blocks: Descriptors

@@ -2,10 +2,10 @@
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate, count, takewhile
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.backend import Outcome
+from kvxfer.storage.calls import Move, call_backend
+from kvxfer.storage.keys import BlockKey
 
 ALIGNMENT_BYTES = 4096
 """Block size of media and page size of memory: what O_DIRECT and DMA ask for."""
@@ -22,6 +25,34 @@ NUM_BUFFERS = 4
 MIN_BUFFERS = 2  # one that waits for a medium must not keep the others from moving
 
 Buffer = NDArray[np.uint8]
+Drain = Callable[[], Awaitable[object]]
+
+logger = logging.getLogger(__name__)
+
+
+class StagedBlocks:
+    """Blocks in a staging buffer that is held.
+
+    Attributes:
+        blocks: Where they are.
+        quiet: Whether nothing but the holder can still touch the buffer.
+    """
+
+    def __init__(self, blocks: Descriptors) -> None:
+        self.blocks = blocks
+        self.quiet = True
+
+    async def move(
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, *, name: str = ""
+    ) -> list[Outcome]:
+        """Have a backend store or load blocks of the buffer, as `call_backend` does.
+
+        Unless it ends with memory that is safe, the buffer is not used again before it was drained.
+        """
+        self.quiet, was_quiet = False, self.quiet
+        outcomes = await call_backend(move, keys, blocks, name=name)
+        self.quiet = was_quiet and all(outcome.memory_safe for outcome in outcomes)
+        return outcomes
 
 
 class StagingMemory:
@@ -33,6 +64,7 @@ class StagingMemory:
     Args:
         max_bytes: Bound on all buffers together; raised to two of the largest block.
         largest_block_bytes: Bytes of the largest block that has to fit.
+        drain: Returns when nothing touches a buffer that was given back while it was not quiet.
 
     Attributes:
         buffer_bytes: Bytes of one buffer.
@@ -40,7 +72,7 @@ class StagingMemory:
         region: The memory of all buffers.
     """
 
-    def __init__(self, max_bytes: int, largest_block_bytes: int) -> None:
+    def __init__(self, max_bytes: int, largest_block_bytes: int, drain: Drain) -> None:
         share = max_bytes // NUM_BUFFERS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.buffer_bytes = max(share, _aligned(largest_block_bytes))
         self.num_buffers = max(max_bytes // self.buffer_bytes, MIN_BUFFERS)
@@ -49,8 +81,8 @@ class StagingMemory:
         self._idle: list[Buffer] = list(memory.reshape(self.num_buffers, self.buffer_bytes))
         self._order = count()
         self._waiting: list[tuple[int, int, asyncio.Future[Buffer]]] = []
+        self._drain = drain
         self._withdrawn = False
-        self._unsafe: dict[int, Coroutine[Any, Any, None]] = {}
         self._settling: set[asyncio.Task[None]] = set()
 
     def num_fitting(self, sizes: Iterable[int]) -> int:
@@ -60,38 +92,47 @@ class StagingMemory:
 
     @asynccontextmanager
     async def hold(
-        self, sizes: Sequence[int], starts: Sequence[int], *, priority: int = 0
-    ) -> AsyncIterator[Descriptors]:
+        self,
+        sizes: Sequence[int],
+        starts: Sequence[int],
+        *,
+        priority: int = 0,
+        share: asyncio.Semaphore | None = None,
+    ) -> AsyncIterator[StagedBlocks]:
         """Wait for a buffer and describe blocks in it; it goes back when the context ends.
+
+        One that is not quiet then, or whose context ends by an error or a cancellation, goes back
+        when it was drained: something that was begun in it may still write to it.
 
         Args:
             sizes: Bytes of each block; together they fit into a buffer.
             starts: Where in its chunk each block begins, in bytes.
             priority: Of those who wait, the lowest comes first, and then who waits longest.
+            share: Acquired for as long as the buffer is in use, drained buffers included.
 
         Raises:
             ClosedError: The buffers were withdrawn.
         """
-        buffer = await self._take(priority)
+        if share is not None:
+            await share.acquire()
         try:
-            yield _describe(buffer, sizes, starts)
+            buffer = await self._take(priority)
+        except BaseException:
+            if share is not None:
+                share.release()
+            raise
+        staged = StagedBlocks(_describe(buffer, sizes, starts))
+        quiet = False
+        try:
+            yield staged
+            quiet = staged.quiet
         finally:
-            quiet = self._unsafe.pop(buffer.ctypes.data, None)
-            if quiet is None:
-                self._give_back(buffer)
+            if quiet:
+                self._give_back(buffer, share)
             else:
-                task = asyncio.create_task(self._settle(buffer, quiet))
+                task = asyncio.create_task(self._settle(buffer, share))
                 self._settling.add(task)
                 task.add_done_callback(self._settling.discard)
-
-    def retire(self, blocks: Descriptors, quiet: Coroutine[Any, Any, None]) -> None:
-        """Keep the buffer of `blocks`, which is held, from being used again before `quiet` ends.
-
-        Until then something may still write to it.
-        """
-        (buffer,) = blocks.owners
-        assert isinstance(buffer, np.ndarray)
-        self._unsafe[buffer.ctypes.data] = quiet
 
     def withdraw(self) -> None:
         """Hand out no buffer any more: who waits for one, or comes later, gets `ClosedError`."""
@@ -102,7 +143,7 @@ class StagingMemory:
                 turn.set_exception(ClosedError("staging memory"))
 
     async def aclose(self) -> None:
-        """Wait for retired buffers."""
+        """Wait for buffers that are being drained."""
         while self._settling:
             await asyncio.wait(self._settling)
 
@@ -121,11 +162,17 @@ class StagingMemory:
                 self._give_back(turn.result())
             raise
 
-    async def _settle(self, buffer: Buffer, quiet: Coroutine[Any, Any, None]) -> None:
-        await quiet
-        self._give_back(buffer)
+    async def _settle(self, buffer: Buffer, share: asyncio.Semaphore | None) -> None:
+        try:
+            await self._drain()
+        except Exception:
+            logger.exception("a staging buffer of %d bytes is lost", buffer.nbytes)
+        else:
+            self._give_back(buffer, share)
 
-    def _give_back(self, buffer: Buffer) -> None:
+    def _give_back(self, buffer: Buffer, share: asyncio.Semaphore | None = None) -> None:
+        if share is not None:
+            share.release()
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)
             if not turn.done():

@@ -1,11 +1,23 @@
 """Threads for calls that block, as an event loop wants them."""
 
 import asyncio
+import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
 import aiofiles.os
+
+from kvxfer.storage.calls import finish
+
+CLOSE_TIMEOUT_S = 10.0
+"""How long `Threads.aclose` waits for functions that still run, such as calls to a file server that
+is gone. A healthy disk is done in less."""
+
+logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -14,13 +26,17 @@ T = TypeVar("T")
 class Threads:
     """A bounded pool of threads that blocking functions run on, to their end.
 
+    The process does not wait for its threads when it exits: one that hangs in the kernel would
+    keep it from exiting.
+
     Args:
         name: Prefix of the threads' names.
         num_threads: Calls that run at one time; the others wait.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._name = name
+        self._executor = _DaemonExecutor(name, num_threads)
         self._running: set[asyncio.Future[Any]] = set()
 
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -33,24 +49,101 @@ class Threads:
             asyncio.CancelledError: The caller was cancelled; `func` has ended all the same, or
                 never began.
         """
-        call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
-        future = asyncio.ensure_future(call)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            while not future.done():
-                try:
-                    await asyncio.wait([future])
-                except asyncio.CancelledError:
-                    continue
-            if not future.cancelled():
-                future.exception()  # fetched, or asyncio reports it as never retrieved
-            raise
+        return await finish(self._begin(func, *args, **kwargs))
 
-    async def aclose(self) -> None:
-        """Wait for what runs and let the threads end; may be called again."""
-        while self._running:
-            await asyncio.wait(self._running)
+    async def ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `func`, which touches no memory of the caller, on a thread.
+
+        Raises:
+            asyncio.CancelledError: The caller was cancelled; `func` may still run.
+        """
+        return await asyncio.shield(self._begin(func, *args, **kwargs))
+
+    async def aclose(self, timeout_s: float = CLOSE_TIMEOUT_S) -> int:
+        """Wait for what runs and let the threads end; may be called again.
+
+        Args:
+            timeout_s: How long to wait.
+
+        Returns:
+            Functions that still ran when time was up, which the log says, too. Nothing that they
+            use may be released.
+        """
+        left: set[asyncio.Future[Any]] = set()
+        if self._running:
+            _, left = await asyncio.wait(self._running, timeout=timeout_s)
+        if left:
+            text = "%s: %d calls have not ended after %g s and are left behind"
+            logger.warning(text, self._name, len(left), timeout_s)
         self._executor.shutdown(wait=False)
+        return len(left)
+
+    def _begin(
+        self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> "asyncio.Future[T]":
+        call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
+        future: asyncio.Future[T] = asyncio.ensure_future(call)
+        self._running.add(future)
+        future.add_done_callback(self._end)
+        return future
+
+    def _end(self, future: "asyncio.Future[Any]") -> None:
+        self._running.discard(future)
+        if not future.cancelled():
+            future.exception()  # fetched, or asyncio reports it as never retrieved
+
+
+class _DaemonExecutor(Executor):
+    """Threads that are made when they are needed, and that no exit of the process waits for.
+
+    Those of `concurrent.futures.ThreadPoolExecutor` are joined when the interpreter exits.
+    """
+
+    def __init__(self, name: str, num_threads: int) -> None:
+        self._name = name
+        self._num_threads = num_threads
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_started = 0
+        self._num_busy = 0  # calls that run or wait
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See `Executor.submit`."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self._name}: cannot run anything after it was shut down")
+            self._num_busy += 1
+            if self._num_started < min(self._num_busy, self._num_threads):
+                name = f"{self._name}-{self._num_started}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
+                self._num_started += 1
+        self._calls.put(partial(_run, future, fn, args, kwargs))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - the signature of `Executor`
+        """See `Executor.shutdown`; never waits."""
+        with self._lock:
+            self._closed = True
+            for _ in range(self._num_started):
+                self._calls.put(None)
+            self._num_started = 0
+
+    def _work(self) -> None:
+        while call := self._calls.get():
+            call()
+            del call  # or what it was about would live until the next one
+            with self._lock:
+                self._num_busy -= 1
+
+
+def _run(future: Future[T], fn: Callable[..., T], args: Any, kwargs: Any) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = fn(*args, **kwargs)
+    except BaseException as exc:  # noqa: BLE001 - whoever awaits it decides
+        future.set_exception(exc)
+    else:
+        future.set_result(result)

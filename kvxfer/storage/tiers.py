@@ -1,5 +1,7 @@
 """A backend made of backends: a fast one, and larger ones behind it."""
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -12,9 +14,15 @@ from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.outcomes import more_telling
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.storage.tier import Tier, drain
+from kvxfer.storage.tier import LOOKUP_TIMEOUT_S, Tier
 
 DEFAULT_STAGING_BYTES = 64 << 20
+
+SETTLE_TIMEOUT_S = 30.0
+"""How long `TieredBackend.aclose` goes on carrying blocks down, and waits for memory that a tier
+left in use."""
+
+logger = logging.getLogger(__name__)
 
 
 class TieredBackend(Backend):
@@ -28,8 +36,12 @@ class TieredBackend(Backend):
     A key that any tier has is not stored again: no two tiers hold different bytes of one key,
     as long as each tier answers when it is asked what it has.
 
-    A tier that raises holds nothing while it does, and the others go on. One that hangs holds up
-    only the calls that need it.
+    A tier that raises holds nothing while it does, and the others go on. Neither does one that
+    hangs: a lookup there ends after `lookup_timeout_s`, and it is left alone for a while. What a
+    tier missed meanwhile is carried there when it works again, as long as the tier above has it.
+
+    A store is `DONE` when one tier has the block: a machine that stops loses what has not been
+    carried yet. `flush` waits for that.
 
     Blocks of which only a part was stored under their key can be loaded from any tier, but
     below the first a lookup does not find them.
@@ -39,6 +51,7 @@ class TieredBackend(Backend):
         namespace: That of the tiers; says how many bytes a chunk has.
         staging_bytes: Bound on the memory that blocks pass through between tiers; raised to two
             of the largest chunk.
+        lookup_timeout_s: How long a tier may take to say what it has.
 
     Attributes:
         memory_kinds: What every tier reads and writes directly.
@@ -54,6 +67,7 @@ class TieredBackend(Backend):
         namespace: Namespace,
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> None:
         if not tiers:
             raise InvalidArgumentError("tiers", tiers, "at least one backend")
@@ -66,10 +80,20 @@ class TieredBackend(Backend):
             kinds = [sorted(tier.memory_kinds) for tier in tiers]
             raise InvalidArgumentError("memory_kinds of the tiers", kinds, "'cpu' in each")
         self._chunk_sizes = [namespace.chunk_size_bytes(g) for g in range(len(namespace.groups))]
-        self._tiers = [Tier(index, backend) for index, backend in enumerate(tiers)]
+        self._staging = StagingMemory(staging_bytes, max(self._chunk_sizes), self.drain)
+        share = max(1, self._staging.num_buffers // max(1, len(tiers) - 1))
+        self._tiers = [
+            Tier(
+                index,
+                backend,
+                # Without the first one nothing goes on anyway.
+                lookup_timeout_s=lookup_timeout_s if index else None,
+                num_buffers=share,
+            )
+            for index, backend in enumerate(tiers)
+        ]
         self._first, self._lower = self._tiers[0], self._tiers[1:]
         self._claims = KeyClaims()
-        self._staging = StagingMemory(staging_bytes, max(self._chunk_sizes))
         self._cascade = Cascade(self._tiers, self._staging, self._claims)
         self._closed = False
         self.attach([self._staging.region])
@@ -109,16 +133,14 @@ class TieredBackend(Backend):
             there = await self._first.lookup(keys)
         # Those of the first tier that are claimed, e.g. being carried down, need no touch.
         free = [index for index, key in enumerate(keys) if key not in self._claims]
-        outcomes = [DONE] * len(keys)
+        outcomes = [MISSING if key not in self._claims else DONE for key in keys]
         with self._claims.hold([keys[index] for index in free]):
-            absent = [keys[index] for index in free if keys[index] not in there]
-            below = await self._find_below(absent)
-            if left := [index for index in free if keys[index] not in below]:
+            left = await self._store_where_found(keys, blocks, free, there, outcomes)
+            if left:
                 stored = await self._store_in_first_with_room(
                     [keys[index] for index in left], _chosen(blocks, left), there
                 )
-                for index, outcome in zip(left, stored, strict=True):
-                    outcomes[index] = outcome
+                _merge(outcomes, left, stored)
         return outcomes
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -139,36 +161,56 @@ class TieredBackend(Backend):
                 outcomes[index] = outcome
         return outcomes
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. Waits for whatever moves these keys between tiers."""
         self._check(keys)
-        before: set[BlockKey] = set()
-        after: set[BlockKey] = set()
+        deleted = [False] * len(keys)
         async with self._claims.acquire(keys):
             for tier in self._tiers:
-                before |= await tier.lookup(keys)
-                await tier.delete(keys)
-                after |= await tier.lookup(keys)
-        return len(before - after)
+                given = await tier.delete(keys)
+                deleted = [one or other for one, other in zip(deleted, given, strict=True)]
+        return deleted
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
-        await drain(self._tiers)
+        for tier in self._tiers:
+            await tier.drain()
+
+    async def flush(self) -> None:
+        """See `Backend.flush`: every tier has what was stored, and has flushed it."""
+        await self._cascade.flush()
+        for tier in self.tiers:
+            await tier.flush()
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`. First carries down what still waits, unless cancelled."""
+        """See `Backend.aclose`. First carries down what still waits, unless cancelled.
+
+        Ends within `SETTLE_TIMEOUT_S` and the time that each tier may take to close. The log says
+        what was not carried.
+        """
         if self._closed:
             return
         self._closed = True
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._staging.aclose)  # once no tier uses it any more
+            stack.push_async_callback(self._close_staging)  # once no tier uses it any more
             for tier in reversed(self._tiers):
-                stack.push_async_callback(tier.backend.aclose)
+                stack.push_async_callback(tier.aclose)
             try:
-                await self._claims.wait_for_all()
-                await self._cascade.settle()
+                async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                    await self._claims.wait_for_all()
+                    await self._cascade.settle()
+            except TimeoutError:
+                logger.warning("blocks still move between tiers after %g s", SETTLE_TIMEOUT_S)
             finally:
                 await self._cascade.cancel()
+
+    async def _close_staging(self) -> None:
+        """Wait for buffers that are in use; whoever uses one for longer keeps its memory."""
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self._staging.aclose()
+        except TimeoutError:
+            logger.warning("staging memory is still in use after %g s", SETTLE_TIMEOUT_S)
 
     async def _find(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Those of `keys` that the first tier has, or that were verified in a lower one."""
@@ -193,35 +235,57 @@ class TieredBackend(Backend):
 
     async def _promote_batch(self, tier: Tier, keys: Sequence[BlockKey]) -> set[BlockKey]:
         sizes = [self._chunk_size(key) for key in keys]
-        async with self._staging.hold(sizes, [0] * len(keys)) as blocks:
-            loaded = await tier.load(keys, blocks)
+        async with tier.hold(self._staging, sizes, [0] * len(keys)) as staged:
+            loaded = await staged.move(tier.load_in_time, keys, staged.blocks)
             intact = [index for index, outcome in enumerate(loaded) if outcome.done]
             verified = [keys[index] for index in intact]
-            # What the first tier has no room for was verified all the same, and stays below.
-            stored = await self._first.store(verified, blocks.take(intact)) if intact else []
-            if not all(outcome.memory_safe for outcome in (*loaded, *stored)):
-                self._staging.retire(blocks, drain(self._tiers))
+            if intact:  # what the first tier has no room for was verified all the same
+                blocks = staged.blocks.take(intact)
+                await staged.move(self._first.store_in_time, verified, blocks)
         return set(verified)
 
-    async def _find_below(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        found: set[BlockKey] = set()
+    async def _store_where_found(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        free: Sequence[int],
+        there: set[BlockKey],
+        outcomes: list[Outcome],
+    ) -> list[int]:
+        """Store in the lower tier that has a key, which decides whether it has enough of it.
+
+        Returns:
+            Those of `free` that no lower tier has, or could store.
+        """
+        left = list(free)
         for tier in self._lower:
-            found |= await tier.lookup([key for key in keys if key not in found])
-        return found
+            found = await tier.lookup([keys[index] for index in left if keys[index] not in there])
+            held = [index for index in left if keys[index] in found]
+            if held:
+                given = await tier.store([keys[index] for index in held], _chosen(blocks, held))
+                _merge(outcomes, held, given)
+                left = [index for index in left if _may_go_on(outcomes[index])]
+        return left
 
     async def _store_in_first_with_room(
         self, keys: Sequence[BlockKey], blocks: Descriptors, there: set[BlockKey]
     ) -> list[Outcome]:
-        """Store in the first tier, what it refuses in the next, and so on."""
+        """Store in the first tier, what it refuses in the next, and so on.
+
+        Those that the first tier had may have been missed by a tier below, which is then asked.
+        """
         outcomes = [MISSING] * len(keys)
         left = list(range(len(keys)))
         for tier in self._tiers:
             chosen = [keys[index] for index in left]
             given = await tier.store(chosen, _chosen(blocks, left))
             _merge(outcomes, left, given)
-            new = [index for index in left if outcomes[index].done and keys[index] not in there]
-            if new:
-                self._cascade.add(tier.index, [keys[index] for index in new], blocks.take(new))
+            done = [index for index in left if outcomes[index].done]
+            for is_new in (True, False):
+                some = [index for index in done if (keys[index] not in there) == is_new]
+                if some:
+                    chosen = [keys[index] for index in some]
+                    self._cascade.add(tier.index, chosen, blocks.take(some), is_new=is_new)
             left = [index for index in left if _may_go_on(outcomes[index])]
             if not left:
                 break

@@ -2,6 +2,7 @@
 
 from kvxfer.testing.backend_tests import BackendTests
 from kvxfer.testing.block_memory import BlockMemory
+from kvxfer.testing.conformance.wrapping import WrapperTests
 from kvxfer.testing.dict_backend import DictBackend, DictConfig
 from kvxfer.testing.fake_nixl_agent import FakeNixlAgent
 from kvxfer.testing.faulty_backend import (
@@ -25,4 +26,5 @@ __all__ = [
     "FaultyBackend",
     "InjectedFault",
     "Operation",
+    "WrapperTests",
 ]

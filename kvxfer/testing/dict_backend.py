@@ -30,6 +30,10 @@ class _Stored:
     payload: bytes
     checksum: int
 
+    def covers(self, start: int, num_bytes: int) -> bool:
+        """Whether it has these bytes of its chunk."""
+        return self.start <= start and start + num_bytes <= self.start + len(self.payload)
+
 
 class DictBackend(Backend):
     """Keeps blocks in a dictionary: the reference model of a backend, for tests.
@@ -61,7 +65,9 @@ class DictBackend(Backend):
         payloads = read_payloads(blocks)
         outcomes = []
         for key, payload, start in zip(keys, payloads, blocks.payload_starts.tolist(), strict=True):
-            if key not in self._blocks:
+            stored = self._blocks.get(key)
+            if stored is None or not stored.covers(start, len(payload)):
+                self._blocks.pop(key, None)
                 if not self._make_room(keys):
                     outcomes.append(Outcome(Status.FAILED, reason="no room"))
                     continue
@@ -75,10 +81,10 @@ class DictBackend(Backend):
         await asyncio.sleep(0)
         return [self._load(key, blocks.select(i, i + 1)) for i, key in enumerate(keys)]
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._check(keys)
-        return sum(self._blocks.pop(key, None) is not None for key in keys)
+        return [self._blocks.pop(key, None) is not None for key in keys]
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
@@ -94,14 +100,14 @@ class DictBackend(Backend):
         stored = self._blocks.get(key)
         if stored is None:
             return MISSING
-        first = int(block.payload_starts[0]) - stored.start
-        last = first + block.num_bytes
-        if first < 0 or last > len(stored.payload):
+        start = int(block.payload_starts[0])
+        if not stored.covers(start, block.num_bytes):
             return MISSING
         if xxhash.xxh3_64_intdigest(stored.payload) != stored.checksum:
             del self._blocks[key]
             return Outcome(Status.CORRUPT, reason=f"checksum of {key.hex()} differs")
-        write_payloads(block, [stored.payload[first:last]])
+        first = start - stored.start
+        write_payloads(block, [stored.payload[first : first + block.num_bytes]])
         return DONE
 
     def _make_room(self, batch: Sequence[BlockKey]) -> bool:

@@ -32,12 +32,13 @@ class Operation(enum.Enum):
 class Fault(enum.Enum):
     """What can go wrong, in the order in which it is tried.
 
-    `DELAY`, `HANG`, `STUCK` and `ERROR` befall a whole call, `FAILURE` and `FLIP` a block.
+    `DELAY`, `HANG`, `STUCK`, `LATE` and `ERROR` befall a whole call, `FAILURE` and `FLIP` a block.
     """
 
     DELAY = "delay"
     HANG = "hang"
     STUCK = "stuck"
+    LATE = "late"
     ERROR = "error"
     FAILURE = "failure"
     FLIP = "flip"
@@ -52,6 +53,8 @@ class FaultRates:
         hang: A call does not begin before `release`, unless it is cancelled.
         stuck: A call does not end before `release` even when cancelled, like a thread in a
             system call; only then does it touch the described memory.
+        late: A store or load does not begin before `release`, and does then although it was
+            cancelled and raised at once, like hardware that nobody can stop. `drain` waits for it.
         error: A call raises `BackendUnavailableError`; nothing was moved.
         failure: A block is `FAILED`; it was not moved.
         flip: One bit of a block differs: of the stored bytes, or of the loaded memory after the
@@ -63,6 +66,7 @@ class FaultRates:
     delay: float = 0.0
     hang: float = 0.0
     stuck: float = 0.0
+    late: float = 0.0
     error: float = 0.0
     failure: float = 0.0
     flip: float = 0.0
@@ -102,12 +106,15 @@ class FaultyBackend(Backend):
         inner: As given.
         rates: As given; may be replaced at any time.
         injected: What went wrong so far, in order.
+        late: The memory that calls will touch which begin only after `release`.
     """
 
     def __init__(self, inner: Backend, *, seed: int, rates: FaultRates) -> None:
         self.inner = inner
         self.rates = rates
         self.injected: list[InjectedFault] = []
+        self.late: list[Descriptors] = []
+        self._late_moves: set[asyncio.Future[list[Outcome]]] = set()
         self._seed = seed
         self._attempts: Counter[tuple[Operation, BlockKey]] = Counter()
         # Engines run backends on a loop of their own, and tests release them from another thread.
@@ -159,19 +166,26 @@ class FaultyBackend(Backend):
         """See `Backend.load`."""
         return await self._move(Operation.LOAD, keys, blocks)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         if await self._begin(Operation.DELETE, keys, self._tickets(Operation.DELETE, keys)):
             raise asyncio.CancelledError
         return await self.inner.delete(keys)
 
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self.inner.flush()
+
     async def drain(self) -> None:
         """See `Backend.drain`."""
+        while self._late_moves:
+            await asyncio.wait(self._late_moves)
         await self.inner.drain()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         self.release()
+        await self.drain()
         await self.inner.aclose()
 
     async def _move(
@@ -179,6 +193,34 @@ class FaultyBackend(Backend):
     ) -> list[Outcome]:
         tickets = self._tickets(operation, keys)
         cancelled = await self._begin(operation, keys, tickets)
+        if keys and self._hit(Fault.LATE, self.rates.late, operation, keys[0], tickets[0]):
+            self.late.append(blocks)
+            late = asyncio.ensure_future(self._move_late(operation, keys, blocks, tickets))
+            self._late_moves.add(late)
+            late.add_done_callback(self._late_moves.discard)
+            return await asyncio.shield(late)
+        outcomes = await self._move_now(operation, keys, blocks, tickets)
+        if cancelled:
+            raise asyncio.CancelledError
+        return outcomes
+
+    async def _move_late(
+        self,
+        operation: Operation,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        tickets: Sequence[bytes],
+    ) -> list[Outcome]:
+        await self._wait_for_release()
+        return await self._move_now(operation, keys, blocks, tickets)
+
+    async def _move_now(
+        self,
+        operation: Operation,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        tickets: Sequence[bytes],
+    ) -> list[Outcome]:
         move = self._store if operation is Operation.STORE else self._load
         if not keys or len(keys) != blocks.num_blocks:
             return await move(keys, blocks, [])  # misuse, for the inner backend to refuse
@@ -193,8 +235,6 @@ class FaultyBackend(Backend):
             done = await move([keys[i] for i in moved], chosen, [tickets[i] for i in moved])
             for index, outcome in zip(moved, done, strict=True):
                 outcomes[index] = outcome
-        if cancelled:
-            raise asyncio.CancelledError
         return outcomes
 
     async def _store(

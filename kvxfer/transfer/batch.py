@@ -1,14 +1,16 @@
 """Batches: keys and the blocks that belong to them, checked before anything is moved."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from kvxfer.errors import InvalidArgumentError, LengthMismatchError
+from kvxfer.checks import require_integer, require_integers, require_one_per_group
+from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
 from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.transfer.job import Direction
 
 
 def describe_batch(
@@ -16,8 +18,13 @@ def describe_batch(
     keys: Sequence[BlockKey],
     block_ids: Sequence[ArrayLike],
     first_block_indices: Sequence[int] | None,
+    *,
+    direction: Direction = Direction.STORE,
 ) -> Descriptors:
     """Describe the blocks of a batch, group after group, one entry for each key.
+
+    A block belongs to one group at a time: where groups lie over each other, a batch that has one
+    block for two of them is refused. The null block, of which that is not so, is not loaded into.
 
     Raises:
         InvalidArgumentError: The keys, blocks and groups do not fit each other; its children name
@@ -26,16 +33,17 @@ def describe_batch(
     num_groups = describer.num_groups
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices
     for name, per_group in (("block_ids", block_ids), ("first_block_indices", firsts)):
-        if len(per_group) != num_groups:
-            expected = f"one entry for each of {num_groups} groups"
-            raise InvalidArgumentError(name, per_group, expected)
+        require_one_per_group(name, per_group, num_groups, what="one entry")
     wanted = Counter(map(group_of, keys))
-    described, groups = [], []
-    for group, (ids, first) in enumerate(zip(block_ids, firsts, strict=True)):
-        if np.size(ids) == 0:
+    described, groups, used = [], [], {}
+    for group, (given, index) in enumerate(zip(block_ids, firsts, strict=True)):
+        first = require_integer(f"first_block_indices[{group}]", index)
+        ids = require_integers(f"block_ids[{group}]", given)
+        if not ids.size:
             continue
         batch = describer.describe(group, ids, first_block_index=first, num_pages=wanted[group])
         described.append(batch)
+        used[group] = ids
         groups += [group] * batch.num_blocks
     if len(groups) != len(keys):
         rule = f"one per chunk of {describer.blocks_per_chunk} blocks"
@@ -43,4 +51,32 @@ def describe_batch(
     for index, (key, group) in enumerate(zip(keys, groups, strict=True)):
         if group_of(key) != group:
             raise InvalidArgumentError(f"keys[{index}]", key, f"a key of group {group}")
+    null = describer.caches.null_block_id
+    if null is not None and direction is Direction.LOAD:
+        _require_absent(null, used)
+    for overlaid in describer.overlaid_groups:
+        _require_apart([group for group in used if group in overlaid], used, null)
     return Descriptors.concatenate(described)
+
+
+def _require_absent(null: int, used: Mapping[int, NDArray[np.int64]]) -> None:
+    for group, ids in used.items():
+        if (ids == null).any():
+            expected = "another than the null block, which has nothing to keep"
+            raise InvalidArgumentError(f"block_ids[{group}]", null, expected)
+
+
+def _require_apart(
+    groups: Sequence[int], used: Mapping[int, NDArray[np.int64]], null: int | None
+) -> None:
+    """Check that no block but the null block is used by two of these groups."""
+    if len(groups) < 2:
+        return
+    counts = np.bincount(np.concatenate([used[group] for group in groups]))
+    if null is not None:
+        counts[null : null + 1] = 0
+    if counts.max() > 1:
+        block = int(counts.argmax())
+        first, second, *_ = (group for group in groups if (used[group] == block).any())
+        expected = f"a block that group {first} does not use: the two lie over each other"
+        raise DuplicateError(f"block_ids[{second}]", block, expected)

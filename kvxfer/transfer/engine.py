@@ -1,12 +1,11 @@
 """Moves batches of blocks between KV caches and a backend."""
 
 import asyncio
-import threading
+import logging
 import time
 from collections import deque
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack
 from itertools import count
 from typing import Any, Self, TypeVar
@@ -19,18 +18,21 @@ from kvxfer.kvcache.descriptors import BlockDescriber
 from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import Backend, Outcome, Status, require_batch
+from kvxfer.storage.calls import Calls
 from kvxfer.storage.keys import BlockKey
-from kvxfer.transfer.admission import Admission
 from kvxfer.transfer.batch import describe_batch
-from kvxfer.transfer.calls import call_backend
-from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, Piece, Submission
-from kvxfer.transfer.loop_thread import LoopThread
+from kvxfer.transfer.home import Home
+from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, Submission
 from kvxfer.transfer.memory import CacheMemory
+from kvxfer.transfer.mover import JobMover
 from kvxfer.transfer.staging import DEFAULT_STAGING_BYTES, stage
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_MAX_BYTES_IN_FLIGHT = 256 << 20
-PIECES_IN_FLIGHT = 4
+CLOSE_TIMEOUT_S = 120.0
+"""How long closing waits for transfers that were cancelled, and for the backend to close."""
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -38,10 +40,12 @@ T = TypeVar("T")
 class TransferEngine:
     """Stores and loads batches of blocks, from an event loop or from an engine's step loop.
 
-    The asynchronous methods (`lookup`, `store`, `load`) may be awaited on any event loop; the
-    polled ones (`submit_store`, `submit_load`, `submit_call`, `get_finished`, `wait`, `cancel`,
-    `may_touch`) need none. All work runs on one loop: that of the first call, or a private one on
-    its own thread when the first call is a polled one.
+    The asynchronous methods (`lookup`, `store`, `load`, `flush`) may be awaited on any event loop;
+    the polled ones (`submit_store`, `submit_load`, `submit_call`, `get_finished`, `wait`, `cancel`,
+    `may_touch`) need none. All work runs on one loop, the engine's home: the running one inside
+    `async with engine`, otherwise one of its own, on a thread. See docs/decisions/0009.
+
+    A process that was forked cannot use the engine of its parent: it gets a `ForkedError`.
 
     Loads go before stores, the bytes in flight are bounded, and a deadline includes the time a
     batch waits for its turn. A batch is cut into pieces, so that a large store does not hold up
@@ -86,28 +90,34 @@ class TransferEngine:
         self._describer = BlockDescriber(
             caches, blocks_per_chunk=blocks_per_chunk, mappings=mappings
         )
-        self._admission = Admission(max_bytes_in_flight)
         with ExitStack() as opened:
             largest = self._describer.largest_chunk_bytes
-            self._mover = stage(backend, caches, largest, opened, staging_bytes=staging_bytes)
-            self._mover.attach(memory_regions(caches))
+            self._reach = stage(backend, caches, largest, opened, staging_bytes=staging_bytes)
+            self._reach.attach(memory_regions(caches))
             self._memory = CacheMemory(caches)
+            opened.callback(self._memory.close)
+            self._mover = JobMover(self._reach, self._memory, max_bytes_in_flight)
             opened.pop_all()
-        self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
         self._timeout_s = timeout_s
         self._job_ids = count()
-        self._start_lock = threading.Lock()
-        self._home: asyncio.AbstractEventLoop | None = None
-        self._thread: LoopThread | None = None
-        self._moving: dict[asyncio.Task[None], JobId] = {}
-        self._settling: dict[asyncio.Task[None], JobId] = {}
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._home = Home("transfer engine")
+        self._submitted_calls: set[asyncio.Task[Any]] = set()
+        self._calls = Calls()
         self._submitted: dict[JobId, Submission] = {}
         self._finished: deque[FinishedJob] = deque()
         self._closed = False
 
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+    async def lookup(
+        self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
+    ) -> list[bool]:
         """Say for each key whether a load would find it now.
+
+        A medium that does not answer in time has nothing: every key is a miss then, and the log
+        says why.
+
+        Args:
+            keys: The keys.
+            timeout_s: Deadline from now, instead of the engine's.
 
         Raises:
             InvalidArgumentError: There are no keys, or one appears twice.
@@ -116,7 +126,8 @@ class TransferEngine:
         """
         self._require_open()
         require_batch(keys)
-        return await self._at_home(self.backend.lookup(keys))
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return await self._home.run(self._lookup(keys, timeout_s))
 
     async def store(
         self,
@@ -149,7 +160,7 @@ class TransferEngine:
                 on: the memory is safe once `drain` returns.
         """
         job = self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s)
-        return await self._at_home(self._transfer(job))
+        return await self._home.run(self._mover.move(job))
 
     async def load(
         self,
@@ -164,7 +175,7 @@ class TransferEngine:
         The bytes of blocks that are not `DONE` are undefined; the engine has to compute them.
         """
         job = self._job(Direction.LOAD, keys, block_ids, first_block_indices, timeout_s)
-        return await self._at_home(self._transfer(job))
+        return await self._home.run(self._mover.move(job))
 
     def submit_store(
         self,
@@ -204,7 +215,11 @@ class TransferEngine:
         if self._closed:
             call.close()
             raise ClosedError("transfer engine")
-        return asyncio.run_coroutine_threadsafe(self._run_call(call), self._start_polling())
+        try:
+            return self._home.submit(self._run_call(call))
+        except BaseException:
+            call.close()
+            raise
 
     def get_finished(self) -> list[FinishedJob]:
         """Take the jobs that ended since the last call, each exactly once; never blocks."""
@@ -218,14 +233,17 @@ class TransferEngine:
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float | None = None) -> bool:
         """Block until these jobs ended; they still appear in `get_finished`.
 
-        Unknown jobs count as ended. Not for a thread that runs the engine's own event loop.
+        Unknown jobs count as ended.
 
         Returns:
             Whether all ended in time.
+
+        Raises:
+            EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
+        self._home.require_same_process()
         found = (self._submitted.get(job_id) for job_id in job_ids)
-        ends = [submission.ended for submission in found if submission]
-        return not wait_for_futures(ends, timeout_s).not_done
+        return self._home.wait([submission.ended for submission in found if submission], timeout_s)
 
     def cancel(self, job_id: JobId) -> None:
         """Ask a submitted job to end; its blocks without an outcome become `CANCELLED`.
@@ -234,35 +252,65 @@ class TransferEngine:
         """
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
-            self._start_polling().call_soon_threadsafe(submission.cancel)
+            self._home.call_soon(submission.cancel)
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
-        return job_id in [*list(self._moving.values()), *list(self._settling.values())]
+        return self._mover.may_touch(job_id)
 
     async def drain(self) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included."""
-        await self._at_home(self._drain())
+        await self._home.run(self._mover.drain())
+
+    async def flush(self, *, timeout_s: float | None = None) -> bool:
+        """Wait until all blocks whose store is done are kept for good.
+
+        They are in every tier then, and on the disk where there is one, and outlive the process
+        and a power cut. Without it a store is done as soon as one tier has the block.
+
+        Args:
+            timeout_s: Deadline from now, instead of the engine's.
+
+        Returns:
+            Whether that was so in time.
+
+        Raises:
+            ClosedError: The engine was closed.
+            BackendUnavailableError: The backend is gone.
+        """
+        self._require_open()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return await self._home.run(self._flush(timeout_s))
 
     async def aclose(self) -> None:
-        """Cancel what waits, wait for what moves, close the backend. May be called again."""
+        """Cancel what waits, wait for what moves, close the backend. May be called again.
+
+        Ends within `CLOSE_TIMEOUT_S`; the log says what was left behind.
+        """
+        self._home.require_same_process()
         if self._closed:
             return
         self._closed = True
-        await self._at_home(self._shut_down())
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.stop)
+        await self._home.run(self._shut_down())
+        await asyncio.to_thread(self._home.stop)
 
     def close(self) -> None:
-        """As `aclose`, for callers without an event loop; blocks the thread."""
+        """As `aclose`, for callers without an event loop; blocks the thread.
+
+        Raises:
+            EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
+        """
+        self._home.require_same_process()
         if self._closed:
             return
+        self._home.require_elsewhere("close")
         self._closed = True
-        asyncio.run_coroutine_threadsafe(self._shut_down(), self._start_polling()).result()
-        if self._thread is not None:
-            self._thread.stop()
+        self._home.finish(self._shut_down())
+        self._home.stop()
 
     async def __aenter__(self) -> Self:
+        self._home.require_same_process()
+        self._home.move_in()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -290,12 +338,17 @@ class TransferEngine:
         return job
 
     def _submit(self, job: Job) -> JobId:
-        submission = self._submitted[job.job_id] = Submission(job)
-        self._start_polling().call_soon_threadsafe(self._start, submission)
+        submission = Submission(job)
+        self._submitted[job.job_id] = submission
+        try:
+            self._home.call_soon(self._start, submission)
+        except BaseException:
+            del self._submitted[job.job_id]
+            raise
         return job.job_id
 
     def _start(self, submission: Submission) -> None:
-        task = submission.task = asyncio.create_task(self._transfer(submission.job))
+        task = submission.task = asyncio.create_task(self._mover.move(submission.job))
         task.add_done_callback(lambda _: self._end(submission))
         if submission.cancelled:
             task.cancel()
@@ -305,95 +358,45 @@ class TransferEngine:
         self._finished.append(submission.job.finished())
         submission.ended.set_result(None)
 
-    async def _transfer(self, job: Job) -> list[Outcome]:
-        """Hand every piece to the backend, until they end, the deadline or a cancellation."""
-        if job.ended:
-            return list(job.finished().outcomes)
-        tasks = [asyncio.create_task(self._move(job, piece)) for piece in job.cut(self._max_piece)]
-        for task in tasks:
-            self._moving[task] = job.job_id
-            task.add_done_callback(self._moving.pop)
-        status, reason = Status.TIMED_OUT, "deadline passed"
-        try:
-            left = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
-            await asyncio.wait(tasks, timeout=left)
-        except asyncio.CancelledError:
-            status, reason = Status.CANCELLED, "cancelled"
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
-            job.end(status, reason)
-        return list(job.finished().outcomes)
-
-    async def _move(self, job: Job, piece: Piece) -> None:
-        async with self._admission.admit(job.direction, piece.num_bytes):
-            outcomes = await self._hand_over(job, piece)
-        for index, outcome in enumerate(outcomes, piece.start):
-            if job.outcomes[index] is None:
-                job.outcomes[index] = outcome
-        if not all(outcome.memory_safe for outcome in outcomes):
-            self._settle(job)
-
-    async def _hand_over(self, job: Job, piece: Piece) -> Sequence[Outcome]:
-        """Have the backend move a piece, unless the engine took its memory back meanwhile."""
-        keys = job.keys[piece.start : piece.stop]
-        if change := self._memory.describe_change():
-            return [Outcome(Status.FAILED, reason=change)] * len(keys)
-        job.entered[piece.start : piece.stop] = [True] * len(keys)
-        move = self._mover.load if job.direction is Direction.LOAD else self._mover.store
-        try:
-            return await call_backend(move, keys, job.blocks.select(piece.start, piece.stop))
-        except asyncio.CancelledError:
-            self._settle(job)
-            raise
-
-    def _settle(self, job: Job) -> None:
-        """Count the job's memory as in use until the backend says that it is quiet."""
-        task = asyncio.create_task(self._mover.drain())
-        self._settling[task] = job.job_id
-        task.add_done_callback(self._settling.pop)
-
     async def _run_call(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._submitted_calls.add(task)
+        task.add_done_callback(self._submitted_calls.discard)
         return await task
 
-    async def _drain(self) -> None:
-        while in_use := [*self._moving, *self._settling]:
-            await asyncio.wait(in_use)
+    async def _lookup(self, keys: Sequence[BlockKey], timeout_s: float | None) -> list[bool]:
+        try:
+            return await self._calls.within(timeout_s, self.backend.lookup(keys))
+        except TimeoutError:
+            logger.warning("lookup of %d blocks: no answer in %s s", len(keys), timeout_s)
+            return [False] * len(keys)
+
+    async def _flush(self, timeout_s: float | None) -> bool:
+        try:
+            await self._calls.within(timeout_s, self.backend.flush())
+        except TimeoutError:
+            return False
+        return True
 
     async def _shut_down(self) -> None:
         for submission in list(self._submitted.values()):
             submission.cancel()
-        for call in self._calls:
+        for call in self._submitted_calls:
             call.cancel()
-        if active := [*self._moving, *self._calls]:
-            await asyncio.wait(active)
         try:
-            await self._mover.aclose()
-            await self._drain()
-        finally:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._mover.until_handed_back(CLOSE_TIMEOUT_S / 2)
+                if self._submitted_calls:
+                    await asyncio.wait(self._submitted_calls, timeout=CLOSE_TIMEOUT_S / 4)
+                await self._calls.within(CLOSE_TIMEOUT_S, self._reach.aclose())
+                await self._mover.drain()
+        except TimeoutError:
+            text = "not closed after %g s: %d transfers are left behind"
+            logger.warning(text, CLOSE_TIMEOUT_S, self._mover.num_unsettled)
+        else:
             self._memory.close()
 
-    async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
-        here = asyncio.get_running_loop()
-        with self._start_lock:
-            if self._home is None or self._home.is_closed():
-                self._home = here
-            home = self._home
-        if home is here:
-            return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
-
-    def _start_polling(self) -> asyncio.AbstractEventLoop:
-        with self._start_lock:
-            if self._home is None or self._home.is_closed():
-                self._thread = LoopThread("kvxfer-transfer")
-                self._home = self._thread.loop
-            return self._home
-
     def _require_open(self) -> None:
+        self._home.require_same_process()
         if self._closed:
             raise ClosedError("transfer engine")

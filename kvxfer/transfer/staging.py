@@ -16,9 +16,8 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging import StagingMemory
+from kvxfer.storage.staging import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
-from kvxfer.transfer.calls import Move, call_backend
 from kvxfer.transfer.job import Direction
 
 DEFAULT_STAGING_BYTES = 64 << 20
@@ -77,7 +76,7 @@ class StagedBackend(Backend):
         self.inner = inner
         self.memory_kinds = inner.memory_kinds | {"cuda"}
         self._copy_engine = copy_engine
-        self._staging = StagingMemory(staging_bytes, largest_block_bytes)
+        self._staging = StagingMemory(staging_bytes, largest_block_bytes, inner.drain)
         self._threads = Threads("kvxfer-stage", self._staging.num_buffers)
         self._pinned = False
         self._lost = ""
@@ -121,10 +120,14 @@ class StagedBackend(Backend):
             return await self.inner.load(keys, blocks)
         return await self._move(self._load_part, keys, blocks)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._require_open()
         return await self.inner.delete(keys)
+
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self.inner.flush()
 
     async def drain(self) -> None:
         """See `Backend.drain`. Nobody can wait for a lost device: for that it does not."""
@@ -156,20 +159,20 @@ class StagedBackend(Backend):
     async def _store_part(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         try:
             async with self._hold(blocks, Direction.STORE) as staged:
-                copied = await self._copy(blocks, staged)
+                copied = await self._copy(blocks, staged.blocks)
                 if not copied.done:
                     return [copied] * len(keys)
-                return await self._call_inner(self.inner.store, keys, staged)
+                return _safe(await staged.move(self.inner.store, keys, staged.blocks))
         except ClosedError:
             return [self._refusal()] * len(keys)
 
     async def _load_part(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         try:
             async with self._hold(blocks, Direction.LOAD) as staged:
-                outcomes = await self._call_inner(self.inner.load, keys, staged)
+                outcomes = _safe(await staged.move(self.inner.load, keys, staged.blocks))
                 arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
                 if arrived:
-                    copied = await self._copy(staged.take(arrived), blocks.take(arrived))
+                    copied = await self._copy(staged.blocks.take(arrived), blocks.take(arrived))
                     for index in arrived:
                         outcomes[index] = copied
                 return outcomes
@@ -178,22 +181,9 @@ class StagedBackend(Backend):
 
     def _hold(
         self, blocks: Descriptors, direction: Direction
-    ) -> AbstractAsyncContextManager[Descriptors]:
+    ) -> AbstractAsyncContextManager[StagedBlocks]:
         sizes, starts = blocks.block_sizes.tolist(), blocks.payload_starts.tolist()
         return self._staging.hold(sizes, starts, priority=direction)
-
-    async def _call_inner(
-        self, move: Move, keys: Sequence[BlockKey], staged: Descriptors
-    ) -> list[Outcome]:
-        """Have the backend move a buffer, which is not used again before it is quiet."""
-        try:
-            outcomes = await call_backend(move, keys, staged)
-        except asyncio.CancelledError:
-            self._staging.retire(staged, self.inner.drain())
-            raise
-        if not all(outcome.memory_safe for outcome in outcomes):
-            self._staging.retire(staged, self.inner.drain())
-        return [dataclasses.replace(outcome, memory_safe=True) for outcome in outcomes]
 
     async def _copy(self, source: Descriptors, destination: Descriptors) -> Outcome:
         """Copy on a thread, to the end; say what became of all the blocks."""
@@ -275,6 +265,11 @@ def stage(
     copy_engine = DeviceCopyEngine()
     opened.callback(copy_engine.close)
     return StagedBackend(backend, copy_engine, largest_block_bytes, staging_bytes=staging_bytes)
+
+
+def _safe(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """What became of blocks whose own memory is quiet, whatever touches the staging buffer."""
+    return [dataclasses.replace(outcome, memory_safe=True) for outcome in outcomes]
 
 
 def _result(part: list[Outcome] | BaseException) -> list[Outcome]:

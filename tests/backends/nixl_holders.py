@@ -76,9 +76,9 @@ class OpenHolder:
     def corrupt(self, key: BlockKey) -> None:
         self.process.tell(do="corrupt", holder=self.number, key=key.hex())
 
-    def delete(self, keys: list[BlockKey]) -> int:
+    def delete(self, keys: list[BlockKey]) -> None:
         hexes = [key.hex() for key in keys]
-        return int(self.process.tell(do="delete", holder=self.number, keys=hexes))
+        self.process.tell(do="delete", holder=self.number, keys=hexes)
 
     def look(self) -> dict[str, Any]:
         seen: dict[str, Any] = self.process.tell(do="look", holder=self.number)

@@ -82,6 +82,8 @@ class TestFileBackendKeyed(FileBackendTests):
 class TestFileBackendOfTensors(FileBackendTests):
     """With files that list tensors, in headers of several pages."""
 
+    stores_parts = False
+
     async def make_backend(self, namespace: Namespace) -> Backend:
         return await super().make_backend(listed(namespace))
 

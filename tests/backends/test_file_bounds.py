@@ -293,8 +293,8 @@ async def test_lookups_answer_while_an_index_is_rebuilt_and_it_finds_every_block
     half_way, go_on = threading.Event(), threading.Event()
     walk = BlockTree.blocks
 
-    def walk_with_a_pause(tree: BlockTree) -> Iterator[FoundBlock]:
-        for number, block in enumerate(walk(tree)):
+    def walk_with_a_pause(tree: BlockTree, fingerprint: str = "") -> Iterator[FoundBlock]:
+        for number, block in enumerate(walk(tree, fingerprint)):
             if number == len(keys) // 2:
                 half_way.set()
                 go_on.wait(PAUSE_LIMIT_S)
@@ -362,8 +362,9 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
     assert space.reserve(keys[:3], [FILE_BYTES] * 3) == 3
     for key in keys[:3]:
         write_file(space, key)
-    assert space.remove(keys[:2]) == 2
-    space.put_away(keys[2])  # not in quarantine: replaced before it could be
+    assert space.remove(keys[:2]) == [True, True]
+    with (tmp_path / "replaced").open("w") as file:  # by another one, which is not corrupt
+        space.put_away(keys[2], file.fileno())
     space.settle(keys[:3], stored=[True] * 3)
     assert space.reserve(keys[3:], [FILE_BYTES] * 3) == 3
     space.settle(keys[3:], stored=[False] * 3)

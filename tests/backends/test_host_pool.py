@@ -145,7 +145,7 @@ async def test_placed_keys_carry_their_slot_and_are_checked_like_any_other(
         outcomes = await backend.load(swapped, target)
         assert [outcome.status for outcome in outcomes] == [Status.MISSING, Status.DONE]
         assert read_payloads(target)[1] == payloads[1]
-        assert await backend.delete(placed) == 0
+        assert await backend.delete(placed) == [False, False]
     with pytest.raises(ClosedError):
         await backend.lookup(placed)
 

@@ -69,7 +69,7 @@ async def test_keys_are_spread_over_the_peers_and_found_by_all(
         target = memory.describe(0, range(24, 48))
         assert statuses(await theirs.load(KEYS, target)) == [Status.DONE] * 24
         assert read_payloads(target) == payloads
-        assert await theirs.delete(KEYS[:5]) == 5
+        assert await theirs.delete(KEYS[:5]) == [True] * 5
         assert await ours.lookup(KEYS) == [False] * 5 + [True] * 19
 
 

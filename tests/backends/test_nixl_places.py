@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.backends.nixl import places as places_module
 from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.messages import Extents, Found
@@ -14,6 +13,7 @@ from kvxfer.backends.nixl.served import ServedPeer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_made_up
@@ -71,7 +71,7 @@ async def test_a_load_of_more_than_was_found_asks_for_all(pins: list[list[BlockK
 async def test_a_block_that_has_moved_is_read_where_it_is_kept(pins: list[list[BlockKey]]) -> None:
     async with open_pair("read") as pair:
         await pair.client.lookup(KEYS)
-        assert await pair.holder.delete([KEYS[1]]) == 1
+        assert await pair.holder.delete([KEYS[1]]) == [True]
         others = make_keys(1, first=50)
         await store_made_up(pair.client, others, pair.memory.describe(0, [12]))  # in its slot
         write_payloads(pair.memory.describe(0, [13]), [pair.payloads[1]])
@@ -99,7 +99,7 @@ async def test_a_block_that_was_deleted_is_missing_although_its_bytes_are_still_
 ) -> None:
     async with open_pair("read") as pair:
         await pair.client.lookup(KEYS)
-        assert await pair.client.delete(KEYS[:1]) == 1
+        assert await pair.client.delete(KEYS[:1]) == [True]
         seen, [read] = await load(pair, KEYS[:1])
         assert seen == [Status.MISSING]
         assert read == b"\x5a" * len(read), "a missing block was written"

@@ -13,8 +13,11 @@ from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.stand_alone import StandAlonePeer
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace, make_block_key
+from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.units import ByteSize
+from tests.storage.opened_tiers import Recorder
 
 LIMIT_S = 10.0
 CAPACITY = ByteSize(1 << 20)
@@ -94,6 +97,22 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
             await peer.drain(LIMIT_S)
             assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert not peer.is_ready
+
+
+async def test_a_peer_that_keeps_tiers_deletes_with_one_call_to_each() -> None:
+    tiers = [Recorder(NAMESPACE) for _ in range(2)]
+    keys = make_keys(4)
+    async with contextlib.aclosing(
+        StandAlonePeer(CONFIG, lambda namespace: TieredBackend(tiers, namespace))
+    ) as peer:
+        await peer.start()
+        config = NixlConfig(address=str(peer.endpoint), transport="socket")
+        async with NixlBackend(config, NAMESPACE) as backend:
+            await tiers[1].store(keys[:1], MEMORY.describe(0, [0]))
+            for tier in tiers:
+                tier.calls.clear()
+            assert await backend.delete(keys) == [True, False, False, False]
+            assert [tier.calls for tier in tiers] == [["delete"]] * 2
 
 
 async def test_a_port_that_is_taken_is_said_so_and_listened_at_when_it_is_free() -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import Integrity
-from kvxfer.backends.file.folder import open_folder, temporary_name
+from kvxfer.backends.file.folder import temporary_name
 from kvxfer.backends.file.ledger import LEDGER_NAME
+from kvxfer.backends.file.open_folders import open_folder
 from kvxfer.cli import main
 from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
 from tests.cli.stores import flip as flip_bit

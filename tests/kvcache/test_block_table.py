@@ -164,8 +164,9 @@ def test_a_row_that_is_not_there_is_refused_by_everything_that_takes_one(row_ind
         lambda: tables[0].row(row_index),
         lambda: tables[0].truncate_row(row_index, 0),
     ]
+    names = "(row_index|source|target|first|second)"
     for call in calls:
-        with pytest.raises(InvalidArgumentError, match=rf"row_index is {row_index}; .* < 3"):
+        with pytest.raises(InvalidArgumentError, match=rf"{names} is {row_index}; .* < 3"):
             call()
     assert [table.row(0).tolist() for table in tables.tables] == [[1], [2]]
 

@@ -229,3 +229,63 @@ def test_pages_that_touch_the_pages_of_others_are_apart() -> None:
     closer = storage.as_strided(shape, (8 * 768, *inner), 768 - 1)
     with pytest.raises(OverlapError):
         canonicalize({"a": near, "b": closer}, config_of((SPEC, "ab")))
+
+
+def keys_and_values(first: int, last: int) -> list[torch.Tensor]:
+    """Keys at the start of a storage and values that many elements further on."""
+    shape, strides = (NUM_BLOCKS, 16, 3, 8), (384, 24, 8, 1)
+    storage = torch.zeros(3 * NUM_BLOCKS * 384, dtype=torch.float16)
+    return [storage.as_strided(shape, strides, offset) for offset in (first, last)]
+
+
+@pytest.mark.parametrize("offset", [0, 24, 192, 384, 5 * 384, (NUM_BLOCKS - 1) * 384])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_keys_over_values_are_refused(offset: int, *, swapped: bool) -> None:
+    entry = keys_and_values(offset, 0) if swapped else keys_and_values(0, offset)
+    with pytest.raises(OverlapError, match=r"\['a', 'a'\]"):
+        canonicalize({"a": entry}, config_of((SPEC, "a")))
+
+
+def test_keys_beside_values_are_not() -> None:
+    entry = keys_and_values(0, NUM_BLOCKS * 384)
+    assert len(canonicalize({"a": entry}, config_of((SPEC, "a"))).tensors) == 2
+
+
+def test_keys_over_values_of_another_storage_are_refused() -> None:
+    keys, _ = keys_and_values(0, 0)
+    values = torch.from_numpy(keys.numpy())
+    assert values.untyped_storage()._cdata != keys.untyped_storage()._cdata
+    with pytest.raises(OverlapError):
+        canonicalize({"a": [keys, values]}, config_of((SPEC, "a")))
+
+
+def test_keys_of_which_every_other_block_is_a_value_are_refused() -> None:
+    storage = torch.zeros(2 * NUM_BLOCKS, 16, 3, 8, dtype=torch.float16)
+    with pytest.raises(OverlapError):
+        canonicalize({"a": [storage[:NUM_BLOCKS], storage[::2]]}, config_of((SPEC, "a")))
+
+
+def test_states_over_each_other_are_refused() -> None:
+    spec = replace(MAMBA, shapes=(MAMBA.shapes[0],) * 2, dtypes=(MAMBA.dtypes[0],) * 2)
+    state = torch.zeros(NUM_BLOCKS, *MAMBA.shapes[0], dtype=MAMBA.dtypes[0])
+    with pytest.raises(OverlapError, match=r"\['a', 'a'\]"):
+        canonicalize({"a": [state, state]}, config_of((spec, "a")))
+
+
+def test_layers_of_a_group_may_keep_the_same_keys_and_values() -> None:
+    entry = keys_and_values(0, NUM_BLOCKS * 384)
+    caches = canonicalize({"a": entry, "b": entry}, config_of((SPEC, "ab")))
+    assert [ref.layer_names for ref in caches.group_data_refs[0]] == [("a", "b")] * 2
+
+
+def test_a_view_whose_bytes_are_not_its_elements_is_refused() -> None:
+    numbers = torch.zeros(NUM_BLOCKS, 2, 16, 3, 8, dtype=torch.complex64)
+    spec = replace(SPEC, dtype=torch.complex64)
+    negated = torch._neg_view(nhd())
+    assert canonicalize({"a": numbers}, config_of((spec, "a"))).tensors
+    with pytest.raises(UnknownLayoutError, match="layer 'a': got a conjugated view"):
+        canonicalize({"a": numbers.conj()}, config_of((spec, "a")))
+    with pytest.raises(UnknownLayoutError, match="layer 'b': got a negated view"):
+        canonicalize({"a": nhd(), "b": negated}, config_of((SPEC, "ab")))
+    with pytest.raises(UnknownLayoutError, match="layer 'a': got a negated view"):
+        canonicalize({"a": [nhd()[:, 0], negated[:, 1]]}, config_of((SPEC, "a")))

@@ -47,18 +47,29 @@ class Recorder(DictBackend):
         super().__init__(DictConfig(max_blocks=max_blocks), namespace)
         self.stored: list[BlockKey] = []
         self.loaded: list[BlockKey] = []
+        self.calls: list[str] = []
         self.addresses: list[int] = []
         self.largest_batch_bytes = 0
 
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.calls.append("lookup")
+        return await super().lookup(keys)
+
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.calls.append("store")
         self.stored += keys
         self._record(blocks)
         return await super().store(keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.calls.append("load")
         self.loaded += keys
         self._record(blocks)
         return await super().load(keys, blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        self.calls.append("delete")
+        return await super().delete(keys)
 
     def _record(self, blocks: Descriptors) -> None:
         self.addresses += blocks.addresses[blocks.block_offsets[:-1]].tolist()

@@ -47,8 +47,39 @@ def test_a_key_that_appears_twice_is_refused_by_name() -> None:
 
 
 def test_what_is_no_key_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="key is b'ab'"):
+    with pytest.raises(InvalidArgumentError, match=r"keys\[1\] is b'ab'"):
         require_batch([A, BlockKey(b"ab")])
+
+
+class CountedKey(bytes):
+    """A key that counts how often keys are hashed and compared."""
+
+    steps = 0
+
+    def __hash__(self) -> int:
+        CountedKey.steps += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.steps += 1
+        return super().__eq__(other)
+
+
+@pytest.mark.parametrize("num_keys", [100, 1000])
+def test_a_duplicate_is_found_in_steps_as_many_as_there_are_keys(num_keys: int) -> None:
+    keys = [BlockKey(CountedKey(make_block_key(b"%d" % n, 0))) for n in range(num_keys)]
+    keys.append(BlockKey(CountedKey(keys[-1])))
+    CountedKey.steps = 0
+    with pytest.raises(DuplicateError) as caught:
+        require_batch(keys)
+    assert CountedKey.steps < 10 * num_keys
+    assert caught.value.value == keys[-1]
+
+
+def test_what_has_no_order_or_no_length_is_no_batch() -> None:
+    for keys in (iter([A]), {A}, {A: 0}, A, None, 1):
+        with pytest.raises(InvalidArgumentError, match="keys is"):
+            require_batch(keys)  # type: ignore[arg-type]
 
 
 async def test_leaving_the_context_closes_the_backend_also_after_an_error() -> None:

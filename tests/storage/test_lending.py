@@ -8,10 +8,10 @@ import pytest
 import xxhash
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.host.pool import Integrity
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Lender, StagedLender, Wanted
 from kvxfer.storage.threads import Threads

@@ -173,7 +173,7 @@ async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
     async with engine:
         assert all(o.done for o in await engine.store(KEYS, [range(worker.num_blocks)]))
         content_hash = KEYS[1][:-4]
-        assert await inner.delete([make_block_key(content_hash, 2)]) == 1
+        assert await inner.delete([make_block_key(content_hash, 2)]) == [True]
         assert await engine.lookup(KEYS) == [True, False, True, True]
         outcomes = await engine.load(KEYS, [range(worker.num_blocks)])
         assert [outcome.status for outcome in outcomes] == [
@@ -182,7 +182,11 @@ async def test_a_page_is_not_done_when_one_of_its_shards_is_not() -> None:
             Status.DONE,
             Status.DONE,
         ]
-        assert await backend.delete(KEYS) == len(KEYS)
+        content_hash = KEYS[2][:-4]
+        first, *_ = worker.mappings[0].shards
+        assert await inner.delete([make_block_key(content_hash, first)]) == [True]
+        assert await backend.delete(KEYS) == [True] * len(KEYS)
+        assert await backend.delete(KEYS) == [False] * len(KEYS)
         assert await engine.lookup(KEYS) == [False] * len(KEYS)
 
 

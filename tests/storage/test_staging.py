@@ -1,20 +1,30 @@
 """StagingMemory: so much and no more, and where O_DIRECT wants it."""
 
 import asyncio
+import contextlib
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from kvxfer.errors import ClosedError
+from kvxfer.errors import ClosedError, DeviceLostError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.calls import Move
+from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.testing.conformance.suite import give_way
+from kvxfer.testing.conformance.suite import give_way, make_keys
 from kvxfer.testing.payloads import read_payloads, write_payloads
+
+
+async def quiet_at_once() -> None:
+    """Nothing outlives its call."""
 
 
 @pytest.mark.parametrize("max_bytes", [1, 4096, 100_000, 1 << 20])
 @pytest.mark.parametrize("largest", [1, 4096, 4097, 70_000])
 def test_the_bound_is_kept_unless_two_blocks_need_more(max_bytes: int, largest: int) -> None:
-    staging = StagingMemory(max_bytes, largest)
+    staging = StagingMemory(max_bytes, largest, quiet_at_once)
     assert staging.num_fitting([largest]) == 1
     padded = -(-largest // 4096) * 4096
     assert staging.num_buffers >= 2
@@ -22,10 +32,11 @@ def test_the_bound_is_kept_unless_two_blocks_need_more(max_bytes: int, largest: 
 
 
 async def test_every_block_is_aligned_and_apart_from_the_others() -> None:
-    staging = StagingMemory(1 << 20, 4096)
+    staging = StagingMemory(1 << 20, 4096, quiet_at_once)
     sizes = [1, 4096, 4097, 100]
     assert staging.num_fitting([*sizes, 1 << 20]) == 4
-    async with staging.hold(sizes, [0, 7, 0, 4096]) as blocks:
+    async with staging.hold(sizes, [0, 7, 0, 4096]) as staged:
+        blocks = staged.blocks
         payloads = [bytes([index]) * size for index, size in enumerate(sizes)]
         write_payloads(blocks, payloads)
         assert read_payloads(blocks) == payloads
@@ -34,7 +45,7 @@ async def test_every_block_is_aligned_and_apart_from_the_others() -> None:
 
 
 async def test_who_comes_when_all_buffers_are_in_use_waits_for_one() -> None:
-    staging = StagingMemory(1, 4096)
+    staging = StagingMemory(1, 4096, quiet_at_once)
     entered = asyncio.Event()
 
     async def work() -> None:
@@ -50,7 +61,7 @@ async def test_who_comes_when_all_buffers_are_in_use_waits_for_one() -> None:
 
 
 async def test_of_those_who_wait_the_lowest_priority_comes_first_and_then_the_longest() -> None:
-    staging = StagingMemory(1, 4096)
+    staging = StagingMemory(1, 4096, quiet_at_once)
     order: list[str] = []
 
     async def work(name: str, priority: int) -> None:
@@ -66,7 +77,7 @@ async def test_of_those_who_wait_the_lowest_priority_comes_first_and_then_the_lo
 
 @pytest.mark.parametrize("is_handed_over", [False, True])
 async def test_a_buffer_is_not_lost_with_who_waited_for_it(*, is_handed_over: bool) -> None:
-    staging = StagingMemory(1, 4096)
+    staging = StagingMemory(1, 4096, quiet_at_once)
 
     async def work() -> None:
         async with staging.hold([1], [0]):
@@ -89,7 +100,7 @@ async def test_a_buffer_is_not_lost_with_who_waited_for_it(*, is_handed_over: bo
 async def test_who_waits_for_buffers_that_are_withdrawn_learns_it_and_who_has_one_keeps_it() -> (
     None
 ):
-    staging = StagingMemory(1, 4096)
+    staging = StagingMemory(1, 4096, quiet_at_once)
 
     async def work() -> None:
         async with staging.hold([1], [0]):
@@ -107,13 +118,13 @@ async def test_who_waits_for_buffers_that_are_withdrawn_learns_it_and_who_has_on
             asyncio.CancelledError,
             ClosedError,
         ]
-        write_payloads(held, [b"x"])
+        write_payloads(held.blocks, [b"x"])
     with pytest.raises(ClosedError):
         await work()
 
 
 def test_buffers_that_one_event_loop_waited_for_serve_the_next_one() -> None:
-    staging = StagingMemory(1, 4096)
+    staging = StagingMemory(1, 4096, quiet_at_once)
 
     async def work() -> None:
         async with staging.hold([1], [0]):
@@ -126,28 +137,99 @@ def test_buffers_that_one_event_loop_waited_for_serve_the_next_one() -> None:
     asyncio.run(crowd())
 
 
-async def test_retired_memory_comes_back_when_it_is_quiet() -> None:
-    staging = StagingMemory(1, 4096)
-    quiet = asyncio.Event()
+class Gate:
+    """What `drain` waits for."""
 
-    async def until_quiet() -> None:
-        await quiet.wait()
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.num_waited = 0
 
-    async with staging.hold([1], [0]) as blocks:
-        retired = int(blocks.addresses[0])
-        staging.retire(blocks, until_quiet())
-    for _ in range(3):
-        async with staging.hold([1], [0]) as blocks:
-            assert int(blocks.addresses[0]) != retired
-    quiet.set()
+    async def drain(self) -> None:
+        self.num_waited += 1
+        await self.opened.wait()
+
+
+async def end_well(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    return [DONE] * len(keys)
+
+
+async def end_unsafe(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    return [Outcome(Status.TIMED_OUT, memory_safe=False)] * len(keys)
+
+
+async def be_cancelled(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    raise asyncio.CancelledError
+
+
+async def lose_the_device(keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    raise DeviceLostError(0, "cuEventQuery", "CUDA_ERROR_ECC_UNCORRECTABLE")
+
+
+async def use(staging: StagingMemory, *moves: Move) -> int:
+    """Hold a buffer for one key and move it; return where it is."""
+    address = 0
+    with contextlib.suppress(asyncio.CancelledError):
+        async with staging.hold([1], [0]) as staged:
+            address = int(staged.blocks.addresses[0])
+            for move in moves:
+                await staged.move(move, make_keys(1), staged.blocks)
+    return address
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [[end_unsafe], [be_cancelled], [lose_the_device], [end_unsafe, end_well]],
+    ids=["outcome", "cancellation", "device", "then well"],
+)
+async def test_a_buffer_that_is_not_quiet_is_not_used_again_before_it_is(moves: list[Move]) -> None:
+    gate = Gate()
+    staging = StagingMemory(1, 4096, gate.drain)
+    kept = await use(staging, *moves)
+    assert kept not in [await use(staging, end_well) for _ in range(3)]
+    gate.opened.set()
     await staging.aclose()
     async with staging.hold([1], [0]) as one, staging.hold([1], [0]) as other:
-        assert retired in {int(one.addresses[0]), int(other.addresses[0])}
+        assert kept in {int(each.blocks.addresses[0]) for each in (one, other)}
+
+
+@pytest.mark.parametrize("error", [asyncio.CancelledError, ZeroDivisionError])
+async def test_who_ends_by_an_error_may_have_left_something_in_the_buffer(
+    error: type[BaseException],
+) -> None:
+    gate = Gate()
+    staging = StagingMemory(1, 4096, gate.drain)
+    with pytest.raises(error):
+        async with staging.hold([1], [0]) as staged:
+            kept = int(staged.blocks.addresses[0])
+            raise error
+    assert kept not in [await use(staging) for _ in range(3)]
+    gate.opened.set()
+    await staging.aclose()
+
+
+async def test_a_quiet_buffer_is_not_drained() -> None:
+    gate = Gate()
+    staging = StagingMemory(1, 4096, gate.drain)
+    assert await use(staging, end_well, end_well) == await use(staging, end_well)
+    assert gate.num_waited == 0
+
+
+async def test_a_buffer_that_cannot_be_drained_is_never_used_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        raise ConnectionError
+
+    staging = StagingMemory(1, 4096, fail)
+    lost = await use(staging, end_unsafe)
+    await staging.aclose()
+    assert lost not in [await use(staging, end_well) for _ in range(3)]
+    assert "4096 bytes is lost" in caplog.text
 
 
 async def test_all_buffers_are_in_one_region() -> None:
-    staging = StagingMemory(1 << 20, 4096)
+    staging = StagingMemory(1 << 20, 4096, quiet_at_once)
     async with staging.hold([1], [0]) as one, staging.hold([1], [0]) as other:
-        for blocks in (one, other):
-            offset = int(blocks.addresses[0]) - staging.region.address
+        for staged in (one, other):
+            offset = int(staged.blocks.addresses[0]) - staging.region.address
             assert 0 <= offset <= staging.region.num_bytes - staging.buffer_bytes

@@ -16,6 +16,7 @@ from kvxfer.testing import (
     DictBackend,
     FaultRates,
     FaultyBackend,
+    WrapperTests,
 )
 from tests.storage.opened_tiers import open_dict, open_host
 from tests.testing.test_dict_backend import Blocks, KeptBackend
@@ -74,6 +75,24 @@ class TestThreeTiers(TestHostOverDict):
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
         tiers = [open_dict(namespace, 0), open_host(namespace, 5), open_dict(namespace, 0)]
         return TieredBackend(tiers, namespace)
+
+
+class TestTiersOverAWrappedTier(WrapperTests):
+    """What is found in the second tier is loaded into staging memory, also of the third one."""
+
+    loads_in_lookup = True
+
+    def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
+        return TieredBackend([open_dict(namespace, 0), inner, open_dict(namespace)], namespace)
+
+
+class TestTiersOverAHost(WrapperTests):
+    """What the host takes is carried down through staging memory."""
+
+    loads_in_lookup = True
+
+    def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
+        return TieredBackend([open_host(namespace, 1), inner], namespace, staging_bytes=1)
 
 
 class TieredStateMachine(BackendStateMachine):

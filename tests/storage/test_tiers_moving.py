@@ -114,7 +114,7 @@ async def test_a_block_evicted_before_its_turn_is_silently_not_carried(
 ) -> None:
     async with opened(memory) as tiers:
         await store_made_up(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
-        assert await tiers.first.delete(KEYS[:1]) == 1
+        assert await tiers.first.delete(KEYS[:1]) == [True]
         await tiers.backend._cascade.settle()
         assert await tiers.lower.lookup(KEYS[:2]) == [False, True]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -232,14 +232,27 @@ async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemo
 # Delete
 
 
-async def test_delete_counts_what_any_tier_had(memory: BlockMemory) -> None:
+async def test_delete_says_of_each_key_whether_any_tier_had_it(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         await store_made_up(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
         await tiers.backend._cascade.settle()
         await store_made_up(tiers.lower, KEYS[2:4], memory.describe(0, [2, 3]))
-        await store_made_up(tiers.first, KEYS[4:5], memory.describe(0, [4]))
-        assert await tiers.backend.delete(KEYS) == 5
+        await store_made_up(tiers.first, KEYS[5:6], memory.describe(0, [4]))
+        expected = [True] * 4 + [False, True, False, False]
+        assert await tiers.backend.delete(KEYS) == expected
         assert await tiers.backend.lookup(KEYS) == [False] * 8
+
+
+async def test_delete_calls_each_tier_once_and_moves_nothing(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    tiers = [Recorder(namespace) for _ in range(3)]
+    async with TieredBackend(tiers, namespace) as backend:
+        await store_made_up(tiers[1], KEYS[:2], memory.describe(0, [0, 1]))
+        await store_made_up(tiers[2], KEYS[1:3], memory.describe(0, [2, 3]))
+        for tier in tiers:
+            tier.calls.clear()
+        assert await backend.delete(KEYS[:4]) == [True, True, True, False]
+        assert [tier.calls for tier in tiers] == [["delete"]] * 3
 
 
 async def test_delete_waits_for_blocks_that_are_being_carried(memory: BlockMemory) -> None:
@@ -251,7 +264,7 @@ async def test_delete_waits_for_blocks_that_are_being_carried(memory: BlockMemor
         await give_way(10)
         assert not delete.done()
         tiers.faults.release()
-        assert await delete == 2
+        assert await delete == [True, True, False]
         await tiers.backend._cascade.settle()
         assert await tiers.backend.lookup(KEYS[:2]) == [False, False]
 
@@ -259,7 +272,7 @@ async def test_delete_waits_for_blocks_that_are_being_carried(memory: BlockMemor
 async def test_what_is_deleted_before_its_turn_does_not_come_back(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         await store_made_up(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
-        assert await tiers.backend.delete(KEYS[:1]) == 1
+        assert await tiers.backend.delete(KEYS[:1]) == [True]
         await tiers.backend._cascade.settle()
         assert tiers.lower.stored == KEYS[1:2]
         assert await tiers.backend.lookup(KEYS[:2]) == [False, True]
@@ -305,7 +318,8 @@ async def test_of_too_many_blocks_that_wait_the_oldest_are_not_carried(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(memory) as tiers:
-        tiers.backend._cascade._max_pending = 3
+        [carrier] = tiers.backend._cascade.carriers
+        carrier.max_pending = 3
         await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.backend._cascade.settle()
         assert tiers.lower.stored == KEYS[5:]

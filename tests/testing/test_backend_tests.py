@@ -62,14 +62,24 @@ class Overwriting(DictBackend):
         return await super().store(keys, blocks)
 
 
+class Shadowing(DictBackend):
+    """Keeps what is there of a chunk, whatever part of it."""
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        new = [index for index, key in enumerate(keys) if key not in self._blocks]
+        if new:
+            await super().store([keys[index] for index in new], blocks.take(new))
+        return [DONE] * len(keys)
+
+
 class Groupless(DictBackend):
     """Forgets which group a key belongs to."""
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
-        num_deleted = await super().delete(keys)
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        deleted = await super().delete(keys)
         for key in keys:
             self._blocks.pop(BlockKey(key[:-1] + bytes([key[-1] ^ 1])), None)
-        return num_deleted
+        return deleted
 
 
 class Headless(DictBackend):
@@ -183,19 +193,26 @@ class Underfoot(DictBackend):
                 write_payloads(blocks.select(index, index + 1), [stored.payload])
         return [MISSING if stored is None else DONE for stored in found]
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
-        for key in keys:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        for key in self._blocks.keys() & set(keys):
             stored = self._blocks[key]
             stored.payload = bytes(len(stored.payload))
         return await super().delete(keys)
 
 
-class Miscounting(DictBackend):
-    """Counts what it was asked to delete, not what was there."""
+class Boasting(DictBackend):
+    """Says that it removed what was not there."""
 
-    async def delete(self, keys: Sequence[BlockKey]) -> int:
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         await super().delete(keys)
-        return len(keys)
+        return [True] * len(keys)
+
+
+class Disorderly(DictBackend):
+    """Says what it removed in an order of its own."""
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return sorted(await super().delete(keys), reverse=True)
 
 
 class Tearing(DictBackend):
@@ -253,12 +270,18 @@ CAUGHT_BY = [
     (Scribbling, "test_a_miss_is_an_outcome_and_leaves_memory_untouched"),
     (Scribbling, "test_of_a_partly_missing_batch_the_rest_is_loaded"),
     (Overwriting, "test_storing_a_present_key_is_done_and_keeps_the_old_bytes"),
+    (Shadowing, "test_a_store_of_more_than_is_there_replaces_it"),
+    (Overwriting, "test_a_store_of_less_than_is_there_changes_nothing"),
+    (Shadowing, "test_of_two_parts_that_lie_apart_the_last_one_is_there"),
+    (Scribbling, "test_of_a_part_asked_as_a_whole_no_memory_is_written"),
+    (Busy, "test_tasks_that_store_a_part_and_the_whole_both_learn_what_is_there"),
     (Groupless, "test_blocks_of_two_groups_go_in_one_batch"),
     (Headless, "test_either_end_of_a_stored_chunk_can_be_loaded_alone"),
     (Headless, "test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one"),
     (Forgetful, "test_what_was_stored_is_loaded_bit_for_bit"),
     (BitFlipping, "test_what_was_stored_is_loaded_bit_for_bit"),
-    (Miscounting, "test_a_deleted_block_is_gone_and_can_be_stored_anew"),
+    (Boasting, "test_a_deleted_block_is_gone_and_can_be_stored_anew"),
+    (Disorderly, "test_a_deleted_block_is_gone_and_can_be_stored_anew"),
     (Underfoot, "test_deleting_a_block_in_use_does_not_harm_who_uses_it"),
     (Rigid, "test_a_block_may_be_stored_from_one_shape_and_loaded_into_another"),
     (Trusting, "test_a_batch_that_cannot_be_is_refused_and_nothing_moves"),
@@ -312,10 +335,11 @@ def test_every_test_of_the_suite_catches_something() -> None:
     "backend_type",
     [
         BitFlipping,
+        Boasting,
+        Disorderly,
         Forgetful,
         Groupless,
         Headless,
-        Miscounting,
         Overrunning,
         Overwriting,
         Scribbling,

@@ -184,15 +184,14 @@ async def test_a_wrong_batch_is_named_and_nothing_is_written(
     error: type[Exception],
     named: str,
 ) -> None:
-    engine = TransferEngine(memory.caches, gated)
-    for call in (engine.store, engine.load):
-        with pytest.raises(error, match=named):
-            await call(keys, block_ids)
-    for submit in (engine.submit_store, engine.submit_load):
-        with pytest.raises(error, match=named):
-            submit(keys, block_ids)
-    assert gated.calls == []
-    await engine.aclose()
+    async with TransferEngine(memory.caches, gated) as engine:
+        for call in (engine.store, engine.load):
+            with pytest.raises(error, match=named):
+                await call(keys, block_ids)
+        for submit in (engine.submit_store, engine.submit_load):
+            with pytest.raises(error, match=named):
+                submit(keys, block_ids)
+        assert gated.calls == []
 
 
 def test_a_cache_that_the_backend_cannot_reach_is_refused(memory: BlockMemory) -> None:
@@ -220,33 +219,31 @@ async def test_a_closed_engine_says_so_and_can_be_closed_again(memory: BlockMemo
 async def test_loads_that_wait_go_before_stores_that_waited_longer(
     memory: BlockMemory, gated: GatedBackend
 ) -> None:
-    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES)
-    first = asyncio.create_task(engine.store(keys_of(1), [[0]]))
-    await until(lambda: gated.calls)
-    second = asyncio.create_task(engine.store(keys_of(1, first=1), [[1]]))
-    await until(lambda: len(engine._admission._waiting) == 1)
-    load = asyncio.create_task(engine.load(keys_of(1, first=2), [[2]]))
-    await until(lambda: len(engine._admission._waiting) == 2)
-    gated.gate.set()
-    await asyncio.gather(first, second, load)
-    assert [name for name, _ in gated.calls] == ["store", "load", "store"]
-    await engine.aclose()
+    async with TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES) as engine:
+        first = asyncio.create_task(engine.store(keys_of(1), [[0]]))
+        await until(lambda: gated.calls)
+        second = asyncio.create_task(engine.store(keys_of(1, first=1), [[1]]))
+        await until(lambda: len(engine._mover._admission._waiting) == 1)
+        load = asyncio.create_task(engine.load(keys_of(1, first=2), [[2]]))
+        await until(lambda: len(engine._mover._admission._waiting) == 2)
+        gated.gate.set()
+        await asyncio.gather(first, second, load)
+        assert [name for name, _ in gated.calls] == ["store", "load", "store"]
 
 
 async def test_the_bytes_in_flight_are_bounded(memory: BlockMemory, gated: GatedBackend) -> None:
     bound = 6 * PAGE_BYTES
-    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=bound)
-    transfers = [
-        asyncio.create_task(engine.store(keys_of(8, first=8 * n), [range(8 * n, 8 * n + 8)]))
-        for n in range(8)
-    ]
-    await until(lambda: gated.bytes_in_flight == bound)
-    gated.gate.set()
-    for outcomes in await asyncio.gather(*transfers):
-        assert statuses(outcomes) == {Status.DONE}
-    assert gated.most_bytes_in_flight == bound
-    assert engine._admission.bytes_in_flight == 0
-    await engine.aclose()
+    async with TransferEngine(memory.caches, gated, max_bytes_in_flight=bound) as engine:
+        transfers = [
+            asyncio.create_task(engine.store(keys_of(8, first=8 * n), [range(8 * n, 8 * n + 8)]))
+            for n in range(8)
+        ]
+        await until(lambda: gated.bytes_in_flight == bound)
+        gated.gate.set()
+        for outcomes in await asyncio.gather(*transfers):
+            assert statuses(outcomes) == {Status.DONE}
+        assert gated.most_bytes_in_flight == bound
+        assert engine._mover._admission.bytes_in_flight == 0
 
 
 async def test_a_block_larger_than_the_bound_is_moved_alone(memory: BlockMemory) -> None:
@@ -259,33 +256,33 @@ async def test_a_block_larger_than_the_bound_is_moved_alone(memory: BlockMemory)
 async def test_a_deadline_counts_the_time_in_the_queue(
     memory: BlockMemory, gated: GatedBackend
 ) -> None:
-    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES, timeout_s=None)
-    blocking = asyncio.create_task(engine.store(keys_of(1), [[0]]))
-    await until(lambda: gated.calls)
-    (outcome,) = await engine.store(keys_of(1, first=1), [[1]], timeout_s=0.01)
-    assert outcome.status is Status.TIMED_OUT
-    assert outcome.memory_safe, "it never reached the backend"
-    gated.gate.set()
-    assert statuses(await blocking) == {Status.DONE}
-    assert len(gated.calls) == 1
-    await engine.aclose()
+    async with TransferEngine(
+        memory.caches, gated, max_bytes_in_flight=PAGE_BYTES, timeout_s=None
+    ) as engine:
+        blocking = asyncio.create_task(engine.store(keys_of(1), [[0]]))
+        await until(lambda: gated.calls)
+        (outcome,) = await engine.store(keys_of(1, first=1), [[1]], timeout_s=0.01)
+        assert outcome.status is Status.TIMED_OUT
+        assert outcome.memory_safe, "it never reached the backend"
+        gated.gate.set()
+        assert statuses(await blocking) == {Status.DONE}
+        assert len(gated.calls) == 1
 
 
 async def test_memory_is_not_safe_while_the_backend_still_has_it(
     memory: BlockMemory, gated: GatedBackend
 ) -> None:
-    engine = TransferEngine(memory.caches, gated)
-    (outcome,) = await engine.load(keys_of(1), [[1]], timeout_s=0.01)
-    assert outcome.status is Status.TIMED_OUT
-    assert not outcome.memory_safe
-    drained = asyncio.create_task(engine.drain())
-    await asyncio.sleep(0.01)
-    assert not drained.done()
-    assert gated.bytes_in_flight == engine._admission.bytes_in_flight == PAGE_BYTES
-    gated.gate.set()
-    await drained
-    assert gated.bytes_in_flight == engine._admission.bytes_in_flight == 0
-    await engine.aclose()
+    async with TransferEngine(memory.caches, gated) as engine:
+        (outcome,) = await engine.load(keys_of(1), [[1]], timeout_s=0.01)
+        assert outcome.status is Status.TIMED_OUT
+        assert not outcome.memory_safe
+        drained = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0.01)
+        assert not drained.done()
+        assert gated.bytes_in_flight == engine._mover._admission.bytes_in_flight == PAGE_BYTES
+        gated.gate.set()
+        await drained
+        assert gated.bytes_in_flight == engine._mover._admission.bytes_in_flight == 0
 
 
 async def test_blocks_that_arrived_before_the_deadline_stay_done(memory: BlockMemory) -> None:
@@ -305,17 +302,16 @@ async def test_blocks_that_arrived_before_the_deadline_stay_done(memory: BlockMe
 async def test_a_cancelled_caller_is_cancelled_and_drain_waits_for_the_memory(
     memory: BlockMemory, gated: GatedBackend
 ) -> None:
-    engine = TransferEngine(memory.caches, gated)
-    load = asyncio.create_task(engine.load(keys_of(1), [[1]]))
-    await until(lambda: gated.calls)
-    load.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await load
-    assert gated.bytes_in_flight == PAGE_BYTES
-    gated.gate.set()
-    await engine.drain()
-    assert gated.bytes_in_flight == 0
-    await engine.aclose()
+    async with TransferEngine(memory.caches, gated) as engine:
+        load = asyncio.create_task(engine.load(keys_of(1), [[1]]))
+        await until(lambda: gated.calls)
+        load.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await load
+        assert gated.bytes_in_flight == PAGE_BYTES
+        gated.gate.set()
+        await engine.drain()
+        assert gated.bytes_in_flight == 0
 
 
 async def test_a_backend_that_raises_fails_the_blocks_and_not_the_caller(
@@ -392,7 +388,7 @@ def test_the_polled_interface_needs_no_event_loop(memory: BlockMemory) -> None:
 
 async def test_both_interfaces_share_one_engine(memory: BlockMemory) -> None:
     async with TransferEngine(memory.caches, make_backend(memory)) as engine:
-        job = engine.submit_store(keys_of(1), [[1]])  # a private loop is the engine's home now
+        job = engine.submit_store(keys_of(1), [[1]])
         (finished,) = (await collect(engine, 1)).values()
         assert finished.job_id == job
         assert finished.done
@@ -403,43 +399,42 @@ async def test_both_interfaces_share_one_engine(memory: BlockMemory) -> None:
 async def test_a_cancelled_job_ends_once_with_cancelled_blocks(
     memory: BlockMemory, gated: GatedBackend
 ) -> None:
-    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=4 * PAGE_BYTES)
-    assert await engine.lookup(keys_of(1)) == [False]  # this loop is the engine's home
-    running = engine.submit_store(keys_of(6), [range(6)])
-    await until(lambda: len(gated.calls) == 4)
-    at_once = engine.submit_load(keys_of(1, first=9), [[9]])
-    engine.cancel(at_once)
-    engine.cancel(running)
-    engine.cancel(JobId(1234))
-    finished = await collect(engine, 2)
-    assert statuses(finished[running].outcomes) == {Status.CANCELLED}
-    assert [outcome.memory_safe for outcome in finished[running].outcomes] == [False] * 4 + [
-        True
-    ] * 2
-    assert finished[at_once].outcomes[0].status is Status.CANCELLED
-    assert finished[at_once].outcomes[0].memory_safe
-    assert engine.wait([running, at_once], timeout_s=0)
-    gated.gate.set()
-    await engine.aclose()
-    assert engine.get_finished() == []
+    async with TransferEngine(memory.caches, gated, max_bytes_in_flight=4 * PAGE_BYTES) as engine:
+        assert await engine.lookup(keys_of(1)) == [False]
+        running = engine.submit_store(keys_of(6), [range(6)])
+        await until(lambda: len(gated.calls) == 4)
+        at_once = engine.submit_load(keys_of(1, first=9), [[9]])
+        engine.cancel(at_once)
+        engine.cancel(running)
+        engine.cancel(JobId(1234))
+        finished = await collect(engine, 2)
+        assert statuses(finished[running].outcomes) == {Status.CANCELLED}
+        assert [outcome.memory_safe for outcome in finished[running].outcomes] == [False] * 4 + [
+            True
+        ] * 2
+        assert finished[at_once].outcomes[0].status is Status.CANCELLED
+        assert finished[at_once].outcomes[0].memory_safe
+        assert engine.wait([running, at_once], timeout_s=0)
+        gated.gate.set()
+        await engine.aclose()
+        assert engine.get_finished() == []
 
 
 async def test_closing_ends_what_waits_and_waits_for_what_moves(
     memory: BlockMemory, gated: GatedBackend
 ) -> None:
-    engine = TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES)
-    await engine.lookup(keys_of(1))
-    job = engine.submit_store(keys_of(2), [[1, 2]])
-    await until(lambda: gated.calls)
-    closing = asyncio.create_task(engine.aclose())
-    await asyncio.sleep(0.01)
-    assert not closing.done()
-    gated.gate.set()
-    await closing
-    (finished,) = engine.get_finished()
-    assert finished.job_id == job
-    assert statuses(finished.outcomes) == {Status.CANCELLED}
-    assert len(gated.calls) == 1
+    async with TransferEngine(memory.caches, gated, max_bytes_in_flight=PAGE_BYTES) as engine:
+        job = engine.submit_store(keys_of(2), [[1, 2]])
+        await until(lambda: gated.calls)
+        closing = asyncio.create_task(engine.aclose())
+        await asyncio.sleep(0.01)
+        assert not closing.done()
+        gated.gate.set()
+        await closing
+        (finished,) = engine.get_finished()
+        assert finished.job_id == job
+        assert statuses(finished.outcomes) == {Status.CANCELLED}
+        assert len(gated.calls) == 1
 
 
 def test_an_engine_outlives_the_event_loop_it_was_first_used_on(memory: BlockMemory) -> None:
@@ -465,7 +460,7 @@ def test_the_engine_keeps_the_caches_alive(memory: BlockMemory) -> None:
 
 async def test_a_submitted_call_gives_what_the_backend_gives(memory: BlockMemory) -> None:
     async with TransferEngine(memory.caches, make_backend(memory)) as engine:
-        engine.wait([engine.submit_store(keys_of(1), [[1]])])
+        assert await engine.store(keys_of(1), [[1]]) == [DONE]
         call = engine.submit_call(engine.backend.lookup(keys_of(2)))
         assert await asyncio.wrap_future(call) == [True, False]
 
@@ -560,7 +555,7 @@ async def test_a_tensor_that_is_freed_while_its_blocks_wait_is_not_read(
         moving = asyncio.create_task(engine.load(keys_of(1), [[0]]))
         await until(lambda: gated.calls)
         waiting = asyncio.create_task(engine.store(keys_of(1, first=1), [[1]]))
-        await until(lambda: len(engine._admission._waiting) == 1)
+        await until(lambda: len(engine._mover._admission._waiting) == 1)
         memory.caches.tensors[0].tensor.untyped_storage().resize_(0)
         gated.gate.set()
         assert statuses(await moving) == {Status.MISSING}

@@ -10,7 +10,13 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.tiers import TieredBackend
-from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
+from kvxfer.testing import (
+    BackendStateMachine,
+    BackendTests,
+    DictBackend,
+    DictConfig,
+    WrapperTests,
+)
 from kvxfer.units import ByteSize
 from tests.backends.file_store import capacity_of, flip_bit, open_store, path_of
 from tests.transfer.pretended_device import StagedFromDevice
@@ -78,6 +84,11 @@ class TestStagedTiers(BackendTests):
         first = HostBackend(HostConfig(capacity=ByteSize(8 << 20)), namespace)
         tiers = TieredBackend([first, open_store(self.root, namespace)], namespace)
         return StagedFromDevice(tiers, namespace, staging_bytes=FEW_BYTES)
+
+
+class TestStagingAroundABackend(WrapperTests):
+    def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
+        return StagedFromDevice(inner, namespace, staging_bytes=FEW_BYTES)
 
 
 class StagedStateMachine(BackendStateMachine):

@@ -127,7 +127,11 @@ class KVXferOffloadingWorker(OffloadingWorker):
         for key, slot in zip(placement.keys, placement.slots, strict=True):
             keys.append(place(key, slot, self._group_of_id[group_of(key)]))
         ends = np.cumsum(blocks.group_sizes)[:-1]
-        return keys, np.split(blocks.block_ids, ends), list(blocks.block_indices)
+        return (
+            keys,
+            np.split(blocks.block_ids, ends),
+            [int(index) for index in blocks.block_indices],
+        )
 
     def _require_whole_chunks(
         self,

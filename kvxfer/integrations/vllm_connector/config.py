@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.block_table import NULL_BLOCK_ID
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import (
     ChunkedLocalAttentionSpec,
@@ -46,6 +47,7 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
             for tensor in config.kv_cache_tensors
             if getattr(tensor, "shared_by", ())
         ),
+        null_block_id=NULL_BLOCK_ID,
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from kvxfer.integrations.vllm_connector.config import convert_config
 from kvxfer.integrations.vllm_connector.layouts import LayerCache, cross_layer_layout, layer_cache
+from kvxfer.kvcache.block_table import NULL_BLOCK_ID
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -101,4 +102,5 @@ def convert_caches(caches: Any) -> CanonicalKVCaches:
             [CanonicalKVCacheRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs]
             for refs in caches.group_data_refs
         ],
+        null_block_id=NULL_BLOCK_ID,
     )

@@ -66,6 +66,22 @@ class ContentionTests(BackendSuite):
             assert statuses(await backend.load(keys, target)) == [Status.DONE, Status.DONE]
             assert read_payloads(target) == payloads
 
+    async def test_tasks_that_store_a_part_and_the_whole_both_learn_what_is_there(self) -> None:
+        self.require_parts()
+        memory, [key] = make_memory(blocks_per_chunk=4), make_keys(1)
+        payload = make_payload(key, memory.chunk_size_bytes(0))
+        part = memory.describe(0, [0, 1], first_block_index=2)
+        whole, target = memory.describe(0, range(4, 8)), memory.describe(0, range(8, 12))
+        write_payloads(part, [payload[len(payload) // 2 :]])
+        write_payloads(whole, [payload])
+        async with await self.make_backend(memory.namespace()) as backend:
+            for order in ([part, whole], [whole, part], [part, part, whole, part, whole]):
+                results = await asyncio.gather(*(backend.store([key], each) for each in order))
+                assert [statuses(outcomes) for outcomes in results] == [[Status.DONE]] * len(order)
+                assert statuses(await backend.load([key], target)) == [Status.DONE]
+                assert read_payloads(target) == [payload]
+                await backend.delete([key])
+
     async def test_memory_is_quiet_after_a_cancelled_load(self) -> None:
         memory, keys = make_large_memory(), make_keys(8)
         async with await self.make_backend(memory.namespace()) as backend:

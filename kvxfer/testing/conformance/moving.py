@@ -85,6 +85,42 @@ class MovingTests(BackendSuite):
             assert statuses(await backend.load(keys, target)) == [Status.DONE] * 3
             assert read_payloads(target) == [*old, new[2]]
 
+    async def test_a_store_of_more_than_is_there_replaces_it(self) -> None:
+        self.require_parts()
+        memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
+        async with await self.make_backend(memory.namespace()) as backend:
+            for key, first in zip(keys, [0, 2], strict=True):  # the head, the tail
+                part = memory.describe(0, [0, 1], first_block_index=first)
+                await store_made_up(backend, [key], part)
+                whole = memory.describe(0, range(4, 8))
+                payloads = await store_made_up(backend, [key], whole, version=1)
+                assert await backend.lookup([key]) == [True]
+                target = memory.describe(0, range(8, 12))
+                assert statuses(await backend.load([key], target)) == [Status.DONE]
+                assert read_payloads(target) == payloads
+
+    async def test_a_store_of_less_than_is_there_changes_nothing(self) -> None:
+        memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
+        async with await self.make_backend(memory.namespace()) as backend:
+            for key, first in zip(keys, [0, 2], strict=True):
+                payloads = await store_made_up(backend, [key], memory.describe(0, range(4)))
+                part = memory.describe(0, [4, 5], first_block_index=first)
+                await store_made_up(backend, [key], part, version=1)
+                target = memory.describe(0, range(8, 12))
+                assert statuses(await backend.load([key], target)) == [Status.DONE]
+                assert read_payloads(target) == payloads
+
+    async def test_of_two_parts_that_lie_apart_the_last_one_is_there(self) -> None:
+        self.require_parts()
+        memory, keys = make_memory(blocks_per_chunk=4), make_keys(1)
+        async with await self.make_backend(memory.namespace()) as backend:
+            await store_made_up(backend, keys, memory.describe(0, [0, 1]))
+            tail = memory.describe(0, [2, 3], first_block_index=2)
+            payloads = await store_made_up(backend, keys, tail, version=1)
+            target = memory.describe(0, [8, 9], first_block_index=2)
+            assert statuses(await backend.load(keys, target)) == [Status.DONE]
+            assert read_payloads(target) == payloads
+
     async def test_blocks_of_two_groups_go_in_one_batch(self) -> None:
         memory = make_memory()
         keys = make_keys(2, group=0) + make_keys(2, group=1)  # the same hashes in both groups
@@ -95,7 +131,7 @@ class MovingTests(BackendSuite):
             outcomes = await backend.load([keys[2], keys[3], keys[1]], target)
             assert statuses(outcomes) == [Status.DONE] * 3
             assert read_payloads(target) == [payloads[2], payloads[3], payloads[1]]
-            assert await backend.delete(keys[:2]) == 2
+            assert await backend.delete(keys[:2]) == [True, True]
             assert await backend.lookup(keys) == [False, False, True, True]
 
     async def test_either_end_of_a_stored_chunk_can_be_loaded_alone(self) -> None:
@@ -107,6 +143,18 @@ class MovingTests(BackendSuite):
             assert target.payload_starts.tolist() == [2 * block, 0]
             assert statuses(await backend.load(keys, target)) == [Status.DONE, Status.DONE]
             assert read_payloads(target) == [payloads[0][2 * block :], payloads[1][: 3 * block]]
+
+    async def test_of_a_part_asked_as_a_whole_no_memory_is_written(self) -> None:
+        self.require_parts()
+        memory = BlockMemory([[64 << 10]], num_blocks=16, blocks_per_chunk=4)  # large fragments
+        [key] = make_keys(1)
+        async with await self.make_backend(memory.namespace()) as backend:
+            await store_made_up(backend, [key], memory.describe(0, [0, 1]))
+            memory.fill(SENTINEL)
+            before = memory.snapshot()
+            outcomes = await backend.load([key], memory.describe(0, range(4, 8)))
+            assert statuses(outcomes) == [Status.MISSING]
+            assert memory.snapshot() == before
 
     async def test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one(self) -> None:
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)

@@ -5,6 +5,7 @@
 import asyncio
 import dataclasses
 import gc
+import operator
 import random
 import weakref
 
@@ -50,8 +51,9 @@ class SeeingTests(BackendSuite):
         memory, keys = make_memory(), make_keys(3)
         async with await self.make_backend(memory.namespace()) as backend:
             await store_made_up(backend, keys, memory.describe(0, [0, 1, 2]))
-            assert await backend.delete(keys[:2]) == 2
-            assert await backend.delete(keys[:2]) == 0
+            assert await backend.delete(keys[1::-1]) == [True, True]
+            assert await backend.delete(keys[1:]) == [False, True]
+            await store_made_up(backend, keys[2:], memory.describe(0, [2]))
             assert await backend.lookup(keys) == [False, False, True]
             target = memory.describe(0, [3, 4])
             assert statuses(await backend.load(keys[:2], target)) == [Status.MISSING] * 2
@@ -68,11 +70,14 @@ class SeeingTests(BackendSuite):
             for turns in range(4):
                 load = asyncio.ensure_future(backend.load(keys, target))
                 await give_way(turns)
-                num_deleted = await backend.delete(keys)
+                deleted = await backend.delete(keys)
                 outcomes = await load
                 assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
                 assert_done_are(outcomes, target, payloads)
-                assert num_deleted + sum(await backend.lookup(keys)) == len(keys)
+                found = await backend.lookup(keys)
+                assert all(map(operator.or_, deleted, found)), "neither removed nor there"
+                await backend.delete(keys)
+                assert await backend.lookup(keys) == [False] * len(keys)
                 await store_made_up(backend, keys, memory.describe(0, range(8)))
 
     async def test_a_batch_that_cannot_be_is_refused_and_nothing_moves(self) -> None:
@@ -118,7 +123,7 @@ class SeeingTests(BackendSuite):
             assert await theirs.lookup(keys) == [False, False]
             outcomes = await theirs.load(keys, memory.describe(0, [2, 3]))
             assert statuses(outcomes) == [Status.MISSING] * 2
-            assert await theirs.delete(keys) == 0
+            assert await theirs.delete(keys) == [False, False]
             assert await ours.lookup(keys) == [True, True]
 
     async def test_what_was_stored_outlives_the_backend(self) -> None:

@@ -26,11 +26,13 @@ class BackendSuite(ABC):
         persistent: Whether a backend opened again finds what the closed one had stored.
         max_blocks: Blocks that fit into the backend of `make_bounded_backend`, None when there
             is no such thing.
+        stores_parts: Whether a part of a chunk can be stored.
         num_blocks: Blocks for which `make_backend` must have room.
     """
 
     persistent: ClassVar[bool] = False
     max_blocks: ClassVar[int | None] = None
+    stores_parts: ClassVar[bool] = True
     num_blocks: ClassVar[int] = 64
 
     @abstractmethod
@@ -47,6 +49,11 @@ class BackendSuite(ABC):
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         """Change stored bytes of `key` behind the backend's back, as a bad medium would."""
         pytest.skip(f"{type(self).__name__} cannot corrupt {key!r} in {type(backend).__name__}")
+
+    def require_parts(self) -> None:
+        """Skip a test that stores a part of a chunk where that cannot be."""
+        if not self.stores_parts:
+            pytest.skip("this backend stores whole chunks only")
 
 
 def make_memory(*, blocks_per_chunk: int = 1) -> BlockMemory:

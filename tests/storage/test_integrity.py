@@ -4,7 +4,7 @@ import pytest
 import xxhash
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.storage.checksums import checksum_blocks
+from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads

@@ -1,10 +1,14 @@
-"""XXH3-64 of blocks, wherever their bytes are."""
+"""Checks of stored bytes: their grades, their secret, and the XXH3-64 of blocks."""
+
+import enum
+from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
 
 from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.raw_memory import view_blocks
 
@@ -13,6 +17,41 @@ STRAIGHT_BYTES = 64 << 10
 first, which costs less than a call for each."""
 
 ROUND_BYTES = 4 << 20
+
+
+class Integrity(enum.Enum):
+    """What is stored with a block and verified before it counts as loaded.
+
+    `OFF`: nothing. `FAST`: XXH3-64, which finds every accident but not a forger. `KEYED`: BLAKE3
+    with a secret key, which finds both.
+    """
+
+    OFF = "off"
+    FAST = "fast"
+    KEYED = "keyed"
+
+    def require_keyless(self) -> None:
+        """Check that no secret is needed, where none can be given.
+
+        Raises:
+            InvalidArgumentError: It is `KEYED`.
+        """
+        if self is Integrity.KEYED:
+            raise InvalidArgumentError("integrity", self.value, "'off' or 'fast'")
+
+
+def read_secret(path: str) -> bytes | None:
+    """Read a secret from a file; None when no file is named.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read.
+    """
+    if not path:
+        return None
+    try:
+        return Path(path).read_bytes()
+    except OSError as exc:
+        raise InvalidArgumentError("secret_file", path, f"a readable file: {exc.strerror}") from exc
 
 
 def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:

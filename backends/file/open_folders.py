@@ -1,0 +1,157 @@
+"""Folders of a namespace by descriptor, also when they are removed and made anew."""
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+FOLDER_MODE = 0o700
+OWN = "."
+"""The name by which a namespace's own folder is known; every other is a folder in it."""
+
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_GONE = {errno.ENOENT, errno.ESTALE}
+
+T = TypeVar("T")
+
+
+def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
+    """Open a folder, by descriptor where there is a parent; a link is not followed there.
+
+    Raises:
+        OSError: It is not there, or not a folder.
+    """
+    flags = _FLAGS if parent_fd is not None else _FLAGS & ~os.O_NOFOLLOW
+    return os.open(name, flags, dir_fd=parent_fd)
+
+
+class OpenFolders:
+    """Descriptors of the folders of a namespace, each opened once.
+
+    Other processes may remove folders and make them anew. Of that a descriptor tells nothing: in
+    a removed folder nothing is found. So whatever is not found is looked for once more, in the
+    folder that has the name now, if the known one was removed; what is found costs no system call
+    more. A descriptor keeps its number meanwhile, because a thread may be using it: there are at
+    most as many as names. Thread-safe; every method blocks.
+
+    Args:
+        root: Root of the store, which must be there.
+        fingerprint: Name of the namespace's own folder.
+        on_made: Is called with the descriptor of that folder when it may be new.
+
+    Raises:
+        OSError: The root cannot be opened.
+
+    Attributes:
+        root_fd: Descriptor of the root.
+        num_renewed: How often a descriptor came to mean another folder.
+    """
+
+    def __init__(self, root: Path, fingerprint: str, *, on_made: Callable[[int], object]) -> None:
+        self._root = root
+        self._fingerprint = fingerprint
+        self._on_made = on_made
+        self._lock = threading.Lock()
+        self.num_renewed = 0
+        self._opened: dict[str, int] = {}
+        self.root_fd = open_folder(root)
+
+    def descriptor(self, name: str, *, create: bool = False) -> int:
+        """Descriptor of a folder, which may have been removed since.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
+        fd = self._opened.get(name)
+        return self.renew(name, create=create) if fd is None else fd
+
+    def within(self, name: str, act: Callable[[int], T], *, create: bool = False) -> T:
+        """Call `act` with the descriptor of a folder, and again if that one was removed.
+
+        Raises:
+            OSError: The folder cannot be opened, or as `act`.
+        """
+        fd, since = self._opened.get(name), self.num_renewed
+        if fd is not None:
+            try:
+                return act(fd)
+            except OSError as exc:
+                if exc.errno not in _GONE:
+                    raise
+                if not self.have_changed([name], since):
+                    raise
+        return act(self.renew(name, create=create))
+
+    def renew(self, name: str, *, create: bool) -> int:
+        """Open the folder that has a name now, and those around it; return its descriptor.
+
+        Args:
+            name: Name of the folder.
+            create: Make those that are not there, the root included.
+
+        Raises:
+            OSError: One can be neither opened nor made.
+        """
+        with self._lock:
+            if _is_removed(self.root_fd):
+                if create:
+                    self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+                self._replace(self.root_fd, open_folder(self._root))
+            own = self._renew(OWN, self._fingerprint, self.root_fd, create=create)
+            return own if name == OWN else self._renew(name, name, own, create=create)
+
+    def have_changed(self, names: Iterable[str], since: int) -> bool:
+        """Whether folders in which something was not found may have been others.
+
+        Args:
+            names: Names of the folders.
+            since: `num_renewed` from before it was looked for.
+        """
+        with self._lock:
+            if since != self.num_renewed:
+                return True
+            fds = [self._opened[name] for name in names if name in self._opened]
+        return any(map(_is_removed, fds))
+
+    def close(self) -> None:
+        """Close every descriptor; may be called again. No other call may be under way."""
+        with self._lock:
+            for fd in self._opened.values():
+                os.close(fd)
+            self._opened = {}
+            if self.root_fd >= 0:
+                os.close(self.root_fd)
+            self.root_fd = -1
+
+    def _renew(self, name: str, path: str, parent_fd: int, *, create: bool) -> int:
+        known = self._opened.get(name)
+        if known is not None and not _is_removed(known):
+            return known
+        if create:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, FOLDER_MODE, dir_fd=parent_fd)
+        fd = open_folder(path, parent_fd)
+        if known is None:
+            self._opened[name] = fd
+        else:
+            self._replace(known, fd)
+        if create and name == OWN:
+            self._on_made(fd if known is None else known)
+        return self._opened[name]
+
+    def _replace(self, known: int, fd: int) -> None:
+        """Let a number mean another folder."""
+        os.dup2(fd, known, inheritable=False)
+        os.close(fd)
+        self.num_renewed += 1
+
+
+def _is_removed(folder_fd: int) -> bool:
+    """Whether an open folder has no name any more, or cannot tell."""
+    try:
+        return os.fstat(folder_fd).st_nlink == 0
+    except OSError:  # as on NFS, where another host removed it
+        return True

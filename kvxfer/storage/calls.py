@@ -1,0 +1,123 @@
+"""Calls to a backend, whatever it does: their failures, their ends, their deadlines."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from kvxfer.errors import DeviceLostError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
+"""`store` or `load` of a backend."""
+
+
+async def call_backend(
+    move: Move, keys: Sequence[BlockKey], blocks: Descriptors, *, name: str = ""
+) -> list[Outcome]:
+    """Store or load a batch; every block is `FAILED` when the backend raises or miscounts.
+
+    Of a lost device nobody can say whether it still touches memory.
+
+    Args:
+        move: `store` or `load` of a backend.
+        keys: The keys.
+        blocks: The blocks, one per key.
+        name: What the log and the reasons call it; the name of the method by default.
+
+    Returns:
+        One outcome per key, in order.
+    """
+    name = name or getattr(move, "__name__", "transfer")
+    try:
+        outcomes = list(await move(keys, blocks))
+    except Exception as exc:
+        logger.warning("%s of %d blocks failed", name, len(keys), exc_info=True)
+        safe = not isinstance(exc, DeviceLostError)
+        return [Outcome(Status.FAILED, memory_safe=safe, reason=f"{name}: {exc!r}")] * len(keys)
+    if len(outcomes) != len(keys):
+        reason = f"{name} gave {len(outcomes)} outcomes for {len(keys)} keys"
+        return [Outcome(Status.FAILED, reason=reason)] * len(keys)
+    return outcomes
+
+
+async def finish(future: "asyncio.Future[T]") -> T:
+    """Wait for the end of something that must not be left alone, however often cancelled.
+
+    Returns:
+        Its result.
+
+    Raises:
+        asyncio.CancelledError: The caller was cancelled; it has ended all the same.
+    """
+    cancelled = False
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        if not future.cancelled():
+            future.exception()  # fetched, or asyncio reports it as never retrieved
+        raise asyncio.CancelledError
+    return future.result()
+
+
+class Calls:
+    """Calls with deadlines; those that do not end in time are cancelled and left behind.
+
+    Owned by one event loop. Nothing waits for a call that was left behind but `drain`.
+    """
+
+    def __init__(self) -> None:
+        self._left: set[asyncio.Future[Any]] = set()
+        self._late: set[asyncio.Future[Any]] = set()
+
+    @property
+    def num_late(self) -> int:
+        """Calls that did not end in time and have not ended since."""
+        return len(self._late)
+
+    async def within(self, timeout_s: float | None, call: Awaitable[T]) -> T:
+        """Wait for a call, but no longer than `timeout_s`; None is as long as it takes.
+
+        Raises:
+            TimeoutError: It did not end in time.
+            asyncio.CancelledError: The caller was cancelled; so is the call, which may go on.
+        """
+        if timeout_s is None:
+            return await call
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([task], timeout=timeout_s)
+        except asyncio.CancelledError:
+            self.leave(task)
+            raise
+        if task.done():
+            return task.result()
+        self._late.add(task)
+        self.leave(task)
+        raise TimeoutError
+
+    def leave(self, call: "asyncio.Future[Any]") -> None:
+        """Cancel a call and wait for it no longer; `drain` does."""
+        call.cancel()
+        self._left.add(call)
+        call.add_done_callback(self._end)
+
+    async def drain(self) -> None:
+        """Wait for the end of the calls that were left behind until now."""
+        if self._left:
+            await asyncio.wait(self._left)
+
+    def _end(self, call: "asyncio.Future[Any]") -> None:
+        self._left.discard(call)
+        self._late.discard(call)
+        if not call.cancelled():
+            call.exception()  # fetched, or asyncio reports it as never retrieved

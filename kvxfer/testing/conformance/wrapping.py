@@ -1,0 +1,111 @@
+"""Conformance: backends that hand calls on to another one, by way of memory of their own or not."""
+
+# ruff: noqa: D102 - the name of a test says what must hold
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
+from kvxfer.testing.dict_backend import DictBackend
+from kvxfer.testing.faulty_backend import FaultRates, FaultyBackend, Operation
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+
+LATE = FaultRates(late=1.0)
+
+
+class _Watched(DictBackend):
+    """Notes the memory of each call."""
+
+    def __init__(self, namespace: Namespace) -> None:
+        super().__init__(None, namespace)
+        self.seen: list[Descriptors] = []
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.seen.append(blocks)
+        return await super().store(keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.seen.append(blocks)
+        return await super().load(keys, blocks)
+
+
+@pytest.mark.asyncio
+class WrapperTests(ABC):
+    """Tests of a backend that wraps another one, which writes after a cancelled call returned.
+
+    Attributes:
+        loads_in_lookup: Whether a lookup loads what it finds.
+    """
+
+    loads_in_lookup: ClassVar[bool] = False
+
+    @abstractmethod
+    def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
+        """Open the backend around `inner`, which has what was stored and nothing else has."""
+
+    @pytest.mark.parametrize("call", ["load", "store", "lookup"])
+    async def test_memory_that_may_still_be_touched_is_given_to_nobody_else(
+        self, call: str
+    ) -> None:
+        if call == "lookup" and not self.loads_in_lookup:
+            pytest.skip("its lookups move no bytes")
+        memory = make_memory()
+        namespace, keys = memory.namespace(), make_keys(4)
+        inner = _Watched(namespace)
+        faulty = FaultyBackend(inner, seed=0, rates=FaultRates())
+        payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in keys]
+        write_payloads(memory.describe(0, range(4)), payloads)
+        await inner.store(keys[:2], memory.describe(0, [0, 1]))
+        async with self.wrap(faulty, namespace) as backend:
+            faulty.rates = LATE
+            first: Coroutine[Any, Any, object]
+            if call == "store":
+                first = backend.store(keys[2:3], memory.describe(0, [2]))
+            elif call == "load":
+                first = backend.load(keys[:1], memory.describe(0, [10]))
+            else:
+                first = backend.lookup(keys[:1])
+            await _cancel_when_late(first, faulty)
+            faulty.rates = FaultRates()
+            inner.seen.clear()
+            target = memory.describe(0, [11])
+            assert await backend.lookup(keys[1:2]) == [True]
+            assert statuses(await backend.load(keys[1:2], target)) == [Status.DONE]
+            assert statuses(await backend.store(keys[3:], memory.describe(0, [3]))) == [Status.DONE]
+            assert inner.seen or self.loads_in_lookup
+            for seen in inner.seen:
+                assert not any(_overlap(seen, late) for late in faulty.late), "used too early"
+            drained = asyncio.ensure_future(backend.drain())
+            await asyncio.sleep(0)
+            assert not drained.done(), "drained before the memory is quiet"
+            faulty.release()
+            await drained
+            assert read_payloads(target) == payloads[1:2]
+            again = memory.describe(0, [12, 13, 14])
+            chosen = [keys[0], keys[1], keys[3]]
+            assert statuses(await backend.load(chosen, again)) == [Status.DONE] * 3
+            assert read_payloads(again) == [payloads[0], payloads[1], payloads[3]]
+
+
+async def _cancel_when_late(call: Coroutine[Any, Any, object], faulty: FaultyBackend) -> None:
+    task = asyncio.ensure_future(call)
+    await faulty.until_waiting()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert faulty.late, "no call was late"
+    assert faulty.injected[-1].operation in {Operation.LOAD, Operation.STORE}
+
+
+def _overlap(one: Descriptors, other: Descriptors) -> bool:
+    """Whether two batches have a byte in common."""
+    ends = one.addresses + one.lengths
+    other_ends = other.addresses + other.lengths
+    return bool(((one.addresses[:, None] < other_ends) & (other.addresses < ends[:, None])).any())

@@ -1,0 +1,167 @@
+"""Event loop that all the work of an engine runs on."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from typing import Any, TypeVar
+
+from kvxfer.errors import ClosedError, EventLoopError, ForkedError
+
+LIVENESS_S = 0.5
+"""How often who waits for another event loop looks whether that still runs."""
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop on a thread of its own, from construction to `stop`."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the loop and the thread; tasks must have ended before. May be called again."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+
+class Home:
+    """The one event loop of an engine: its own, on a thread, or a running one that it moved into.
+
+    A loop that somebody else runs may stop at any time, and what was begun on it never ends then.
+    So an engine lives on such a loop only where it was asked to, between `move_in` and its end,
+    and whoever waits for work there looks whether it still runs. Thread-safe.
+
+    Args:
+        what: What errors call the owner.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: LoopThread | None = None
+
+    def require_same_process(self) -> None:
+        """Check that this process opened the engine.
+
+        Raises:
+            ForkedError: It was forked since: threads, locks and memory stayed with the parent.
+        """
+        if os.getpid() != self._pid:
+            raise ForkedError(self._what, self._pid)
+
+    def require_elsewhere(self, verb: str) -> None:
+        """Check that blocking the caller does not block the home.
+
+        Raises:
+            EventLoopError: It would.
+        """
+        if self._is_here():
+            detail = f"{verb}() would block the event loop that it waits for; await the method"
+            raise EventLoopError(self._what, detail)
+
+    def move_in(self) -> None:
+        """Live on the running event loop, unless there is a home already."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            self._loop = self._loop or loop
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something at home, from whatever event loop, and await its end.
+
+        Raises:
+            EventLoopError: The loop that the engine moved into does not run.
+            ForkedError: See `require_same_process`.
+        """
+        if self._is_here():
+            return await work
+        future = asyncio.wrap_future(self.submit(work))
+        try:
+            while not future.done():
+                await asyncio.wait([future], timeout=LIVENESS_S)
+                if not future.done():
+                    self._require_running()
+        finally:
+            future.cancel()
+        return future.result()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin something at home and return at once; errors as `run`."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._open())
+        except BaseException:
+            work.close()
+            raise
+
+    def call_soon(self, func: Callable[..., object], *args: object) -> None:
+        """Call a function at home and return at once; errors as `run`."""
+        self._open().call_soon_threadsafe(func, *args)
+
+    def wait(self, futures: Collection[Future[Any]], timeout_s: float | None) -> bool:
+        """Block until futures that are set at home are done; say whether they were in time.
+
+        Raises:
+            EventLoopError: The caller's own loop would have to set them, or it does not run.
+        """
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        left = wait_for_futures(futures, 0).not_done
+        if left:
+            self.require_elsewhere("wait")
+        while left:
+            self._require_running()
+            step = LIVENESS_S if end is None else min(end - time.monotonic(), LIVENESS_S)
+            if step <= 0:
+                return False
+            left = wait_for_futures(left, step).not_done
+        return True
+
+    def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run something at home and block until its end; errors as `wait`."""
+        future = self.submit(work)
+        self.wait([future], None)
+        return future.result()
+
+    def stop(self) -> None:
+        """End the thread, if there is one; may be called again."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    def _open(self) -> asyncio.AbstractEventLoop:
+        self.require_same_process()
+        with self._lock:
+            if self._loop is None:
+                self._thread = LoopThread("kvxfer-transfer")
+                self._loop = self._thread.loop
+                return self._loop
+        if self._loop.is_closed() and self._thread is not None:
+            raise ClosedError(self._what)
+        self._require_running()
+        return self._loop
+
+    def _is_here(self) -> bool:
+        """Whether the caller runs at home."""
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+    def _require_running(self) -> None:
+        if self._thread is None and self._loop is not None and not self._loop.is_running():
+            detail = "the event loop that it was entered on with 'async with' does not run"
+            raise EventLoopError(self._what, detail)

@@ -1,0 +1,99 @@
+"""Jobs on their way: handed to a backend piece by piece, and what may still touch their memory."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.calls import call_backend
+from kvxfer.transfer.admission import Admission
+from kvxfer.transfer.job import Direction, Job, JobId, Piece
+from kvxfer.transfer.memory import CacheMemory
+
+PIECES_IN_FLIGHT = 4
+
+
+class JobMover:
+    """Moves jobs between caches and a backend. Belongs to one event loop.
+
+    Args:
+        backend: What reaches the memory of the caches.
+        memory: The memory of the caches.
+        max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
+    """
+
+    def __init__(self, backend: Backend, memory: CacheMemory, max_bytes_in_flight: int) -> None:
+        self._backend = backend
+        self._memory = memory
+        self._admission = Admission(max_bytes_in_flight)
+        self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
+        self._moving: dict[asyncio.Task[None], JobId] = {}
+        self._settling: dict[asyncio.Task[None], JobId] = {}
+
+    @property
+    def num_unsettled(self) -> int:
+        """Pieces that are moved, and calls whose memory is not quiet."""
+        return len(self._moving) + len(self._settling)
+
+    def may_touch(self, job_id: JobId) -> bool:
+        """Whether memory of a job may still be touched; from any thread."""
+        return job_id in [*list(self._moving.values()), *list(self._settling.values())]
+
+    async def move(self, job: Job) -> list[Outcome]:
+        """Hand every piece to the backend, until they end, the deadline or a cancellation."""
+        if job.ended:
+            return list(job.finished().outcomes)
+        tasks = [asyncio.create_task(self._move(job, piece)) for piece in job.cut(self._max_piece)]
+        for task in tasks:
+            self._moving[task] = job.job_id
+            task.add_done_callback(self._moving.pop)
+        status, reason = Status.TIMED_OUT, "deadline passed"
+        try:
+            left = None if job.deadline is None else max(0.0, job.deadline - time.monotonic())
+            await asyncio.wait(tasks, timeout=left)
+        except asyncio.CancelledError:
+            status, reason = Status.CANCELLED, "cancelled"
+            raise
+        finally:
+            for task in tasks:
+                task.cancel()
+            job.end(status, reason)
+        return list(job.finished().outcomes)
+
+    async def until_handed_back(self, timeout_s: float) -> None:
+        """Wait until the backend has nothing to move, but no longer than `timeout_s`."""
+        if self._moving:
+            await asyncio.wait(self._moving, timeout=timeout_s)
+
+    async def drain(self) -> None:
+        """Wait until no transfer touches the caches any more, abandoned ones included."""
+        while in_use := [*self._moving, *self._settling]:
+            await asyncio.wait(in_use)
+
+    async def _move(self, job: Job, piece: Piece) -> None:
+        async with self._admission.admit(job.direction, piece.num_bytes):
+            outcomes = await self._hand_over(job, piece)
+        for index, outcome in enumerate(outcomes, piece.start):
+            if job.outcomes[index] is None:
+                job.outcomes[index] = outcome
+        if not all(outcome.memory_safe for outcome in outcomes):
+            self._settle(job)
+
+    async def _hand_over(self, job: Job, piece: Piece) -> Sequence[Outcome]:
+        """Have the backend move a piece, unless the engine took its memory back meanwhile."""
+        keys = job.keys[piece.start : piece.stop]
+        if change := self._memory.describe_change():
+            return [Outcome(Status.FAILED, reason=change)] * len(keys)
+        job.entered[piece.start : piece.stop] = [True] * len(keys)
+        move = self._backend.load if job.direction is Direction.LOAD else self._backend.store
+        try:
+            return await call_backend(move, keys, job.blocks.select(piece.start, piece.stop))
+        except asyncio.CancelledError:
+            self._settle(job)
+            raise
+
+    def _settle(self, job: Job) -> None:
+        """Count the job's memory as in use until the backend says that it is quiet."""
+        task = asyncio.create_task(self._backend.drain())
+        self._settling[task] = job.job_id
+        task.add_done_callback(self._settling.pop)

@@ -1,0 +1,230 @@
+"""What the conductor of a chaos run does to processes, disks and files."""
+
+import contextlib
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.processes import ChaosProcess
+
+MAX_STOP_S = 5.0
+MAX_FULL_S = 4.0
+DISK_BYTES = 32 << 20
+NUM_INODES = 256
+FILLER = "filler"
+
+WEIGHTS = {
+    "kill-worker": 4,
+    "stop-worker": 6,
+    "kill-holder": 3,
+    "end-holder": 1,
+    "stop-holder": 5,
+    "fill-disk": 2,
+    "fill-inodes": 2,
+    "flip-block": 20,
+    "truncate": 6,
+    "flip-ledger": 8,
+    "flip-claim": 8,
+    "flip-namespace": 2,
+    "remove-folder": 2,
+    "gc": 2,
+    "fsck": 2,
+}
+"""How often each disturbance happens, as against the others."""
+
+Undo = tuple[float, Callable[[], None]]
+
+
+@dataclass
+class Scene:
+    """What there is to disturb.
+
+    Attributes:
+        workers: Engines.
+        holders: `kvxfer serve`.
+        roots: Folders of `file://`.
+        disk: A small file system that is filled at times; None where there is none.
+        run_command: Runs a command of kvxfer at the side.
+    """
+
+    workers: list[ChaosProcess]
+    holders: list[ChaosProcess]
+    roots: list[Path]
+    disk: Path | None
+    run_command: Callable[..., None]
+
+
+@dataclass
+class Disturber:
+    """Disturbs at random.
+
+    Args:
+        scene: What there is.
+        rng: Chooses.
+        without: Names of disturbances that are left out.
+        counts: How often each happened.
+    """
+
+    scene: Scene
+    rng: random.Random
+    without: frozenset[str]
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def disturb(self) -> Undo | None:
+        """Do something; return after how many seconds what is to be done about it, if anything."""
+        names = [name for name in WEIGHTS if name not in self.without]
+        if not names:
+            return None
+        [name] = self.rng.choices(names, [WEIGHTS[name] for name in names])
+        act: Callable[[], Undo | bool] = getattr(self, "_" + name.replace("-", "_"))
+        try:
+            done = act()
+        except OSError as exc:  # others remove and fill what they like, too
+            if exc.errno not in {errno.ENOENT, errno.ENOSPC}:
+                raise
+            return None
+        if done is not False:
+            self.counts[name] += 1
+        return None if isinstance(done, bool) else done
+
+    def _kill_worker(self) -> bool:
+        return self._kill(self.scene.workers)
+
+    def _kill_holder(self) -> bool:
+        return self._kill(self.scene.holders)
+
+    def _stop_worker(self) -> Undo | bool:
+        return self._stop(self.scene.workers)
+
+    def _stop_holder(self) -> Undo | bool:
+        return self._stop(self.scene.holders)
+
+    def _end_holder(self) -> bool:
+        """Ask a holder to end, which drains first."""
+        if not (running := _running(self.scene.holders)):
+            return False
+        chosen = self.rng.choice(running)
+        chosen.expect_end(0)
+        chosen.signal(signal.SIGTERM)
+        return True
+
+    def _fill_disk(self) -> Undo | bool:
+        if self.scene.disk is None or (self.scene.disk / FILLER).exists():
+            return False
+        filler = self.scene.disk / FILLER
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+        return self.rng.uniform(0.5, MAX_FULL_S), lambda: filler.unlink(missing_ok=True)
+
+    def _fill_inodes(self) -> Undo | bool:
+        if self.scene.disk is None or (self.scene.disk / (FILLER + "s")).exists():
+            return False
+        folder = self.scene.disk / (FILLER + "s")
+        folder.mkdir()
+        with contextlib.suppress(OSError):
+            for number in range(NUM_INODES):
+                (folder / str(number)).touch()
+        undo_s = self.rng.uniform(0.5, MAX_FULL_S)
+        return undo_s, lambda: shutil.rmtree(folder, ignore_errors=True)
+
+    def _flip_block(self) -> bool:
+        return self._flip("*/??/*.safetensors*")
+
+    def _flip_ledger(self) -> bool:
+        return self._flip("usage.ledger")
+
+    def _flip_claim(self) -> bool:
+        return self._flip("*.claim")
+
+    def _flip_namespace(self) -> bool:
+        return self._flip("*/namespace.json")
+
+    def _truncate(self) -> bool:
+        if (path := self._choose("*/??/*.safetensors*")) is None:
+            return False
+        os.truncate(path, self.rng.choice((0, self.rng.randint(0, path.stat().st_size))))
+        return True
+
+    def _remove_folder(self) -> bool:
+        pattern = self.rng.choice(("*/??", "*/??", "*/quarantine", "*"))
+        if (path := self._choose(pattern, folders=True)) is None:
+            return False
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+
+    def _gc(self) -> bool:
+        bounds = self.rng.choice(((), ("--capacity", "2MiB")))
+        self.scene.run_command("gc", str(self.rng.choice(self.scene.roots)), *bounds)
+        return True
+
+    def _fsck(self) -> bool:
+        options = self.rng.choice(((), ("--repair",)))
+        self.scene.run_command("fsck", str(self.rng.choice(self.scene.roots)), *options)
+        return True
+
+    def _kill(self, processes: list[ChaosProcess]) -> bool:
+        if running := _running(processes):
+            self.rng.choice(running).kill()
+        return bool(running)
+
+    def _stop(self, processes: list[ChaosProcess]) -> Undo | bool:
+        if not (running := _running(processes)):
+            return False
+        stopped = self.rng.choice(running)
+        stopped.signal(signal.SIGSTOP)
+        return self.rng.uniform(0.05, MAX_STOP_S), lambda: stopped.signal(signal.SIGCONT)
+
+    def _flip(self, pattern: str) -> bool:
+        """Flip some bits of a file, or write something else over a few bytes, where it lies."""
+        if (path := self._choose(pattern)) is None:
+            return False
+        size = path.stat().st_size
+        with path.open("r+b", buffering=0) as file:
+            # Half of the time where headers and counts are.
+            at = self.rng.randrange(self.rng.choice((min(size, 64), min(size, 512), size)) or 1)
+            old = os.pread(file.fileno(), self.rng.choice((1, 1, 8, 64)), at)
+            flipped = bytes(byte ^ 1 << self.rng.randrange(8) for byte in old)
+            zeros, ones, noise = bytes(len(old)), b"\xff" * len(old), self.rng.randbytes(len(old))
+            os.pwrite(file.fileno(), self.rng.choice((flipped, flipped, zeros, ones, noise)), at)
+        return True
+
+    def _choose(self, pattern: str, *, folders: bool = False) -> Path | None:
+        found = sorted(self.rng.choice(self.scene.roots).glob(pattern))
+        found = [path for path in found if path.is_dir() == folders]
+        return self.rng.choice(found) if found else None
+
+
+def _running(processes: list[ChaosProcess]) -> list[ChaosProcess]:
+    return [process for process in processes if not (process.ended or process.stopped)]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
+    """Mount a small file system with few inodes; None, with a message, where that is forbidden."""
+    image, mount = folder / "disk.img", folder / "disk"
+    mount.mkdir()
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    make = ["mkfs.ext4", "-q", "-N", str(NUM_INODES), str(image)]
+    try:
+        subprocess.run(make, check=True, capture_output=True, text=True)
+        command = ["mount", "-o", "loop", str(image), str(mount)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as exc:
+        why = getattr(exc, "stderr", None) or exc
+        sys.stdout.write(f"no full disks: a file system cannot be mounted here: {why}\n")
+        yield None
+        return
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount)], check=True)

@@ -1,0 +1,143 @@
+"""The processes of a chaos run, and what is in their logs."""
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvxfer.cli import main as kvxfer_main
+from tests.chaos.faults import COUNTS, FAULT, Kind
+
+CANNOT = 2
+
+# Forked from a process that has imported everything and started no thread: that takes no time.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.chaos.worker", "tests.chaos.processes"])
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that must not happen, and did.
+
+    Attributes:
+        where: Name of the process's log.
+    """
+
+    kind: Kind
+    text: str
+    where: str
+
+
+class ChaosProcess:
+    """A process that is disturbed, and whose log is read as it grows.
+
+    Args:
+        name: Name, also of its log.
+        logs: Folder of the logs.
+        main: What it does; returns its exit status.
+        arguments: Of `main`.
+        expected: Exit statuses with which it may end by itself, none by default.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        logs: Path,
+        main: Callable[..., int],
+        *arguments: Any,
+        expected: frozenset[int] = frozenset(),
+    ) -> None:
+        self.name, self._log = name, logs / f"{name}.log"
+        self._expected = expected
+        self._read = 0
+        self.killed = self.stopped = self._is_faulty = False
+        self._process = _CONTEXT.Process(
+            target=_enter, args=(self._log, main, arguments), daemon=True
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.started = time.monotonic()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return not self._process.is_alive()
+
+    def expect_end(self, *statuses: int) -> None:
+        """From now on it may end with these."""
+        self._expected |= set(statuses)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
+        if not self.ended:
+            os.kill(self.pid, number)
+            self.stopped = number is signal.SIGSTOP
+            self.killed |= number is signal.SIGKILL
+
+    def kill(self) -> None:
+        """End it at once, also when it is stopped."""
+        self.signal(signal.SIGKILL)
+        self._process.join(20)
+
+    def read_log(self, counts: Counter[str]) -> list[Fault]:
+        """Read what is new in the log: add to the counts, and return the faults."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._read)
+                whole, end, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:  # not begun yet
+            return []
+        self._read += len(whole + end)
+        faults: list[Fault] = []
+        for line in whole.decode(errors="replace").splitlines():
+            if found := FAULT.match(line):
+                kind = Kind(found["kind"] or (Kind.HANG if found["timeout"] else Kind.EXCEPTION))
+                text = found["text"] or found["error"] or found["timeout"]
+                faults.append(Fault(kind, text, self._log.name))
+            elif " INFO " + COUNTS in line:
+                counts.update(json.loads(line.partition(COUNTS)[2]))
+        self._is_faulty |= bool(faults)
+        return faults
+
+    def judge_end(self, counts: Counter[str]) -> list[Fault]:
+        """Read the rest of the log of an ended process, and say whether it had a reason to end."""
+        faults, status = self.read_log(counts), self._process.exitcode
+        excused = self.killed or self._is_faulty or status in self._expected
+        # A command that looks after files may say so, and that it can do nothing.
+        excused |= status == CANNOT and "No space left on device" in self._log.read_text()
+        if not excused:
+            faults.append(Fault(Kind.EXCEPTION, f"ended with status {status}", self._log.name))
+        return faults
+
+
+def _enter(log: Path, main: Callable[..., int], arguments: tuple[Any, ...]) -> None:
+    os.setsid()  # Ctrl-C is for the conductor alone
+    fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    faulthandler.enable()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    sys.exit(main(*arguments))
+
+
+def _end_with(parent: Any) -> None:
+    """Do not outlive a conductor that was killed."""
+    parent.join()
+    os._exit(1)
+
+
+def run_command(*arguments: str) -> int:
+    """Run a command of kvxfer, such as `serve` or `fsck`."""
+    return kvxfer_main(arguments)

@@ -1,0 +1,315 @@
+"""`make chaos`: engines over tiers of host, files and peers, and all that can happen to them.
+
+Workers use engines at random, holders keep blocks for them, and the conductor kills and stops both,
+fills disks and flips bits. Every block that is DONE is compared with what its key stands for, all
+memory is watched, and every call must end. The seed chooses what is done; when, the machine does.
+"""
+
+# ruff: noqa: T201 - it is a command line
+
+import argparse
+import contextlib
+import heapq
+import random
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tests.chaos import worker
+from tests.chaos.checked_memory import PARTS
+from tests.chaos.contents import SHAPES
+from tests.chaos.disturbances import WEIGHTS, Disturber, Scene, small_disk
+from tests.chaos.faults import Kind
+from tests.chaos.processes import ChaosProcess, Fault, run_command
+from tests.chaos.session import CANCEL, HANG_S, SHORT_TIMEOUT
+
+STEP_S = 0.05
+TOLD_EVERY_S = 10.0
+DISTURBED_EVERY_S = 0.4
+END_S = 180.0
+"""What the end of a run may take: processes end by themselves, and all blocks are read again."""
+
+IN_WORKERS = (CANCEL, SHORT_TIMEOUT, PARTS, "reopen")
+HOLDERS = ((0, False), (0, True), (1, True), (2, False))
+"""For each holder the shape of its blocks, and whether it keeps them in files, too."""
+
+SHOWN_FAULTS = 3
+
+
+class Conductor:
+    """One run from its beginning to its verdict.
+
+    Args:
+        seed: Of everything that is drawn.
+        num_workers: Engine processes at one time.
+        direction: Who moves blocks between workers and peers.
+        without: Names of disturbances that are left out.
+        folder: Where files and logs are.
+        disk: A small file system to fill, if there is one.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        num_workers: int,
+        direction: str,
+        without: frozenset[str],
+        folder: Path,
+        disk: Path | None,
+    ) -> None:
+        self._rng, self._direction, self._without = random.Random(seed), direction, without
+        self._numbers = count()
+        self._logs = folder / "logs"
+        self._logs.mkdir()
+        roots = [folder / "files", *([disk / "store"] if disk else [])]
+        self._folders = (
+            f"file://{roots[0]}?capacity=12MiB&min_free=1MiB",
+            *([f"file://{roots[1]}?capacity=64MiB&min_free=1MiB"] if disk else []),
+        )
+        self._ports = [_free_port() for _ in HOLDERS]
+        self._holder_files = [folder / f"held-{number}" for number in range(len(HOLDERS))]
+        roots += [
+            path for path, (_, keeps) in zip(self._holder_files, HOLDERS, strict=True) if keeps
+        ]
+        for root in roots:
+            root.mkdir(mode=0o700)
+        self._side: list[ChaosProcess] = []
+        workers = [self._start_worker() for _ in range(num_workers)]
+        holders = [self._start_holder(number) for number in range(len(HOLDERS))]
+        self._scene = Scene(workers, holders, roots, disk, self._start_command)
+        self._disturber = Disturber(self._scene, self._rng, without)
+        self._end_limit = 0.0
+        self._undone: list[tuple[float, int, Any]] = []
+        self.counts: Counter[str] = Counter()
+        self.faults: list[Fault] = []
+
+    def run(self, seconds: float) -> None:
+        """Disturb for some time, then let everything end and look at all blocks once more."""
+        started = time.monotonic()
+        told = next_at = started
+        while (now := time.monotonic()) < started + seconds:
+            if now >= next_at:
+                next_at = now + self._rng.expovariate(1 / DISTURBED_EVERY_S)
+                if undo := self._disturber.disturb():
+                    delay_s, act = undo
+                    heapq.heappush(self._undone, (now + delay_s, next(self._numbers), act))
+            while self._undone and self._undone[0][0] <= now:
+                heapq.heappop(self._undone)[2]()
+            self._look_after()
+            if now >= told + TOLD_EVERY_S:
+                told = now
+                print(f"{now - started:5.0f} s  {self._summary()}", flush=True)
+            time.sleep(STEP_S)
+        self._end()
+
+    def print_table(self) -> None:
+        """Print what happened."""
+        disturbances = self._disturber.counts + Counter(
+            {name: number for name, number in self.counts.items() if name in IN_WORKERS}
+        )
+        operations = {n: c for n, c in self.counts.items() if n not in IN_WORKERS}
+        for title, numbers in (("operations", operations), ("disturbances", disturbances)):
+            print(f"\n{title}")
+            for name, number in sorted(numbers.items()):
+                print(f"  {name:<36}{number:>9}")
+        print()
+        kinds: dict[tuple[Kind, str], list[Fault]] = {}
+        for fault in self.faults:
+            sort = re.sub(r"0x\w+|\d+|key \w+", "#", fault.text)[:60]
+            kinds.setdefault((fault.kind, sort), []).append(fault)
+        for (kind, _), faults in kinds.items():
+            print(f"{kind}, {len(faults)} times, such as:")
+            for fault in faults[:SHOWN_FAULTS]:
+                print(f"  {fault.where}: {fault.text:.600}")
+        print(self._summary())
+
+    def close(self) -> None:
+        """End every process that is still there."""
+        for process in [*self._scene.workers, *self._scene.holders, *self._side]:
+            process.kill()
+
+    @property
+    def verdict(self) -> int:
+        """Exit status: 0 when nothing happened that must not, and blocks were loaded."""
+        return 1 if self.faults or not self.counts["checked DONE"] else 0
+
+    def _summary(self) -> str:
+        found = Counter(fault.kind for fault in self.faults)
+        operations = sum(self.counts[name] for name in ("lookup", "delete")) + sum(
+            number for name, number in self.counts.items() if name.startswith(("store ", "load "))
+        )
+        return (
+            f"{operations} operations, {self.counts['checked DONE']} loads DONE and checked, "
+            f"{self._disturber.counts.total()} disturbances, {found[Kind.WRONG]} wrong, "
+            f"{found[Kind.HANG]} hangs, {found[Kind.EXCEPTION]} exceptions"
+        )
+
+    def _look_after(self) -> None:
+        """Read all logs, and start again what has ended."""
+        for process in [*self._scene.workers, *self._scene.holders, *self._side]:
+            self.faults += process.read_log(self.counts)
+        for index, process in enumerate(self._scene.workers):
+            if process.ended:
+                self.faults += process.judge_end(self.counts)
+                self._scene.workers[index] = self._start_worker()
+        for index, process in enumerate(self._scene.holders):
+            if process.ended:
+                self.faults += process.judge_end(self.counts)
+                self._scene.holders[index] = self._start_holder(index)
+        self._look_after_commands()
+
+    def _look_after_commands(self) -> None:
+        for process in self._side:
+            if process.ended:
+                self.faults += process.judge_end(self.counts)
+            elif time.monotonic() > process.started + HANG_S:
+                process.signal(signal.SIGABRT)  # with all stacks in the log
+                self.faults.append(Fault(Kind.HANG, "command does not end", process.name))
+        self._side = [process for process in self._side if not process.ended]
+
+    def _end(self) -> None:
+        """Let workers and holders end by themselves, and read all blocks in between."""
+        self._end_limit = time.monotonic() + END_S
+        self._undo_all()
+        self._look_after()
+        self._let_end(self._scene.workers)
+        plan = self._plan()
+        self._scene.workers[:] = [
+            self._start(f"sweep-{shape.number}", worker.sweep, plan, shape, expected={0})
+            for shape in SHAPES
+        ]
+        self._let_end(self._scene.workers, ask=False)
+        for root in self._scene.roots:
+            self._start_command("fsck", str(root))
+        self._let_end(self._side, ask=False)
+        self._let_end(self._scene.holders)
+
+    def _undo_all(self) -> None:
+        while self._undone:
+            heapq.heappop(self._undone)[2]()
+
+    def _let_end(self, processes: list[ChaosProcess], *, ask: bool = True) -> None:
+        for process in processes:
+            process.expect_end(0)
+            if ask:
+                process.signal(signal.SIGTERM)
+        while time.monotonic() < self._end_limit and not all(
+            process.ended for process in processes
+        ):
+            time.sleep(STEP_S)
+        for process in processes:
+            if not process.ended:
+                process.signal(signal.SIGABRT)
+                self.faults.append(Fault(Kind.HANG, "process does not end", process.name))
+            else:
+                self.faults += process.judge_end(self.counts)
+        processes.clear()
+
+    def _start_worker(self) -> ChaosProcess:
+        return self._start("worker", worker.main, self._plan())
+
+    def _plan(self) -> worker.Plan:
+        holders = tuple(
+            tuple(
+                f"127.0.0.1:{port}"
+                for port, (shape, _) in zip(self._ports, HOLDERS, strict=True)
+                if shape == number
+            )
+            for number in range(len(SHAPES))
+        )
+        seed = self._rng.getrandbits(64)
+        return worker.Plan(seed, self._folders, holders, self._direction, self._without)
+
+    def _start_holder(self, number: int) -> ChaosProcess:
+        listen = f"127.0.0.1:{self._ports[number]}"
+        options = ["--listen", listen, "--capacity", "6MiB", "--drain-timeout", "5s"]
+        if HOLDERS[number][1]:
+            options += [
+                "--tier",
+                f"file://{self._holder_files[number]}?capacity=12MiB&min_free=1MiB",
+            ]
+        return self._start(f"holder{number}", run_command, "serve", *options)
+
+    def _start_command(self, *arguments: str) -> None:
+        """Start a command that looks after a store; what is bad there is not its fault."""
+        command = self._start(arguments[0], run_command, *arguments, expected={0, 1})
+        self._side.append(command)
+
+    def _start(
+        self, name: str, main: Any, *arguments: Any, expected: Sequence[int] | set[int] = ()
+    ) -> ChaosProcess:
+        name = f"{name}-{next(self._numbers):04}"
+        return ChaosProcess(name, self._logs, main, *arguments, expected=frozenset(expected))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run; 1 when something happened that must not."""
+    arguments = _parse(argv)
+    seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
+    without = frozenset(filter(None, arguments.without.split(",")))
+    if unknown := without - WEIGHTS.keys() - set(IN_WORKERS):
+        print(f"no such disturbances: {', '.join(sorted(unknown))}")
+        return 2
+    again = f"make chaos SECONDS={arguments.seconds:g} SEED={seed}"
+    again += f" WITHOUT={','.join(sorted(without))}" if without else ""
+    print(f"seed {seed}; again: {again}", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="kvxfer-chaos-"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    status = 1
+    try:
+        with small_disk(folder) as disk:
+            conductor = Conductor(
+                seed,
+                num_workers=arguments.workers,
+                direction=arguments.direction,
+                without=without,
+                folder=folder,
+                disk=disk,
+            )
+            with contextlib.closing(conductor):
+                conductor.run(arguments.seconds)
+            conductor.print_table()
+            status = conductor.verdict
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    finally:
+        if status:
+            print(f"logs: {folder / 'logs'}; again: {again}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return status
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.run", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60, help="how long things are disturbed")
+    parser.add_argument("--seed", type=int, help="what is drawn; a new one by default, printed")
+    parser.add_argument("--workers", type=int, default=4, help="engine processes at one time")
+    directions = ("read", "auto", "write")
+    said = "who moves blocks between workers and peers; whoever asks for them by default"
+    parser.add_argument("--direction", choices=directions, default="read", help=said)
+    names = ", ".join([*WEIGHTS, *IN_WORKERS])
+    parser.add_argument("--without", default="", help=f"left out, with commas between: {names}")
+    return parser.parse_args(argv)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

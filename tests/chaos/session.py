@@ -1,0 +1,89 @@
+"""One engine from its opening to its end, and what both of its faces have in common."""
+
+import faulthandler
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvxfer.storage.keys import BlockKey
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import Direction
+from tests.chaos.checked_memory import Batch, CheckedMemory
+from tests.chaos.contents import Shape
+from tests.chaos.faults import report_counts
+
+HANG_S = 30.0
+"""What a call may take beyond its deadline. Processes are stopped for a few seconds at most, and
+the machine may be busy."""
+
+DEFAULT_TIMEOUT_S = 10.0
+COUNTS_EVERY_S = 1.0
+CANCEL, SHORT_TIMEOUT = "cancel", "short-timeout"
+
+
+@dataclass
+class Session:
+    """An engine, the caches that it moves blocks of, and until when.
+
+    Attributes:
+        without: Disturbances that are left out.
+    """
+
+    engine: TransferEngine
+    memory: CheckedMemory
+    shape: Shape
+    rng: random.Random
+    counts: Counter[str]
+    stopping: threading.Event
+    until: float
+    without: frozenset[str]
+    _reported: float = 0.0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is more to be done; tells the conductor that this process lives."""
+        now = time.monotonic()
+        if now > self._reported + COUNTS_EVERY_S:
+            self._reported = now
+            report_counts(self.counts)
+        faulthandler.dump_traceback_later(3 * HANG_S, exit=True)
+        return now < self.until and not self.stopping.is_set()
+
+    def draw_operation(self) -> str:
+        """Draw what to do next."""
+        names, weights = ("store", "load", "lookup", "delete"), (40, 45, 10, 2)
+        return self.rng.choices(names, weights)[0]
+
+    def draw_batch(self, operation: str) -> Batch | None:
+        """Lend the blocks for a store or load."""
+        return self.memory.lend(Direction[operation.upper()])
+
+    def draw_some_keys(self) -> list[BlockKey]:
+        """Draw keys of any group."""
+        group = self.rng.choice(self.shape.groups)
+        return self.memory.draw_keys(group, self.rng.randint(1, 8))
+
+    def draw_timeout(self) -> float | None:
+        """Draw a deadline, sometimes one that is too short."""
+        if SHORT_TIMEOUT not in self.without and self.rng.random() < 0.1:
+            self.counts[SHORT_TIMEOUT] += 1
+            return self.rng.uniform(0, 0.02)
+        return self.rng.choice((None, 5.0))
+
+    def draw_cancellation(self) -> float | None:
+        """Draw after how many seconds a call is cancelled, None for never."""
+        if CANCEL in self.without or self.rng.random() > 0.1:
+            return None
+        self.counts[CANCEL] += 1
+        return self.rng.choice((0.0, self.rng.uniform(0, 0.01), self.rng.uniform(0, 0.3)))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """End the process with all stacks when what is inside blocks the thread for too long."""
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        yield
+        faulthandler.cancel_dump_traceback_later()
