@@ -28,7 +28,7 @@ from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.root import warn_of_strangers
 from kvxfer.backends.file.shares import cut_shares
 from kvxfer.backends.file.space import Space, stop_walk
-from kvxfer.backends.file.store_batch import NOT_BEGUN, StoreBatch
+from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.backends.file.tree import BlockTree
 from kvxfer.backends.file.writer import BUSY, BlockWriter
 from kvxfer.copy_engine.cpu import CPUCopyEngine
@@ -213,12 +213,11 @@ class FileBackend(Backend):
             self._breaker.abandon()
             raise
         kinds = {id(each): each for each in written}.values()  # a few, of however many blocks
-        tried = [each for each in kinds if each is not None and each not in NOT_BEGUN]
-        if tried:
-            failed = (each.reason for each in tried if not each.done and each is not BUSY)
-            self._breaker.record(next(failed, ""))
-        else:
+        error = medium_failure(kinds)
+        if error is None:
             self._breaker.abandon()
+        else:
+            self._breaker.record(error)
         if BUSY in kinds:
             await self._await_others(keys, blocks, written)
         return [outcome or DONE for outcome in written]

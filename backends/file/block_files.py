@@ -4,9 +4,9 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.file.digest import Digester
@@ -18,6 +18,7 @@ from kvxfer.backends.file.integrity_record import IntegrityRecord
 from kvxfer.backends.file.pages import PAGE_BYTES, padded
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragments import cut_runs
 from kvxfer.kvcache.raw_memory import view_blocks
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
@@ -129,11 +130,9 @@ class BlockFiles:
 
     def rounds(self, blocks: Descriptors, *, straight: bool) -> Iterator[tuple[int, int]]:
         """Runs of blocks whose files are open, and whose scratch memory is needed, at one time."""
+        room = np.full(blocks.num_blocks, blocks.block_sizes.max())
         num_bytes = ROUND_BYTES if straight else GATHERED_BYTES
-        most = max(1, num_bytes // int(blocks.block_sizes.max()))
-        step = min(ROUND_FILES, most)
-        for start in range(0, blocks.num_blocks, step):
-            yield start, min(start + step, blocks.num_blocks)
+        return cut_runs(room, num_bytes, longest_run=ROUND_FILES)
 
     def is_straight(self, blocks: Descriptors) -> bool:
         """Whether the kernel can be given the described memory itself."""
@@ -175,9 +174,21 @@ class BlockFiles:
         self.folder.close()
 
 
-def failure(exc: OSError) -> Outcome:
+@dataclass(frozen=True, slots=True)
+class SystemFailure(Outcome):
+    """What became of a block about whose file the operating system says something.
+
+    Attributes:
+        errno: What it says, as in the module `errno`.
+    """
+
+    errno: int = 0
+
+
+def failure(exc: OSError) -> SystemFailure:
     """Translate what the operating system says about one file."""
-    return Outcome(Status.FAILED, reason=f"{type(exc).__name__}: {exc.strerror or exc}")
+    reason = f"{type(exc).__name__}: {exc.strerror or exc}"
+    return SystemFailure(Status.FAILED, reason=reason, errno=exc.errno or 0)
 
 
 def data_views(blocks: Descriptors, scratch: Scratch, *, straight: bool) -> list[list[memoryview]]:
@@ -218,11 +229,7 @@ def describe_scratch(
     scratch: Scratch, rows: Sequence[int], blocks: Descriptors, *, skip_bytes: int = 0
 ) -> Descriptors:
     """Describe the data in scratch rows that belongs to `blocks`, from a byte of it on."""
-    return Descriptors(
-        addresses=scratch.data_addresses[list(rows)] + np.uint64(skip_bytes),
-        lengths=blocks.block_sizes.astype(np.uint64),
-        block_offsets=np.arange(len(rows) + 1),
-        payload_starts=blocks.payload_starts,
-        device=torch.device("cpu"),
-        owners=(scratch,),
+    addresses = scratch.data_addresses[list(rows)] + np.uint64(skip_bytes)
+    return Descriptors.of_pieces(
+        addresses, blocks.block_sizes, blocks.payload_starts, owners=(scratch,)
     )

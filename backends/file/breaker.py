@@ -1,12 +1,39 @@
 """Stops writing for a while where writing fails again and again."""
 
 import enum
+import errno
 import logging
 import time
 from collections.abc import Callable
 
 MAX_ERRORS = 5
 PAUSE_S = 30.0
+
+MEDIUM_ERRORS = frozenset(
+    {
+        errno.EIO,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EUCLEAN,  # a damaged file system, as ext4 and XFS call it
+        errno.EBADMSG,  # the same, found by a checksum
+        errno.ENXIO,
+        errno.ENODEV,
+        errno.ENOMEDIUM,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ESHUTDOWN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EREMOTEIO,
+    }
+)
+"""What is wrong with a whole disk, file system or server. All else is about one name."""
 
 logger = logging.getLogger(__name__)
 

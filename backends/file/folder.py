@@ -182,6 +182,13 @@ class BlockFolder:
         """Remove a file that was put away; whether it was there."""
         return self._unlink(file_name(key), QUARANTINE)
 
+    def remove_if_empty(self, key: BlockKey) -> bool:
+        """Remove the folder of a key if no file is in it; whether it was removed."""
+        with contextlib.suppress(OSError):
+            os.rmdir(file_name(key)[:2], dir_fd=self._folders.descriptor(OWN))
+            return True
+        return False
+
     def note_use(self, key: BlockKey) -> None:
         """Write the time of now into the file of a key, if it is there."""
         name = file_name(key)

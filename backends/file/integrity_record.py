@@ -36,12 +36,6 @@ def other_integrity(said: Integrity, ours: Integrity) -> Outcome:
     return Outcome(Status.FAILED, reason=str(OtherIntegrityError(said, ours)))
 
 
-REFUSALS = frozenset(
-    {OTHER_SECRET, *(other_integrity(*both) for both in itertools.product(Integrity, repeat=2))}
-)
-"""Why a block is not read or stored though the disk is well."""
-
-
 class IntegrityRecord:
     """What the processes that share a namespace's folder tell each other about its blocks.
 

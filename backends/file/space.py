@@ -3,10 +3,11 @@
 import contextlib
 import errno
 import logging
+import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvxfer.backends.file.contents import (
     Contents,
@@ -24,6 +25,9 @@ from kvxfer.storage.keys import BlockKey
 
 RESCAN_FACTOR = 10
 """A new walk through the tree waits for so many times as long as the last one took."""
+
+MIN_FREE_FILES = 32
+"""Files that stay free where their number is limited: for claims, folders, and other programs."""
 
 SHORT_SCAN_S = 0.05
 """A walk that takes no longer than this is done whenever it may help."""
@@ -67,6 +71,7 @@ class Space:
         self._scanning = threading.Lock()
         self._scanned = threading.Event()
         self._next_scan = 0.0
+        self._must_learn = False
 
     def scan(self) -> None:
         """Walk through the tree: collect what dead writers left, find files, and recount.
@@ -103,6 +108,8 @@ class Space:
         Raises:
             OSError: The file system does not answer; nothing is reserved.
         """
+        if self._must_learn:
+            self._must_learn = not self._learn_more()
         fitting = self._reserve(keys, sizes, spare)
         try:
             if fitting < len(keys) and self._learn_more():
@@ -110,6 +117,27 @@ class Space:
         except OSError:
             self.settle(keys[:fitting], stored=[False] * fitting)
             raise
+        return fitting
+
+    def evict(self, sizes: Sequence[int], *, spare: Sequence[BlockKey]) -> int:
+        """Evict as many files, and as many bytes, as turned out not to fit.
+
+        Only what is known goes; where that is too little, the next `reserve` learns of more.
+
+        Args:
+            sizes: Bytes of the files, for which room was reserved.
+            spare: Keys that must not be evicted for these.
+
+        Returns:
+            For how many of the leading files there should be room now.
+
+        Raises:
+            OSError: The file system does not answer.
+        """
+        needed = [size_on_disk(size) for size in sizes]
+        with self._ledger.locked(), self._spared(spare):
+            fitting = self._make_room(needed, 0, 0)
+        self._must_learn |= fitting < len(needed)
         return fitting
 
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
@@ -208,11 +236,8 @@ class Space:
         try:
             with self._ledger.locked():
                 if self._ledger.known:
-                    spared = self._contents.hold(self._files(spare))
-                    try:
-                        fitting = self._make_room(needed)
-                    finally:
-                        self._contents.release(spared)
+                    with self._spared(spare):
+                        fitting = self._make_room(needed, *self._free())
                     self._contents.admit(self._files(keys[:fitting]), needed[:fitting])
                     self._ledger.reserve(sum(needed[:fitting]))
         except OSError:
@@ -220,29 +245,42 @@ class Space:
             raise
         return fitting
 
-    def _make_room(self, needed: Sequence[int]) -> int:
+    @contextlib.contextmanager
+    def _spared(self, keys: Sequence[BlockKey]) -> Iterator[None]:
+        held = self._contents.hold(self._files(keys))
+        try:
+            yield
+        finally:
+            self._contents.release(held)
+
+    def _make_room(self, needed: Sequence[int], free_bytes: float, free_files: float) -> int:
         """Evict until files of these bytes fit, or until nothing is left; how many of them do."""
-        free, total = self._free_bytes(), 0
+        total = 0
         for fitting, num_bytes in enumerate(needed):
             total += num_bytes
-            while self._ledger.used + total > self._capacity_bytes or total > free:
+            while (
+                self._ledger.used + total > self._capacity_bytes
+                or total > free_bytes
+                or fitting >= free_files
+            ):
                 victim = self._contents.choose_victim()
                 if victim is None:
                     return fitting
-                free += self._evict(victim)
+                freed = self._evict(victim, with_folder=fitting >= free_files)
+                free_bytes += victim.num_bytes if freed else 0
+                free_files += freed
         return len(needed)
 
-    def _evict(self, victim: Victim) -> int:
-        """Remove a file; return the bytes that are free now."""
-        if victim.fingerprint == self._folder.fingerprint:
-            removed = _remove(self._folder, victim)
-        else:
-            with self._tree.folder(victim.fingerprint) as folder:
-                removed = _remove(folder, victim)
-        if not removed:  # somebody else did, and has counted it
-            return 0
-        self._ledger.remove(victim.num_bytes)
-        return victim.num_bytes
+    def _evict(self, victim: Victim, *, with_folder: bool) -> int:
+        """Remove a file, and perhaps its folder if it was the last; return how many went."""
+        with contextlib.ExitStack() as opened:
+            folder = self._folder
+            if victim.fingerprint != folder.fingerprint:
+                folder = opened.enter_context(self._tree.folder(victim.fingerprint))
+            if not _remove(folder, victim):  # somebody else did, and has counted it
+                return 0
+            self._ledger.remove(victim.num_bytes)
+            return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _learn_more(self) -> bool:
         """Find files that were not known; whether there was anything to find out."""
@@ -254,11 +292,12 @@ class Space:
         self.scan()
         return True
 
-    def _free_bytes(self) -> int:
-        """Bytes for which there is room, those taken off that were promised and not written."""
+    def _free(self) -> tuple[float, float]:
+        """Bytes and files for which there is room; not the bytes promised and not yet written."""
         found = os.statvfs(self._tree.root)
         free = found.f_bavail * found.f_frsize - self._min_free_bytes
-        return free - self._ledger.reserved
+        free_files = found.f_favail - MIN_FREE_FILES if found.f_files else math.inf
+        return free - self._ledger.reserved, free_files
 
     def _files(self, keys: Iterable[BlockKey]) -> list[FileId]:
         return file_ids(self._folder.fingerprint, keys)

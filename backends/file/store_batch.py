@@ -1,13 +1,17 @@
 """A batch that is stored, by several threads."""
 
 import contextlib
+import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from kvxfer.backends.file.block_files import BlockFiles, failure
+import numpy as np
+
+from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
+from kvxfer.backends.file.breaker import MEDIUM_ERRORS
 from kvxfer.backends.file.check import read_extent
-from kvxfer.backends.file.integrity_record import OTHER_SECRET, REFUSALS
+from kvxfer.backends.file.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.writer import BlockWriter
 from kvxfer.kvcache.descriptors import Descriptors
@@ -15,11 +19,8 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
+FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 PART = Outcome(Status.FAILED, reason="a part of a chunk is not the tensors that its group lists")
-
-
-NOT_BEGUN = REFUSALS | {NO_ROOM, PART}
-"""Outcomes that say nothing about the medium."""
 
 
 class StoreBatch:
@@ -60,20 +61,14 @@ class StoreBatch:
         """Store blocks `start` to `stop` (exclusive).
 
         Returns:
-            None for a block whose file is there. One of `NOT_BEGUN` for one that was not begun;
-            any other as `BlockWriter.write` has it.
+            None for a block whose file is there. `NO_ROOM`, `PART`, or why this process must not
+            store it, for one that was not begun; any other as `BlockWriter.write` has it.
         """
         self._make_room()
         with self._lock:
             ours = sorted(self._reserved.intersection(range(start, stop)))
         if ours:
-            keys, outcomes = [self._keys[index] for index in ours], list[Outcome]()
-            try:
-                outcomes = self._writer.write(keys, self._blocks.take(ours))
-            finally:
-                self._settle(ours, [outcome.done for outcome in outcomes] or [False] * len(ours))
-            for index, outcome in zip(ours, outcomes, strict=True):
-                self._outcomes[index] = outcome
+            self._write(ours)
         return self._outcomes[start:stop]
 
     def covered(self) -> list[bool]:
@@ -90,8 +85,32 @@ class StoreBatch:
 
     def give_back(self) -> None:
         """Give back the room of blocks that are not going to be written; no share may run."""
-        left = sorted(self._reserved)
-        self._settle(left, [False] * len(left))
+        self._settle(sorted(self._reserved))
+
+    def _write(self, indices: Sequence[int], *, again: bool = False) -> None:
+        """Write files, and once more those that did not fit although there seemed to be room."""
+        full: list[int] = []
+        try:
+            keys = [self._keys[index] for index in indices]
+            outcomes = self._writer.write(keys, self._blocks.take(indices))
+            for index, outcome in zip(indices, outcomes, strict=True):
+                self._outcomes[index] = outcome
+                if not again and _errno(outcome) in FULL_ERRORS:
+                    full.append(index)
+        finally:
+            self._settle([index for index in indices if index not in full])
+        if full:
+            num_fitting = self._evict_for(full)
+            if num_fitting:
+                self._write(full[:num_fitting], again=True)
+            self._settle(full[num_fitting:])
+
+    def _evict_for(self, indices: Sequence[int]) -> int:
+        heads = [self._files.format(self._keys[index]).header_size_bytes for index in indices]
+        sizes = np.add(heads, self._blocks.block_sizes[indices]).tolist()
+        with contextlib.suppress(OSError):
+            return self._space.evict(sizes, spare=self._keys)
+        return 0
 
     def _make_room(self) -> None:
         with self._lock:
@@ -155,7 +174,28 @@ class StoreBatch:
             os.close(fd)
         return covers
 
-    def _settle(self, indices: Sequence[int], stored: Sequence[bool]) -> None:
+    def _settle(self, indices: Sequence[int]) -> None:
         with self._lock:
             self._reserved.difference_update(indices)
+        outcomes = [self._outcomes[index] for index in indices]
+        stored = [outcome is not None and outcome.done for outcome in outcomes]
         self._space.settle([self._keys[index] for index in indices], stored=stored)
+
+
+def medium_failure(outcomes: Iterable[Outcome | None]) -> str | None:
+    """Tell from what `StoreBatch.write` returned what is wrong with the medium.
+
+    Returns:
+        Nothing where a block was written, None where no outcome tells anything of the medium.
+    """
+    told = None
+    for outcome in outcomes:
+        if outcome is not None and outcome.done:
+            return ""
+        if outcome is not None and _errno(outcome) in MEDIUM_ERRORS:
+            told = told or outcome.reason
+    return told
+
+
+def _errno(outcome: Outcome) -> int:
+    return outcome.errno if isinstance(outcome, SystemFailure) else 0

@@ -13,7 +13,6 @@ from kvxfer.backends.host.pool import HostPool, PoolShape
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
-from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import (
@@ -22,8 +21,8 @@ from kvxfer.storage.backend import (
     Backend,
     Outcome,
     Status,
-    require_batch,
 )
+from kvxfer.storage.door import Door
 from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.integrity import Integrity
@@ -93,12 +92,9 @@ class HostBackend(Backend, Lender):
     memory_kinds = frozenset({"cpu", "cuda"})
 
     def __init__(self, config: HostConfig, namespace: Namespace) -> None:
-        num_groups = len(namespace.groups)
-        if not num_groups:
-            raise InvalidArgumentError("namespace.groups", (), "at least one group")
-        self._chunk_sizes = [namespace.chunk_size_bytes(group) for group in range(num_groups)]
+        self._door = Door("host backend", namespace)
         shape = PoolShape.fit(
-            capacity_bytes=config.capacity, num_parts=1, part_size_bytes=max(self._chunk_sizes)
+            capacity_bytes=config.capacity, num_parts=1, part_size_bytes=max(self._door.chunk_sizes)
         )
         self._pool = HostPool(
             shape, namespace, config.open_copy_engine(), integrity=config.integrity
@@ -106,7 +102,6 @@ class HostBackend(Backend, Lender):
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores: dict[BlockKey, asyncio.Event] = {}
-        self._closed = False
         self.region = self._pool.region
 
     @property
@@ -120,13 +115,12 @@ class HostBackend(Backend, Lender):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        self._check(keys)
+        self._door.check(keys)
         return [self._is_ready(key) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
-        self._check(keys, blocks)
-        self._require_fit(keys, blocks)
+        self._door.check(keys, blocks)
         starts, stops = blocks.payload_starts, blocks.payload_starts + blocks.block_sizes
         parts = dict(zip(keys, zip(starts.tolist(), stops.tolist(), strict=True), strict=True))
         self._drop_lesser(parts)
@@ -145,7 +139,7 @@ class HostBackend(Backend, Lender):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
-        self._check(keys, blocks)
+        self._door.check(keys, blocks)
         outcomes = dict.fromkeys(keys, MISSING)
         there = [index for index, key in enumerate(keys) if self._is_ready(key)]
         if there:
@@ -163,15 +157,15 @@ class HostBackend(Backend, Lender):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        self._check(keys)
+        self._door.check(keys)
         removed = set(self._index.remove(keys))
         return [key in removed for key in keys]
 
     @asynccontextmanager
     async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
         """See `Lender.lend`: slots, pinned."""
-        require_within(wanted, self._chunk_sizes)
-        self._check(wanted.keys)
+        require_within(wanted, self._door.chunk_sizes)
+        self._door.check(wanted.keys)
         outcomes = [MISSING] * len(wanted.keys)
         there = [index for index, key in enumerate(wanted.keys) if self._is_ready(key)]
         found = [wanted.keys[index] for index in there]
@@ -180,8 +174,9 @@ class HostBackend(Backend, Lender):
             starts = [wanted.starts[index] for index in there]
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
             find = partial(self._pool.find, slots, found, starts, stops)
-            parts = zip(wanted.keys, wanted.sizes, strict=True)
-            hashed = sum(size for key, size in parts if size < self._chunk_sizes[group_of(key)])
+            wholes = [self._door.chunk_sizes[group_of(key)] for key in wanted.keys]
+            parts = zip(wanted.sizes, wholes, strict=True)
+            hashed = sum(size for size, whole in parts if size < whole)
             small = hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
             given, checksums = find() if small else await self._threads.run(find)
             self._drop_corrupt(found, slots, given)
@@ -200,7 +195,7 @@ class HostBackend(Backend, Lender):
 
     def peek(self, keys: Sequence[BlockKey]) -> Loan | None:
         """See `Lender.peek`."""
-        self._check(keys)
+        self._door.check(keys)
         outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
         there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
         stored = self._pool.stored([self._index.slot_of(key) for key in there])
@@ -213,8 +208,8 @@ class HostBackend(Backend, Lender):
     @asynccontextmanager
     async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
         """See `Lender.make_room`: slots, which nobody can read before the context ends."""
-        require_within(offered, self._chunk_sizes)
-        self._check(offered.keys)
+        require_within(offered, self._door.chunk_sizes)
+        self._door.check(offered.keys)
         ends = map(sum, zip(offered.starts, offered.sizes, strict=True))
         parts = dict(zip(offered.keys, zip(offered.starts, ends, strict=True), strict=True))
         self._drop_lesser(parts)
@@ -243,8 +238,7 @@ class HostBackend(Backend, Lender):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
-        if not self._closed:
-            self._closed = True
+        if self._door.close():
             await self._threads.aclose()
             self._pool.close()
 
@@ -289,7 +283,7 @@ class HostBackend(Backend, Lender):
 
     async def _stored_elsewhere(self, key: BlockKey, start: int, stop: int) -> Outcome:
         """What became of a key that was there, or that another call was storing."""
-        if store := self._stores.get(key):
+        while store := self._stores.get(key):
             await store.wait()
         if not self._is_ready(key):
             return Outcome(Status.FAILED, reason="the call that was storing the block failed")
@@ -307,21 +301,6 @@ class HostBackend(Backend, Lender):
 
     def _is_ready(self, key: BlockKey) -> bool:
         return self._index.state(key) in (BlockState.READY, BlockState.LOADING)
-
-    def _require_fit(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        stops = blocks.payload_starts + blocks.block_sizes
-        for key, stop in zip(keys, stops.tolist(), strict=True):
-            group = group_of(key)
-            if group >= len(self._chunk_sizes):
-                raise InvalidArgumentError("key", key, f"a group below {len(self._chunk_sizes)}")
-            if stop > self._chunk_sizes[group]:
-                limit = f"at most {self._chunk_sizes[group]}, as its namespace says"
-                raise InvalidArgumentError(f"bytes of a block of group {group}", stop, limit)
-
-    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
-        if self._closed:
-            raise ClosedError("host backend")
-        require_batch(keys, blocks)
 
 
 _LESS = Outcome(Status.FAILED, reason="another call stored less of the chunk at the same time")

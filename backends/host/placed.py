@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from kvxfer.backends.host.pool import HostPool
-from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, Backend, Outcome, require_batch
+from kvxfer.storage.backend import DONE, Backend, Outcome
+from kvxfer.storage.door import Door
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 from kvxfer.storage.threads import Threads
 
@@ -51,7 +51,7 @@ class PlacedBackend(Backend):
         self._num_writers = num_writers
         self._writer_index = writer_index
         self._threads = Threads("kvxfer-placed", NUM_THREADS)
-        self._closed = False
+        self._door = Door("placed host backend")
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach` and `HostPool.attach`."""
@@ -59,12 +59,12 @@ class PlacedBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each slot was finished for its key, by every worker."""
-        self._check(keys)
+        self._door.check(keys)
         return [self._pool.holds(*_split(key)) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Write each block into the slot in its key, whatever is there, if it is our turn."""
-        self._check(keys, blocks)
+        self._door.check(keys, blocks)
         placed = [_split(key) for key in keys]
         turns = [slot % self._num_writers == self._writer_index for slot, _ in placed]
         ours = [index for index, is_ours in enumerate(turns) if is_ours]
@@ -76,7 +76,7 @@ class PlacedBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read each block from the slot in its key, if that is what the slot holds."""
-        self._check(keys, blocks)
+        self._door.check(keys, blocks)
         slots, names = zip(*map(_split, keys), strict=True)
         return await self._threads.run(
             self._pool.read, slots, names, blocks, part=self._part, verified=True
@@ -84,20 +84,14 @@ class PlacedBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Delete nothing: slots belong to whoever keeps the index."""
-        self._check(keys)
+        self._door.check(keys)
         return [False] * len(keys)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
-        if not self._closed:
-            self._closed = True
+        if self._door.close():
             await self._threads.aclose()
             self._pool.close()
-
-    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
-        if self._closed:
-            raise ClosedError("placed host backend")
-        require_batch(keys, blocks)
 
 
 def _split(key: BlockKey) -> tuple[int, BlockKey]:

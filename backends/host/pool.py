@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -311,14 +310,8 @@ class HostPool:
         """Where bytes `starts[i]` to `stops[i]` of `slots[i]` are."""
         base = self._data.ctypes.data + part * self.shape.part_size_bytes
         offsets = np.asarray(slots, np.int64) * self.shape.slot_size_bytes + starts
-        return Descriptors(
-            addresses=np.uint64(base) + offsets.astype(np.uint64),
-            lengths=(stops - starts).astype(np.uint64),
-            block_offsets=np.arange(len(slots) + 1),
-            payload_starts=starts,
-            device=torch.device("cpu"),
-            owners=(self,),
-        )
+        addresses = np.uint64(base) + offsets.astype(np.uint64)
+        return Descriptors.of_pieces(addresses, stops - starts, starts, owners=(self,))
 
     def _require_fit(self, stops: NDArray[np.int64]) -> None:
         longest = int(stops.max())

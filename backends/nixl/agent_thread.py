@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvxfer.backends.nixl.pace import Pace
-from kvxfer.backends.nixl.pieces import Fragments, Words, join, split
+from kvxfer.backends.nixl.pieces import Fragments, Words, join_in_regions, split
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl.transfer import Transfer
 from kvxfer.backends.nixl.transfer_agent import Operation
@@ -230,7 +230,7 @@ class AgentThread:
             raise PeerLostError(peer, "it was not added, or is removed")
         self.regions.require("local", fragments.local, fragments.lengths)
         theirs.require("remote", fragments.remote, fragments.lengths)
-        joined = join(fragments, self.regions.starts, theirs.starts)
+        joined = join_in_regions(fragments, self.regions.starts, theirs.starts)
         pieces = deque(split(joined, PIECE_BYTES, PIECE_FRAGMENTS))
         return Transfer(operation, peer, pieces, landed)
 

@@ -25,13 +25,13 @@ from kvxfer.backends.nixl.route import Route
 from kvxfer.backends.nixl.store import BlockStore
 from kvxfer.backends.nixl.tls import client_context
 from kvxfer.backends.nixl.transfer_agent import TransferAgent
-from kvxfer.errors import ClosedError, InvalidArgumentError, KVXferError
+from kvxfer.errors import KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import MISSING, Backend, Outcome, require_batch
+from kvxfer.storage.backend import MISSING, Backend, Outcome
+from kvxfer.storage.door import Door
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.lending import Wanted, require_within
 from kvxfer.storage.outcomes import more_telling
 from kvxfer.storage.staging import StagingMemory
 
@@ -73,23 +73,20 @@ class NixlBackend(Backend):
         directory: PeerDirectory | None = None,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
     ) -> None:
-        if not namespace.groups:
-            raise InvalidArgumentError("namespace.groups", (), "at least one group")
-        self._chunk_sizes = [namespace.chunk_size_bytes(g) for g in range(len(namespace.groups))]
+        self._door = Door("nixl backend", namespace)
         self._config = config
         self._tls = client_context(config)
         self._directory = directory or StaticPeers(config.peers)
         self._node = Node(config, namespace, make_agent=make_agent)
         self._hasher = BlockHasher()
         self._quarantine = Quarantine()
-        largest = max(self._chunk_sizes)
+        largest = max(self._door.chunk_sizes)
         self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
         self._peers: dict[Endpoint, Peer] = {}
         self._own: HostBackend | None = None
         self._holder: Holder | None = None
         self._starting = asyncio.Lock()
         self._started = False
-        self._closed = False
         if config.listen_endpoint is not None and config.capacity is not None:
             self._own = HostBackend(HostConfig(capacity=config.capacity), namespace)
             self.attach([self._own.region])  # first: peers try their way to us with that
@@ -193,9 +190,8 @@ class NixlBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Memory that a peer may still touch is kept, and never freed."""
-        if self._closed:
+        if not self._door.close():
             return
-        self._closed = True
         if self._holder is not None:
             await self._holder.aclose()
         for peer in self._peers.values():
@@ -267,14 +263,7 @@ class NixlBackend(Backend):
             peer.route.forget_remote()
 
     async def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
-        if self._closed:
-            raise ClosedError("nixl backend")
-        require_batch(keys, blocks)
-        sizes = [1] * len(keys)
-        starts = [0] * len(keys)
-        if blocks is not None:
-            sizes, starts = blocks.block_sizes.tolist(), blocks.payload_starts.tolist()
-        require_within(Wanted(keys, starts, sizes), self._chunk_sizes)
+        self._door.check(keys, blocks)
         if not self._started:
             await self.start()
 

@@ -4,7 +4,6 @@ import time
 from collections.abc import Awaitable, Callable
 
 import numpy as np
-import torch
 
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.extents import RegionTable
@@ -55,10 +54,4 @@ async def _best_time(probe: Callable[[], Awaitable[None]]) -> float:
 
 
 def _stretch(address: int, num_bytes: int) -> Descriptors:
-    return Descriptors(
-        addresses=np.array([address], np.uint64),
-        lengths=np.array([num_bytes], np.uint64),
-        block_offsets=np.array([0, 1]),
-        payload_starts=np.zeros(1, np.int64),
-        device=torch.device("cpu"),
-    )
+    return Descriptors.of_pieces(np.array([address], np.uint64), [num_bytes])

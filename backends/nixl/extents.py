@@ -1,7 +1,6 @@
 """Extents: where bytes are in registered memory, as peers tell each other."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -102,20 +101,6 @@ class RegionTable:
         rank = self._sorted.searchsorted(blocks.addresses, side="right")
         inside = blocks.addresses + blocks.lengths <= self._stops[rank]
         return self._order[rank] if bool(inside.all()) else None
-
-
-def cut(blocks: Descriptors, max_bytes: int) -> list[tuple[int, int]]:
-    """Cut a batch into runs of blocks of at most so many bytes, or of one block."""
-    if blocks.num_bytes <= max_bytes:
-        return [(0, blocks.num_blocks)]
-    ends = np.cumsum(blocks.block_sizes)
-    bounds = [0]
-    while bounds[-1] < blocks.num_blocks:
-        start = bounds[-1]
-        before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + max_bytes, side="right"))
-        bounds.append(max(stop, start + 1))
-    return list(pairwise(bounds))
 
 
 def part(blocks: Descriptors, start: int, stop: int) -> Descriptors:

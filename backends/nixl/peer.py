@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from kvxfer.backends.nixl.extents import chosen, cut, part
+from kvxfer.backends.nixl.extents import chosen, part
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.mover import PIECE_BYTES, Mover
 from kvxfer.backends.nixl.quarantine import Quarantine, end_within
@@ -129,7 +129,7 @@ class Peer:
     async def _move(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, max_bytes: int
     ) -> list[Outcome]:
-        bounds = cut(blocks, max_bytes)
+        bounds = list(blocks.cut(max_bytes))
         if len(bounds) == 1:  # a task less to switch to and back from
             return await self._move_piece(move, keys, blocks)
         async with asyncio.TaskGroup() as tasks:

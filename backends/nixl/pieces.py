@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.fragments import cut_long, cut_runs, join, touch
 
 Words = NDArray[np.uint64]
 
@@ -51,7 +52,7 @@ class Fragments:
         return Fragments(self.local[chosen], self.remote[chosen], self.lengths[chosen])
 
 
-def join(fragments: Fragments, local_bounds: Words, remote_bounds: Words) -> Fragments:
+def join_in_regions(fragments: Fragments, local_bounds: Words, remote_bounds: Words) -> Fragments:
     """Join fragments that touch on both sides, in the order of their local addresses.
 
     Args:
@@ -65,32 +66,11 @@ def join(fragments: Fragments, local_bounds: Words, remote_bounds: Words) -> Fra
     if np.any(local[1:] < local[:-1]):
         order = np.argsort(local, kind="stable")
         local, remote, lengths = local[order], remote[order], lengths[order]
-    apart = local[1:] != local[:-1] + lengths[:-1]
-    apart |= remote[1:] != remote[:-1] + lengths[:-1]
-    if apart.all():
-        return Fragments(local, remote, lengths)
-    apart |= _change(local_bounds.searchsorted(local, "right"))
-    apart |= _change(remote_bounds.searchsorted(remote, "right"))
-    first = np.flatnonzero(np.concatenate([[True], apart]))
-    return Fragments(local[first], remote[first], np.add.reduceat(lengths, first))
-
-
-def _change(region_indices: NDArray[np.intp]) -> NDArray[np.bool_]:
-    changed: NDArray[np.bool_] = region_indices[1:] != region_indices[:-1]
-    return changed
-
-
-def cut(fragments: Fragments, num_bytes: int) -> Fragments:
-    """Cut fragments that are longer than `num_bytes`."""
-    counts = (fragments.lengths + np.uint64(num_bytes - 1)) // np.uint64(num_bytes)
-    if np.all(counts == 1):
-        return fragments
-    repeats = counts.astype(np.int64)
-    firsts = np.repeat(np.cumsum(repeats) - repeats, repeats)
-    offsets = (np.arange(repeats.sum()) - firsts).astype(np.uint64) * np.uint64(num_bytes)
-    lengths = np.minimum(np.repeat(fragments.lengths, repeats) - offsets, np.uint64(num_bytes))
-    local, remote = np.repeat(fragments.local, repeats), np.repeat(fragments.remote, repeats)
-    return Fragments(local + offsets, remote + offsets, lengths)
+    touching = touch(local, lengths) & touch(remote, lengths)
+    if touching.any():
+        touching &= np.diff(local_bounds.searchsorted(local, "right")) == 0
+        touching &= np.diff(remote_bounds.searchsorted(remote, "right")) == 0
+    return Fragments(*join(touching, local, remote, lengths))
 
 
 def split(fragments: Fragments, num_bytes: int, num_fragments: int) -> Iterator[Fragments]:
@@ -98,12 +78,6 @@ def split(fragments: Fragments, num_bytes: int, num_fragments: int) -> Iterator[
     if 0 < len(fragments) <= num_fragments and int(fragments.lengths.sum()) <= num_bytes:
         yield fragments
         return
-    fragments = cut(fragments, num_bytes)
-    ends = np.cumsum(fragments.lengths)
-    start = 0
-    while start < len(fragments):
-        room = num_bytes + (int(ends[start - 1]) if start else 0)
-        stop = int(np.searchsorted(ends, np.uint64(room), "right"))
-        stop = min(stop, start + num_fragments)
-        yield fragments.take(slice(start, stop))
-        start = stop
+    columns = cut_long(num_bytes, fragments.local, fragments.remote, fragments.lengths)
+    for bounds in cut_runs(columns[-1], num_bytes, longest_run=num_fragments):
+        yield Fragments(*(column[slice(*bounds)] for column in columns))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.messages import Found
@@ -95,11 +94,5 @@ class Places:
         wanted = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
         if (list(starts), list(sizes)) != wanted:
             return None
-        described = Descriptors(
-            addresses=np.array(addresses, np.uint64),
-            lengths=np.array(sizes, np.uint64),
-            block_offsets=np.arange(len(keys) + 1),
-            payload_starts=np.zeros(len(keys), np.int64),
-            device=torch.device("cpu"),
-        )
+        described = Descriptors.of_pieces(np.array(addresses, np.uint64), sizes)
         return described, list(checksums)

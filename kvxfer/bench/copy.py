@@ -80,11 +80,6 @@ def _measure(
 
 
 def _describe(memory: torch.Tensor, order: NDArray[np.int64], fragment: int) -> Descriptors:
-    return Descriptors(
-        addresses=np.uint64(memory.data_ptr()) + order.astype(np.uint64) * np.uint64(fragment),
-        lengths=np.full(len(order), fragment, np.uint64),
-        block_offsets=np.arange(len(order) + 1),
-        payload_starts=np.zeros(len(order), np.int64),
-        device=memory.device,
-        owners=(memory,),
-    )
+    addresses = np.uint64(memory.data_ptr()) + order.astype(np.uint64) * np.uint64(fragment)
+    sizes = np.full(len(order), fragment)
+    return Descriptors.of_pieces(addresses, sizes, device=memory.device, owners=(memory,))

@@ -248,10 +248,5 @@ def _multiply_beside_copies(matrix: torch.Tensor, sides: _Sides) -> float:
 def _describe(
     address: int, device: torch.device, fragment_bytes: int, order: NDArray[np.int64]
 ) -> Descriptors:
-    return Descriptors(
-        addresses=np.uint64(address) + order.astype(np.uint64) * np.uint64(fragment_bytes),
-        lengths=np.full(len(order), fragment_bytes, np.uint64),
-        block_offsets=np.arange(len(order) + 1),
-        payload_starts=np.zeros(len(order), np.int64),
-        device=device,
-    )
+    addresses = np.uint64(address) + order.astype(np.uint64) * np.uint64(fragment_bytes)
+    return Descriptors.of_pieces(addresses, np.full(len(order), fragment_bytes), device=device)

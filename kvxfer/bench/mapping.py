@@ -15,6 +15,7 @@ from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
+from kvxfer.kvcache.fragments import join, touch
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.kvcache.worker_shard import WorkerShard
@@ -206,11 +207,11 @@ def _describe_parts(pages: torch.Tensor, mapping: PageMapping) -> Descriptors:
     offsets, lengths, counts = [], [], []
     for index in range(len(pages)):
         fragments = mapping.pages[index % mapping.pages_per_block]
-        ends = fragments.page_offsets + fragments.lengths
-        firsts = np.flatnonzero(np.append(True, fragments.page_offsets[1:] != ends[:-1]))
-        offsets.append(fragments.page_offsets[firsts] + index * pages.shape[1])
-        lengths.append(np.add.reduceat(fragments.lengths, firsts))
-        counts.append(len(firsts))
+        places, sizes = fragments.page_offsets, fragments.lengths
+        places, sizes = join(touch(places, sizes), places, sizes)
+        offsets.append(places + index * pages.shape[1])
+        lengths.append(sizes)
+        counts.append(len(sizes))
     return _describe_host(pages, np.concatenate(offsets), np.concatenate(lengths), counts)
 
 

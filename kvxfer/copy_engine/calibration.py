@@ -65,10 +65,5 @@ def _time(
 def _scatter(address: int, device: torch.device, fragment_bytes: int, *, seed: int) -> Descriptors:
     count = SAMPLE_BYTES // fragment_bytes
     order = np.random.default_rng(seed).permutation(count).astype(np.uint64)
-    return Descriptors(
-        addresses=np.uint64(address) + order * np.uint64(fragment_bytes),
-        lengths=np.full(count, fragment_bytes, np.uint64),
-        block_offsets=np.arange(count + 1),
-        payload_starts=np.zeros(count, np.int64),
-        device=device,
-    )
+    addresses = np.uint64(address) + order * np.uint64(fragment_bytes)
+    return Descriptors.of_pieces(addresses, np.full(count, fragment_bytes), device=device)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.errors import DeviceError, DeviceLostError
-from kvxfer.kvcache.descriptors import Addresses
+from kvxfer.kvcache.fragments import Addresses
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6

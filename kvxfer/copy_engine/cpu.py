@@ -5,11 +5,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import TypeVar
-
-import numpy as np
 
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.rows import (
@@ -21,8 +17,9 @@ from kvxfer.copy_engine.rows import (
     scatter,
 )
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import Addresses, Descriptors
-from kvxfer.kvcache.fragment_pairs import pair_fragments, require_same_blocks
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require_same_blocks
+from kvxfer.kvcache.fragments import cut_evenly
 
 # Measured by `kvxfer bench copy`: a memcpy call costs about as much as moving 16 KiB (the
 # interpreter lock changes hands), and stops to matter at 128 KiB; numpy moves many rows per
@@ -40,53 +37,6 @@ _memcpy.restype = None
 
 Method = Callable[[Pieces, Pieces], None]
 Side = TypeVar("Side", Pieces, Descriptors)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fragments:
-    """Paired pieces of memory: each is as long as its partner."""
-
-    source: Pieces
-    destination: Pieces
-
-    @classmethod
-    def pair(cls, source: Descriptors, destination: Descriptors) -> "_Fragments":
-        """Cut two batches of equal blocks so that their pieces are pairs."""
-        sources, destinations, lengths = pair_fragments(source, destination)
-        return cls(Pieces(sources, lengths), Pieces(destinations, lengths))
-
-    @property
-    def lengths(self) -> Addresses:
-        """Bytes of each pair, uint64 `(n,)`."""
-        return self.source.lengths
-
-    def slice(self, start: int, stop: int) -> "_Fragments":
-        """The pairs from `start` to `stop` (exclusive)."""
-        return _Fragments(self.source.slice(start, stop), self.destination.slice(start, stop))
-
-    def split(self, num_shares: int) -> list["_Fragments"]:
-        """Cut into at most `num_shares` parts of about equal bytes."""
-        total = int(self.lengths.sum())
-        num_shares = max(1, min(num_shares, total // SMALLEST_SHARE_BYTES))
-        whole = self._cut_to(max(SMALLEST_SHARE_BYTES, total // (4 * num_shares) // 4096 * 4096))
-        starts = np.cumsum(whole.lengths) - whole.lengths
-        shares = np.arange(1, num_shares, dtype=np.uint64) * np.uint64(total // num_shares)
-        bounds = [0, *np.searchsorted(starts, shares).tolist(), len(starts)]
-        return [whole.slice(start, stop) for start, stop in pairwise(bounds) if stop > start]
-
-    def _cut_to(self, longest: int) -> "_Fragments":
-        if int(self.lengths.max()) <= longest:
-            return self
-        pieces = (self.lengths + np.uint64(longest - 1)) // np.uint64(longest)
-        ends = np.cumsum(pieces)
-        index = np.repeat(np.arange(len(pieces)), pieces.astype(np.int64))
-        nth = np.arange(int(ends[-1]), dtype=np.uint64) - (ends - pieces)[index]
-        offsets = nth * np.uint64(longest)
-        lengths = np.minimum(self.lengths[index] - offsets, np.uint64(longest))
-        return _Fragments(
-            Pieces(self.source.addresses[index] + offsets, lengths),
-            Pieces(self.destination.addresses[index] + offsets, lengths),
-        )
 
 
 class CPUCopyEngine(CopyEngine):
@@ -117,20 +67,19 @@ class CPUCopyEngine(CopyEngine):
             require_same_blocks(source, destination)
             self._run(_copy_small, _share_blocks(source, destination, self.num_threads))
             return
-        fragments = _Fragments.pair(source, destination)
-        if len(fragments.lengths):
-            method, num_threads = self._choose(fragments)
-            shares = fragments.split(num_threads)
-            self._run(method, [(share.source, share.destination) for share in shares])
+        pairs = pair_fragments(source, destination)
+        if pairs.num_pairs:
+            method, num_threads = self._choose(pairs)
+            self._run(method, [_sides(share) for share in _share_pairs(pairs, num_threads)])
 
     def close(self) -> None:
         """See `CopyEngine.close`."""
         self._pool.shutdown()
 
-    def _choose(self, fragments: _Fragments) -> tuple[Method, int]:
-        typical = fragments.source.num_bytes // len(fragments.lengths)
+    def _choose(self, pairs: FragmentPairs) -> tuple[Method, int]:
+        typical = pairs.mean_bytes
         if typical < MEMCPY_BYTES:
-            method = _choose_rows(fragments.source, fragments.destination)
+            method = _choose_rows(*_sides(pairs))
             if method is not bounce or typical < MEMCPY_SCATTERED_BYTES:
                 return method, self.num_threads
         return _copy_each, 2 * self.num_threads
@@ -156,15 +105,23 @@ def _share_blocks(
     source: Descriptors, destination: Descriptors, num_shares: int
 ) -> list[tuple[Descriptors, Descriptors]]:
     """Cut between blocks into at most `num_shares` parts of about equal bytes."""
-    ends = np.cumsum(source.block_sizes)
-    num_shares = max(1, min(num_shares, int(ends[-1]) // SMALLEST_SHARE_BYTES))
-    cuts = np.searchsorted(ends, ends[-1] * np.arange(1, num_shares) // num_shares) + 1
-    bounds = [0, *cuts.tolist(), len(ends)]
+    num_shares = max(1, min(num_shares, source.num_bytes // SMALLEST_SHARE_BYTES))
     return [
-        (source.select(start, stop), destination.select(start, stop))
-        for start, stop in pairwise(bounds)
-        if stop > start
+        (source.select(*bounds), destination.select(*bounds))
+        for bounds in cut_evenly(source.block_sizes, num_shares)
     ]
+
+
+def _share_pairs(pairs: FragmentPairs, num_shares: int) -> list[FragmentPairs]:
+    """Cut anywhere into at most `num_shares` parts of about equal bytes."""
+    num_bytes = pairs.num_bytes
+    num_shares = max(1, min(num_shares, num_bytes // SMALLEST_SHARE_BYTES))
+    pairs = pairs.cut(max(SMALLEST_SHARE_BYTES, num_bytes // (4 * num_shares) // 4096 * 4096))
+    return [pairs.take(slice(*bounds)) for bounds in cut_evenly(pairs.lengths, num_shares)]
+
+
+def _sides(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
+    return Pieces(pairs.sources, pairs.lengths), Pieces(pairs.destinations, pairs.lengths)
 
 
 def _copy_small(source: Descriptors, destination: Descriptors) -> None:
@@ -172,8 +129,7 @@ def _copy_small(source: Descriptors, destination: Descriptors) -> None:
     to = Pieces(destination.addresses, destination.lengths)
     method = _choose_rows(from_, to)
     if method is _copy_each:
-        fragments = _Fragments.pair(source, destination)
-        from_, to = fragments.source, fragments.destination
+        from_, to = _sides(pair_fragments(source, destination))
     method(from_, to)
 
 

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvxfer.copy_engine.copy_stream import TABLE_FRAGMENTS, Batch, CopyStream
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
@@ -15,8 +13,9 @@ from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import DeviceLostError, InvalidArgumentError
-from kvxfer.kvcache.descriptors import Addresses, Descriptors
-from kvxfer.kvcache.fragment_pairs import pair_fragments
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments
+from kvxfer.kvcache.fragments import firsts_of_runs
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 FEWEST_ROWS = 4
@@ -82,13 +81,13 @@ class CudaCopyEngine(CopyEngine):
         """See `CopyEngine.copy`. One side must be in host memory."""
         way = self._way(source, destination)
         host = destination if way is Way.TO_HOST else source
-        fragments = _Fragments(*pair_fragments(source, destination))
-        if not len(fragments):
+        pairs = pair_fragments(source, destination)
+        if not pairs.num_pairs:
             return
         is_pinned = any(memory.covers(host) for memory in self._pinned)
         marks = [side.after.event for side in (source, destination) if side.after]
         with self._streams[way].batch(marks) as batch:
-            self._begin(fragments, way, batch, is_pinned=is_pinned)
+            self._begin(pairs, way, batch, is_pinned=is_pinned)
 
     def close(self) -> None:
         """See `CopyEngine.close`; no copy may be under way."""
@@ -113,78 +112,54 @@ class CudaCopyEngine(CopyEngine):
         expected = f"one side on {self.device} and the other on {HOST}"
         raise InvalidArgumentError("devices", devices, expected)
 
-    def _begin(self, fragments: "_Fragments", way: Way, batch: Batch, *, is_pinned: bool) -> None:
+    def _begin(self, pairs: FragmentPairs, way: Way, batch: Batch, *, is_pinned: bool) -> None:
         if is_pinned and self._kernel is not None:
-            is_small = self.methods.choose(way, fragments.mean_bytes) is CopyMethod.KERNEL
-            if is_small and self._begin_kernels(fragments, self._kernel, batch):
+            is_small = self.methods.choose(way, pairs.mean_bytes) is CopyMethod.KERNEL
+            if is_small and self._begin_kernels(pairs, self._kernel, batch):
                 return
         if is_pinned and self.driver.has_batch:
-            self.driver.copy_batch(*fragments.columns, batch.stream)
+            columns = pairs.destinations, pairs.sources, pairs.lengths
+            self.driver.copy_batch(*columns, batch.stream)
         else:
-            self._begin_each(fragments, batch.stream)
+            self._begin_each(pairs, batch.stream)
 
-    def _begin_kernels(self, fragments: "_Fragments", kernel: FragmentKernel, batch: Batch) -> bool:
-        tables = batch.open_tables(len(fragments))
+    def _begin_kernels(self, pairs: FragmentPairs, kernel: FragmentKernel, batch: Batch) -> bool:
+        tables = batch.open_tables(pairs.num_pairs)
         for index, table in enumerate(tables):
-            part = fragments.take(slice(index * TABLE_FRAGMENTS, (index + 1) * TABLE_FRAGMENTS))
+            part = pairs.take(slice(index * TABLE_FRAGMENTS, (index + 1) * TABLE_FRAGMENTS))
             kernel.launch(table.fill(part.sources, part.destinations, part.lengths), batch.stream)
         return bool(tables)
 
-    def _begin_each(self, fragments: "_Fragments", stream: CudaStream) -> None:
-        series, others = fragments.split()
+    def _begin_each(self, pairs: FragmentPairs, stream: CudaStream) -> None:
+        series, others = _split(pairs)
         for rows in series:
             (to, next_to), (from_, next_from) = (
                 side[:2].tolist() for side in (rows.destinations, rows.sources)
             )
             steps = (next_to - to, next_from - from_)
-            self.driver.copy_rows(to, from_, steps, int(rows.lengths[0]), len(rows), stream)
-        self.driver.copy_each(*others.columns, stream)
+            self.driver.copy_rows(to, from_, steps, int(rows.lengths[0]), rows.num_pairs, stream)
+        self.driver.copy_each(others.destinations, others.sources, others.lengths, stream)
 
     def _holds(self, region: MemoryRegion) -> bool:
         ends = (region.address, region.address + region.num_bytes - 1)
         return all(self.driver.holds(address) for address in ends)
 
 
-@dataclass(frozen=True, slots=True)
-class _Fragments:
-    """Pairs of pieces of memory, uint64 `(n,)` each: one of a pair is the GPU's."""
-
-    sources: Addresses
-    destinations: Addresses
-    lengths: Addresses
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @property
-    def columns(self) -> tuple[Addresses, Addresses, Addresses]:
-        """Destinations, sources and lengths, as the driver wants them."""
-        return self.destinations, self.sources, self.lengths
-
-    @property
-    def mean_bytes(self) -> int:
-        """Bytes of a typical fragment."""
-        return int(self.lengths.sum()) // len(self)
-
-    def take(self, chosen: slice | NDArray[np.bool_]) -> "_Fragments":
-        """Some of them."""
-        return _Fragments(self.sources[chosen], self.destinations[chosen], self.lengths[chosen])
-
-    def split(self) -> tuple[list["_Fragments"], "_Fragments"]:
-        """Series of equal fragments that are evenly apart on both sides, and all others."""
-        if len(self) < FEWEST_ROWS:
-            return [], self
-        steps = np.stack([np.diff(self.destinations), np.diff(self.sources)])
-        equal = self.lengths[1:] == self.lengths[:-1]
-        usable = equal & ((steps >= self.lengths[1:]) & (steps <= LONGEST_STEP)).all(axis=0)
-        goes_on = usable[1:] & usable[:-1] & (steps[:, 1:] == steps[:, :-1]).all(axis=0)
-        firsts = np.flatnonzero(np.concatenate(([True], ~goes_on)))
-        # The last fragment of one run of steps is the first of the next.
-        lasts = np.append(firsts[1:], len(steps[0]))
-        is_long = usable[firsts] & (lasts - firsts >= FEWEST_ROWS)
-        firsts = firsts + np.concatenate(([False], is_long[:-1]))
-        series, left = [], np.ones(len(self), bool)
-        for first, last in zip(firsts[is_long].tolist(), lasts[is_long].tolist(), strict=True):
-            series.append(self.take(slice(first, last + 1)))
-            left[first : last + 1] = False
-        return series, self.take(left)
+def _split(pairs: FragmentPairs) -> tuple[list[FragmentPairs], FragmentPairs]:
+    """Series of equal fragments that are evenly apart on both sides, and all others."""
+    if pairs.num_pairs < FEWEST_ROWS:
+        return [], pairs
+    steps = np.stack([np.diff(pairs.destinations), np.diff(pairs.sources)])
+    equal = pairs.lengths[1:] == pairs.lengths[:-1]
+    usable = equal & ((steps >= pairs.lengths[1:]) & (steps <= LONGEST_STEP)).all(axis=0)
+    goes_on = usable[1:] & usable[:-1] & (steps[:, 1:] == steps[:, :-1]).all(axis=0)
+    firsts = firsts_of_runs(goes_on)
+    # The last fragment of one run of steps is the first of the next.
+    lasts = np.append(firsts[1:], len(steps[0]))
+    is_long = usable[firsts] & (lasts - firsts >= FEWEST_ROWS)
+    firsts = firsts + np.concatenate(([False], is_long[:-1]))
+    series, left = [], np.ones(pairs.num_pairs, bool)
+    for first, last in zip(firsts[is_long].tolist(), lasts[is_long].tolist(), strict=True):
+        series.append(pairs.take(slice(first, last + 1)))
+        left[first : last + 1] = False
+    return series, pairs.take(left)

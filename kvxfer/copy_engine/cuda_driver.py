@@ -10,7 +10,7 @@ from typing import Any, NewType
 import numpy as np
 
 from kvxfer.errors import DeviceError, DeviceLostError, DeviceUnavailableError
-from kvxfer.kvcache.descriptors import Addresses
+from kvxfer.kvcache.fragments import Addresses
 
 CudaStream = NewType("CudaStream", int)
 """Handle of a stream; 0 is the device's default stream."""

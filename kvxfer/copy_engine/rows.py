@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.kvcache.descriptors import Addresses
+from kvxfer.kvcache.fragments import Addresses, count_each, firsts_of_runs, join, touch
 
 # Measured by `kvxfer bench mapping`: with less there are more calls than pay, since the interpreter
 # lock changes hands in each; more memory is zeroed by the system again each time.
@@ -41,24 +41,17 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.addresses)
 
-    def slice(self, start: int, stop: int) -> "Pieces":
-        """The pieces from `start` to `stop` (exclusive)."""
-        return Pieces(self.addresses[start:stop], self.lengths[start:stop])
-
     def runs(self) -> "Pieces":
         """The same memory in the fewest pieces."""
-        touching = self.addresses[1:] == self.addresses[:-1] + self.lengths[:-1]
-        if not touching.any():
-            return self
-        firsts = np.flatnonzero(np.concatenate(([True], ~touching)))
-        return Pieces(self.addresses[firsts], np.add.reduceat(self.lengths, firsts))
+        touching = touch(self.addresses, self.lengths)
+        return Pieces(*join(touching, self.addresses, self.lengths))
 
     def series(self, row_bytes: int) -> Indices:
         """The first of each series: a piece, or rows as far apart as the first two pieces are."""
         steps = np.diff(self.addresses).astype(np.int64)
-        breaks = (steps != steps[:1]) | (steps < 0)
-        breaks |= (self.lengths[1:] != row_bytes) | (self.lengths[:-1] != row_bytes)
-        return np.flatnonzero(np.concatenate(([True], breaks)))
+        goes_on = (steps == steps[:1]) & (steps >= 0)
+        goes_on &= (self.lengths[1:] == row_bytes) & (self.lengths[:-1] == row_bytes)
+        return firsts_of_runs(goes_on)
 
 
 def common_row_bytes(source: Pieces, destination: Pieces) -> int:
@@ -138,8 +131,7 @@ def _index_rows(pieces: Pieces, row_bytes: int) -> tuple[Rows, Indices]:
     if longest == row_bytes:
         return view, rows
     counts = (pieces.lengths // np.uint64(row_bytes)).astype(np.int64)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    return view, np.repeat(rows, counts) + within * row_bytes
+    return view, np.repeat(rows, counts) + count_each(counts) * row_bytes
 
 
 def _view_series(pieces: Pieces, row_bytes: int) -> Iterator[Rows]:

@@ -1,6 +1,6 @@
 """Descriptors: where the bytes of blocks are, as arrays of addresses and lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,11 @@ from kvxfer.checks import (
 )
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.fragments import Addresses, cut_runs, join, touch
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.kvcache.page_template import PageTemplate
 from kvxfer.kvcache.stream_mark import StreamMark
-
-Addresses = NDArray[np.uint64]
 
 _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
 
@@ -141,6 +141,34 @@ class Descriptors:
             device=self.device,
             owners=self.owners,
             after=self.after,
+        )
+
+    def cut(self, max_bytes: int) -> Iterator[tuple[int, int]]:
+        """Runs of blocks of at most `max_bytes`, or of one block: start and stop (exclusive)."""
+        if self.num_bytes <= max_bytes:
+            return iter([(0, self.num_blocks)])
+        return cut_runs(self.block_sizes, max_bytes)
+
+    @classmethod
+    def of_pieces(
+        cls,
+        addresses: Addresses,
+        sizes: ArrayLike,
+        payload_starts: ArrayLike | None = None,
+        *,
+        device: torch.device = HOST,
+        owners: tuple[object, ...] = (),
+    ) -> "Descriptors":
+        """Blocks that are in one piece each, and whole if no start is given."""
+        if payload_starts is None:
+            payload_starts = np.zeros(len(addresses), np.int64)
+        return cls(
+            addresses=addresses,
+            lengths=np.asarray(sizes, np.uint64),
+            block_offsets=np.arange(len(addresses) + 1),
+            payload_starts=np.asarray(payload_starts, np.int64),
+            device=device,
+            owners=owners,
         )
 
     @classmethod
@@ -337,21 +365,15 @@ class _BlockTemplate:
             raise InvalidArgumentError("tensors", devices, "tensors of one device in a group")
         (self.device,) = devices
         self.num_blocks = min(int(tensor.shape[0]) for tensor in tensors)
-        segments: list[tuple[int, int, int]] = []
-        for tensor, ref in zip(tensors, refs, strict=True):
-            address, stride = tensor.data_ptr(), tensor.stride(0)
-            if segments and segments[-1][:2] == (address - segments[-1][2], stride):
-                base, _, length = segments[-1]
-                segments[-1] = (base, stride, length + ref.page_size_bytes)
-            else:
-                segments.append((address, stride, ref.page_size_bytes))
-        self._bases = np.array([base for base, _, _ in segments], np.uint64)
-        self._strides = np.array([stride for _, stride, _ in segments], np.uint64)
-        self._lengths = np.array([length for _, _, length in segments], np.uint64)
+        bases = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
+        strides = np.array([tensor.stride(0) for tensor in tensors], np.uint64)
+        lengths = np.array([ref.page_size_bytes for ref in refs], np.uint64)
+        touching = touch(bases, lengths) & (strides[1:] == strides[:-1])
+        self._bases, self._strides, self._lengths = join(touching, bases, strides, lengths)
         self._tiled_lengths = self._lengths
         self.block_size_bytes = int(self._lengths.sum())
-        (first, stride, _), (last, last_stride, last_length) = segments[0], segments[-1]
-        self._blocks_touch = (last + last_length, last_stride) == (first + stride, stride)
+        end = self._bases[-1] + self._lengths[-1], self._strides[-1]
+        self._blocks_touch = end == (self._bases[0] + self._strides[0], self._strides[0])
 
     def expand(
         self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]

@@ -1,19 +1,48 @@
 """Pairs of fragments: which bytes of one batch go where in another one of the same blocks."""
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import Addresses, Descriptors
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragments import Addresses, cut_long, join, touch
 
 
-def pair_fragments(
-    source: Descriptors, destination: Descriptors
-) -> tuple[Addresses, Addresses, Addresses]:
-    """Cut two batches of equal blocks at the boundaries of both, and merge what still touches.
+class FragmentPairs(NamedTuple):
+    """Fragments and where each goes, uint64, `(num_fragments,)` each."""
 
-    Returns:
-        Source addresses, destination addresses and lengths, uint64, `(num_fragments,)` each.
+    sources: Addresses
+    destinations: Addresses
+    lengths: Addresses
+
+    @property
+    def num_pairs(self) -> int:
+        """Fragments on either side."""
+        return len(self.lengths)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pairs."""
+        return int(self.lengths.sum())
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of a typical pair, of which there must be one."""
+        return self.num_bytes // self.num_pairs
+
+    def take(self, chosen: slice | NDArray[np.bool_]) -> "FragmentPairs":
+        """Some of the pairs."""
+        return FragmentPairs(*(column[chosen] for column in self))
+
+    def cut(self, longest: int) -> "FragmentPairs":
+        """The same bytes in pairs of at most `longest` bytes."""
+        return FragmentPairs(*cut_long(longest, *self))
+
+
+def pair_fragments(source: Descriptors, destination: Descriptors) -> FragmentPairs:
+    """Cut two batches of equal blocks at the boundaries of both, and join what still touches.
 
     Raises:
         InvalidArgumentError: The batches differ in blocks or in the bytes of a block.
@@ -33,7 +62,7 @@ def pair_fragments(
         )
     else:
         from_, to, lengths = _cut_both(source, destination)
-    return _merge(from_, to, lengths)
+    return FragmentPairs(*join(touch(from_, lengths) & touch(to, lengths), from_, to, lengths))
 
 
 def require_same_blocks(source: Descriptors, destination: Descriptors) -> None:
@@ -85,20 +114,3 @@ def _addresses_at(
     bases = batch.addresses - (batch_ends - batch.lengths)
     addresses: Addresses = np.repeat(bases, counts) + (ends - lengths)
     return addresses
-
-
-def _merge(
-    from_: Addresses, to: Addresses, lengths: Addresses
-) -> tuple[Addresses, Addresses, Addresses]:
-    """Make one fragment of neighbours that touch on both sides."""
-    touching = _touch(from_, lengths)
-    touching &= _touch(to, lengths)
-    if not touching.any():
-        return from_, to, lengths
-    firsts = np.flatnonzero(np.concatenate(([True], ~touching)))
-    return from_[firsts], to[firsts], np.add.reduceat(lengths, firsts)
-
-
-def _touch(addresses: Addresses, lengths: Addresses) -> NDArray[np.bool_]:
-    touch: NDArray[np.bool_] = addresses[1:] - addresses[:-1] == lengths[:-1]
-    return touch

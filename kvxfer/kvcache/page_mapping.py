@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from kvxfer.checks import require_integer
 from kvxfer.errors import PageMappingError
+from kvxfer.kvcache.fragments import join, touch
 from kvxfer.kvcache.layout import same_bytes
 from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable_page import PortablePage, PortableTensor, tensor_names
@@ -69,11 +70,10 @@ class Fragments:
         blocks, local, page, lengths = (np.concatenate(field) for field in fields)
         order = np.argsort(page, kind="stable")
         blocks, local, page, lengths = (a[order] for a in (blocks, local, page, lengths))
-        touching = (page[1:] == page[:-1] + lengths[:-1]) & (local[1:] == local[:-1] + lengths[:-1])
+        touching = touch(page, lengths) & touch(local, lengths)
         touching &= (blocks[1:] == blocks[:-1]) & ~np.isin(local[1:], local_cuts)
         touching &= ~np.isin(page[1:], page_cuts)
-        starts = np.flatnonzero(np.concatenate(([True], ~touching)))
-        return cls(blocks[starts], local[starts], page[starts], np.add.reduceat(lengths, starts))
+        return cls(*join(touching, blocks, local, page, lengths))
 
     def runs(self) -> list[tuple[int, CopyRun]]:
         """The fragments as evenly strided runs, each with the block it is in."""

@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.fragments import Addresses, join, touch
 from kvxfer.kvcache.page_mapping import Fragments, PageMapping
-
-_Addresses = NDArray[np.uint64]
 
 
 class PageTemplate:
@@ -38,7 +37,7 @@ class PageTemplate:
 
     def expand(
         self, ids: NDArray[np.int64], num_pages: int | None
-    ) -> tuple[_Addresses, _Addresses, NDArray[np.int64]]:
+    ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
         """Addresses, lengths, and the first piece of each page.
 
         Raises:
@@ -75,14 +74,12 @@ class _Pieces:
         ref = np.searchsorted(starts, fragments.local_offsets, side="right") - 1
         base, stride = bases[ref] + fragments.local_offsets, strides[ref]
         block, lengths = fragments.blocks, fragments.lengths
-        touching = (base[1:] == base[:-1] + lengths[:-1]) & (stride[1:] == stride[:-1])
+        touching = touch(base, lengths) & (stride[1:] == stride[:-1])
         touching &= (block[1:] == block[:-1]) & ~np.isin(fragments.page_offsets[1:], cuts)
-        kept = np.flatnonzero(np.concatenate(([True], ~touching)))
-        self._blocks = block[kept]
-        self._bases, self._strides = base[kept].astype(np.uint64), stride[kept].astype(np.uint64)
-        self.lengths = np.add.reduceat(lengths, kept).astype(np.uint64)
+        self._blocks, *joined = join(touching, block, base, stride, lengths)
+        self._bases, self._strides, self.lengths = (each.astype(np.uint64) for each in joined)
 
-    def at(self, ids: NDArray[np.int64]) -> _Addresses:
+    def at(self, ids: NDArray[np.int64]) -> Addresses:
         """Addresses for pages of these blocks, `(num_pages, num_pieces)`."""
         blocks = ids.astype(np.uint64)[:, self._blocks]
         blocks *= self._strides

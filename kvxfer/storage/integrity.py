@@ -4,7 +4,6 @@ import enum
 from pathlib import Path
 
 import numpy as np
-import torch
 import xxhash
 
 from kvxfer.copy_engine.engine import CopyEngine
@@ -66,19 +65,18 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
     if blocks.num_bytes >= len(blocks) * STRAIGHT_BYTES:
         return [_checksum(*views) for views in view_blocks(blocks)]
     checksums: list[int] = []
-    sizes = blocks.block_sizes
-    step = max(1, ROUND_BYTES // int(sizes.max()))
-    scratch = np.empty(min(step, blocks.num_blocks) * int(sizes.max()), np.uint8)
-    for start in range(0, blocks.num_blocks, step):
-        stop = min(start + step, blocks.num_blocks)
-        ends = np.cumsum(sizes[start:stop])
-        gathered = _in_a_row(scratch, sizes[start:stop], ends)
-        copy_engine.copy(blocks.select(start, stop), gathered)
-        view = scratch.data
-        checksums += [
-            xxhash.xxh3_64_intdigest(view[end - size : end])
-            for end, size in zip(ends.tolist(), sizes[start:stop].tolist(), strict=True)
-        ]
+    largest = int(blocks.block_sizes.max())
+    scratch = np.empty(min(blocks.num_bytes, max(ROUND_BYTES, largest)), np.uint8)
+    view = scratch.data
+    for start, stop in blocks.cut(ROUND_BYTES):
+        part = blocks.select(start, stop)
+        sizes = part.block_sizes
+        ends = np.cumsum(sizes)
+        starts = ends - sizes
+        addresses = np.uint64(scratch.ctypes.data) + starts.astype(np.uint64)
+        copy_engine.copy(part, Descriptors.of_pieces(addresses, sizes, owners=(scratch,)))
+        bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+        checksums += [xxhash.xxh3_64_intdigest(view[first:end]) for first, end in bounds]
     return checksums
 
 
@@ -89,18 +87,3 @@ def _checksum(first: memoryview, *others: memoryview) -> int:
     for fragment in others:
         hasher.update(fragment)
     return hasher.intdigest()
-
-
-def _in_a_row(
-    scratch: np.ndarray[tuple[int], np.dtype[np.uint8]],
-    sizes: np.ndarray[tuple[int], np.dtype[np.int64]],
-    ends: np.ndarray[tuple[int], np.dtype[np.int64]],
-) -> Descriptors:
-    return Descriptors(
-        addresses=np.uint64(scratch.ctypes.data) + (ends - sizes).astype(np.uint64),
-        lengths=sizes.astype(np.uint64),
-        block_offsets=np.arange(len(sizes) + 1),
-        payload_starts=np.zeros(len(sizes), np.int64),
-        device=torch.device("cpu"),
-        owners=(scratch,),
-    )

@@ -11,7 +11,8 @@ from kvxfer.errors import InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.kvcache.page_mapping import PageMapping
-from kvxfer.storage.backend import DONE, Backend, Outcome, require_batch
+from kvxfer.storage.backend import DONE, Backend, Outcome
+from kvxfer.storage.door import Door
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
 from kvxfer.storage.outcomes import more_telling
 from kvxfer.storage.portable_namespace import shard_groups
@@ -37,6 +38,7 @@ class PortableBackend(Backend):
     """
 
     def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
+        self._door = Door("portable backend")
         self._backend = backend
         self._mappings = tuple(mappings)
         self._groups = shard_groups(mappings)
@@ -55,12 +57,12 @@ class PortableBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Say for each key whether every shard that this worker holds is there."""
-        require_batch(keys)
+        self._door.check(keys)
         return [all(shards) for shards in await self._ask(self._backend.lookup, keys)]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; what is another worker's turn is done already."""
-        require_batch(keys, blocks)
+        self._door.check(keys, blocks)
         outcomes = [DONE] * len(keys)
         ours = [index for index, key in enumerate(keys) if self._is_turn(key)]
         if ours:
@@ -72,12 +74,12 @@ class PortableBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        require_batch(keys, blocks)
+        self._door.check(keys, blocks)
         return await self._move(self._backend.load, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`: whether any shard that this worker holds was removed."""
-        require_batch(keys)
+        self._door.check(keys)
         return [any(shards) for shards in await self._ask(self._backend.delete, keys)]
 
     async def flush(self) -> None:

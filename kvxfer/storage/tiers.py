@@ -5,12 +5,13 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, require_batch
+from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome
 from kvxfer.storage.cascade import Cascade
 from kvxfer.storage.claims import KeyClaims
+from kvxfer.storage.door import Door
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.outcomes import more_telling
 from kvxfer.storage.staging import StagingMemory
@@ -71,16 +72,14 @@ class TieredBackend(Backend):
     ) -> None:
         if not tiers:
             raise InvalidArgumentError("tiers", tiers, "at least one backend")
-        if not namespace.groups:
-            raise InvalidArgumentError("namespace.groups", (), "at least one group")
+        self._door = Door("tiered backend", namespace)
         if staging_bytes < 1:
             raise InvalidArgumentError("staging_bytes", staging_bytes, "at least 1")
         self.memory_kinds = frozenset.intersection(*(tier.memory_kinds for tier in tiers))
         if "cpu" not in self.memory_kinds:
             kinds = [sorted(tier.memory_kinds) for tier in tiers]
             raise InvalidArgumentError("memory_kinds of the tiers", kinds, "'cpu' in each")
-        self._chunk_sizes = [namespace.chunk_size_bytes(g) for g in range(len(namespace.groups))]
-        self._staging = StagingMemory(staging_bytes, max(self._chunk_sizes), self.drain)
+        self._staging = StagingMemory(staging_bytes, max(self._door.chunk_sizes), self.drain)
         share = max(1, self._staging.num_buffers // max(1, len(tiers) - 1))
         self._tiers = [
             Tier(
@@ -95,7 +94,6 @@ class TieredBackend(Backend):
         self._first, self._lower = self._tiers[0], self._tiers[1:]
         self._claims = KeyClaims()
         self._cascade = Cascade(self._tiers, self._staging, self._claims)
-        self._closed = False
         self.attach([self._staging.region])
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -115,7 +113,7 @@ class TieredBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`. What only a lower tier has is verified and promoted first."""
-        self._check(keys)
+        self._door.check(keys)
         moving = {key for key in keys if key in self._claims}
         found = await self._find(keys)
         if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:
@@ -125,8 +123,7 @@ class TieredBackend(Backend):
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A block is `FAILED` when no tier has room for it."""
-        self._check(keys, blocks)
-        self._require_fit(keys, blocks)
+        self._door.check(keys, blocks)
         there = await self._first.lookup(keys)
         while moving := [key for key in keys if key in self._claims and key not in there]:
             await self._claims.wait(moving)
@@ -145,7 +142,7 @@ class TieredBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. The first tier that gives a block gives it."""
-        self._check(keys, blocks)
+        self._door.check(keys, blocks)
         moving = {key for key in keys if key in self._claims}
         outcomes = await self._load_from_any(keys, blocks)
         lost = [
@@ -163,7 +160,7 @@ class TieredBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. Waits for whatever moves these keys between tiers."""
-        self._check(keys)
+        self._door.check(keys)
         deleted = [False] * len(keys)
         async with self._claims.acquire(keys):
             for tier in self._tiers:
@@ -188,9 +185,8 @@ class TieredBackend(Backend):
         Ends within `SETTLE_TIMEOUT_S` and the time that each tier may take to close. The log says
         what was not carried.
         """
-        if self._closed:
+        if not self._door.close():
             return
-        self._closed = True
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close_staging)  # once no tier uses it any more
             for tier in reversed(self._tiers):
@@ -308,24 +304,7 @@ class TieredBackend(Backend):
         return key in moving or key in self._claims
 
     def _chunk_size(self, key: BlockKey) -> int:
-        return self._chunk_sizes[group_of(key)]
-
-    def _require_fit(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        stops = blocks.payload_starts + blocks.block_sizes
-        for key, stop in zip(keys, stops.tolist(), strict=True):
-            if stop > self._chunk_size(key):
-                limit = f"at most {self._chunk_size(key)}, as its namespace says"
-                raise InvalidArgumentError(
-                    f"bytes of a block of group {group_of(key)}", stop, limit
-                )
-
-    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
-        if self._closed:
-            raise ClosedError("tiered backend")
-        require_batch(keys, blocks)
-        for key in keys:
-            if group_of(key) >= len(self._chunk_sizes):
-                raise InvalidArgumentError("key", key, f"a group below {len(self._chunk_sizes)}")
+        return self._door.chunk_sizes[group_of(key)]
 
 
 def _chosen(blocks: Descriptors, indices: Sequence[int]) -> Descriptors:

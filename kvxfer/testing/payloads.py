@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -46,14 +45,8 @@ def describe_buffer(
 ) -> Descriptors:
     """Describe blocks that lie in one buffer, one after the other."""
     starts = np.concatenate(([0], np.cumsum(block_sizes)[:-1])).astype(np.uint64)
-    return Descriptors(
-        addresses=np.uint64(buffer.ctypes.data) + starts,
-        lengths=np.asarray(block_sizes, np.uint64),
-        block_offsets=np.arange(len(block_sizes) + 1),
-        payload_starts=payload_starts,
-        device=torch.device("cpu"),
-        owners=(buffer,),
-    )
+    addresses = np.uint64(buffer.ctypes.data) + starts
+    return Descriptors.of_pieces(addresses, block_sizes, payload_starts, owners=(buffer,))
 
 
 def copy_blocks(blocks: Descriptors) -> Descriptors:

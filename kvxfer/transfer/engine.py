@@ -12,13 +12,14 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from kvxfer.errors import ClosedError, DeviceError
+from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import BlockDescriber
 from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.kvcache.page_mapping import PageMapping
-from kvxfer.storage.backend import Backend, Outcome, Status, require_batch
+from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.calls import Calls
+from kvxfer.storage.door import Door
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.home import Home
@@ -100,12 +101,12 @@ class TransferEngine:
             opened.pop_all()
         self._timeout_s = timeout_s
         self._job_ids = count()
+        self._door = Door("transfer engine")
         self._home = Home("transfer engine")
         self._submitted_calls: set[asyncio.Task[Any]] = set()
         self._calls = Calls()
         self._submitted: dict[JobId, Submission] = {}
         self._finished: deque[FinishedJob] = deque()
-        self._closed = False
 
     async def lookup(
         self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
@@ -124,8 +125,7 @@ class TransferEngine:
             ClosedError: The engine was closed.
             BackendUnavailableError: The backend is gone.
         """
-        self._require_open()
-        require_batch(keys)
+        self._door.check(keys)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return await self._home.run(self._lookup(keys, timeout_s))
 
@@ -212,10 +212,8 @@ class TransferEngine:
         Raises:
             ClosedError: The engine was closed.
         """
-        if self._closed:
-            call.close()
-            raise ClosedError("transfer engine")
         try:
+            self._door.check()
             return self._home.submit(self._run_call(call))
         except BaseException:
             call.close()
@@ -223,6 +221,7 @@ class TransferEngine:
 
     def get_finished(self) -> list[FinishedJob]:
         """Take the jobs that ended since the last call, each exactly once; never blocks."""
+        self._door.require_same_process()
         finished = []
         while self._finished:
             job = self._finished.popleft()
@@ -241,7 +240,7 @@ class TransferEngine:
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
-        self._home.require_same_process()
+        self._door.require_same_process()
         found = (self._submitted.get(job_id) for job_id in job_ids)
         return self._home.wait([submission.ended for submission in found if submission], timeout_s)
 
@@ -250,16 +249,19 @@ class TransferEngine:
 
         An unknown or ended job is left alone.
         """
+        self._door.require_same_process()
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
             self._home.call_soon(submission.cancel)
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
+        self._door.require_same_process()
         return self._mover.may_touch(job_id)
 
     async def drain(self) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included."""
+        self._door.require_same_process()
         await self._home.run(self._mover.drain())
 
     async def flush(self, *, timeout_s: float | None = None) -> bool:
@@ -278,7 +280,7 @@ class TransferEngine:
             ClosedError: The engine was closed.
             BackendUnavailableError: The backend is gone.
         """
-        self._require_open()
+        self._door.check()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         return await self._home.run(self._flush(timeout_s))
 
@@ -287,10 +289,8 @@ class TransferEngine:
 
         Ends within `CLOSE_TIMEOUT_S`; the log says what was left behind.
         """
-        self._home.require_same_process()
-        if self._closed:
+        if not self._door.close():
             return
-        self._closed = True
         await self._home.run(self._shut_down())
         await asyncio.to_thread(self._home.stop)
 
@@ -300,16 +300,15 @@ class TransferEngine:
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
-        self._home.require_same_process()
-        if self._closed:
-            return
+        self._door.require_same_process()
         self._home.require_elsewhere("close")
-        self._closed = True
+        if not self._door.close():
+            return
         self._home.finish(self._shut_down())
         self._home.stop()
 
     async def __aenter__(self) -> Self:
-        self._home.require_same_process()
+        self._door.require_same_process()
         self._home.move_in()
         return self
 
@@ -325,8 +324,7 @@ class TransferEngine:
         timeout_s: float | None,
     ) -> Job:
         """Check and describe a batch; nothing is queued yet."""
-        self._require_open()
-        require_batch(keys)
+        self._door.check(keys)
         blocks = describe_batch(self._describer, keys, block_ids, first_block_indices)
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -395,8 +393,3 @@ class TransferEngine:
             logger.warning(text, CLOSE_TIMEOUT_S, self._mover.num_unsettled)
         else:
             self._memory.close()
-
-    def _require_open(self) -> None:
-        self._home.require_same_process()
-        if self._closed:
-            raise ClosedError("transfer engine")

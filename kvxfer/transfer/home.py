@@ -1,7 +1,6 @@
 """Event loop that all the work of an engine runs on."""
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine
@@ -9,7 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from typing import Any, TypeVar
 
-from kvxfer.errors import ClosedError, EventLoopError, ForkedError
+from kvxfer.errors import ClosedError, EventLoopError
 
 LIVENESS_S = 0.5
 """How often who waits for another event loop looks whether that still runs."""
@@ -52,19 +51,9 @@ class Home:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
-
-    def require_same_process(self) -> None:
-        """Check that this process opened the engine.
-
-        Raises:
-            ForkedError: It was forked since: threads, locks and memory stayed with the parent.
-        """
-        if os.getpid() != self._pid:
-            raise ForkedError(self._what, self._pid)
 
     def require_elsewhere(self, verb: str) -> None:
         """Check that blocking the caller does not block the home.
@@ -87,7 +76,6 @@ class Home:
 
         Raises:
             EventLoopError: The loop that the engine moved into does not run.
-            ForkedError: See `require_same_process`.
         """
         if self._is_here():
             return await work
@@ -143,7 +131,6 @@ class Home:
             self._thread.stop()
 
     def _open(self) -> asyncio.AbstractEventLoop:
-        self.require_same_process()
         with self._lock:
             if self._loop is None:
                 self._thread = LoopThread("kvxfer-transfer")

@@ -87,14 +87,11 @@ class Job:
 
     def cut(self, max_bytes: int) -> list[Piece]:
         """Runs of blocks of at most `max_bytes` each, or of one block."""
-        ends = np.cumsum(self.blocks.block_sizes)
-        pieces, start = [], 0
-        while start < len(ends):
-            begin = int(ends[start - 1]) if start else 0
-            stop = max(start + 1, int(np.searchsorted(ends, begin + max_bytes, side="right")))
-            pieces.append(Piece(start, stop, int(ends[stop - 1]) - begin))
-            start = stop
-        return pieces
+        sizes = self.blocks.block_sizes
+        return [
+            Piece(start, stop, int(sizes[start:stop].sum()))
+            for start, stop in self.blocks.cut(max_bytes)
+        ]
 
     def end(self, status: Status, reason: str) -> None:
         """Give every block without an outcome this one; memory in the backend is not safe."""

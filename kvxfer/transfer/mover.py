@@ -66,9 +66,11 @@ class JobMover:
             await asyncio.wait(self._moving, timeout=timeout_s)
 
     async def drain(self) -> None:
-        """Wait until no transfer touches the caches any more, abandoned ones included."""
-        while in_use := [*self._moving, *self._settling]:
-            await asyncio.wait(in_use)
+        """Wait until nothing that began before touches the caches, abandoned transfers included."""
+        if self._moving:
+            await asyncio.wait(list(self._moving))
+        if self._settling:
+            await asyncio.wait(list(self._settling))
 
     async def _move(self, job: Job, piece: Piece) -> None:
         async with self._admission.admit(job.direction, piece.num_bytes):

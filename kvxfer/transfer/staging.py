@@ -14,7 +14,8 @@ from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgu
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
+from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.door import Door
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
@@ -80,7 +81,7 @@ class StagedBackend(Backend):
         self._threads = Threads("kvxfer-stage", self._staging.num_buffers)
         self._pinned = False
         self._lost = ""
-        self._closed = False
+        self._door = Door("staged backend")
         inner.attach([self._staging.region])
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -103,7 +104,7 @@ class StagedBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        self._require_open()
+        self._door.check()
         return await self.inner.lookup(keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -122,7 +123,7 @@ class StagedBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        self._require_open()
+        self._door.check()
         return await self.inner.delete(keys)
 
     async def flush(self) -> None:
@@ -135,9 +136,8 @@ class StagedBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Closes the backend, and then the copy engine."""
-        if self._closed:
+        if not self._door.close():
             return
-        self._closed = True
         self._staging.withdraw()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, self._copy_engine.close)
@@ -224,15 +224,10 @@ class StagedBackend(Backend):
         return device_type in self.inner.memory_kinds
 
     def _check(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        self._require_open()
-        require_batch(keys, blocks)
+        self._door.check(keys, blocks)
         largest, most = int(blocks.block_sizes.max()), self._staging.buffer_bytes
         if not self._is_direct(blocks.device.type) and largest > most:
             raise InvalidArgumentError("bytes of a block", largest, f"at most {most}")
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("staged backend")
 
 
 def stage(

@@ -122,7 +122,9 @@ class PolledFace:
         late += [name for name, _, running in self._calls if running.is_late]
         late += ["end of a job that may touch" for _, _, running in self._unsafe if running.is_late]
         if late:
-            report_hang(f"{', '.join(late)} of {self._engine.backend!r}", {self._engine._home})
+            report_hang(
+                f"{', '.join(late)} of {self._engine.backend!r}", {self._engine._home._loop}
+            )
 
     def _finish(self) -> None:
         for finished in self._engine.get_finished():

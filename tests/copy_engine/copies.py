@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from kvxfer.copy_engine import cpu
 from kvxfer.copy_engine.rows import Pieces
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments
 
 Bytes = NDArray[np.uint8]
 
@@ -43,14 +44,13 @@ class Copy:
             self.destination, self.lengths
         )
 
-    def fragments(self) -> cpu._Fragments:
+    def fragments(self) -> FragmentPairs:
         """What the engine makes of it."""
-        return cpu._Fragments.pair(*self.describe())
+        return pair_fragments(*self.describe())
 
     def pieces(self) -> tuple[Pieces, Pieces]:
         """The same, as the methods take it."""
-        fragments = self.fragments()
-        return fragments.source, fragments.destination
+        return cpu._sides(self.fragments())
 
     def expected(self) -> tuple[Bytes, Bytes]:
         """Both buffers as a loop over the fragments leaves them."""

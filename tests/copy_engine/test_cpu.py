@@ -20,6 +20,7 @@ from kvxfer.copy_engine import cpu
 from kvxfer.copy_engine.cpu import CPUCopyEngine, Method
 from kvxfer.copy_engine.rows import CHUNK_BYTES, Pieces, bounce, gather, scatter
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
 from tests.copy_engine.copies import Copy, Side
 
@@ -213,7 +214,7 @@ def test_shares_are_about_equal_and_together_move_every_byte_once(
     copy: Copy, num_shares: int
 ) -> None:
     fragments = copy.fragments()
-    shares = fragments.split(num_shares)
+    shares = cpu._share_pairs(fragments, num_shares)
     moves = np.concatenate([move_of_every_byte(share) for share in shares], axis=1)
     assert np.array_equal(moves, move_of_every_byte(fragments))
     sizes = [int(share.lengths.sum()) for share in shares]
@@ -226,11 +227,11 @@ def test_shares_are_about_equal_and_together_move_every_byte_once(
     assert longest <= max(cpu.SMALLEST_SHARE_BYTES, fair / 4)
 
 
-def move_of_every_byte(fragments: cpu._Fragments) -> NDArray[np.uint64]:
+def move_of_every_byte(fragments: FragmentPairs) -> NDArray[np.uint64]:
     """Source and destination address of each byte, uint64 `(2, num_bytes)`."""
     counts = fragments.lengths.astype(np.int64)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    sides = (fragments.source.addresses, fragments.destination.addresses)
+    sides = (fragments.sources, fragments.destinations)
     return np.stack([np.repeat(side, counts) + within.astype(np.uint64) for side in sides])
 
 
@@ -241,7 +242,7 @@ class RecordingEngine(CPUCopyEngine):
         super().__init__(num_threads=NUM_THREADS)
         self.method = method
 
-    def _choose(self, fragments: cpu._Fragments) -> tuple[Method, int]:
+    def _choose(self, pairs: FragmentPairs) -> tuple[Method, int]:
         return self.method, self.num_threads
 
 

@@ -100,7 +100,7 @@ def test_series_have_every_piece_once_and_rows_only_where_they_are_evenly_apart(
     bounds = [*runs.series(row_bytes).tolist(), len(runs)]
     assert bounds[0] == 0
     for start, stop in pairwise(bounds):
-        part = runs.slice(start, stop)
+        part = Pieces(runs.addresses[start:stop], runs.lengths[start:stop])
         assert len(part) > 0
         if len(part) > 1:
             steps = np.diff(part.addresses.astype(np.int64))

@@ -20,6 +20,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
 )
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.cuda.copies import (
     ALWAYS,
@@ -262,8 +263,8 @@ def test_copies_go_after_whatever_the_engine_computes(engine: CudaCopyEngine) ->
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_fragment_is_copied_once(seed: int) -> None:
-    fragments = cuda._Fragments(*in_series(seed))
-    series, others = fragments.split()
+    fragments = FragmentPairs(*in_series(seed))
+    series, others = cuda._split(fragments)
     copied = np.concatenate([part.sources for part in (*series, others)])
     assert sorted(copied.tolist()) == sorted(fragments.sources.tolist())
 

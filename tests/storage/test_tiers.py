@@ -80,16 +80,16 @@ class TestThreeTiers(TestHostOverDict):
 class TestTiersOverAWrappedTier(WrapperTests):
     """What is found in the second tier is loaded into staging memory, also of the third one."""
 
-    loads_in_lookup = True
+    moving = frozenset({"lookup", "load", "store"})
 
     def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
         return TieredBackend([open_dict(namespace, 0), inner, open_dict(namespace)], namespace)
 
 
 class TestTiersOverAHost(WrapperTests):
-    """What the host takes is carried down through staging memory."""
+    """What the host takes is carried down in its own time."""
 
-    loads_in_lookup = True
+    moving = frozenset({"lookup", "load"})
 
     def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
         return TieredBackend([open_host(namespace, 1), inner], namespace, staging_bytes=1)

@@ -8,7 +8,10 @@ import pytest
 
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage import tier
+from kvxfer.storage import tiers as tiers_module
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.calls import finish
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
@@ -290,7 +293,7 @@ async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -
     backend = TieredBackend(tiers, namespace)
     with pytest.raises(OSError, match="Unclosable"):
         await backend.aclose()
-    assert all(tier._closed for tier in tiers)
+    assert all(tier._door.closed for tier in tiers)
 
 
 # Misuse
@@ -331,3 +334,168 @@ async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
             await tiers.backend.store(KEYS[:1], larger.describe(0, [0]))
         with pytest.raises(InvalidArgumentError, match="group"):
             await tiers.backend.lookup([make_block_key(b"block", 1)])
+
+
+# Hanging
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers have little time, so that what hangs is given up soon."""
+    monkeypatch.setattr(tier, "MOVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tier, "PAUSE_S", 0.05)
+
+
+HANGING = FaultRates(stuck=1.0, operations=frozenset(Operation))
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_lower_tier_that_answers_nothing_is_a_miss_there(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
+    tiers = [open_host(namespace, 8), hanging]
+    async with TieredBackend(tiers, namespace, lookup_timeout_s=0.05) as backend:
+        payloads = await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        assert await backend.lookup(KEYS[:3]) == [True, True, False]
+        assert await load_from(backend, memory, KEYS[:2]) == payloads
+        assert await backend.delete(KEYS[:2]) == [True, True]
+        hanging.release()
+
+
+async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended(
+    memory: BlockMemory,
+) -> None:
+    namespace = memory.namespace()
+    hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
+    slow = tier.Tier(1, hanging, lookup_timeout_s=0.01)
+    assert await slow.lookup(KEYS) == set()
+    assert not slow.answers
+    [outcome] = await slow.load(KEYS[:1], memory.describe(0, [0]))
+    assert outcome.status is Status.TIMED_OUT
+    assert outcome.memory_safe, "it was not asked"
+    assert [fault.operation for fault in hanging.injected] == [Operation.LOOKUP]
+    hanging.release()
+    await slow.drain()
+    await slow.aclose()
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_tier_that_hangs_keeps_no_more_than_its_share_of_staging_memory(
+    memory: BlockMemory,
+) -> None:
+    namespace = memory.namespace()
+    inner, healthy = open_dict(namespace), open_dict(namespace)
+    hanging = FaultyBackend(inner, seed=0, rates=FaultRates())
+    payloads = await store_made_up(inner, KEYS[:4], memory.describe(0, range(4)))
+    payloads += await store_made_up(healthy, KEYS[4:], memory.describe(0, range(4, 8)))
+    tiers = [open_host(namespace, 8), hanging, healthy]
+    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
+        hanging.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.LOAD}))
+        assert await backend.lookup(KEYS[:1]) == [False]
+        lookups = (backend.lookup([key]) for key in KEYS[1:])
+        assert await asyncio.gather(*lookups) == [[False]] * 3 + [[True]] * 4
+        assert await load_from(backend, memory, KEYS[4:]) == payloads[4:]
+        hanging.release()
+
+
+async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    late = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates(late=1.0))
+    async with TieredBackend([open_host(namespace, 8), late], namespace) as backend:
+        idle = backend._staging.num_buffers
+        await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await late.until_waiting()
+        await backend._cascade.cancel()
+        assert len(backend._staging._idle) == idle - 1
+        late.release()
+        await backend._staging.aclose()
+        assert len(backend._staging._idle) == idle
+
+
+@pytest.mark.usefixtures("short")
+async def test_closing_leaves_behind_what_hangs_and_says_so(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tiers_module, "SETTLE_TIMEOUT_S", 0.05)
+    namespace = memory.namespace()
+    quiet = asyncio.Event()
+
+    class Unclosable(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            await finish(asyncio.ensure_future(quiet.wait()))
+            return await super().store(keys, blocks)
+
+        async def aclose(self) -> None:
+            await quiet.wait()
+            await super().aclose()
+
+    backend = TieredBackend([open_host(namespace, 8), Unclosable(None, namespace)], namespace)
+    await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+    await give_way(3)
+    await backend.aclose()
+    assert "1 blocks were not carried" in caplog.text
+    assert "not closed after 0.05 s" in caplog.text
+    assert "staging memory is still in use" in caplog.text
+    quiet.set()
+    await backend._staging.aclose()
+
+
+# Recovery
+
+
+async def test_what_a_tier_missed_while_it_failed_is_carried_when_it_works_again(
+    memory: BlockMemory,
+) -> None:
+    async with opened(memory) as tiers:
+        [carrier] = tiers.backend._cascade.carriers
+        carrier.first_pause_s = 0.0
+        tiers.fail(*Operation, error=1.0)
+        payloads = await store_made_up(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        await tiers.backend._cascade.settle()
+        payloads += await store_made_up(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
+        assert not tiers.lower.stored
+        tiers.fail()
+        await tiers.backend.flush()
+        assert await load_from(tiers.lower, memory, KEYS) == payloads
+
+
+async def test_what_is_stored_again_is_carried_where_it_is_missing(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        payloads = await store_made_up(tiers.first, KEYS[:2], memory.describe(0, [0, 1]))
+        await store_made_up(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await tiers.backend.flush()
+        assert await load_from(tiers.lower, memory, KEYS[:2]) == payloads
+
+
+async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockMemory) -> None:
+    class Picky(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            outcomes = await super().store(keys, blocks)
+            failed = Outcome(Status.FAILED, reason="a folder has its name")
+            return [failed if k == KEYS[0] else o for k, o in zip(keys, outcomes, strict=True)]
+
+    namespace = memory.namespace()
+    lower = Picky(None, namespace)
+    async with TieredBackend([open_host(namespace, 8), lower], namespace) as backend:
+        [carrier] = backend._cascade.carriers
+        carrier.first_pause_s = 0.0
+        await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+        await backend._cascade.settle()
+        await store_made_up(backend, KEYS[1:], memory.describe(0, range(1, 8)))
+        while not all(await lower.lookup(KEYS[1:])):
+            await backend._cascade.settle()
+            await asyncio.sleep(0)
+
+
+async def test_flushing_waits_for_every_tier(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        tiers.fail(Operation.STORE, hang=1.0)
+        await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await tiers.faults.until_waiting()
+        flush = asyncio.ensure_future(tiers.backend.flush())
+        await give_way(10)
+        assert not flush.done()
+        tiers.faults.release()
+        await flush
+        assert await tiers.lower.lookup(KEYS) == [True] * 8

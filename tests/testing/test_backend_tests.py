@@ -11,6 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
+from kvxfer.storage.door import Door
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
 from kvxfer.testing.payloads import copy_blocks, flip_bit, read_payloads, write_payloads
@@ -56,7 +57,7 @@ class Overwriting(DictBackend):
     """Replaces the bytes of a present key."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        if blocks.num_blocks == len(keys) and not self._closed:
+        if blocks.num_blocks == len(keys) and not self._door.closed:
             for key in keys:
                 self._blocks.pop(key, None)
         return await super().store(keys, blocks)
@@ -93,7 +94,17 @@ class Headless(DictBackend):
 class Trusting(DictBackend):
     """Does not look at the batch before it moves it."""
 
-    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors | None = None) -> None:
+    def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
+        super().__init__(config, namespace)
+        self._door = OpenDoor("trusting backend")
+
+
+class OpenDoor(Door):
+    """Lets everything in."""
+
+    def check(
+        self, keys: Sequence[BlockKey] | None = None, blocks: Descriptors | None = None
+    ) -> None:
         pass
 
 

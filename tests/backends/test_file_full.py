@@ -1,0 +1,170 @@
+"""Disks without room for more bytes or more files, and names that cannot be written."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from errno import EDQUOT, ENOSPC
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file.breaker import MAX_ERRORS
+from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
+from kvxfer.storage.backend import Status
+from tests.backends.file_store import (
+    ENGINES,
+    bytes_on_disk,
+    counted_bytes,
+    hashed_keys,
+    load_verified,
+    mounted,
+    one_page_memory,
+    open_store,
+    path_of,
+    store,
+    temporary_files,
+    until_scanned,
+)
+
+ONE_BY_ONE = {"engine": "posix", "write_threads": 1}
+DONE, FAILED = Status.DONE, Status.FAILED
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("file_system", ["ext4", "tmpfs"])
+async def test_files_are_evicted_where_there_can_be_no_more_of_them(
+    tmp_path: Path, file_system: str, engine: str
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(600)
+    image = tmp_path / "image"
+    if file_system == "ext4":
+        with image.open("wb") as file:
+            file.truncate(32 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-N", "300", image], check=True)  # noqa: ASYNC221
+        arguments = ["-o", "loop", str(image)]
+    else:
+        arguments = ["-t", "tmpfs", "-o", "size=32m,nr_inodes=300", "tmpfs"]
+    with mounted(*arguments) as folder:
+        for _ in range(2):  # the second one finds everything full
+            async with open_store(folder, memory.namespace(), engine=engine) as backend:
+                await until_scanned(backend)
+                for first in range(0, len(keys), 20):
+                    chosen = keys[first : first + 20]
+                    outcomes = await store(backend, chosen, memory.describe(0, range(20)))
+                    assert [outcome.reason for outcome in outcomes] == [""] * 20
+                target = memory.describe(0, range(20, 40))
+                assert await load_verified(backend, chosen, target) == [DONE] * 20
+                assert counted_bytes(backend) == bytes_on_disk(folder)
+                assert temporary_files(folder) == []
+
+
+class Full(PosixFileIO):
+    """A disk with room for so many files, which it says only when they are written."""
+
+    def __init__(self, root: Path, num_files: int, errno: int) -> None:
+        self.num_failed = 0
+        self._root = root
+        self._num_files = num_files
+        self._errno = errno
+
+    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        results = super().write(fds, vectors)
+        free = self._num_files - len(list(self._root.rglob("*.safetensors")))
+        errors = [OSError(self._errno, os.strerror(self._errno)) for _ in results[max(0, free) :]]
+        self.num_failed += len(errors)
+        return [*results[: max(0, free)], *errors]
+
+
+@pytest.mark.parametrize("errno", [ENOSPC, EDQUOT])
+async def test_files_are_evicted_when_a_write_finds_no_room(tmp_path: Path, errno: int) -> None:
+    memory, keys = one_page_memory(), hashed_keys(12)
+    async with open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as backend:
+        await until_scanned(backend)
+        backend._files.file_io = full = Full(tmp_path, 4, errno)
+        for first in range(0, len(keys), 3):
+            chosen = keys[first : first + 3]
+            outcomes = await store(backend, chosen, memory.describe(0, range(3)))
+            assert [outcome.reason for outcome in outcomes] == [""] * 3
+            assert (
+                await load_verified(backend, chosen, memory.describe(0, range(3, 6))) == [DONE] * 3
+            )
+            assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+        assert full.num_failed
+        assert temporary_files(tmp_path) == []
+
+
+async def test_files_of_others_are_evicted_by_the_store_after_one_that_found_no_room(
+    tmp_path: Path,
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(8)
+    async with (
+        open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as ours,
+        open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as theirs,
+    ):
+        await until_scanned(ours)
+        await store(theirs, keys[:4], memory.describe(0, range(4)))
+        ours._files.file_io = Full(tmp_path, 4, EDQUOT)
+        outcomes = await store(ours, keys[4:], memory.describe(0, range(4)))
+        assert [outcome.status for outcome in outcomes] == [FAILED] * 4
+        outcomes = await store(ours, keys[4:], memory.describe(0, range(4)))
+        assert [outcome.status for outcome in outcomes] == [DONE] * 4
+        assert counted_bytes(ours) == bytes_on_disk(tmp_path)
+
+
+async def test_what_is_too_much_for_the_disk_fails_and_evicts_nothing_of_its_batch(
+    tmp_path: Path,
+) -> None:
+    memory, keys = one_page_memory(), hashed_keys(8)
+    async with open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as backend:
+        await until_scanned(backend)
+        await store(backend, keys[:4], memory.describe(0, range(4)))
+        backend._files.file_io = full = Full(tmp_path, 4, ENOSPC)
+        outcomes = await store(backend, keys[3:], memory.describe(0, range(5)))
+        assert [outcome.status for outcome in outcomes] == [DONE] * 4 + [FAILED]
+        assert await backend.lookup(keys) == [False] * 3 + [True] * 4 + [False]
+        assert full.num_failed <= 4 + 1
+        assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+
+
+async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(2 + 2 * MAX_ERRORS)
+    path_of(tmp_path, memory.namespace(), keys[0]).mkdir(parents=True)
+    blocks = memory.describe(0, [0])
+    async with open_store(tmp_path, memory.namespace()) as backend:
+        await until_scanned(backend)
+        for _ in range(2 * MAX_ERRORS):
+            (outcome,) = await store(backend, keys[:1], blocks)
+            assert outcome.status is FAILED
+            assert "directory" in outcome.reason
+        (outcome,) = await store(backend, keys[1:2], blocks)
+        assert outcome.done
+        for key in keys[2:]:
+            outcomes = await store(backend, [keys[0], key], memory.describe(0, [0, 1]))
+            assert [outcome.status for outcome in outcomes] == [FAILED, DONE]
+
+
+async def test_a_call_that_wrote_some_blocks_is_no_failure_of_the_medium(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(4 * MAX_ERRORS)
+    async with open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as backend:
+        await until_scanned(backend)
+        backend._files.file_io = FirstOnly()
+        for first in range(0, len(keys), 2):
+            chosen = keys[first : first + 2]
+            outcomes = await store(backend, chosen, memory.describe(0, [0, 1]))
+            assert [outcome.status for outcome in outcomes] == [DONE, FAILED]
+            assert "Input/output error" in outcomes[1].reason
+
+
+class FirstOnly(PosixFileIO):
+    """What a disk with a few bad sectors does to every other file."""
+
+    def __init__(self) -> None:
+        self._num_written = 0
+
+    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        results = super().write(fds, vectors)
+        for index in range(len(results)):
+            self._num_written += 1
+            if self._num_written % 2 == 0:
+                results[index] = OSError(5, os.strerror(5))
+        return results

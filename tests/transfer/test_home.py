@@ -1,0 +1,325 @@
+"""The home of an engine: no call waits for an event loop that does not run."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvxfer.errors import ClosedError, EventLoopError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.testing import (
+    BlockMemory,
+    DictBackend,
+    DictConfig,
+    FaultRates,
+    FaultyBackend,
+    Operation,
+)
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.transfer import engine as engine_module
+from kvxfer.transfer.engine import TransferEngine
+
+LIMIT_S = 10.0
+KEYS = [make_block_key(bytes([n + 1]), 0) for n in range(4)]
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[1000, 24]], num_blocks=16)
+
+
+def open_engine(memory: BlockMemory) -> TransferEngine:
+    return TransferEngine(memory.caches, DictBackend(DictConfig(), memory.namespace()))
+
+
+def fill(memory: BlockMemory) -> list[bytes]:
+    payloads = [make_payload(key, 1024) for key in KEYS]
+    write_payloads(memory.describe(0, range(4)), payloads)
+    return payloads
+
+
+@pytest.fixture
+def stopped() -> asyncio.AbstractEventLoop:
+    """An event loop that nobody runs."""
+    return asyncio.new_event_loop()
+
+
+# An engine that was first used on a loop that stopped
+
+
+def test_an_engine_is_closed_after_the_loop_of_its_first_call_stopped(
+    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
+) -> None:
+    payloads = fill(memory)
+    engine = open_engine(memory)
+    ids = [range(4)]
+    assert stopped.run_until_complete(engine.store(KEYS, ids)) == [DONE] * 4
+    job = engine.submit_load(KEYS, [range(8, 12)])
+    assert engine.wait([job], timeout_s=LIMIT_S)
+    assert read_payloads(memory.describe(0, range(8, 12))) == payloads
+    engine.close()
+    stopped.close()
+
+
+def test_calls_from_a_second_loop_keep_their_deadline(
+    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
+) -> None:
+    faulty = FaultyBackend(
+        DictBackend(DictConfig(), memory.namespace()), seed=0, rates=FaultRates()
+    )
+    engine = TransferEngine(memory.caches, faulty)
+    fill(memory)
+    assert stopped.run_until_complete(engine.store(KEYS, [range(4)])) == [DONE] * 4
+    faulty.rates = FaultRates(hang=1.0)
+    [outcome] = asyncio.run(engine.load(KEYS[:1], [[9]], timeout_s=0.05))
+    assert outcome.status is Status.TIMED_OUT
+    engine.close()
+    stopped.close()
+
+
+def test_an_engine_entered_on_a_loop_that_stopped_says_so(
+    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
+) -> None:
+    engine = open_engine(memory)
+    stopped.run_until_complete(engine.__aenter__())
+    for call in (
+        lambda: engine.submit_load(KEYS[:1], [[1]]),
+        lambda: asyncio.run(engine.load(KEYS[:1], [[1]])),
+        engine.close,
+    ):
+        with pytest.raises(EventLoopError, match="does not run"):
+            call()
+    stopped.run_until_complete(asyncio.sleep(0))
+    stopped.close()
+
+
+def test_a_job_whose_loop_stops_meanwhile_is_not_awaited_for_ever(
+    memory: BlockMemory, stopped: asyncio.AbstractEventLoop
+) -> None:
+    faulty = FaultyBackend(
+        DictBackend(DictConfig(), memory.namespace()), seed=0, rates=FaultRates(hang=1.0)
+    )
+    engine = TransferEngine(memory.caches, faulty)
+
+    async def begin() -> int:
+        await engine.__aenter__()
+        return engine.submit_load(KEYS[:1], [[1]])
+
+    job = stopped.run_until_complete(begin())
+    with pytest.raises(EventLoopError, match="does not run"):
+        engine.wait([job])  # type: ignore[list-item]
+    for task in asyncio.all_tasks(stopped):
+        task.cancel()
+    stopped.run_until_complete(asyncio.sleep(0.01))
+    stopped.close()
+
+
+# Blocking calls on the engine's own loop
+
+
+async def test_blocking_the_loop_that_one_waits_for_is_refused(memory: BlockMemory) -> None:
+    fill(memory)
+    async with open_engine(memory) as engine:
+        job = engine.submit_store(KEYS, [range(4)])
+        with pytest.raises(EventLoopError, match=r"wait\(\) would block"):
+            engine.wait([job])
+        with pytest.raises(EventLoopError, match=r"close\(\) would block"):
+            engine.close()
+        assert await engine.lookup(KEYS[:1]) in ([True], [False])  # it is as open as before
+
+
+def test_a_call_on_the_private_loop_cannot_wait_for_it(memory: BlockMemory) -> None:
+    engine = open_engine(memory)
+
+    async def deadlock() -> None:
+        engine.close()
+
+    with pytest.raises(EventLoopError, match=r"close\(\) would block"):
+        engine.submit_call(deadlock()).result(LIMIT_S)
+    engine.close()
+
+
+def test_no_thread_is_left_and_later_calls_say_that_it_is_closed(memory: BlockMemory) -> None:
+    engine = open_engine(memory)
+    fill(memory)
+    assert asyncio.run(engine.store(KEYS, [range(4)])) == [DONE] * 4
+    engine.close()
+    assert not any(thread.name == "kvxfer-transfer" for thread in threading.enumerate())
+    with pytest.raises(ClosedError):
+        engine.submit_load(KEYS[:1], [[1]])
+    with pytest.raises(ClosedError):
+        asyncio.run(engine.lookup(KEYS[:1]))
+
+
+# Deadlines of lookups, of flushing, and of closing
+
+
+async def test_a_lookup_that_is_not_answered_in_time_is_a_miss(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    rates = FaultRates(stuck=1.0, operations=frozenset({Operation.LOOKUP}))
+    faulty = FaultyBackend(DictBackend(DictConfig(), memory.namespace()), seed=0, rates=rates)
+    async with TransferEngine(memory.caches, faulty) as engine:
+        assert await engine.lookup(KEYS, timeout_s=0.02) == [False] * 4
+        assert "lookup of 4 blocks: no answer in 0.02 s" in caplog.text
+        faulty.release()
+        assert await engine.lookup(KEYS[:1]) == [False]
+
+
+class Unflushed(DictBackend):
+    """Has what it was given on the disk only when it is told so."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        super().__init__(DictConfig(), memory.namespace())
+        self.flushed = asyncio.Event()
+
+    async def flush(self) -> None:
+        await self.flushed.wait()
+
+
+async def test_flushing_says_whether_all_is_kept_in_time(memory: BlockMemory) -> None:
+    backend = Unflushed(memory)
+    async with TransferEngine(memory.caches, backend) as engine:
+        assert not await engine.flush(timeout_s=0.02)
+        backend.flushed.set()
+        assert await engine.flush(timeout_s=LIMIT_S)
+
+
+class Stuck(DictBackend):
+    """Neither moves anything nor closes."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        super().__init__(DictConfig(), memory.namespace())
+        self.free = asyncio.Event()
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        while not self.free.is_set():
+            try:
+                await self.free.wait()
+            except asyncio.CancelledError:
+                continue
+        return await super().load(keys, blocks)
+
+    async def aclose(self) -> None:
+        await self.free.wait()
+
+
+async def test_closing_ends_in_time_and_says_what_it_left(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_module, "CLOSE_TIMEOUT_S", 0.05)
+    backend = Stuck(memory)
+    async with TransferEngine(memory.caches, backend) as engine:
+        [outcome] = await engine.load(KEYS[:1], [[1]], timeout_s=0.01)
+        assert not outcome.memory_safe
+    assert "not closed after 0.05 s: 1 transfers are left behind" in caplog.text
+    backend.free.set()
+    await engine._mover.drain()
+
+
+class Gates(DictBackend):
+    """Lets each key pass when its own gate is opened."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        super().__init__(DictConfig(), memory.namespace())
+        self.opened = {key: asyncio.Event() for key in KEYS}
+        self.begun: list[BlockKey] = []
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.begun += keys
+        await self.opened[keys[0]].wait()
+        return await super().load(keys, blocks)
+
+
+async def test_a_drain_does_not_wait_for_what_began_after_it(memory: BlockMemory) -> None:
+    backend = Gates(memory)
+    async with TransferEngine(memory.caches, backend) as engine:
+        first = asyncio.ensure_future(engine.load(KEYS[:1], [[1]]))
+        await asyncio.sleep(0)
+        drained = asyncio.ensure_future(engine.drain())
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(engine.load(KEYS[1:2], [[2]]))
+        while backend.begun != KEYS[:2]:  # noqa: ASYNC110 - turns of this loop are all it takes
+            await asyncio.sleep(0)
+        backend.opened[KEYS[0]].set()
+        await drained
+        assert not second.done()
+        backend.opened[KEYS[1]].set()
+        await asyncio.gather(first, second)
+
+
+# Fork
+
+FORK = """
+    import asyncio, os, sys, faulthandler
+    import numpy as np, torch, kvxfer
+    faulthandler.dump_traceback_later(60, exit=True)
+    kv_caches = {"layer": torch.zeros(16, 2, 16, 4, 8)}
+    spec = kvxfer.FullAttentionSpec(
+        tokens_per_block=16, num_kv_heads=4, head_dim=8, dtype=torch.float32
+    )
+    config = kvxfer.KVCacheConfig(
+        num_blocks=16, groups=(kvxfer.KVCacheGroup(spec, ("layer",)),)
+    )
+    caches = kvxfer.canonicalize(kv_caches, config)
+    engine = kvxfer.connect(
+        "host://?capacity=1MiB", caches, namespace=kvxfer.Namespace(model="m")
+    )
+    key = kvxfer.make_block_key(b"k", 0)
+    if sys.argv[1] == "used":
+        job = engine.submit_store([key], [[1]])
+        assert engine.wait([job], timeout_s=10)
+    elif sys.argv[1] == "awaited":
+        asyncio.run(engine.store([key], [[1]]))
+    child = os.fork()
+    if not child:
+        backend = engine.backend
+        calls = [
+            lambda: engine.submit_load([key], [[1]]),
+            lambda: engine.wait([]),
+            lambda: engine.get_finished(),
+            lambda: engine.cancel(0),
+            lambda: engine.may_touch(0),
+            lambda: engine.close(),
+            lambda: asyncio.run(engine.load([key], [[1]])),
+            lambda: asyncio.run(engine.lookup([key])),
+            lambda: asyncio.run(engine.drain()),
+            lambda: asyncio.run(engine.flush()),
+            lambda: asyncio.run(engine.aclose()),
+            lambda: asyncio.run(backend.lookup([key])),
+            lambda: asyncio.run(backend.load([key], kvxfer.describe(caches, 0, [1]))),
+        ]
+        for number, call in enumerate(calls):
+            try:
+                call()
+            except kvxfer.ForkedError as exc:
+                assert "fork" in str(exc), exc
+            else:
+                print("call", number, "did not raise", flush=True)
+                os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    engine.close()
+    sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("use", ["unused", "used", "awaited"])
+@pytest.mark.timeout(60)
+def test_a_forked_process_is_told_that_it_cannot_use_the_engine_of_its_parent(use: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORK), use],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path.cwd(),
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
