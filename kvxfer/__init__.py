@@ -1,180 +1,36 @@
 """Move KV-cache blocks of serving engines to any medium, whatever their layout."""
 
-from kvxfer.connect import connect
-from kvxfer.errors import (
-    AllocationRefusedError,
-    AmbiguousLayoutError,
-    AttestationError,
-    BackendUnavailableError,
-    BatchOrderError,
-    BlockIdError,
-    BlockStateError,
-    CapacityError,
-    ClosedError,
-    DuplicateError,
-    EventLoopError,
-    ForkedError,
-    HandshakeError,
-    InvalidArgumentError,
-    KVXferError,
-    LayoutError,
-    LengthMismatchError,
-    NamespaceMismatchError,
-    OverlapError,
-    PageBoundsError,
-    PageMappingError,
-    PeerClosedError,
-    PeerError,
-    PeerTimeoutError,
-    ProtocolError,
-    SpecMergeError,
-    TooManyGroupsError,
-    UnknownGroupError,
-    UnknownLayoutError,
-    UnsupportedEngineError,
-)
-from kvxfer.kvcache.allocation import CanonicalAllocation, allocate_canonical
-from kvxfer.kvcache.allocation_refusal import (
-    AllocationCondition,
-    AllocationRefusal,
-    why_not_canonical,
-)
-from kvxfer.kvcache.attention_backend import AttentionBackend, AttentionLayout
-from kvxfer.kvcache.attention_metadata import (
-    AttentionMetadataBuilder,
-    MultiGroupMetadataBuilder,
-    TokenBatch,
-    decodes_first,
-)
-from kvxfer.kvcache.attestation import attest
-from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT, BlockTable
-from kvxfer.kvcache.cache_mapping import map_caches
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-    canonicalize,
-)
-from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import Descriptors, describe
-from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.layout import KVLayout
-from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
-from kvxfer.kvcache.page_mapping import CopyRun, PageMapping, verify_mappings
-from kvxfer.kvcache.quantization import KVQuantization
-from kvxfer.kvcache.spec import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    MLASpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
-from kvxfer.kvcache.worker_shard import WorkerShard
-from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.keys import (
-    BlockKey,
-    GroupIdentity,
-    Namespace,
-    StoredTensor,
-    group_of,
-    make_block_key,
-)
-from kvxfer.storage.tiers import TieredBackend
-from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.job import FinishedJob, JobId
+import importlib
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "LAYOUT_ZOO",
-    "NULL_BLOCK_ID",
-    "PAD_SLOT",
-    "AllocationCondition",
-    "AllocationRefusal",
-    "AllocationRefusedError",
-    "AmbiguousLayoutError",
-    "AttentionBackend",
-    "AttentionLayout",
-    "AttentionMetadataBuilder",
-    "AttentionSpec",
-    "AttestationError",
-    "Backend",
-    "BackendUnavailableError",
-    "BatchOrderError",
-    "BlockIdError",
-    "BlockKey",
-    "BlockStateError",
-    "BlockTable",
-    "CanonicalAllocation",
-    "CanonicalKVCacheRef",
-    "CanonicalKVCacheTensor",
-    "CanonicalKVCaches",
-    "CapacityError",
-    "ChunkedLocalAttentionSpec",
-    "ClosedError",
-    "CopyRun",
-    "CrossAttentionSpec",
-    "Descriptors",
-    "DuplicateError",
-    "EngineLayout",
-    "EventLoopError",
-    "FinishedJob",
-    "ForkedError",
-    "FullAttentionSpec",
-    "GroupIdentity",
-    "HandshakeError",
-    "InvalidArgumentError",
-    "JobId",
-    "KVCacheConfig",
-    "KVCacheGroup",
-    "KVCacheSpec",
-    "KVLayout",
-    "KVQuantization",
-    "KVXferError",
-    "LayoutError",
-    "LengthMismatchError",
-    "MLASpec",
-    "MambaSpec",
-    "MultiGroupBlockTable",
-    "MultiGroupMetadataBuilder",
-    "Namespace",
-    "NamespaceMismatchError",
-    "Outcome",
-    "OverlapError",
-    "PageBoundsError",
-    "PageMapping",
-    "PageMappingError",
-    "PeerClosedError",
-    "PeerError",
-    "PeerTimeoutError",
-    "ProtocolError",
-    "SlidingWindowMLASpec",
-    "SlidingWindowSpec",
-    "SpecMergeError",
-    "Status",
-    "StoredTensor",
-    "TieredBackend",
-    "TokenBatch",
-    "TooManyGroupsError",
-    "TransferEngine",
-    "UniformTypeKVCacheSpecs",
-    "UnknownGroupError",
-    "UnknownLayoutError",
-    "UnsupportedEngineError",
-    "WorkerShard",
-    "allocate_canonical",
-    "attest",
-    "canonicalize",
-    "connect",
-    "decodes_first",
-    "describe",
-    "group_of",
-    "make_block_key",
-    "map_caches",
-    "verify_mappings",
-    "why_not_canonical",
-]
+if TYPE_CHECKING:
+    from kvxfer.public import *  # noqa: F403
+
+
+class _Package(ModuleType):
+    """Imports the names of `kvxfer.public` when one is asked for; `kvxfer --help` needs none."""
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(name)
+        public = importlib.import_module("kvxfer.public")
+        names = {each: getattr(public, each) for each in public.__all__}
+        self.__dict__.update(names, __all__=public.__all__)
+        if name not in self.__dict__:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return self.__dict__[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # `connect` is the function, also after somebody imported the module of that name.
+        if name != "connect" or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> Iterable[str]:
+        self.__getattr__("__all__")
+        return super().__dir__()
+
+
+sys.modules[__name__].__class__ = _Package

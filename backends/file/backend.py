@@ -5,7 +5,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -16,8 +15,8 @@ from kvxfer.backends.file.config import FileConfig, require_room, require_root
 from kvxfer.backends.file.digest import Digester
 from kvxfer.backends.file.direct import probe_direct
 from kvxfer.backends.file.engines import open_engine
-from kvxfer.backends.file.file_io import FileIO
 from kvxfer.backends.file.folder import BlockFolder, file_name
+from kvxfer.backends.file.integrity_record import IntegrityRecord
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.open_folders import FOLDER_MODE
@@ -29,13 +28,14 @@ from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.backends.file.tree import BlockTree
 from kvxfer.backends.file.writer import BUSY, BlockWriter
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.errors import BackendUnavailableError, ClosedError, InvalidArgumentError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, Backend, Outcome, Status, require_batch
+from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.door import Door
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
-from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
-from kvxfer.storage.threads import Threads
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.threads import CLOSE_TIMEOUT_S, DaemonThreads, Threads
 
 STALLED_S = 30.0
 """A write that takes longer than this counts as a failure before it ends."""
@@ -61,8 +61,8 @@ class FileBackend(Backend):
         namespace: Says how large a block is; has a folder of its own below the root.
 
     Raises:
-        InvalidArgumentError: The namespace has no groups, not one block fits, or a parameter
-            cannot be.
+        InvalidArgumentError: The namespace has no groups, not one block fits, a parameter
+            cannot be, or the blocks in the folder are sealed with another secret.
         BackendUnavailableError: The root cannot be created or written to.
     """
 
@@ -72,16 +72,9 @@ class FileBackend(Backend):
         largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file))
         self._root = require_root(config)
-        alignment, file_io = self._open(config, namespace)
+        self._door = Door("file backend", namespace)
         self._tree = BlockTree(self._root, on_error=stop_walk)
-        self._files = BlockFiles(
-            self._folder,
-            namespace,
-            digester,
-            file_io=file_io,
-            copy_engine=CPUCopyEngine(),
-            alignment=alignment,
-        )
+        self._files = self._open(config, namespace, digester)
         self._space = Space(
             self._tree,
             self._folder,
@@ -103,10 +96,9 @@ class FileBackend(Backend):
         self._stores: dict[BlockKey, asyncio.Event] = {}
         self._writing_since: list[float] = []
         self._num_corrupt = 0
-        self._closed = False
-        scanner = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-file-scan")
+        scanner = DaemonThreads("kvxfer-file-scan", 1)
         self._scan = scanner.submit(self._look_around)
-        scanner.shutdown(wait=False)
+        scanner.shutdown()
 
     @property
     def num_corrupt(self) -> int:
@@ -116,15 +108,14 @@ class FileBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks the file system."""
         self._check(keys)
-        sizes = await self._lookups.run(self._folder.sizes, keys)
-        return [size is not None for size in sizes]
+        return await self._lookups.ask(self._files.are_there, keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
         while busy := [self._stores[key] for key in keys if key in self._stores]:
             await busy[0].wait()  # another call stores it, or a part of it
-            self._check()
+            self._door.check()
         finished = asyncio.Event()
         self._stores |= dict.fromkeys(keys, finished)
         try:
@@ -153,7 +144,7 @@ class FileBackend(Backend):
         """
         self._check(keys)
         try:
-            return await self._removers.run(self._space.remove, keys)
+            return await self._removers.ask(self._space.remove, keys)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
@@ -163,24 +154,41 @@ class FileBackend(Backend):
         Raises:
             BackendUnavailableError: The file system lets nothing be removed.
         """
-        self._check()
+        self._door.check()
         try:
-            return await self._removers.run(self._purge)
+            return await self._removers.ask(self._purge)
+        except OSError as exc:
+            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+
+    async def flush(self) -> None:
+        """See `Backend.flush`: all that was written has reached the disk.
+
+        Raises:
+            BackendUnavailableError: The disk says that it has not.
+        """
+        self._door.check()
+        try:
+            await self._removers.ask(self._folder.sync_file_system)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`."""
-        if not self._closed:
-            self._closed = True
-            for threads in (self._readers, self._writers, self._lookups, self._removers):
-                await threads.aclose()
-            await asyncio.wrap_future(self._scan)
+        """See `Backend.aclose`. Calls that the file system does not answer are left behind.
+
+        Ends within `CLOSE_TIMEOUT_S`; what such calls use stays open.
+        """
+        if not self._door.close():
+            return
+        pools = self._readers, self._writers, self._lookups, self._removers
+        num_left = sum(await asyncio.gather(*(threads.aclose() for threads in pools)))
+        scan = asyncio.wrap_future(self._scan)
+        _, scanning = await asyncio.wait([scan], timeout=CLOSE_TIMEOUT_S)
+        if not num_left and not scanning:
             self._files.close()
             self._ledger.close()
 
-    def _open(self, config: FileConfig, namespace: Namespace) -> tuple[int, FileIO]:
-        """Open all that `aclose` closes; return what O_DIRECT asks for, and the engine."""
+    def _open(self, config: FileConfig, namespace: Namespace, digester: Digester) -> BlockFiles:
+        """Open all that `aclose` closes."""
         with contextlib.ExitStack() as opened:
             try:
                 self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -191,16 +199,26 @@ class FileBackend(Backend):
                 write_namespace(self._folder, namespace)
                 self._ledger = Ledger(self._root)
                 opened.callback(self._ledger.close)
+                record = IntegrityRecord(self._folder, digester, self._tree, self._ledger)
+                record.open()
             except OSError as exc:
                 raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
-            file_io = open_engine(config.engine)
+            files = BlockFiles(
+                self._folder,
+                namespace,
+                digester,
+                record=record,
+                file_io=open_engine(config.engine),
+                copy_engine=CPUCopyEngine(),
+                alignment=alignment,
+            )
             opened.pop_all()
-        return alignment, file_io
+        return files
 
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
             covered = self._batch(keys, blocks).covered
-            return [DONE if there else _PAUSED for there in await self._lookups.run(covered)]
+            return [DONE if there else _PAUSED for there in await self._lookups.ask(covered)]
         try:
             written = await self._write(keys, blocks)
         except BaseException:
@@ -285,8 +303,7 @@ class FileBackend(Backend):
         return outcomes
 
     def _purge(self) -> int:
-        ours = self._folder.fingerprint
-        found = [block for block in self._tree.blocks() if block.fingerprint == ours]
+        found = self._tree.blocks(self._folder.fingerprint)
         return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
     def _look_around(self) -> None:
@@ -295,22 +312,14 @@ class FileBackend(Backend):
             self._space.scan()
         except OSError as exc:
             logger.warning("%s: cannot be looked through: %s", self._root, exc)
+        except Exception:
+            logger.exception("%s: cannot be looked through", self._root)
 
-    def _check(
-        self, keys: Sequence[BlockKey] | None = None, blocks: Descriptors | None = None
-    ) -> None:
-        if self._closed:
-            raise ClosedError("file backend")
-        if keys is None:
-            return
-        require_batch(keys, blocks)
+    def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
+        self._door.check_batch(keys, *blocks)
         file_name(max(keys, key=len))
-        last = max({key[-GROUP_INDEX_BYTES:] for key in keys})
-        if int.from_bytes(last, "big") >= self._files.num_groups:
-            key = next(key for key in keys if key.endswith(last))
-            raise InvalidArgumentError("key", key, f"a group below {self._files.num_groups}")
-        if blocks is not None:
-            self._require_whole_blocks(keys, blocks)
+        for each in blocks:
+            self._require_whole_blocks(keys, each)
 
     def _require_whole_blocks(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
         formats = [self._files.format(key) for key in keys]

@@ -14,6 +14,7 @@ from kvxfer.backends.file.file_io import IOV_MAX, FileIO, IOVector
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.group_format import GroupFormat
 from kvxfer.backends.file.header import HeaderFrame
+from kvxfer.backends.file.integrity_record import IntegrityRecord
 from kvxfer.backends.file.pages import PAGE_BYTES, padded
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
@@ -78,6 +79,7 @@ class BlockFiles:
         folder: Where the files are.
         namespace: Says what the chunks of each group are.
         digester: Makes and checks the checksums.
+        record: Says which files this process can read.
         file_io: What moves the bytes; closed with this.
         copy_engine: Gathers and scatters small fragments; closed with this.
         alignment: What O_DIRECT asks of addresses and lengths, 0 where it is not used.
@@ -89,6 +91,7 @@ class BlockFiles:
         namespace: Namespace,
         digester: Digester,
         *,
+        record: IntegrityRecord,
         file_io: FileIO,
         copy_engine: CopyEngine,
         alignment: int,
@@ -96,6 +99,7 @@ class BlockFiles:
         self.folder = folder
         self.fingerprint = namespace.fingerprint
         self.digester = digester
+        self.record = record
         self.file_io = file_io
         self.copy_engine = copy_engine
         self.flags = os.O_DIRECT if alignment else 0
@@ -117,6 +121,12 @@ class BlockFiles:
     def format(self, key: BlockKey) -> GroupFormat:
         """What the files of a key's group hold."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]
+
+    def are_there(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each key has a file that this process can read; blocks."""
+        sizes = self.folder.sizes(keys)
+        unreadable = self.record.unreadable(keys, sizes)
+        return [size is not None and i not in unreadable for i, size in enumerate(sizes)]
 
     def rounds(self, blocks: Descriptors, *, straight: bool) -> Iterator[tuple[int, int]]:
         """Runs of blocks whose files are open, and whose scratch memory is needed, at one time."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.ledger import LEDGER_NAME, Ledger
+from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
 
 
@@ -28,12 +28,3 @@ def take_census(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
 def total_size(found: Iterable[FoundBlock]) -> int:
     """Bytes that files take of the disk."""
     return sum(size_on_disk(block.num_bytes) for block in found)
-
-
-def is_store(tree: BlockTree) -> bool:
-    """Whether a folder is the root of a store, so that a count may be kept in it.
-
-    Raises:
-        OSError: It is no folder, or cannot be read.
-    """
-    return bool(tree.fingerprints()) or (tree.root / LEDGER_NAME).is_file()

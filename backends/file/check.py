@@ -12,6 +12,7 @@ from kvxfer.backends.file.header import (
     LENGTH_BYTES,
     BlockFileError,
     BlockHeader,
+    OtherIntegrityError,
     header_size_in,
 )
 from kvxfer.backends.file.tree import FoundBlock
@@ -26,7 +27,8 @@ class Verdict(enum.Enum):
 
     `GOOD`: every byte is what was stored. `KEYED`: nothing is wrong, but only the secret could
     tell. `UNCHECKED`: nothing is wrong with the header, and no checksum of the data was stored.
-    `CORRUPT`: a lookup must not find it. `UNREADABLE`: the operating system says no. `GONE`: it
+    `CORRUPT`: a lookup must not find it. `OTHER`: it was stored with another integrity, whose
+    owner reads it. `UNREADABLE`: the operating system says no. `GONE`: it
     was removed meanwhile.
     """
 
@@ -34,6 +36,7 @@ class Verdict(enum.Enum):
     KEYED = "not verified: keyed"
     UNCHECKED = "no checksum"
     CORRUPT = "corrupt"
+    OTHER = "of another integrity"
     UNREADABLE = "unreadable"
     GONE = "gone"
 
@@ -57,7 +60,7 @@ class Finding:
     @property
     def bad(self) -> bool:
         """Whether something is wrong."""
-        return self.verdict in (Verdict.CORRUPT, Verdict.UNREADABLE)
+        return self.verdict in (Verdict.CORRUPT, Verdict.OTHER, Verdict.UNREADABLE)
 
 
 class BlockCheck:
@@ -66,15 +69,18 @@ class BlockCheck:
     Args:
         secret: The secret of `integrity=keyed`. With one, every file must be sealed by it.
             Without, nobody can tell whether a keyed file is whole.
+
+    Attributes:
+        keyed: Makes seals with the secret; None without.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
-        self._keyed = Digester(Integrity.KEYED, secret) if secret is not None else None
+        self.keyed = Digester(Integrity.KEYED, secret) if secret is not None else None
 
     def digester(self, integrity: Integrity) -> Digester:
         """Choose what checks a file that says how it was sealed."""
-        if self._keyed:
-            return self._keyed
+        if self.keyed:
+            return self.keyed
         return Digester(Integrity.OFF if integrity is Integrity.KEYED else integrity)
 
     def check(self, folder: BlockFolder, block: FoundBlock, *, repair: bool = False) -> Finding:
@@ -96,6 +102,8 @@ class BlockCheck:
             return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
         try:
             return Finding(block, self._verify(fd, block))
+        except OtherIntegrityError as exc:
+            return Finding(block, Verdict.OTHER, str(exc))
         except BlockFileError as exc:
             put_away = repair and folder.quarantine(block.key, fd, found_in=block.folder)
             return Finding(block, Verdict.CORRUPT, str(exc), put_away)
@@ -134,6 +142,7 @@ def check_header(
         num_bytes: Bytes of the file that follow the header.
 
     Raises:
+        OtherIntegrityError: It was stored with another integrity.
         BlockFileError: It changed, or it is another block's.
     """
     header = BlockHeader.verify(head, digester)

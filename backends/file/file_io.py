@@ -218,6 +218,17 @@ _preadv = _bind("preadv")
 _pwritev = _bind("pwritev")
 
 
+def sync_file_system(fd: int) -> None:
+    """Write everything of the file system of an open file to the disk; see syncfs(2).
+
+    Raises:
+        OSError: It cannot be written, or could not since the last time.
+    """
+    if _libc.syncfs(fd):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
 class PosixFileIO(FileIO):
     """One `preadv` or `pwritev` per file, straight from and to the described memory."""
 

@@ -5,7 +5,7 @@ import functools
 import os
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +17,7 @@ from kvxfer.backends.file.file_io import (
     NamedFile,
     NewFile,
     regular_size,
+    sync_file_system,
 )
 from kvxfer.backends.file.header import MAX_KEY_BYTES
 from kvxfer.backends.file.open_folders import OWN, OpenFolders
@@ -73,6 +74,7 @@ class BlockFolder:
     """
 
     def __init__(self, root: Path, fingerprint: str) -> None:
+        self.root = root
         self.fingerprint = fingerprint
         self._texts: dict[str, str] = {}
         self._folders = OpenFolders(root, fingerprint, on_made=self._describe)
@@ -128,6 +130,16 @@ class BlockFolder:
         """Make the names of published files durable, one call per folder."""
         for name in {file_name(key)[:2] for key in keys}:
             self._folders.within(name, os.fsync)
+
+    def sync_file_system(self) -> None:
+        """Make all that was written to the root's file system durable, in one call.
+
+        Raises:
+            OSError: A write has failed since the last time.
+
+        Source: https://man7.org/linux/man-pages/man2/syncfs.2.html
+        """
+        sync_file_system(self._folders.root_fd)
 
     def remove(self, key: BlockKey) -> bool:
         """Remove the file of a key; whether it was there."""
@@ -206,40 +218,48 @@ class BlockFolder:
         with open(fd, "rb") as file:
             return file.read(MAX_TEXT_BYTES).decode(errors="replace")
 
+    def has_text(self, name: str) -> bool:
+        """Whether there is a text file in the folder, as far as that is open."""
+        return _size_in(self._known_folder(OWN), name) is not None
+
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder, whole or not at all.
 
         It is written again when the folder was removed and is made anew.
         """
-        self._folders.within(OWN, functools.partial(_write_text, name, text), create=True)
+        self.put_text(name, text)
         self._texts[name] = text
 
-    def remove_empty(self, text_name: str) -> bool:
+    def put_text(self, name: str, text: str) -> None:
+        """Write a small text file of the folder this once, whole or not at all."""
+        self._folders.within(OWN, functools.partial(_write_text, name, text), create=True)
+
+    def remove_empty(self, text_names: Collection[str]) -> bool:
         """Remove the folder if it holds no block and no foreign file; whether it was removed.
 
         Others may use it: what they create meanwhile stays.
 
         Args:
-            text_name: The text file that describes the folder; it goes, or stays, with it.
+            text_names: Text files that describe the folder; they go, or stay, with it.
         """
         folder = self._folders.descriptor(OWN)
         found = set(os.listdir(folder))
         inner = {name for name in found if is_block_folder(name)}
         names = found - inner
-        if names - {text_name}:
+        if names - set(text_names):
             return False
-        text = ""
+        texts = dict[str, str]()
         try:
             for name in inner:
                 os.rmdir(name, dir_fd=folder)
-            if names:
-                text = self.read_text(text_name)
-                os.unlink(text_name, dir_fd=folder)
+            for name in names:
+                texts[name] = self.read_text(name)
+                os.unlink(name, dir_fd=folder)
             os.rmdir(self.fingerprint, dir_fd=self._folders.root_fd)
         except OSError:
-            if text:  # a block was stored meanwhile
+            for name, text in texts.items():  # a block was stored meanwhile
                 with contextlib.suppress(FileNotFoundError):
-                    _write_text(text_name, text, folder)
+                    _write_text(name, text, folder)
             return False
         return True
 

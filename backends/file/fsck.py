@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvxfer.backends.file.census import is_store, take_census
+from kvxfer.backends.file.census import take_census
 from kvxfer.backends.file.check import BlockCheck, Finding
 from kvxfer.backends.file.header import BlockFileError
+from kvxfer.backends.file.integrity_record import require_secret
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import read_namespace
+from kvxfer.backends.file.root import require_store
 from kvxfer.backends.file.space import stop_walk
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
 
@@ -34,15 +36,22 @@ class StoreCheck:
 
     Raises:
         OSError: The root cannot be read.
+        InvalidArgumentError: The root is not that of a store, or the blocks of a namespace are
+            sealed with another secret.
     """
 
     def __init__(self, root: Path, check: BlockCheck) -> None:
         self.errors: list[OSError] = []
         self._tree = BlockTree(root, on_error=self.errors.append)
+        require_store(BlockTree(root))
         self._check = check
         blocks = list(self._tree.blocks())
         self.found = [block for block in blocks if not block.quarantined]
         self.num_quarantined = len(blocks) - len(self.found)
+        if check.keyed:
+            for fingerprint, some in self._by_fingerprint().items():
+                with self._tree.folder(fingerprint) as folder:
+                    require_secret(folder, check.keyed, some)
 
     def verify(self, *, repair: bool = False) -> Iterator[Finding]:
         """Read every block, several at a time.
@@ -53,10 +62,7 @@ class StoreCheck:
         Yields:
             What was found out about each, namespace by namespace.
         """
-        by_fingerprint: dict[str, list[FoundBlock]] = defaultdict(list)
-        for block in self.found:
-            by_fingerprint[block.fingerprint].append(block)
-        for fingerprint, blocks in by_fingerprint.items():
+        for fingerprint, blocks in self._by_fingerprint().items():
             with self._tree.folder(fingerprint) as folder:
                 check = functools.partial(self._check.check, folder, repair=repair)
                 yield from _map_in_threads(check, blocks)
@@ -80,8 +86,6 @@ class StoreCheck:
             OSError: The tree or the count cannot be read: a part of it would be no count.
         """
         tree = BlockTree(self._tree.root, on_error=stop_walk)
-        if not is_store(tree):
-            return 0
         num_removed = tree.collect()
         ledger = Ledger(tree.root)
         try:
@@ -89,6 +93,12 @@ class StoreCheck:
         finally:
             ledger.close()
         return num_removed
+
+    def _by_fingerprint(self) -> dict[str, list[FoundBlock]]:
+        by_fingerprint: dict[str, list[FoundBlock]] = defaultdict(list)
+        for block in self.found:
+            by_fingerprint[block.fingerprint].append(block)
+        return by_fingerprint
 
 
 def _map_in_threads(

@@ -1,16 +1,22 @@
 """Removes what nobody needs from a store."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvxfer.backends.file.census import is_store, take_census
+from kvxfer.backends.file.census import take_census, total_size
 from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.folder import BlockFolder
+from kvxfer.backends.file.folder import BlockFolder, is_block_folder
+from kvxfer.backends.file.integrity_record import RECORDS
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import NAMESPACE_FILE
+from kvxfer.backends.file.root import require_store
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
+
+DESCRIPTIONS = {NAMESPACE_FILE, *RECORDS.values()}
+"""What goes with the folder of a namespace."""
 
 FILES_PER_LOCK = 64
 """Engines that store wait while the lock is held."""
@@ -68,10 +74,10 @@ class GarbageCollection:
         """Remove, and set the count of bytes right.
 
         Raises:
+            InvalidArgumentError: The tree is no store.
             OSError: The tree cannot be read, or a file cannot be removed.
         """
-        if not is_store(self._tree):
-            return self._removed
+        require_store(self._tree)
         ledger = Ledger(self._tree.root)
         try:
             self._collect(ledger)
@@ -79,23 +85,64 @@ class GarbageCollection:
             ledger.close()
         return self._removed
 
+    def preview(self) -> Removed:
+        """Say what `run` would remove of what is there now; changes nothing.
+
+        Raises:
+            InvalidArgumentError: The tree is no store.
+            OSError: The tree cannot be read.
+        """
+        require_store(self._tree)
+        temporary = {path for path, _ in self._tree.abandoned()}
+        found = list(self._tree.blocks())
+        away, old, in_use = self._sort(found)
+        num_bytes_left = total_size(in_use)
+        excess: list[FoundBlock] = []
+        for block in in_use if self._capacity_bytes is not None else ():
+            if num_bytes_left <= (self._capacity_bytes or 0):
+                break
+            num_bytes_left -= size_on_disk(block.num_bytes)
+            excess.append(block)
+        going = {block.path for block in (*away, *old, *excess)} | temporary
+        kept = {
+            path.partition("/")[0]
+            for path, _ in self._tree.entries()
+            if path not in going and not _goes_with_folder(path)
+        }
+        return Removed(
+            num_temporary=len(temporary),
+            num_quarantined=len(away),
+            num_old=len(old),
+            num_excess=len(excess),
+            num_folders=len(set(self._tree.fingerprints()) - kept),
+            num_bytes=total_size(found) - num_bytes_left,
+            num_bytes_left=num_bytes_left,
+        )
+
+    def _sort(
+        self, found: Iterable[FoundBlock]
+    ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock]]:
+        """Blocks in quarantine, those unused for too long, and the others, oldest first."""
+        oldest = -math.inf if self._max_age_s is None else time.time() - self._max_age_s
+        by_use = sorted(found, key=lambda block: block.used)
+        in_use = [block for block in by_use if not block.quarantined]
+        return (
+            [block for block in by_use if block.quarantined],
+            [block for block in in_use if block.used < oldest],
+            [block for block in in_use if block.used >= oldest],
+        )
+
     def _collect(self, ledger: Ledger) -> None:
         removed = self._removed
         removed.num_temporary = self._tree.collect()
-        found = sorted(take_census(self._tree, ledger), key=lambda block: block.used)
-        away = [block for block in found if block.quarantined]
+        away, old, in_use = self._sort(take_census(self._tree, ledger))
         removed.num_quarantined = self._remove(ledger, away)
-        in_use = [block for block in found if not block.quarantined]
-        if self._max_age_s is not None:
-            oldest = time.time() - self._max_age_s
-            old = [block for block in in_use if block.used < oldest]
-            removed.num_old = self._remove(ledger, old)
-            in_use = in_use[len(old) :]
+        removed.num_old = self._remove(ledger, old)
         if self._capacity_bytes is not None:
             removed.num_excess = self._remove(ledger, in_use, down_to=self._capacity_bytes)
         for fingerprint in self._tree.fingerprints():
             with contextlib.suppress(OSError), self._tree.folder(fingerprint) as folder:
-                removed.num_folders += folder.remove_empty(NAMESPACE_FILE)
+                removed.num_folders += folder.remove_empty(DESCRIPTIONS)
         with ledger.locked():
             removed.num_bytes_left = ledger.used
 
@@ -121,3 +168,9 @@ class GarbageCollection:
                             self._removed.num_bytes += num_bytes
                             num_removed += 1
         return num_removed
+
+
+def _goes_with_folder(path: str) -> bool:
+    """Whether something below the folder of a namespace is a part of it, and no file of a block."""
+    _, *rest = path.split("/")
+    return len(rest) == 1 and (rest[0] in DESCRIPTIONS or is_block_folder(rest[0]))

@@ -36,6 +36,18 @@ class BlockFileError(KVXferError, ValueError):
         super().__init__(detail[:MAX_DETAIL])
 
 
+class OtherIntegrityError(BlockFileError):
+    """Report a block that was stored with another integrity, and that its owner can read.
+
+    Attributes:
+        said: Integrity that the block was stored with.
+    """
+
+    def __init__(self, said: Integrity, expected: Integrity) -> None:
+        self.said = said
+        super().__init__(f"integrity is {said.value!r}; expected {expected.value!r}")
+
+
 class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str
     version: str
@@ -143,17 +155,21 @@ class BlockHeader:
         """Read a whole header and check its seal.
 
         Raises:
+            OtherIntegrityError: It was written with another integrity, and nothing else is wrong
+                that could be found out without the secret.
             BlockFileError: It is not a header of this version, a byte of it changed, or it was
-                written with another integrity or secret.
+                written with another secret.
         """
         header = cls.decode(data)
-        if digester.integrity not in (header.integrity, Integrity.OFF):
-            said, wanted = header.integrity.value, digester.integrity.value
-            raise BlockFileError(f"integrity is {said!r}; expected {wanted!r}")
-        has_secret = digester.integrity is Integrity.KEYED
-        sealed_by_secret = header.integrity is Integrity.KEYED
-        if (has_secret or not sealed_by_secret) and header.encode(digester) != data:
+        is_other = digester.integrity not in (header.integrity, Integrity.OFF)
+        if header.integrity is not Integrity.KEYED:
+            sealer: Digester | None = Digester(header.integrity)
+        else:
+            sealer = digester if digester.integrity is Integrity.KEYED else None
+        if sealer and header.encode(sealer) != data:
             raise BlockFileError("the header does not match its seal")
+        if is_other:
+            raise OtherIntegrityError(header.integrity, digester.integrity)
         return header
 
 

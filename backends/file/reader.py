@@ -1,5 +1,6 @@
 """Reads blocks from files, verified after landing."""
 
+import contextlib
 import logging
 import os
 import stat
@@ -17,7 +18,8 @@ from kvxfer.backends.file.block_files import (
 from kvxfer.backends.file.check import check_data, check_header
 from kvxfer.backends.file.file_io import NamedFile, Result
 from kvxfer.backends.file.folder import READ_FLAGS
-from kvxfer.backends.file.header import BlockFileError
+from kvxfer.backends.file.header import BlockFileError, OtherIntegrityError
+from kvxfer.backends.file.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.pages import PAGE_BYTES
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
@@ -150,7 +152,11 @@ class BlockReader:
             if skip < 0 or skip + block.num_bytes > size:
                 return MISSING
             files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
+        except OtherIntegrityError as exc:
+            return self._refuse(exc)
         except BlockFileError as exc:
+            if not files.record.is_ours():
+                return OTHER_SECRET
             return self._put_away(key, fd, exc)
         finally:
             os.close(fd)
@@ -172,6 +178,12 @@ class BlockReader:
                 raise BlockFileError(f"tensor: the file says {said}, expected {expected}")
         check_data(header, digester, [data])
         return header.start
+
+    def _refuse(self, exc: OtherIntegrityError) -> Outcome:
+        """Leave a block to its owner, and offer it and its like no more."""
+        with contextlib.suppress(OSError):
+            self._files.record.note(exc.said)
+        return Outcome(Status.FAILED, reason=str(exc))
 
     def _put_away(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:

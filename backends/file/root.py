@@ -5,7 +5,26 @@ import os
 import stat
 from pathlib import Path
 
+from kvxfer.backends.file.ledger import LEDGER_NAME
+from kvxfer.backends.file.namespace_file import NAMESPACE_FILE
+from kvxfer.backends.file.tree import BlockTree
+from kvxfer.errors import InvalidArgumentError
+
 logger = logging.getLogger(__name__)
+
+
+def require_store(tree: BlockTree) -> None:
+    """Check that a folder is the root of a store: it has a count, a namespace or a block.
+
+    Raises:
+        InvalidArgumentError: It is something else.
+        OSError: It is no folder, or cannot be read.
+    """
+    has_block = any(True for _ in tree.blocks())  # first: reports a root that cannot be read
+    namespaces = (tree.root / name / NAMESPACE_FILE for name in tree.fingerprints())
+    if not has_block and not any(path.is_file() for path in (tree.root / LEDGER_NAME, *namespaces)):
+        wanted = f"the root of a store, the folder with {LEDGER_NAME}"
+        raise InvalidArgumentError("path", str(tree.root), wanted)
 
 
 def warn_of_strangers(root: Path) -> None:

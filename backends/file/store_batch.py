@@ -11,6 +11,7 @@ import numpy as np
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
 from kvxfer.backends.file.breaker import MEDIUM_ERRORS
 from kvxfer.backends.file.check import read_extent
+from kvxfer.backends.file.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.writer import BlockWriter
 from kvxfer.kvcache.descriptors import Descriptors
@@ -60,8 +61,8 @@ class StoreBatch:
         """Store blocks `start` to `stop` (exclusive).
 
         Returns:
-            None for a block whose file is there. `NO_ROOM`, or `PART`, for one that was not begun;
-            any other as `BlockWriter.write` has it.
+            None for a block whose file is there. `NO_ROOM`, `PART`, or why this process must not
+            store it, for one that was not begun; any other as `BlockWriter.write` has it.
         """
         self._make_room()
         with self._lock:
@@ -72,11 +73,13 @@ class StoreBatch:
 
     def covered(self) -> list[bool]:
         """Whether the file of each key is there with all bytes of its block; changes nothing."""
-        there = []
-        for index, size in enumerate(self._files.folder.sizes(self._keys)):
+        there, sizes = [], self._files.folder.sizes(self._keys)
+        unreadable = self._files.record.unreadable(self._keys, sizes)
+        for index, size in enumerate(sizes):
             covers = False
             with contextlib.suppress(OSError):
-                covers = size is not None and self._covers(index, size)
+                if size is not None and index not in unreadable:
+                    covers = self._covers(index, size)
             there.append(covers)
         return there
 
@@ -116,9 +119,16 @@ class StoreBatch:
                 self._has_room = True
 
     def _reserve(self) -> None:
+        if not self._files.record.is_ours():
+            self._outcomes[:] = [OTHER_SECRET] * len(self._keys)
+            return
         found, absent = self._files.folder.sizes(self._keys), dict[int, int]()
+        unreadable = self._files.record.unreadable(self._keys, found)
         for index, num_bytes in enumerate(self._blocks.block_sizes.tolist()):
             expected, size = self._files.format(self._keys[index]), found[index]
+            if index in unreadable:
+                self._outcomes[index] = unreadable[index]
+                continue
             if not expected.can_hold(num_bytes):
                 self._outcomes[index] = None if size == expected.file_size_bytes else PART
                 continue

@@ -88,44 +88,60 @@ class BlockTree:
         """Open the folder of a namespace; the caller closes it."""
         return BlockFolder(self.root, fingerprint)
 
-    def blocks(self) -> Iterator[FoundBlock]:
-        """Walk through every block file, those in quarantine included, in no order."""
-        for fingerprint, folder, fd in self._folders():
+    def blocks(self, fingerprint: str = "") -> Iterator[FoundBlock]:
+        """Walk through every block file, those in quarantine included, in no order.
+
+        Args:
+            fingerprint: The one namespace to walk through; all by default.
+        """
+        for namespace, folder, fd in self._folders(fingerprint):
             for name in os.listdir(fd):
                 key = _key_in(name)
                 found = _stat_file(name, fd) if key else None
                 if found:
-                    yield FoundBlock(fingerprint, folder, key, found.st_size, found.st_mtime)
+                    yield FoundBlock(namespace, folder, key, found.st_size, found.st_mtime)
 
     def collect(self) -> int:
         """Remove temporary files whose writers are dead; return how many."""
         num_removed = 0
-        for fd, name in self.abandoned():
+        for path, fd in self.abandoned():
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=fd)
+                os.unlink(os.path.basename(path), dir_fd=fd)
                 num_removed += 1
         return num_removed
 
-    def abandoned(self) -> Iterator[tuple[int, str]]:
-        """Walk through the temporary files whose writers are dead: folder's descriptor, name."""
+    def abandoned(self) -> Iterator[tuple[str, int]]:
+        """Walk through the temporary files whose writers are dead, as `entries` does."""
         living = dict[str, bool]()
-        for _, _, fd in self._folders(with_own=True):
-            for name in os.listdir(fd):
-                owner = owner_of(name)
-                if owner and owner not in living:
-                    living[owner] = is_alive(self.root, owner)
-                if owner and not living[owner] and _stat_file(name, fd):
-                    yield fd, name
+        for path, fd in self.entries():
+            name = os.path.basename(path)
+            owner = owner_of(name)
+            if owner and owner not in living:
+                living[owner] = is_alive(self.root, owner)
+            if owner and not living[owner] and _stat_file(name, fd):
+                yield path, fd
 
-    def _folders(self, *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
+    def entries(self) -> Iterator[tuple[str, int]]:
+        """Walk through whatever is in the folders of namespaces, and in those of their blocks.
+
+        Yields:
+            Path below the root, and descriptor of the folder, which is valid until the next.
+        """
+        for fingerprint, folder, fd in self._folders(with_own=True):
+            for name in os.listdir(fd):
+                yield "/".join(filter(None, (fingerprint, folder, name))), fd
+
+    def _folders(self, only: str = "", *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
         """Fingerprint, name and descriptor of every folder that holds blocks.
 
         Args:
+            only: Fingerprint of the one namespace that is wanted; all by default.
             with_own: Whether the folders of the namespaces that these lie in are among them.
         """
         root = open_folder(self.root)
         try:
-            for fingerprint, parent in self._children(root, is_fingerprint):
+            is_wanted = only.__eq__ if only else is_fingerprint
+            for fingerprint, parent in self._children(root, is_wanted):
                 if with_own:
                     yield fingerprint, "", parent
                 for name, fd in self._children(parent, is_block_folder):

@@ -8,6 +8,7 @@ import msgspec
 from kvxfer.backends.file.census import total_size
 from kvxfer.backends.file.header import BlockFileError
 from kvxfer.backends.file.namespace_file import read_namespace
+from kvxfer.backends.file.root import require_store
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
 from kvxfer.storage.keys import Namespace
 
@@ -41,8 +42,10 @@ def measure_usage(tree: BlockTree) -> list[NamespaceUsage]:
     """Walk through the tree and count, in the order of the fingerprints; blocks.
 
     Raises:
+        InvalidArgumentError: The root is not that of a store.
         OSError: The root cannot be read.
     """
+    require_store(tree)
     by_fingerprint: dict[str, list[FoundBlock]] = defaultdict(list)
     for block in tree.blocks():
         by_fingerprint[block.fingerprint].append(block)

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from kvxfer.bench.report import Row
+from kvxfer.cli.text import exit_statuses
 
 BENCHES = ("describe", "layout", "copy", "mapping", "file", "nixl", "vllm")
 COLUMNS = Row.__struct_fields__
@@ -20,7 +21,11 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         1 with `--check` when a ratio misses its goal, 0 otherwise.
     """
-    parser = argparse.ArgumentParser(prog="kvxfer bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="kvxfer bench",
+        description="Measure a part of kvxfer beside something else.",
+        epilog=exit_statuses("when it is done", "when a ratio misses its goal, with --check"),
+    )
     parser.add_argument("name", choices=BENCHES)
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     parser.add_argument("--check", action="store_true", help="fail when a ratio misses its goal")

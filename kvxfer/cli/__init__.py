@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvxfer.cli.text import printable
+from kvxfer.cli.text import exit_statuses, printable
 from kvxfer.errors import KVXferError
 
 _COMMANDS = {
@@ -30,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments after the program's name; those of the process when it is None.
     """
-    parser = argparse.ArgumentParser(prog="kvxfer", description="Move KV-cache blocks.")
+    parser = argparse.ArgumentParser(
+        prog="kvxfer",
+        description="Move KV-cache blocks.",
+        epilog=exit_statuses("when all is well", "when a command found something bad"),
+    )
     version = importlib.metadata.version("kvxfer")
     parser.add_argument("--version", action="version", version=f"kvxfer {version}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -4,14 +4,16 @@ import argparse
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from tqdm import tqdm
 
-from kvxfer.backends.file.check import BlockCheck, Finding, Verdict
-from kvxfer.backends.file.fsck import StoreCheck
-from kvxfer.cli.text import printable
-from kvxfer.storage.integrity import read_secret
+from kvxfer.cli.text import exit_statuses, printable
+
+if TYPE_CHECKING:
+    from kvxfer.backends.file.check import Finding
+    from kvxfer.backends.file.fsck import StoreCheck
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -42,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
         1 when something is bad, also when it was repaired; 0 otherwise.
     """
     parser = argparse.ArgumentParser(
-        prog="kvxfer fsck", description="Verify every block of a file store."
+        prog="kvxfer fsck",
+        description="Verify every block of a file store.",
+        epilog=exit_statuses("when nothing is bad", "when something is, also when it was repaired"),
     )
     parser.add_argument("path", type=Path, help="root of the store")
     parser.add_argument(
@@ -53,6 +57,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--secret-file", default="", help="secret that every block is sealed with")
     parser.add_argument("--json", action="store_true", help="print an object")
     arguments = parser.parse_args(argv)
+
+    from kvxfer.backends.file.check import BlockCheck
+    from kvxfer.backends.file.fsck import StoreCheck
+    from kvxfer.storage.integrity import read_secret
+
     check = StoreCheck(arguments.path, BlockCheck(read_secret(arguments.secret_file)))
     report = _verify(check, repair=arguments.repair, quiet=arguments.json)
     if arguments.repair:
@@ -61,7 +70,9 @@ def main(argv: Sequence[str]) -> int:
     return 1 if report.bad else 0
 
 
-def _verify(check: StoreCheck, *, repair: bool, quiet: bool) -> Report:
+def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
+    from kvxfer.backends.file.check import Verdict
+
     report = Report(quarantined=check.num_quarantined, remarks=list(check.remarks()))
     counts: Counter[Verdict] = Counter()
     total = sum(block.num_bytes for block in check.found)
@@ -88,7 +99,7 @@ def _verify(check: StoreCheck, *, repair: bool, quiet: bool) -> Report:
     return report
 
 
-def _problem(finding: Finding) -> Problem:
+def _problem(finding: "Finding") -> Problem:
     return Problem(finding.block.path, finding.reason)
 
 

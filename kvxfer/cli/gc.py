@@ -3,11 +3,13 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvxfer.backends.file.gc import GarbageCollection, Removed
-from kvxfer.backends.file.space import stop_walk
-from kvxfer.backends.file.tree import BlockTree
+from kvxfer.cli.text import exit_statuses
 from kvxfer.units import ByteSize, Duration, format_size
+
+if TYPE_CHECKING:
+    from kvxfer.backends.file.gc import Removed
 
 
 def main(argv: Sequence[str]) -> int:
@@ -16,23 +18,35 @@ def main(argv: Sequence[str]) -> int:
         prog="kvxfer gc",
         description="Remove temporary files of dead writers, what is in quarantine, namespaces "
         "without blocks, and blocks beyond the given bounds.",
+        epilog=exit_statuses("when it is done"),
     )
     parser.add_argument("path", type=Path, help="root of the store")
     parser.add_argument("--capacity", metavar="SIZE", help="how much may stay, such as 20GiB")
     parser.add_argument(
         "--max-age", metavar="AGE", help="how long a block may stay unused, such as 30d"
     )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="remove nothing, and say what would be removed"
+    )
     arguments = parser.parse_args(argv)
+
+    from kvxfer.backends.file.gc import GarbageCollection
+    from kvxfer.backends.file.space import stop_walk
+    from kvxfer.backends.file.tree import BlockTree
+
     collection = GarbageCollection(
         BlockTree(arguments.path, on_error=stop_walk),
         capacity_bytes=ByteSize.parse(arguments.capacity) if arguments.capacity else None,
         max_age_s=Duration.parse(arguments.max_age) if arguments.max_age else None,
     )
-    print(_describe(collection.run()))
+    if arguments.dry_run:
+        print(_describe(collection.preview(), "would be "))
+    else:
+        print(_describe(collection.run()))
     return 0
 
 
-def _describe(removed: Removed) -> str:
+def _describe(removed: "Removed", mood: str = "") -> str:
     numbers = (
         (removed.num_temporary, "temporary"),
         (removed.num_quarantined, "in quarantine"),
@@ -42,4 +56,4 @@ def _describe(removed: Removed) -> str:
     )
     said = ", ".join(f"{number} {what}" for number, what in numbers if number)
     freed, left = format_size(removed.num_bytes), format_size(removed.num_bytes_left)
-    return f"removed: {said or 'nothing'}; {freed} freed, {left} left"
+    return f"{mood}removed: {said or 'nothing'}; {freed} {mood}freed, {left} {mood}left"

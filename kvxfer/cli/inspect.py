@@ -4,14 +4,14 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvxfer.backends.file.check import BlockCheck
-from kvxfer.backends.file.header import BlockFileError
-from kvxfer.backends.file.inspection import Inspection, inspect_file
-from kvxfer.cli.text import printable
-from kvxfer.storage.integrity import Integrity, read_secret
+from kvxfer.cli.text import exit_statuses, printable
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, Namespace, group_of
 from kvxfer.units import format_size
+
+if TYPE_CHECKING:
+    from kvxfer.backends.file.inspection import Inspection
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,11 +21,21 @@ def main(argv: Sequence[str]) -> int:
         1 when it is not a block file, or a seal or a checksum does not hold; 0 otherwise.
     """
     parser = argparse.ArgumentParser(
-        prog="kvxfer inspect", description="Show what a block file holds, and whether it is whole."
+        prog="kvxfer inspect",
+        description="Show what a block file holds, and whether it is whole.",
+        epilog=exit_statuses(
+            "when it is whole", "when it is no block file, or its seal or checksum does not hold"
+        ),
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--secret-file", default="", help="secret that the block is sealed with")
     arguments = parser.parse_args(argv)
+
+    from kvxfer.backends.file.check import BlockCheck
+    from kvxfer.backends.file.header import BlockFileError
+    from kvxfer.backends.file.inspection import inspect_file
+    from kvxfer.storage.integrity import read_secret
+
     check = BlockCheck(read_secret(arguments.secret_file))
     try:
         found = inspect_file(arguments.file, check)
@@ -37,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if found.bad else 0
 
 
-def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
+def _lines(found: "Inspection") -> Iterator[tuple[str, str]]:
     header = found.header
     key, size = header.key.hex(), header.data_offset + found.num_bytes
     if len(header.key) > GROUP_INDEX_BYTES:
@@ -51,7 +61,7 @@ def _lines(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "file size", f"{size} ({format_size(size)})"
     yield "integrity", header.integrity.value
     yield "seal", _verdict(found.seal_error, is_checked=found.is_sealed)
-    if header.integrity is Integrity.OFF and not found.checksum_error:
+    if not header.checksum and not found.checksum_error:
         yield "checksum", "none"
     else:
         verdict = _verdict(found.checksum_error, is_checked=found.is_summed)

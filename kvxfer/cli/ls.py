@@ -4,14 +4,15 @@ import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvxfer.backends.file.space import stop_walk
-from kvxfer.backends.file.tree import BlockTree
-from kvxfer.backends.file.usage import NamespaceUsage, measure_usage
-from kvxfer.cli.text import printable
+from kvxfer.cli.text import exit_statuses, printable
 from kvxfer.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from kvxfer.backends.file.usage import NamespaceUsage
 
 COLUMNS = ("NAMESPACE", "MODEL", "DTYPE", "BLOCKS", "SIZE", "OLDEST USE", "NEWEST USE", "BAD")
 
@@ -19,11 +20,18 @@ COLUMNS = ("NAMESPACE", "MODEL", "DTYPE", "BLOCKS", "SIZE", "OLDEST USE", "NEWES
 def main(argv: Sequence[str]) -> int:
     """List the namespaces of a store; return 0."""
     parser = argparse.ArgumentParser(
-        prog="kvxfer ls", description="List the namespaces of a file store."
+        prog="kvxfer ls",
+        description="List the namespaces of a file store.",
+        epilog=exit_statuses("when it is done"),
     )
     parser.add_argument("path", type=Path, help="root of the store")
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     arguments = parser.parse_args(argv)
+
+    from kvxfer.backends.file.space import stop_walk
+    from kvxfer.backends.file.tree import BlockTree
+    from kvxfer.backends.file.usage import measure_usage
+
     usages = measure_usage(BlockTree(arguments.path, on_error=stop_walk))
     if arguments.json:
         print(msgspec.json.encode(usages).decode())
@@ -32,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _format_table(usages: Sequence[NamespaceUsage]) -> str:
+def _format_table(usages: "Sequence[NamespaceUsage]") -> str:
     """Lay namespaces out in columns, and a total below."""
     now = time.time()
     rows = [COLUMNS, *(_row(usage, now) for usage in usages), _total(usages, now)]
@@ -43,7 +51,7 @@ def _format_table(usages: Sequence[NamespaceUsage]) -> str:
     )
 
 
-def _row(usage: NamespaceUsage, now: float) -> tuple[str, ...]:
+def _row(usage: "NamespaceUsage", now: float) -> tuple[str, ...]:
     known = usage.namespace
     return (
         usage.fingerprint,
@@ -53,11 +61,11 @@ def _row(usage: NamespaceUsage, now: float) -> tuple[str, ...]:
     )
 
 
-def _total(usages: Sequence[NamespaceUsage], now: float) -> tuple[str, ...]:
+def _total(usages: "Sequence[NamespaceUsage]", now: float) -> tuple[str, ...]:
     return (f"total: {len(usages)}", "", "", *_numbers(usages, now))
 
 
-def _numbers(usages: Sequence[NamespaceUsage], now: float) -> tuple[str, ...]:
+def _numbers(usages: "Sequence[NamespaceUsage]", now: float) -> tuple[str, ...]:
     oldest = [usage.oldest_use for usage in usages if usage.oldest_use is not None]
     newest = [usage.newest_use for usage in usages if usage.newest_use is not None]
     return (

@@ -7,16 +7,18 @@ import functools
 import logging
 import signal
 from collections.abc import Sequence
-from typing import get_args
+from typing import TYPE_CHECKING
 
-from kvxfer.backends.nixl.config import NixlConfig, Transport
-from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.readiness import Readiness
-from kvxfer.backends.nixl.stand_alone import StandAlonePeer
-from kvxfer.connect import open_backend, parse_backend
+from kvxfer.cli.text import exit_statuses
 from kvxfer.units import ByteSize, Duration
 
+if TYPE_CHECKING:
+    from kvxfer.backends.nixl.config import Transport
+    from kvxfer.backends.nixl.endpoint import Endpoint
+    from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
+TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,7 @@ def main(argv: Sequence[str]) -> int:
         description="Hold blocks for engines that name this process as nixl://HOST:PORT. The first "
         "one settles which model they are of. SIGTERM or Ctrl-C ends it when nothing is being "
         "moved any more, a second one at once.",
+        epilog=exit_statuses("when it was asked to end"),
     )
     parser.add_argument(
         "--listen", required=True, metavar="HOST:PORT", help="where peers connect; port 0: any"
@@ -56,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--transport",
         default="auto",
-        choices=get_args(Transport),
+        choices=TRANSPORTS,
         help="what moves blocks; auto, the default, chooses for each peer",
     )
     parser.add_argument(
@@ -69,6 +72,12 @@ def main(argv: Sequence[str]) -> int:
         help="how long it waits at its end for blocks that are being moved; default 20s",
     )
     arguments = parser.parse_args(argv)
+
+    from kvxfer.backends.nixl.config import NixlConfig
+    from kvxfer.backends.nixl.endpoint import Endpoint
+    from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+    from kvxfer.connect import open_backend, parse_backend
+
     for tier in arguments.tier:
         parse_backend(tier)  # what is wrong with it is said now, not when the first peer comes
     capacity = ByteSize.parse(arguments.capacity)
@@ -91,7 +100,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def _serve(peer: StandAlonePeer, ready: Endpoint | None, drain_timeout_s: float) -> None:
+async def _serve(peer: "StandAlonePeer", ready: "Endpoint | None", drain_timeout_s: float) -> None:
+    from kvxfer.backends.nixl.readiness import Readiness
+
     loop = asyncio.get_running_loop()
     asked_to_end = asyncio.Event()
     for number in STOP_SIGNALS:

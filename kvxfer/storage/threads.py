@@ -36,7 +36,7 @@ class Threads:
 
     def __init__(self, name: str, num_threads: int) -> None:
         self._name = name
-        self._executor = _DaemonExecutor(name, num_threads)
+        self._executor = DaemonThreads(name, num_threads)
         self._running: set[asyncio.Future[Any]] = set()
 
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -75,7 +75,7 @@ class Threads:
         if left:
             text = "%s: %d calls have not ended after %g s and are left behind"
             logger.warning(text, self._name, len(left), timeout_s)
-        self._executor.shutdown(wait=False)
+        self._executor.shutdown()
         return len(left)
 
     def _begin(
@@ -93,7 +93,7 @@ class Threads:
             future.exception()  # fetched, or asyncio reports it as never retrieved
 
 
-class _DaemonExecutor(Executor):
+class DaemonThreads(Executor):
     """Threads that are made when they are needed, and that no exit of the process waits for.
 
     Those of `concurrent.futures.ThreadPoolExecutor` are joined when the interpreter exits.
@@ -122,7 +122,7 @@ class _DaemonExecutor(Executor):
         self._calls.put(partial(_run, future, fn, args, kwargs))
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - the signature of `Executor`
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:  # noqa: ARG002, FBT001, FBT002 - the signature of `Executor`
         """See `Executor.shutdown`; never waits."""
         with self._lock:
             self._closed = True

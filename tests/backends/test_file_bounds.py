@@ -293,8 +293,8 @@ async def test_lookups_answer_while_an_index_is_rebuilt_and_it_finds_every_block
     half_way, go_on = threading.Event(), threading.Event()
     walk = BlockTree.blocks
 
-    def walk_with_a_pause(tree: BlockTree) -> Iterator[FoundBlock]:
-        for number, block in enumerate(walk(tree)):
+    def walk_with_a_pause(tree: BlockTree, fingerprint: str = "") -> Iterator[FoundBlock]:
+        for number, block in enumerate(walk(tree, fingerprint)):
             if number == len(keys) // 2:
                 half_way.set()
                 go_on.wait(PAUSE_LIMIT_S)

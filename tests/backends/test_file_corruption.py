@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
@@ -312,63 +311,3 @@ async def test_a_damaged_count_is_recounted_before_it_is_trusted(tmp_path: Path)
             assert bytes_on_disk(tmp_path) <= 4 * 8192
             assert counted_bytes(backend) == bytes_on_disk(tmp_path)
             await backend.delete(keys)
-
-
-async def open_keyed(root: Path, name: str, memory: BlockMemory, tmp_path: Path) -> FileBackend:
-    secret = tmp_path / name
-    secret.write_bytes(name.encode().ljust(32))
-    return open_store(root, memory.namespace(), integrity=Integrity.KEYED, secret_file=str(secret))
-
-
-async def test_a_block_made_with_another_secret_is_not_loaded(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
-    root = tmp_path / "store"
-    async with await open_keyed(root, "theirs", memory, tmp_path) as backend:
-        await store(backend, keys, memory.describe(0, [0]))
-        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.DONE]
-    async with await open_keyed(root, "ours", memory, tmp_path) as backend:
-        assert await backend.lookup(keys) == [True]
-        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
-
-
-async def test_with_a_secret_a_block_without_one_is_not_loaded(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
-    root = tmp_path / "store"
-    async with open_store(root, memory.namespace()) as backend:
-        await store(backend, keys, memory.describe(0, [0]))
-    async with await open_keyed(root, "ours", memory, tmp_path) as backend:
-        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
-
-
-async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
-    root = tmp_path / "store"
-    path = path_of(root, memory.namespace(), keys[0])
-    async with await open_keyed(root, "ours", memory, tmp_path) as backend:
-        await store(backend, keys, memory.describe(0, [0]))
-        flip_bit(path, 8 * 4100)
-        data = path.read_bytes()
-        forger = Digester(Integrity.KEYED, b"a guess".ljust(32))
-        old = BlockHeader.decode(data[:4096])
-        forged = BlockHeader(
-            namespace=old.namespace,
-            key=old.key,
-            start=old.start,
-            tensors=old.tensors,
-            integrity=old.integrity,
-            checksum=forger.checksum([memoryview(data[4096:])]),
-        )
-        path.write_bytes(forged.encode(forger) + data[4096:])
-        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
-
-
-async def test_without_integrity_blocks_of_any_kind_are_loaded(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(2)
-    root = tmp_path / "store"
-    async with open_store(root, memory.namespace()) as backend:
-        await store(backend, keys[:1], memory.describe(0, [0]))
-    async with await open_keyed(root, "ours", memory, tmp_path) as backend:
-        await store(backend, keys[1:], memory.describe(0, [0]))
-    async with open_store(root, memory.namespace(), integrity=Integrity.OFF) as backend:
-        loaded = await load_verified(backend, keys, memory.describe(0, [1, 2]))
-        assert loaded == [Status.DONE] * 2

@@ -181,6 +181,26 @@ def test_with_a_secret_a_block_that_anybody_could_have_made_is_bad(
     assert "integrity is 'fast'; expected 'keyed'" in capsys.readouterr().out
 
 
+def test_what_is_not_sealed_by_the_secret_is_never_put_away(
+    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.fill()
+    command = ["fsck", str(store.root), "--repair", "--secret-file"]
+    assert main([*command, str(secret_file)]) == 1
+    assert capsys.readouterr().out.endswith(f"0 good, {NUM_BLOCKS} bad\n")
+    namespace = store.fill(model="another", integrity=Integrity.KEYED, secret_file=secret_file)
+    wrong = secret_file.with_name("wrong")
+    wrong.write_bytes(bytes(32))
+    before = store.blocks()
+    assert main([*command, str(wrong)]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith("kvxfer fsck: secret_file is 'another secret'; expected")
+    assert namespace.fingerprint in printed.err
+    assert store.blocks() == before
+    assert not store.quarantined()
+
+
 def test_blocks_without_a_checksum_are_counted(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,11 +254,15 @@ def test_a_folder_that_cannot_be_opened_is_bad(
     assert "bad: 03: cannot be opened: Permission denied" in capsys.readouterr().out
 
 
-def test_a_folder_that_holds_no_store_has_nothing_bad_and_stays_as_it_is(
+def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["fsck", str(tmp_path), "--repair"]) == 0
-    assert capsys.readouterr().out == "0 good, 0 bad\n"
+    assert main(["fsck", str(tmp_path), "--repair"]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith(
+        f"kvxfer fsck: path is '{tmp_path}'; expected the root of a store"
+    )
     assert not (tmp_path / LEDGER_NAME).exists()
 
 
@@ -268,6 +292,7 @@ def test_misuse_is_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     (tmp_path / "file").write_text("short")
+    (tmp_path / LEDGER_NAME).touch()
     assert main(["fsck", *(argument.format(tmp_path) for argument in arguments)]) == 2
     printed = capsys.readouterr()
     assert not printed.out

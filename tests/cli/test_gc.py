@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.backends.file.claim import claim_path
 from kvxfer.backends.file.folder import temporary_name
 from kvxfer.backends.file.ledger import LEDGER_NAME, Ledger
 from kvxfer.cli import main
@@ -179,11 +180,59 @@ async def test_an_engine_goes_on_when_everything_was_removed(store: Store) -> No
     assert await asyncio.to_thread(main, ["fsck", str(store.root)]) == 0
 
 
-def test_a_folder_that_holds_no_store_stays_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     (tmp_path / "file.tmp").write_text("mine")
-    assert main(["gc", str(tmp_path), "--max-age", "0s", "--capacity", "1B"]) == 0
+    bounds = ["--max-age", "0s", "--capacity", "1B"]
+    assert main(["gc", str(tmp_path), *bounds, *arguments]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith(f"kvxfer gc: path is '{tmp_path}'; expected the root of a store")
     assert [path.name for path in tmp_path.iterdir()] == ["file.tmp"]
     assert not (tmp_path / LEDGER_NAME).exists()
+
+
+def everything(store: Store) -> dict[Path, bytes | None]:
+    found = store.root.rglob("*")
+    return {path: path.read_bytes() if path.is_file() else None for path in found}
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        [],
+        ["--max-age", "3d"],
+        ["--capacity", str(4 * FILE_BYTES + 1)],
+        ["--max-age", "5d", "--capacity", str(3 * FILE_BYTES)],
+        ["--max-age", "0s"],
+        ["--capacity", "1B"],
+    ],
+)
+def test_a_dry_run_removes_nothing_and_says_what_would_go(
+    store: Store, capsys: pytest.CaptureFixture[str], bounds: list[str]
+) -> None:
+    first, second = store.fill(), store.fill(model="another", num_blocks=2)
+    emptied = store.fill(model="emptied", num_blocks=1)
+    age(store, first)
+    store.path(emptied, store.keys[0]).unlink()
+    (store.root / second.fingerprint / "notes.txt").write_text("mine")
+    corrupt = store.path(first, store.keys[0])
+    os.truncate(corrupt, 9000)
+    main(["fsck", str(store.root), "--repair"])
+    (corrupt.parent / temporary_name("01" * 8, 0)).write_bytes(b"half a block")
+    claim_path(store.root, "01" * 8).write_bytes(b"of a process that died")
+    capsys.readouterr()
+    before = everything(store)
+    assert main(["gc", str(store.root), *bounds, "--dry-run"]) == 0
+    assert everything(store) == before
+    would = capsys.readouterr().out
+    assert main(["gc", str(store.root), *bounds]) == 0
+    assert capsys.readouterr().out == would.replace("would be removed:", "removed:").replace(
+        "would be freed", "freed"
+    ).replace("would be left", "left")
+    assert "would be removed: 1 temporary, 1 in quarantine," in would
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.file.ledger import LEDGER_NAME
 from kvxfer.cli import main
 from tests.cli.stores import FILE_BYTES, NUM_BLOCKS, Store
 
@@ -68,11 +69,33 @@ def test_a_model_cannot_give_orders_to_the_terminal(
     assert "  \\x1b[2Jmodel\\nother  " in capsys.readouterr().out
 
 
-def test_an_empty_folder_has_a_total_of_nothing(
+def test_a_store_without_blocks_has_a_total_of_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / LEDGER_NAME).touch()
     assert main(["ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["total:", "0", "0", "0", "B"]
+
+
+@pytest.mark.parametrize("names", [[], ["notes.txt"], ["d41d8cd98f00b204e9800998ecf8427e/a.txt"]])
+def test_a_folder_that_holds_no_store_is_misuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str]
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    for arguments in ([], ["--json"]):
+        assert main(["ls", str(tmp_path), *arguments]) == 2
+        printed = capsys.readouterr()
+        assert not printed.out
+        assert printed.err.startswith(f"kvxfer ls: path is '{tmp_path}'; expected the root of a st")
+
+
+def test_a_store_is_known_by_its_blocks_alone(store: Store) -> None:
+    namespace = store.fill(num_blocks=1)
+    (store.root / LEDGER_NAME).unlink()
+    (store.root / namespace.fingerprint / "namespace.json").unlink()
+    assert main(["ls", str(store.root)]) == 0
 
 
 def test_no_such_folder_is_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,230 @@
+"""Which kinds of blocks a namespace's folder may hold, and whose secret sealed them."""
+
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Sequence
+
+import xxhash
+
+from kvxfer.backends.file.check import read_header
+from kvxfer.backends.file.digest import Digester
+from kvxfer.backends.file.folder import BlockFolder
+from kvxfer.backends.file.header import BlockFileError, BlockHeader, OtherIntegrityError
+from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.keys import BlockKey
+
+RECORDS = {kind: f"integrity.{kind.value}" for kind in Integrity}
+"""Files beside the blocks: where there is one, blocks of that kind may be there."""
+
+NUM_SAMPLES = 64
+"""Blocks that are looked at where there is no record."""
+
+OTHER_SECRET = Outcome(
+    Status.FAILED, reason="secret_file: the blocks in the folder are sealed with another secret"
+)
+
+logger = logging.getLogger(__name__)
+
+
+def other_integrity(said: Integrity, ours: Integrity) -> Outcome:
+    """What becomes of a block that was stored with another integrity than ours."""
+    return Outcome(Status.FAILED, reason=str(OtherIntegrityError(said, ours)))
+
+
+class IntegrityRecord:
+    """What the processes that share a namespace's folder tell each other about its blocks.
+
+    Each notes its kind in a file. That of keyed blocks holds a proof of the secret, from which
+    nobody learns it. So a block that this process cannot read is neither offered by a lookup nor
+    taken for stored, and one whose seal fails is corrupt only if the secret is the right one.
+    Thread-safe; every method blocks.
+
+    Args:
+        folder: Folder of the namespace.
+        digester: Makes the seals of this process.
+        tree: The store.
+        ledger: Its lock is held while a record is made.
+    """
+
+    def __init__(
+        self, folder: BlockFolder, digester: Digester, tree: BlockTree, ledger: Ledger
+    ) -> None:
+        self._folder = folder
+        self._digester = digester
+        self._tree = tree
+        self._ledger = ledger
+        self._kind = digester.integrity
+        self._unreadable = (
+            () if self._kind is Integrity.OFF else tuple(set(Integrity) - {self._kind})
+        )
+        self._text = _make_record(folder, digester)
+
+    def open(self) -> None:
+        """Note our kind, and say when there may be blocks of others.
+
+        Raises:
+            InvalidArgumentError: The blocks are sealed with another secret.
+            OSError: The record cannot be made.
+        """
+        self._settle()
+        others = self._others()
+        if others:
+            logger.warning(
+                "%s holds blocks of integrity=%s, which integrity=%s does not read: they are "
+                "misses, and are not stored again until they are evicted or removed",
+                self._folder.root / self._folder.fingerprint,
+                ", ".join(sorted(kind.value for kind in others)),
+                self._kind.value,
+            )
+
+    def is_ours(self) -> bool:
+        """Whether blocks of our kind are sealed as we seal; notes our kind where it is not."""
+        try:
+            self._settle()
+        except InvalidArgumentError:
+            return False
+        except OSError:  # without a record nobody can tell
+            return self._kind is not Integrity.KEYED
+        return True
+
+    def note(self, kind: Integrity) -> None:
+        """Note that there is a block of another kind.
+
+        Raises:
+            OSError: It cannot be written down.
+        """
+        if not self._has(kind):
+            self._folder.put_text(RECORDS[kind], f"{kind.value}\n")
+
+    def unreadable(
+        self, keys: Sequence[BlockKey], sizes: Sequence[int | None]
+    ) -> dict[int, Outcome]:
+        """Find the blocks that are there and that this process cannot read.
+
+        Args:
+            keys: Keys of the blocks.
+            sizes: Bytes of their files, None where there is none.
+
+        Returns:
+            Why not, by their place among the keys.
+        """
+        there = [index for index, size in enumerate(sizes) if size is not None]
+        if not there:
+            return {}
+        if self._is_others():
+            return dict.fromkeys(there, OTHER_SECRET)
+        found: dict[int, Outcome] = {}
+        if self._others():
+            for index in there:
+                said = _kind_in(_read_head(self._folder, keys[index]))
+                if said in self._unreadable:
+                    found[index] = other_integrity(said, self._kind)
+        return found
+
+    def _settle(self) -> None:
+        if self._read(self._kind) == self._text:
+            return
+        with self._ledger.locked():
+            found = self._tree.blocks(self._folder.fingerprint)
+            blocks = list(itertools.islice(found, NUM_SAMPLES))
+            if self._kind is Integrity.KEYED:
+                require_secret(self._folder, self._digester, blocks)
+            if not any(map(self._has, Integrity)):  # made by an earlier version
+                heads = (_read_head(self._folder, block.key, block.folder) for block in blocks)
+                for kind in {_kind_in(head) for head in heads} - {None, self._kind}:
+                    if kind:
+                        self.note(kind)
+            self._folder.put_text(RECORDS[self._kind], self._text)
+
+    def _is_others(self) -> bool:
+        """Whether the record is that of another secret."""
+        said = _proof_in(self._read(self._kind)) if self._kind is Integrity.KEYED else ""
+        return said not in ("", _proof_in(self._text))
+
+    def _others(self) -> list[Integrity]:
+        return [kind for kind in self._unreadable if self._has(kind)]
+
+    def _has(self, kind: Integrity) -> bool:
+        return self._folder.has_text(RECORDS[kind])
+
+    def _read(self, kind: Integrity) -> str | None:
+        return _read_record(self._folder, kind)
+
+
+def require_secret(folder: BlockFolder, digester: Digester, blocks: Iterable[FoundBlock]) -> None:
+    """Check that the keyed blocks of a folder are sealed with the secret of a digester.
+
+    The record says so; where there is none, or it says otherwise, some blocks do.
+
+    Args:
+        folder: The folder.
+        digester: Makes seals with the secret.
+        blocks: Blocks of the folder, of which the leading `NUM_SAMPLES` are looked at.
+
+    Raises:
+        InvalidArgumentError: They are sealed with another one.
+    """
+    said = _proof_in(_read_record(folder, Integrity.KEYED))
+    if said == _proof_in(_make_record(folder, digester)):
+        return
+    some = [block for block in itertools.islice(blocks, NUM_SAMPLES) if not block.quarantined]
+    heads = [_read_head(folder, block.key, block.folder) for block in some]
+    verdicts = [_holds(head, digester) for head in heads if _kind_in(head) is Integrity.KEYED]
+    if not any(verdicts) and (said or verdicts):
+        where = folder.root / folder.fingerprint
+        wanted = f"the one that blocks in {where} are sealed with; to give them up, remove it"
+        raise InvalidArgumentError("secret_file", "another secret", wanted)
+
+
+def _read_head(folder: BlockFolder, key: BlockKey, found_in: str = "") -> bytes:
+    """The header of a block file; empty when there is none."""
+    try:
+        fd = folder.open_found(key, found_in or key.hex()[:2])
+    except OSError:
+        return b""
+    try:
+        return read_header(fd)[0]
+    except (BlockFileError, OSError):
+        return b""
+    finally:
+        os.close(fd)
+
+
+def _kind_in(head: bytes) -> Integrity | None:
+    try:
+        return BlockHeader.decode(head).integrity
+    except BlockFileError:
+        return None
+
+
+def _holds(head: bytes, digester: Digester) -> bool:
+    try:
+        BlockHeader.verify(head, digester)
+    except BlockFileError:
+        return False
+    return True
+
+
+def _make_record(folder: BlockFolder, digester: Digester) -> str:
+    if digester.integrity is not Integrity.KEYED:
+        return f"{digester.integrity.value}\n"
+    proof = digester.seal(f"secret of {folder.fingerprint}".encode())
+    return f"{proof} {xxhash.xxh3_64_hexdigest(proof.encode())}\n"
+
+
+def _proof_in(record: str | None) -> str:
+    """The proof in a record, empty when it is missing or damaged."""
+    proof, _, checksum = (record or "").removesuffix("\n").partition(" ")
+    return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
+
+
+def _read_record(folder: BlockFolder, kind: Integrity) -> str | None:
+    try:
+        return folder.read_text(RECORDS[kind])
+    except OSError:
+        return None

@@ -1,0 +1,288 @@
+"""Blocks of another integrity or secret are not loaded, and stay what they are to their owners."""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
+from kvxfer.cli import main
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from tests.backends.file_store import (
+    flip_bit,
+    hashed_keys,
+    load_verified,
+    open_store,
+    path_of,
+    quarantine_of,
+    store,
+)
+
+NUM_KEYS = 20
+SOURCE, TARGET = range(NUM_KEYS), range(NUM_KEYS, 2 * NUM_KEYS)
+MEMORY = BlockMemory([[512]], num_blocks=2 * NUM_KEYS)
+NAMESPACE = MEMORY.namespace()
+KEYS = hashed_keys(NUM_KEYS)
+KINDS = ["off", "fast", "keyed"]
+
+
+def secret_of(root: Path, name: str) -> Path:
+    """A file with a secret, beside the store."""
+    secret = root.with_name(name)
+    secret.write_bytes(name.encode().ljust(32))
+    return secret
+
+
+def open_keyed(root: Path, name: str, memory: BlockMemory = MEMORY) -> FileBackend:
+    secret = str(secret_of(root, name))
+    return open_store(root, memory.namespace(), integrity=Integrity.KEYED, secret_file=secret)
+
+
+def open_kind(root: Path, kind: str) -> FileBackend:
+    if kind == "keyed":
+        return open_keyed(root, "ours")
+    return open_store(root, NAMESPACE, integrity=Integrity(kind))
+
+
+async def fill(backend: FileBackend, keys: Sequence[BlockKey] = KEYS) -> None:
+    outcomes = await store(backend, keys, MEMORY.describe(0, range(len(keys))))
+    assert all(outcome.done for outcome in outcomes), outcomes
+
+
+async def load(backend: FileBackend, keys: Sequence[BlockKey] = KEYS) -> list[Status]:
+    return await load_verified(backend, keys, MEMORY.describe(0, TARGET[: len(keys)]))
+
+
+def files(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*.safetensors")}
+
+
+def num_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def forget_integrity(root: Path) -> None:
+    """Make it a store of an earlier version."""
+    for path in (root / NAMESPACE.fingerprint).glob("integrity.*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("fast", "keyed"), ("keyed", "fast"), ("off", "fast"), ("off", "keyed")]
+)
+async def test_blocks_of_another_integrity_are_failed_and_stay(
+    tmp_path: Path, theirs: str, ours: str, *, is_recorded: bool
+) -> None:
+    root = tmp_path / "store"
+    async with open_kind(root, theirs) as backend:
+        await fill(backend)
+    if not is_recorded:
+        forget_integrity(root)
+    before = files(root)
+    async with open_kind(root, ours) as backend:
+        outcomes = await backend.load(KEYS, MEMORY.describe(0, TARGET))
+        assert {outcome.status for outcome in outcomes} == {Status.FAILED}
+        assert {outcome.reason for outcome in outcomes} == {
+            f"integrity is {theirs!r}; expected {ours!r}"
+        }
+        assert backend.num_corrupt == 0
+        assert not any(await backend.lookup(KEYS))
+        for _ in range(2):  # the disk is well: other stores go on
+            outcomes = await backend.store(KEYS, MEMORY.describe(0, SOURCE))
+            assert {outcome.status for outcome in outcomes} == {Status.FAILED}
+            assert all(repr(theirs) in outcome.reason for outcome in outcomes)
+        (new,) = hashed_keys(1, first=99)
+        await fill(backend, [new])
+        assert await load(backend, [new]) == [Status.DONE]
+        assert await backend.lookup([new, *KEYS]) == [True] + [False] * NUM_KEYS
+        await backend.delete([new])
+    assert files(root) == before
+    async with open_kind(root, theirs) as backend:
+        assert await load(backend) == [Status.DONE] * NUM_KEYS
+
+
+async def test_an_engine_that_runs_notices_one_of_another_integrity(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    async with open_kind(root, "fast") as ours, open_kind(root, "keyed") as theirs:
+        await fill(theirs, KEYS[:1])
+        await fill(ours, KEYS[1:2])
+        assert await ours.lookup(KEYS[:2]) == [False, True]
+        assert await theirs.lookup(KEYS[:2]) == [True, False]
+        assert await load(ours, KEYS[:2]) == [Status.FAILED, Status.DONE]
+        assert await load(theirs, KEYS[:2]) == [Status.DONE, Status.FAILED]
+
+
+async def test_blocks_of_another_integrity_are_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "store"
+    async with open_kind(root, "fast") as backend:
+        await fill(backend, KEYS[:1])
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        async with open_kind(root, "fast"), open_kind(root, "off"):
+            assert not caplog.records
+        async with open_kind(root, "keyed"):
+            pass
+    (record,) = caplog.records
+    assert NAMESPACE.fingerprint in record.getMessage()
+    assert "fast" in record.getMessage()
+
+
+async def test_a_damaged_block_of_any_integrity_is_corrupt_to_its_owner(tmp_path: Path) -> None:
+    for kind in KINDS:
+        root = tmp_path / kind / "store"
+        root.parent.mkdir()
+        async with open_kind(root, kind) as backend:
+            await fill(backend, KEYS[:1])
+            flip_bit(path_of(root, NAMESPACE, KEYS[0]), 8 * 30)
+            assert await load(backend, KEYS[:1]) == [Status.CORRUPT]
+            assert quarantine_of(root, NAMESPACE, KEYS[0]).exists()
+
+
+async def test_a_header_whose_seal_is_open_to_all_is_corrupt_when_it_fails(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    async with open_kind(root, "fast") as backend:
+        await fill(backend, KEYS[:1])
+    path = path_of(root, NAMESPACE, KEYS[0])
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"start":"0"', b'"start":"1"'))
+    async with open_kind(root, "keyed") as backend:
+        assert await load(backend, KEYS[:1]) == [Status.CORRUPT]
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_another_secret_is_refused_and_every_block_stays(
+    tmp_path: Path, *, is_recorded: bool
+) -> None:
+    root = tmp_path / "store"
+    async with open_keyed(root, "ours") as backend:
+        await fill(backend)
+    if not is_recorded:
+        forget_integrity(root)
+    before = files(root)
+    before_opening = num_open()
+    with pytest.raises(InvalidArgumentError, match="secret_file") as raised:
+        open_keyed(root, "theirs")
+    assert NAMESPACE.fingerprint in str(raised.value)
+    assert num_open() == before_opening
+    command = ["fsck", str(root), "--repair", "--secret-file", str(secret_of(root, "theirs"))]
+    assert await asyncio.to_thread(main, command) == 2
+    assert files(root) == before
+    async with open_keyed(root, "ours") as backend:
+        assert await load(backend) == [Status.DONE] * NUM_KEYS
+    assert await asyncio.to_thread(main, [*command[:-1], str(secret_of(root, "ours"))]) == 0
+
+
+async def test_a_damaged_record_is_made_anew_by_who_has_the_secret(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    record = root / NAMESPACE.fingerprint / "integrity.keyed"
+    async with open_keyed(root, "ours") as backend:
+        await fill(backend)
+    whole = record.read_bytes()
+    for damage in (b"", b"noise", bytes([whole[0] ^ 1]) + whole[1:], whole[:-5]):
+        record.write_bytes(damage)
+        with pytest.raises(InvalidArgumentError, match="secret_file"):
+            open_keyed(root, "theirs")
+        async with open_keyed(root, "ours") as backend:
+            assert await load(backend) == [Status.DONE] * NUM_KEYS
+        assert record.read_bytes() == whole
+
+
+async def test_a_forged_record_does_not_keep_the_owner_out(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "store", tmp_path / "other" / "store"
+    theirs.parent.mkdir()
+    async with open_keyed(ours, "ours") as backend, open_keyed(theirs, "theirs"):
+        await fill(backend)
+    record = Path(NAMESPACE.fingerprint, "integrity.keyed")
+    shutil.copy(theirs / record, ours / record)
+    async with open_keyed(ours, "ours") as backend:
+        assert await load(backend) == [Status.DONE] * NUM_KEYS
+
+
+async def test_one_corrupt_block_does_not_keep_the_owner_of_an_old_store_out(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "store"
+    async with open_keyed(root, "ours") as backend:
+        await fill(backend)
+    forget_integrity(root)
+    path = path_of(root, NAMESPACE, KEYS[3])
+    path.write_bytes(path.read_bytes().replace(b'"start":"0"', b'"start":"1"'))
+    async with open_keyed(root, "ours") as backend:
+        statuses = [Status.DONE] * NUM_KEYS
+        statuses[3] = Status.CORRUPT
+        assert await load(backend) == statuses
+
+
+async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that_run_notice(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "store"
+    async with open_keyed(root, "ours") as ours:
+        await fill(ours)
+        shutil.rmtree(root)
+        async with open_keyed(root, "theirs") as theirs:
+            await fill(theirs, KEYS[:3])
+            before = files(root)
+            assert not any(await ours.lookup(KEYS))
+            assert await load(ours, KEYS[:3]) == [Status.FAILED] * 3
+            outcomes = await ours.store(KEYS, MEMORY.describe(0, SOURCE))
+            assert {outcome.status for outcome in outcomes} == {Status.FAILED}
+            assert all("secret_file" in outcome.reason for outcome in outcomes)
+            assert files(root) == before
+            assert await load(theirs, KEYS[:3]) == [Status.DONE] * 3
+
+
+async def test_the_secret_is_proven_again_in_a_folder_that_is_made_anew(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    async with open_keyed(root, "ours") as backend:
+        shutil.rmtree(root)
+        await fill(backend)
+        assert await load(backend) == [Status.DONE] * NUM_KEYS
+        with pytest.raises(InvalidArgumentError, match="secret_file"):
+            open_keyed(root, "theirs")
+        forget_integrity(root)
+        await backend.delete(KEYS[:1])
+        await fill(backend, KEYS[:1])
+        assert (root / NAMESPACE.fingerprint / "integrity.keyed").exists()
+
+
+async def test_with_a_secret_a_bit_flip_that_was_sealed_again_is_found(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(1)
+    root = tmp_path / "store"
+    path = path_of(root, memory.namespace(), keys[0])
+    async with open_keyed(root, "ours", memory) as backend:
+        await store(backend, keys, memory.describe(0, [0]))
+        flip_bit(path, 8 * 4100)
+        data = path.read_bytes()
+        forger = Digester(Integrity.KEYED, b"a guess".ljust(32))
+        old = BlockHeader.decode(data[:4096])
+        forged = BlockHeader(
+            namespace=old.namespace,
+            key=old.key,
+            start=old.start,
+            tensors=old.tensors,
+            integrity=old.integrity,
+            checksum=forger.checksum([memoryview(data[4096:])]),
+        )
+        path.write_bytes(forged.encode(forger) + data[4096:])
+        assert await load_verified(backend, keys, memory.describe(0, [1])) == [Status.CORRUPT]
+
+
+async def test_without_integrity_blocks_of_any_kind_are_loaded(tmp_path: Path) -> None:
+    memory, keys = BlockMemory([[512]], num_blocks=8), hashed_keys(2)
+    root = tmp_path / "store"
+    async with open_store(root, memory.namespace()) as backend:
+        await store(backend, keys[:1], memory.describe(0, [0]))
+    async with open_keyed(root, "ours", memory) as backend:
+        await store(backend, keys[1:], memory.describe(0, [0]))
+    async with open_store(root, memory.namespace(), integrity=Integrity.OFF) as backend:
+        loaded = await load_verified(backend, keys, memory.describe(0, [1, 2]))
+        assert loaded == [Status.DONE] * 2

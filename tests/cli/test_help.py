@@ -1,0 +1,72 @@
+"""What `--help` says, and how little it takes; the names of the package are there all the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from kvxfer.backends.nixl.config import Transport
+from kvxfer.cli.serve import TRANSPORTS
+from kvxfer.connect import connect
+
+COMMANDS = ["bench", "fsck", "gc", "inspect", "ls", "serve"]
+
+SHOW_HELP = """
+import sys
+from kvxfer.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as exc:
+    assert exc.code == 0
+assert "torch" not in sys.modules, "torch was imported"
+"""
+
+USE_NAMES = """
+import sys
+import kvxfer
+assert "torch" not in sys.modules
+from kvxfer.connect import open_backend
+assert kvxfer.connect.__name__ == "connect" and callable(kvxfer.connect)
+import kvxfer.public
+assert len(kvxfer.__all__) == len(kvxfer.public.__all__)
+assert all(getattr(kvxfer, name) is getattr(kvxfer.public, name) for name in kvxfer.__all__)
+assert {"canonicalize", "connect", "errors"} <= set(dir(kvxfer))
+assert not hasattr(kvxfer, "nothing") and not hasattr(kvxfer, "__wrapped__")
+from kvxfer import *
+assert canonicalize is kvxfer.canonicalize
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])
+def test_help_needs_no_torch_and_says_what_exit_statuses_mean(command: list[str]) -> None:
+    said = run(SHOW_HELP, *command, "--help")
+    assert "exit status:" in said
+    assert "2 when" in said
+
+
+def test_public_names_are_there_when_they_are_asked_for() -> None:
+    run(USE_NAMES)
+
+
+def test_the_front_door_is_a_function() -> None:
+    import kvxfer
+
+    assert kvxfer.connect is connect
+
+
+def test_the_transports_that_can_be_named_are_those_that_there_are() -> None:
+    assert get_args(Transport) == TRANSPORTS
