@@ -56,11 +56,9 @@ class TieredBackend(Backend):
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
-        require_instances("tiers", tiers, Backend)
+        require_instances("tiers", tiers, Backend, at_least_one=True)
         require_instance("namespace", namespace, Namespace)
         staging_bytes = require_positive("staging_bytes", staging_bytes)
-        if not len(tiers):
-            raise InvalidArgumentError("tiers", tiers, "at least one backend")
         if not namespace.groups:
             raise InvalidArgumentError("namespace.groups", (), "at least one group")
         self.memory_kinds = frozenset.intersection(*(tier.memory_kinds for tier in tiers))
