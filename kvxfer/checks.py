@@ -153,13 +153,16 @@ def require_sequence(name: str, value: Any, expected: str = "a sequence") -> Non
         raise InvalidArgumentError(name, value, expected)
 
 
-def require_instances(name: str, values: Any, kind: type) -> None:
+def require_instances(name: str, values: Any, kind: type, *, at_least_one: bool = False) -> None:
     """Check the type of every element of a sequence.
 
     Raises:
-        InvalidArgumentError: `values` is not a sequence, or an element is not a `kind`.
+        InvalidArgumentError: `values` is not a sequence, or an element is not a `kind`; or there
+            is none where there must be `at_least_one`.
     """
     require_sequence(name, values, f"a sequence, each element {_one(kind)}")
+    if at_least_one and not len(values):
+        raise InvalidArgumentError(name, values, f"at least one {kind.__name__}")
     for index, value in enumerate(values):
         require_instance(f"{name}[{index}]", value, kind)
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import kvxfer
+from kvxfer import public
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.job import Direction
@@ -258,7 +259,7 @@ def public_callables() -> dict[str, Callable[..., Any]]:
     Not errors and enums, which the library makes itself; not what others are to implement.
     """
     found: dict[str, Callable[..., Any]] = {}
-    for name in kvxfer.__all__:
+    for name in public.__all__:
         value = getattr(kvxfer, name)
         if inspect.isfunction(value):
             found[name] = value

@@ -52,24 +52,9 @@ OF_THE_RIGHT_KIND = {
 """What some arguments may be, and still fits no other one: an error may name that one instead."""
 
 
-OF_THE_ENGINE = {
-    ("TransferEngine", "backend"),
-    ("TransferEngine", "max_bytes_in_flight"),
-    ("TransferEngine.cancel", "job_id"),
-    ("TransferEngine.load", "timeout_s"),
-    ("TransferEngine.store", "timeout_s"),
-    ("TransferEngine.submit_load", "timeout_s"),
-    ("TransferEngine.submit_store", "timeout_s"),
-    ("TransferEngine.wait", "job_ids"),
-    ("connect", "max_bytes_in_flight"),
-}
-"""What the engine does not check yet; a pair that it does check fails as long as it is here."""
-
-
 def pairs() -> list[Any]:
-    unchecked = pytest.mark.xfail(reason="the engine does not check it yet", strict=True)
     return [
-        pytest.param(name, argument, marks=[unchecked] if (name, argument) in OF_THE_ENGINE else [])
+        (name, argument)
         for name, function in public_callables().items()
         for argument in inspect.signature(function).parameters
         if argument not in {"self", "cls"}

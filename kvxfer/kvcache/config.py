@@ -64,7 +64,7 @@ class KVCacheConfig:
     null_block_id: int | None = None
 
     def __post_init__(self) -> None:
-        require_instances("groups", self.groups, KVCacheGroup)
+        require_instances("groups", self.groups, KVCacheGroup, at_least_one=True)
         object.__setattr__(self, "groups", tuple(self.groups))
         require_sequence("shared_tensors", self.shared_tensors, "names of layers for each tensor")
         shared_tensors = tuple(
@@ -82,8 +82,6 @@ class KVCacheConfig:
             for index, size in enumerate(self.shared_tensor_sizes_bytes)
         )
         object.__setattr__(self, "shared_tensor_sizes_bytes", sizes)
-        if not self.groups:
-            raise InvalidArgumentError("groups", self.groups, "at least one KVCacheGroup")
         names = self.layer_names
         if (twice := find_repeated(names)) is not None:
             raise InvalidArgumentError("groups", twice, "each layer in one group only")

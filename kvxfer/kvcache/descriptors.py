@@ -15,8 +15,9 @@ from kvxfer.checks import (
     require_integers,
 )
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
-from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
-from kvxfer.kvcache.fragments import Addresses, cut_runs, join, touch
+from kvxfer.kvcache.block_template import BlockTemplate
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.fragments import Addresses, cut_runs
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.kvcache.page_template import PageTemplate
@@ -179,9 +180,7 @@ class Descriptors:
             InvalidArgumentError: The batches are on different devices, wait for different things,
                 or there is none.
         """
-        require_instances("batches", batches, Descriptors)
-        if not len(batches):
-            raise InvalidArgumentError("batches", batches, "at least one")
+        require_instances("batches", batches, Descriptors, at_least_one=True)
         if len(batches) == 1:
             return batches[0]
         places = {(batch.device, batch.after) for batch in batches}
@@ -234,7 +233,7 @@ class BlockDescriber:
             raise InvalidArgumentError("mappings", len(mappings), expected)
         self.caches = caches
         self.overlaid_groups = _overlaid_groups(caches)
-        self._groups = tuple(_BlockTemplate(caches, refs) for refs in caches.group_data_refs)
+        self._groups = tuple(BlockTemplate(caches, refs) for refs in caches.group_data_refs)
         most = INT64_MAX // max(each.block_size_bytes for each in self._groups)
         self.blocks_per_chunk = require_integer(
             "blocks_per_chunk",
@@ -335,7 +334,7 @@ class BlockDescriber:
             owners=(self.caches,),
         )
 
-    def _group(self, group: int) -> "_BlockTemplate":
+    def _group(self, group: int) -> BlockTemplate:
         index = require_integer("group", group, minimum=-INT64_MAX)
         if not 0 <= index < len(self._groups):
             raise UnknownGroupError(index, len(self._groups))
@@ -353,60 +352,6 @@ def describe(
     """Describe blocks once; see `BlockDescriber.describe`, which to keep for repeated use."""
     describer = BlockDescriber(caches, blocks_per_chunk=blocks_per_chunk)
     return describer.describe(group, block_ids, first_block_index=first_block_index)
-
-
-class _BlockTemplate:
-    """Where block 0 of one group is, and how far apart blocks are, per merged segment."""
-
-    def __init__(self, caches: CanonicalKVCaches, refs: Sequence[CanonicalKVCacheRef]) -> None:
-        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
-        if not tensors:
-            raise InvalidArgumentError("group_data_refs", (), "at least one ref per group")
-        devices = {tensor.device for tensor in tensors}
-        if len(devices) != 1:
-            raise InvalidArgumentError("tensors", devices, "tensors of one device in a group")
-        (self.device,) = devices
-        self.num_blocks = min(int(tensor.shape[0]) for tensor in tensors)
-        bases = np.array([tensor.data_ptr() for tensor in tensors], np.uint64)
-        strides = np.array([tensor.stride(0) for tensor in tensors], np.uint64)
-        lengths = np.array([ref.page_size_bytes for ref in refs], np.uint64)
-        touching = touch(bases, lengths) & (strides[1:] == strides[:-1])
-        self._bases, self._strides, self._lengths = join(touching, bases, strides, lengths)
-        self._tiled_lengths = self._lengths
-        self.block_size_bytes = int(self._lengths.sum())
-        end = self._bases[-1] + self._lengths[-1], self._strides[-1]
-        self._blocks_touch = end == (self._bases[0] + self._strides[0], self._strides[0])
-
-    def expand(
-        self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]
-    ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
-        """Addresses, lengths, and the first descriptor of each chunk of blocks."""
-        num_segments = len(self._bases)
-        blocks = ids.astype(np.uint64)
-        addresses = np.empty((len(ids), num_segments), np.uint64)
-        if (self._strides == self._strides[0]).all():
-            np.add((blocks * self._strides[0])[:, None], self._bases, out=addresses)
-        else:
-            np.multiply(blocks[:, None], self._strides, out=addresses)
-            addresses += self._bases
-        firsts = chunk_starts * num_segments
-        lengths = self._repeat_lengths(len(ids))
-        if not self._blocks_touch or len(chunk_starts) - 1 == len(ids):
-            return addresses.reshape(-1), lengths, firsts
-        begins = np.ones(addresses.shape, bool)
-        np.not_equal(ids[1:], ids[:-1] + 1, out=begins[1:, 0])
-        begins[chunk_starts[:-1], 0] = True
-        kept = np.flatnonzero(begins)
-        merged = np.add.reduceat(lengths, kept)
-        return addresses.reshape(-1)[kept], merged, np.searchsorted(kept, firsts)
-
-    def _repeat_lengths(self, num_blocks: int) -> Addresses:
-        needed = num_blocks * len(self._lengths)
-        if len(self._tiled_lengths) < needed:
-            tiled = np.tile(self._lengths, num_blocks)
-            tiled.flags.writeable = False
-            self._tiled_lengths = tiled
-        return self._tiled_lengths[:needed]
 
 
 def _overlaid_groups(caches: CanonicalKVCaches) -> tuple[frozenset[int], ...]:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.checks import require_instances, require_integer
-from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.errors import PageMappingError
 from kvxfer.kvcache.fragments import join, touch
 from kvxfer.kvcache.layout import same_bytes
 from kvxfer.kvcache.page_box import PageBox
@@ -239,9 +239,7 @@ def verify_mappings(mappings: Sequence[PageMapping]) -> None:
             their blocks into different pages.
         InvalidArgumentError: There is no mapping, which would prove nothing.
     """
-    require_instances("mappings", mappings, PageMapping)
-    if not len(mappings):
-        raise InvalidArgumentError("mappings", mappings, "those of all workers, at least one")
+    require_instances("mappings", mappings, PageMapping, at_least_one=True)
     of_page: dict[PortablePage, list[PageMapping]] = {}
     for mapping in mappings:
         _require_disjoint(mapping)

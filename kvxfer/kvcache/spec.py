@@ -84,7 +84,7 @@ class KVCacheSpec(ABC):
             InvalidArgumentError: There is no spec.
             SpecMergeError: The specs differ; names the field and the values.
         """
-        _require_specs(specs, KVCacheSpec)
+        require_instances("specs", specs, KVCacheSpec, at_least_one=True)
         if len({type(spec) for spec in specs}) > 1:
             raise SpecMergeError("type", [type(spec).__name__ for spec in specs])
         return specs[0].merge_alike(specs)
@@ -95,7 +95,7 @@ class KVCacheSpec(ABC):
         Raises:
             SpecMergeError: The specs differ; names the field and the values.
         """
-        _require_specs(specs, type(self))
+        require_instances("specs", specs, type(self), at_least_one=True)
         for name in (f.name for f in fields(self)):
             values = [getattr(spec, name) for spec in specs]
             if any(value != values[0] for value in values):
@@ -204,7 +204,7 @@ class FullAttentionSpec(AttentionSpec):
         Raises:
             SpecMergeError: The specs differ; names the field and the values.
         """
-        _require_specs(specs, FullAttentionSpec)
+        require_instances("specs", specs, FullAttentionSpec, at_least_one=True)
         window = _one_window("sliding_window", specs)
         chunk = _one_window("attention_chunk_tokens", specs)
         if window is not None and chunk is not None:
@@ -389,12 +389,6 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         if require_text("layer_name", layer_name) not in self.layer_specs:
             raise InvalidArgumentError("layer_name", layer_name, f"one of {list(self.layer_specs)}")
         return self.layer_specs[layer_name]
-
-
-def _require_specs(specs: Sequence[KVCacheSpec], kind: type) -> None:
-    require_instances("specs", specs, kind)
-    if not len(specs):
-        raise InvalidArgumentError("specs", specs, "at least one spec")
 
 
 def _one_window(name: str, specs: Sequence[KVCacheSpec]) -> int | None:

@@ -108,7 +108,7 @@ class WorkerShard:
         Raises:
             InvalidArgumentError: There is no box.
         """
-        _require_some(boxes)
+        require_instances("boxes", boxes, PageBox, at_least_one=True)
         if _is_state(boxes[0]):
             return boxes[0].extent("head") * self.tp_size
         return self.num_kv_heads
@@ -121,7 +121,7 @@ class WorkerShard:
             InvalidArgumentError: There is no box, or tokens are divided among more workers than
                 hold the same heads.
         """
-        _require_some(boxes)
+        require_instances("boxes", boxes, PageBox, at_least_one=True)
         found = {self._num_copies(box) for box in boxes}
         if len(found) > 1:
             raise PageMappingError("head", f"kept by {sorted(found)} workers", "one number")
@@ -145,12 +145,6 @@ class WorkerShard:
         if _is_state(box) or box.part.startswith(OPAQUE):
             return 1
         return max(1, self.tp_size // self.num_kv_heads) if "head" in box.axes else self.tp_size
-
-
-def _require_some(boxes: Sequence[PageBox]) -> None:
-    require_instances("boxes", boxes, PageBox)
-    if not len(boxes):
-        raise InvalidArgumentError("boxes", boxes, "at least one")
 
 
 def _is_state(box: PageBox) -> bool:

@@ -111,11 +111,11 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         wanted = f"at most {MAX_AXES} axes, at least 1 along each"
         if len(self.shape) > MAX_AXES:
             raise InvalidArgumentError("shape", self.shape, wanted)
-        shape = (
-            require_integer(f"shape[{axis}]", length, minimum=1, expected=wanted)
-            for axis, length in enumerate(self.shape)
-        )
-        _set(self, "shape", tuple(shape))
+        try:
+            shape = tuple(require_positive("shape", length) for length in self.shape)
+        except InvalidArgumentError as exc:
+            raise InvalidArgumentError("shape", self.shape, wanted) from exc
+        _set(self, "shape", shape)
 
     @property
     def num_bytes(self) -> int:

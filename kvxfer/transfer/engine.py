@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from kvxfer.checks import require_instance, require_positive, require_timeout
+from kvxfer.checks import require_instance, require_integer, require_positive, require_timeout
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import BlockDescriber
@@ -245,7 +245,8 @@ class TransferEngine:
         """
         self._door.require_same_process()
         timeout_s = require_timeout("timeout_s", timeout_s)
-        found = (self._submitted.get(job_id) for job_id in job_ids)
+        require_instance("job_ids", job_ids, Collection)
+        found = [self._submitted.get(_job_id("job_ids", job_id)) for job_id in job_ids]
         return self._home.wait([submission.ended for submission in found if submission], timeout_s)
 
     def cancel(self, job_id: JobId) -> None:
@@ -254,14 +255,14 @@ class TransferEngine:
         An unknown or ended job is left alone.
         """
         self._door.require_same_process()
-        if submission := self._submitted.get(job_id):
+        if submission := self._submitted.get(_job_id("job_id", job_id)):
             submission.cancelled = True
             self._home.call_soon(submission.cancel)
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
         self._door.require_same_process()
-        return self._mover.may_touch(job_id)
+        return self._mover.may_touch(_job_id("job_id", job_id))
 
     async def drain(self) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included."""
@@ -401,3 +402,7 @@ class TransferEngine:
         """The deadline that a call brings, or the engine's."""
         given = require_timeout("timeout_s", timeout_s)
         return self._timeout_s if given is None else given
+
+
+def _job_id(name: str, value: object) -> JobId:
+    return JobId(require_integer(name, value))
