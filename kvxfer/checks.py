@@ -138,6 +138,18 @@ def require_instance(name: str, value: object, kind: type) -> None:
         raise InvalidArgumentError(name, value, _one(kind))
 
 
+def require_iterable(name: str, value: Iterable[T]) -> list[T]:
+    """Take the elements of an argument, whatever holds them.
+
+    Raises:
+        InvalidArgumentError: Nothing in it can be taken.
+    """
+    try:
+        return list(value)
+    except TypeError as exc:
+        raise InvalidArgumentError(name, value, "a collection") from exc
+
+
 def require_sequence(name: str, value: Any, expected: str = "a sequence") -> None:
     """Check that an argument has elements that can be counted and read again.
 

@@ -192,6 +192,8 @@ VALID_CACHES = {
         }
     ),
     "Descriptors.concatenate": Valid({"batches": [blocks(), blocks()]}, blocks),
+    "Descriptors.cut": Valid({"max_bytes": 100}, blocks),
+    "Descriptors.of_pieces": Valid({"addresses": [64], "sizes": [8]}),
     "Descriptors.select": Valid({"start": 0, "stop": 1}, blocks),
     "Descriptors.take": Valid({"blocks": [0]}, blocks),
     "PageMapping": Valid(
@@ -231,6 +233,7 @@ VALID_TRANSFERS = {
     "TieredBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
     "TransferEngine": Valid({"caches": CACHES, "backend": backend()}),
     "TransferEngine.cancel": Valid({"job_id": 5}, engine),
+    "TransferEngine.flush": Valid({"timeout_s": 1}, engine),
     "TransferEngine.load": Valid(MOVES, engine),
     "TransferEngine.lookup": Valid({"keys": KEYS}, engine),
     "TransferEngine.may_touch": Valid({"job_id": 5}, engine),

@@ -66,6 +66,8 @@ def run(name: str, arguments: dict[str, Any]) -> None:
     make = VALID_CALLS[name].of
     owner = make() if make else None
     function = getattr(owner, name.rpartition(".")[2]) if make else public_callables()[name]
+    if inspect.iscoroutinefunction(arguments.get("call")):
+        arguments = {"call": arguments["call"]()}  # each can be awaited once
     result = function(**arguments)
     if inspect.iscoroutine(result):
         result = asyncio.run(result)

@@ -13,6 +13,7 @@ from kvxfer.checks import (
     require_instances,
     require_integer,
     require_integers,
+    require_positive,
 )
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.block_template import BlockTemplate
@@ -146,6 +147,7 @@ class Descriptors:
 
     def cut(self, max_bytes: int) -> Iterator[tuple[int, int]]:
         """Runs of blocks of at most `max_bytes`, or of one block: start and stop (exclusive)."""
+        max_bytes = require_positive("max_bytes", max_bytes)
         if self.num_bytes <= max_bytes:
             return iter([(0, self.num_blocks)])
         return cut_runs(self.block_sizes, max_bytes)
@@ -161,13 +163,13 @@ class Descriptors:
         owners: tuple[object, ...] = (),
     ) -> "Descriptors":
         """Blocks that are in one piece each, and whole if no start is given."""
-        if payload_starts is None:
-            payload_starts = np.zeros(len(addresses), np.int64)
+        addresses = require_integers("addresses", addresses, dtype=np.uint64)
+        starts = np.zeros(len(addresses), np.int64) if payload_starts is None else payload_starts
         return cls(
             addresses=addresses,
-            lengths=np.asarray(sizes, np.uint64),
+            lengths=require_integers("sizes", sizes, dtype=np.uint64),
             block_offsets=np.arange(len(addresses) + 1),
-            payload_starts=np.asarray(payload_starts, np.int64),
+            payload_starts=require_integers("payload_starts", starts),
             device=device,
             owners=owners,
         )

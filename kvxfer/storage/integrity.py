@@ -49,8 +49,9 @@ def read_secret(path: str) -> bytes | None:
         return None
     try:
         return Path(path).read_bytes()
-    except OSError as exc:
-        raise InvalidArgumentError("secret_file", path, f"a readable file: {exc.strerror}") from exc
+    except (OSError, ValueError) as exc:  # the latter for a NUL in it
+        reason = getattr(exc, "strerror", None) or exc
+        raise InvalidArgumentError("secret_file", path, f"a readable file: {reason}") from exc
 
 
 def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -12,7 +11,13 @@ from typing import Any, Self, TypeVar
 
 from numpy.typing import ArrayLike
 
-from kvxfer.checks import require_instance, require_integer, require_positive, require_timeout
+from kvxfer.checks import (
+    require_instance,
+    require_integer,
+    require_iterable,
+    require_positive,
+    require_timeout,
+)
 from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import BlockDescriber
@@ -24,10 +29,11 @@ from kvxfer.storage.door import Door
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.home import Home
-from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId, Submission
+from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId
 from kvxfer.transfer.memory import CacheMemory
 from kvxfer.transfer.mover import JobMover
 from kvxfer.transfer.staging import DEFAULT_STAGING_BYTES, stage
+from kvxfer.transfer.submissions import Submissions
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_MAX_BYTES_IN_FLIGHT = 256 << 20
@@ -107,10 +113,9 @@ class TransferEngine:
         self._job_ids = count()
         self._door = Door("transfer engine")
         self._home = Home("transfer engine")
+        self._submissions = Submissions(self._home, self._mover)
         self._submitted_calls: set[asyncio.Task[Any]] = set()
         self._calls = Calls()
-        self._submitted: dict[JobId, Submission] = {}
-        self._finished: deque[FinishedJob] = deque()
 
     async def lookup(
         self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
@@ -189,7 +194,7 @@ class TransferEngine:
         timeout_s: float | None = None,
     ) -> JobId:
         """Begin `store` and return at once; its end is reported by `get_finished`."""
-        return self._submit(
+        return self._submissions.add(
             self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s)
         )
 
@@ -202,7 +207,7 @@ class TransferEngine:
         timeout_s: float | None = None,
     ) -> JobId:
         """Begin `load` and return at once; its end is reported by `get_finished`."""
-        return self._submit(
+        return self._submissions.add(
             self._job(Direction.LOAD, keys, block_ids, first_block_indices, timeout_s)
         )
 
@@ -217,20 +222,17 @@ class TransferEngine:
         """
         try:
             self._door.check()
+            require_instance("call", call, Coroutine)
             return self._home.submit(self._run_call(call))
         except BaseException:
-            call.close()
+            if isinstance(call, Coroutine):
+                call.close()
             raise
 
     def get_finished(self) -> list[FinishedJob]:
         """Take the jobs that ended since the last call, each exactly once; never blocks."""
         self._door.require_same_process()
-        finished = []
-        while self._finished:
-            job = self._finished.popleft()
-            self._submitted.pop(job.job_id, None)
-            finished.append(job)
-        return finished
+        return self._submissions.take_finished()
 
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float | None = None) -> bool:
         """Block until these jobs ended; they still appear in `get_finished`.
@@ -245,9 +247,8 @@ class TransferEngine:
         """
         self._door.require_same_process()
         timeout_s = require_timeout("timeout_s", timeout_s)
-        require_instance("job_ids", job_ids, Collection)
-        found = [self._submitted.get(_job_id("job_ids", job_id)) for job_id in job_ids]
-        return self._home.wait([submission.ended for submission in found if submission], timeout_s)
+        ids = [_job_id("job_ids", job_id) for job_id in require_iterable("job_ids", job_ids)]
+        return self._submissions.wait(ids, timeout_s)
 
     def cancel(self, job_id: JobId) -> None:
         """Ask a submitted job to end; its blocks without an outcome become `CANCELLED`.
@@ -255,9 +256,7 @@ class TransferEngine:
         An unknown or ended job is left alone.
         """
         self._door.require_same_process()
-        if submission := self._submitted.get(_job_id("job_id", job_id)):
-            submission.cancelled = True
-            self._home.call_soon(submission.cancel)
+        self._submissions.cancel(_job_id("job_id", job_id))
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
@@ -329,7 +328,9 @@ class TransferEngine:
     ) -> Job:
         """Check and describe a batch; nothing is queued yet."""
         self._door.check_batch(keys)
-        blocks = describe_batch(self._describer, keys, block_ids, first_block_indices)
+        blocks = describe_batch(
+            self._describer, keys, block_ids, first_block_indices, direction=direction
+        )
         timeout_s = self._timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         job = Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline)
@@ -338,27 +339,6 @@ class TransferEngine:
         except DeviceError as exc:
             job.end(Status.FAILED, str(exc))
         return job
-
-    def _submit(self, job: Job) -> JobId:
-        submission = Submission(job)
-        self._submitted[job.job_id] = submission
-        try:
-            self._home.call_soon(self._start, submission)
-        except BaseException:
-            del self._submitted[job.job_id]
-            raise
-        return job.job_id
-
-    def _start(self, submission: Submission) -> None:
-        task = submission.task = asyncio.create_task(self._mover.move(submission.job))
-        task.add_done_callback(lambda _: self._end(submission))
-        if submission.cancelled:
-            task.cancel()
-
-    def _end(self, submission: Submission) -> None:
-        submission.job.end(Status.CANCELLED, "cancelled before it began")
-        self._finished.append(submission.job.finished())
-        submission.ended.set_result(None)
 
     async def _run_call(self, call: Coroutine[Any, Any, T]) -> T:
         task = asyncio.create_task(call)
@@ -381,8 +361,7 @@ class TransferEngine:
         return True
 
     async def _shut_down(self) -> None:
-        for submission in list(self._submitted.values()):
-            submission.cancel()
+        self._submissions.cancel_all()
         for call in self._submitted_calls:
             call.cancel()
         try:

@@ -1,10 +1,8 @@
 """One batch on its way, and what became of it."""
 
-import asyncio
 import enum
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -112,19 +110,3 @@ class Job:
             num_bytes=int(self.blocks.block_sizes[done].sum()),
             seconds=time.monotonic() - self.submitted,
         )
-
-
-@dataclass(slots=True, eq=False)
-class Submission:
-    """A job of the polled interface."""
-
-    job: Job
-    ended: Future[None] = field(default_factory=Future)
-    task: asyncio.Task[list[Outcome]] | None = None
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        """End the job; to be called on the engine's event loop."""
-        self.cancelled = True
-        if self.task is not None:
-            self.task.cancel()

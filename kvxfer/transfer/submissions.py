@@ -1,0 +1,88 @@
+"""Jobs of the polled face: submitted from any thread, moved at the engine's home."""
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.transfer.home import Home
+from kvxfer.transfer.job import FinishedJob, Job, JobId
+from kvxfer.transfer.mover import JobMover
+
+
+@dataclass(slots=True, eq=False)
+class _Submission:
+    job: Job
+    ended: Future[None] = field(default_factory=Future)
+    task: asyncio.Task[list[Outcome]] | None = None
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        """End the job; to be called at home."""
+        self.cancelled = True
+        if self.task is not None:
+            self.task.cancel()
+
+
+class Submissions:
+    """Keeps the jobs that were submitted until their end was taken.
+
+    Args:
+        home: Where jobs are moved.
+        mover: What moves them.
+    """
+
+    def __init__(self, home: Home, mover: JobMover) -> None:
+        self._home = home
+        self._mover = mover
+        self._submitted: dict[JobId, _Submission] = {}
+        self._finished: deque[FinishedJob] = deque()
+
+    def add(self, job: Job) -> JobId:
+        """Begin a job and return at once."""
+        submission = _Submission(job)
+        self._submitted[job.job_id] = submission
+        try:
+            self._home.call_soon(self._start, submission)
+        except BaseException:
+            del self._submitted[job.job_id]
+            raise
+        return job.job_id
+
+    def take_finished(self) -> list[FinishedJob]:
+        """Take the jobs that ended since the last call."""
+        finished = []
+        while self._finished:
+            job = self._finished.popleft()
+            self._submitted.pop(job.job_id, None)
+            finished.append(job)
+        return finished
+
+    def wait(self, job_ids: Iterable[JobId], timeout_s: float | None) -> bool:
+        """Block until these jobs ended, or time is up; unknown ones count as ended."""
+        found = [self._submitted.get(job_id) for job_id in job_ids]
+        return self._home.wait([submission.ended for submission in found if submission], timeout_s)
+
+    def cancel(self, job_id: JobId) -> None:
+        """Ask a job to end; an unknown or ended one is left alone."""
+        if submission := self._submitted.get(job_id):
+            submission.cancelled = True
+            self._home.call_soon(submission.cancel)
+
+    def cancel_all(self) -> None:
+        """End every job; to be called at home."""
+        for submission in list(self._submitted.values()):
+            submission.cancel()
+
+    def _start(self, submission: _Submission) -> None:
+        task = submission.task = asyncio.create_task(self._mover.move(submission.job))
+        task.add_done_callback(lambda _: self._end(submission))
+        if submission.cancelled:
+            task.cancel()
+
+    def _end(self, submission: _Submission) -> None:
+        submission.job.end(Status.CANCELLED, "cancelled before it began")
+        self._finished.append(submission.job.finished())
+        submission.ended.set_result(None)
