@@ -31,6 +31,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.door import Door
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
@@ -93,7 +94,7 @@ class FileBackend(Backend):
         self._writers = Threads("kvxfer-file-write", self._num_writers)
         self._lookups = Threads("kvxfer-file-lookup", 1)
         self._removers = Threads("kvxfer-file-remove", 1)
-        self._stores: dict[BlockKey, asyncio.Event] = {}
+        self._stores = KeyClaims()
         self._writing_since: list[float] = []
         self._num_corrupt = 0
         scanner = DaemonThreads("kvxfer-file-scan", 1)
@@ -113,17 +114,9 @@ class FileBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
-        while busy := [self._stores[key] for key in keys if key in self._stores]:
-            await busy[0].wait()  # another call stores it, or a part of it
-            self._door.check()
-        finished = asyncio.Event()
-        self._stores |= dict.fromkeys(keys, finished)
-        try:
+        async with self._stores.acquire(keys):
+            self._door.check()  # it may have been closed meanwhile
             return await self._store(keys, blocks)
-        finally:
-            for key in keys:
-                del self._stores[key]
-            finished.set()
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are missing is not written."""

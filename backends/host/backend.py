@@ -1,6 +1,5 @@
 """Blocks in host memory: a pool of slots and the index over it."""
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -22,6 +21,7 @@ from kvxfer.storage.backend import (
     Outcome,
     Status,
 )
+from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.door import Door
 from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState
@@ -101,7 +101,7 @@ class HostBackend(Backend, Lender):
         )
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
-        self._stores: dict[BlockKey, asyncio.Event] = {}
+        self._stores = KeyClaims()
         self.region = self._pool.region
 
     @property
@@ -259,18 +259,14 @@ class HostBackend(Backend, Lender):
     @contextmanager
     def _storing(self, keys: Sequence[BlockKey]) -> Iterator[list[BlockKey]]:
         """Let other calls wait for keys; those put into the list are readable afterwards."""
-        finished = asyncio.Event()
-        self._stores |= dict.fromkeys(keys, finished)
         stored: list[BlockKey] = []
-        try:
-            yield stored
-        finally:
-            kept = set(stored)
-            self._index.finish_store([key for key in keys if key in kept], stored=True)
-            self._index.finish_store([key for key in keys if key not in kept], stored=False)
-            for key in keys:
-                del self._stores[key]
-            finished.set()
+        with self._stores.hold(keys):
+            try:
+                yield stored
+            finally:
+                kept = set(stored)
+                self._index.finish_store([key for key in keys if key in kept], stored=True)
+                self._index.finish_store([key for key in keys if key not in kept], stored=False)
 
     def _drop_lesser(self, parts: Mapping[BlockKey, tuple[int, int]]) -> None:
         """Forget blocks that lack some of these bytes of their chunk, so that all are stored.
@@ -283,8 +279,7 @@ class HostBackend(Backend, Lender):
 
     async def _stored_elsewhere(self, key: BlockKey, start: int, stop: int) -> Outcome:
         """What became of a key that was there, or that another call was storing."""
-        while store := self._stores.get(key):
-            await store.wait()
+        await self._stores.wait([key])
         if not self._is_ready(key):
             return Outcome(Status.FAILED, reason="the call that was storing the block failed")
         return DONE if self._pool.covers(self._index.slot_of(key), start, stop) else _LESS

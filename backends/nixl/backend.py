@@ -14,7 +14,6 @@ from kvxfer.backends.nixl.agent import NixlAgent
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.directory import PeerDirectory, StaticPeers
 from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.extents import chosen
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.holder import Holder
 from kvxfer.backends.nixl.node import Node
@@ -148,7 +147,7 @@ class NixlBackend(Backend):
         outcomes = [MISSING] * len(keys)
         stores = await _ask_each(
             _by_home(homes, ranked),
-            lambda home, at: home.store(_chosen(keys, at), chosen(blocks, at)),
+            lambda home, at: home.store(_chosen(keys, at), blocks.take(at)),
         )
         for indices, stored in stores:
             _merge(outcomes, indices, stored)
@@ -164,7 +163,7 @@ class NixlBackend(Backend):
         for choice in ranked:
             loads = await _ask_each(
                 _by_home(homes, choice[None], left),
-                lambda home, at: home.load(_chosen(keys, at), chosen(blocks, at)),
+                lambda home, at: home.load(_chosen(keys, at), blocks.take(at)),
             )
             for indices, loaded in loads:
                 _merge(outcomes, indices, loaded)

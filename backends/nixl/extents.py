@@ -103,16 +103,6 @@ class RegionTable:
         return self._order[rank] if bool(inside.all()) else None
 
 
-def part(blocks: Descriptors, start: int, stop: int) -> Descriptors:
-    """Blocks `start` to `stop` (exclusive); all of them at no cost."""
-    return blocks if stop - start == blocks.num_blocks else blocks.select(start, stop)
-
-
-def chosen(blocks: Descriptors, indices: Sequence[int]) -> Descriptors:
-    """Blocks at some indices, which rise; all of them at no cost."""
-    return blocks if len(indices) == blocks.num_blocks else blocks.take(indices)
-
-
 def _read(data: bytes, name: str, kind: "np.dtype[Number]") -> NDArray[Number]:
     if len(data) % kind.itemsize:
         wanted = f"a multiple of {kind.itemsize}"

@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 
-from kvxfer.backends.nixl.extents import RegionTable, part
+from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.peer_book import PeerBook
 from kvxfer.backends.nixl.transfer_agent import Operation, Run
@@ -78,8 +78,8 @@ class Link:
         bounds = [(0, ours.num_blocks)]
         if ours.num_bytes > last_run_bytes:
             bounds = _runs(ours, last_run_bytes)
-        runs = [part(ours, *each) for each in bounds]
-        pairs = (_pair(run, part(theirs, *each)) for run, each in zip(runs, bounds, strict=True))
+        runs = [ours.select(*each) for each in bounds]
+        pairs = (_pair(run, theirs.select(*each)) for run, each in zip(runs, bounds, strict=True))
         verification = hasher.verification(runs, expected)
         try:
             await self._book.agent.transfer_each(

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.extents import chosen
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.messages import Delete, Deleted, Ending, Found, Lookup
 from kvxfer.errors import ProtocolError
@@ -122,7 +121,7 @@ class Arrivals:
     async def verify(self, blocks: Descriptors, hasher: BlockHasher) -> list[Outcome]:
         """Look at what has arrived in `blocks`; the outcomes."""
         if self.given:
-            self.judge(await hasher.verify(chosen(blocks, self.given), self.checksums))
+            self.judge(await hasher.verify(blocks.take(self.given), self.checksums))
         return self.outcomes
 
     def judge(self, intact: dict[int, int]) -> None:

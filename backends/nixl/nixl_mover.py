@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.extents import RegionTable, chosen
+from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.link import Link
 from kvxfer.backends.nixl.messages import (
@@ -110,7 +110,7 @@ class NixlMover(Mover):
         outcomes = [DONE] * len(keys)
         if moved := [index for index in range(len(keys)) if index not in intact]:
             again = [keys[index] for index in moved]
-            read = await self._read_pinned(again, chosen(blocks, moved), hasher)
+            read = await self._read_pinned(again, blocks.take(moved), hasher)
             for index, outcome in zip(moved, read, strict=True):
                 outcomes[index] = _GONE if outcome.status is Status.MISSING else outcome
         return outcomes
@@ -165,7 +165,7 @@ class NixlMover(Mover):
         if not arrivals.given:
             return arrivals.outcomes
         try:
-            theirs, ours = self._link.remote.resolve(pinned.extents), chosen(blocks, arrivals.given)
+            theirs, ours = self._link.remote.resolve(pinned.extents), blocks.take(arrivals.given)
             if hasher is None:
                 await self._link.read(theirs, ours)
             else:

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from kvxfer.backends.nixl.extents import chosen, part
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.mover import PIECE_BYTES, Mover
 from kvxfer.backends.nixl.quarantine import Quarantine, end_within
@@ -178,11 +177,11 @@ class Peer:
             return await self._load_verified(mover, keys, blocks)
         outcomes: list[Outcome] = []
         for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
-            wanted = part(blocks, start, stop)
+            wanted = blocks.select(start, stop)
             async with self._hold(wanted) as staged:
                 loaded = await self._load_verified(mover, keys[start:stop], staged.blocks)
                 if done := _done(loaded):
-                    await self._hasher.copy(chosen(staged.blocks, done), chosen(wanted, done))
+                    await self._hasher.copy(staged.blocks.take(done), wanted.take(done))
             outcomes += loaded
         return outcomes
 
@@ -206,7 +205,7 @@ class Peer:
             return await mover.store(keys, blocks, await self._hasher.checksums(blocks))
         outcomes: list[Outcome] = []
         for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
-            offered = part(blocks, start, stop)
+            offered = blocks.select(start, stop)
             async with self._hold(offered) as staged:
                 await self._hasher.copy(offered, staged.blocks)
                 checksums = await self._hasher.checksums(staged.blocks)
@@ -224,7 +223,7 @@ class Peer:
             self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
             self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
             self.statistics.num_failed += statuses.count(Status.FAILED)
-        return chosen(blocks, done).num_bytes
+        return blocks.take(done).num_bytes
 
 
 def _is_in_crumbs(blocks: Descriptors) -> bool:

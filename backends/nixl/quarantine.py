@@ -1,11 +1,13 @@
 """Memory that something may still write to although its transfer was given up."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Coroutine
 from typing import Any
 
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.calls import finish
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +75,5 @@ async def end_within(transfer: "asyncio.Future[Any]", *, timeout_s: float, grace
 
 async def shielded(wait: Coroutine[Any, Any, object]) -> None:
     """Wait to the end, also when cancelled; whoever calls this raises what has to be raised."""
-    waiting = asyncio.ensure_future(wait)
-    while not waiting.done():
-        try:
-            await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            continue
+    with contextlib.suppress(asyncio.CancelledError):
+        await finish(asyncio.ensure_future(wait))

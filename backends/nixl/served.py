@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from kvxfer.backends.nixl.channel import FrameChannel
-from kvxfer.backends.nixl.extents import RegionTable, chosen
+from kvxfer.backends.nixl.extents import RegionTable
 from kvxfer.backends.nixl.link import Link
 from kvxfer.backends.nixl.messages import (
     Answer,
@@ -251,7 +251,7 @@ class ServedPeer:
         async with self.store.lender.lend(wanted) as loan:
             if loan.blocks is not None:
                 lent = [index for index, outcome in enumerate(loan.outcomes) if outcome.done]
-                await link.write(loan.blocks, chosen(theirs, lent))
+                await link.write(loan.blocks, theirs.take(lent))
         return Moved(
             request_id=request.request_id,
             endings=endings(loan.outcomes),
@@ -267,7 +267,7 @@ class ServedPeer:
                 wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
                 expected = [request.checksums[index] for index in wanted]
                 arrived = await link.read_verified(
-                    chosen(theirs, wanted),
+                    theirs.take(wanted),
                     room.blocks,
                     expected,
                     self.store.hasher,

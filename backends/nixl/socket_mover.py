@@ -9,7 +9,6 @@ import msgspec
 from kvxfer.backends.nixl import messages
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.data_connection import DataConnection
-from kvxfer.backends.nixl.extents import chosen
 from kvxfer.backends.nixl.hasher import BlockHasher
 from kvxfer.backends.nixl.messages import Moved, Receive, Send, Sending
 from kvxfer.backends.nixl.mover import Mover
@@ -55,7 +54,7 @@ class SocketMover(Mover):
             sending = await data.receive(_SENDING)
             arrivals = self._arrivals(keys, sending.endings, sending.checksums)
             if arrivals.given:
-                await data.receive_blocks(chosen(blocks, arrivals.given))
+                await data.receive_blocks(blocks.take(arrivals.given))
         return await arrivals.verify(blocks, hasher) if hasher else arrivals.outcomes
 
     async def store(
@@ -75,7 +74,7 @@ class SocketMover(Mover):
             answer = await data.receive(_WANTED)
             self._require_number(len(answer.wanted), len(keys))
             if wanted := [index for index, is_wanted in enumerate(answer.wanted) if is_wanted]:
-                await data.send_blocks(chosen(blocks, wanted))
+                await data.send_blocks(blocks.take(wanted))
             moved = await data.receive(_MOVED)
         return self._outcomes(keys, moved.endings)
 

@@ -139,7 +139,7 @@ class TieredBackend(Backend):
             left = sorted(left + busy)
             if left:
                 stored = await self._store_in_first_with_room(
-                    [keys[index] for index in left], _chosen(blocks, left), there
+                    [keys[index] for index in left], blocks.take(left), there
                 )
                 _merge(outcomes, left, stored)
         return outcomes
@@ -157,7 +157,7 @@ class TieredBackend(Backend):
         if lost:
             lost_keys = [keys[index] for index in lost]
             await self._claims.wait(lost_keys)
-            again = await self._load_from_any(lost_keys, _chosen(blocks, lost))
+            again = await self._load_from_any(lost_keys, blocks.take(lost))
             for index, outcome in zip(lost, again, strict=True):
                 outcomes[index] = outcome
         return outcomes
@@ -262,7 +262,7 @@ class TieredBackend(Backend):
             found = await tier.lookup([keys[index] for index in left if keys[index] not in there])
             held = [index for index in left if keys[index] in found]
             if held:
-                given = await tier.store([keys[index] for index in held], _chosen(blocks, held))
+                given = await tier.store([keys[index] for index in held], blocks.take(held))
                 _merge(outcomes, held, given)
                 left = [index for index in left if _may_go_on(outcomes[index])]
         return left
@@ -278,7 +278,7 @@ class TieredBackend(Backend):
         left = list(range(len(keys)))
         for tier in self._tiers:
             chosen = [keys[index] for index in left]
-            given = await tier.store(chosen, _chosen(blocks, left))
+            given = await tier.store(chosen, blocks.take(left))
             _merge(outcomes, left, given)
             done = [index for index in left if outcomes[index].done]
             for is_new in (True, False):
@@ -296,7 +296,7 @@ class TieredBackend(Backend):
         outcomes = [MISSING] * len(keys)
         left = list(range(len(keys)))
         for tier in self._tiers:
-            given = await tier.load([keys[index] for index in left], _chosen(blocks, left))
+            given = await tier.load([keys[index] for index in left], blocks.take(left))
             _merge(outcomes, left, given)
             left = [index for index in left if _may_go_on(outcomes[index])]
             if not left:
@@ -309,10 +309,6 @@ class TieredBackend(Backend):
 
     def _chunk_size(self, key: BlockKey) -> int:
         return self._door.chunk_sizes[group_of(key)]
-
-
-def _chosen(blocks: Descriptors, indices: Sequence[int]) -> Descriptors:
-    return blocks if len(indices) == blocks.num_blocks else blocks.take(indices)
 
 
 def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
