@@ -59,17 +59,18 @@ class Threads:
         """
         return await asyncio.shield(self._begin(func, *args, **kwargs))
 
-    async def aclose(self, timeout_s: float = CLOSE_TIMEOUT_S) -> int:
+    async def aclose(self, timeout_s: float | None = None) -> int:
         """Wait for what runs and let the threads end; may be called again.
 
         Args:
-            timeout_s: How long to wait.
+            timeout_s: How long to wait; `CLOSE_TIMEOUT_S` by default.
 
         Returns:
             Functions that still ran when time was up, which the log says, too. Nothing that they
             use may be released.
         """
         left: set[asyncio.Future[Any]] = set()
+        timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         if self._running:
             _, left = await asyncio.wait(self._running, timeout=timeout_s)
         if left:

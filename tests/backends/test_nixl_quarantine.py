@@ -3,15 +3,20 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 
+from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.storage.backend import Status
-from kvxfer.testing import BlockMemory, FakeNixlAgent
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.tiers import TieredBackend
+from kvxfer.testing import BlockMemory, DictBackend, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, store_made_up
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.units import ByteSize
@@ -32,6 +37,7 @@ class Pair:
     client_agents: list[FakeNixlAgent]
     memory: BlockMemory
     payloads: list[bytes]
+    open_client: Callable[[], NixlBackend]
 
     def stalled(self, way: str) -> FakeNixlAgent:
         """The agent that moves what is loaded."""
@@ -57,7 +63,7 @@ async def open_pair(way: str, **fields: Any) -> AsyncIterator[Pair]:
         config = NixlConfig(address=str(holder.holder.endpoint), **{**WAYS[way], **STUCK, **fields})
         async with open_backend(1, config) as client:
             payloads = await store_made_up(client, KEYS, memory.describe(0, range(4)))
-            yield Pair(holder, client, *agents, memory, payloads)
+            yield Pair(holder, client, *agents, memory, payloads, partial(open_backend, 1, config))
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
@@ -144,3 +150,41 @@ async def test_what_a_holder_may_still_write_to_is_never_freed(
             await pair.client.aclose()
         assert "not freed" in caplog.text
         agent.release()
+
+
+class LandingMeanwhile(DictBackend):
+    """Lets a late transfer land between its own bytes and what is done with them."""
+
+    agent: FakeNixlAgent
+    client: NixlBackend
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = await super().load(keys, blocks)
+        self.agent.release()
+        await self.client.drain()
+        return outcomes
+
+
+@pytest.mark.parametrize("way", ["read", "write"])
+async def test_a_cancelled_lookup_through_tiers_gives_no_buffer_on_that_a_peer_may_write_to(
+    way: str,
+) -> None:
+    async with open_pair(way, timeout_s=10.0) as pair:
+        namespace, (other,) = pair.memory.namespace(), make_keys(1, first=50)
+        host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+        client, third = pair.open_client(), LandingMeanwhile(None, namespace)
+        [expected] = await store_made_up(third, [other], pair.memory.describe(0, [5]))
+        async with TieredBackend([host, client, third], namespace) as tiers:
+            assert await tiers.lookup(KEYS[1:2]) == [True]  # it is connected
+            third.client, third.agent = client, pair.stalled(way)
+            third.agent.hold()
+            lookup = asyncio.create_task(tiers.lookup(KEYS[:1]))
+            await third.agent.until_held()
+            lookup.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await lookup
+            assert await tiers.lookup([other]) == [True]
+            target = pair.memory.describe(0, [9])
+            [outcome] = await tiers.load([other], target)
+            assert outcome.done
+            assert read_payloads(target) == [expected]

@@ -24,7 +24,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, metrics
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, metrics, tiered_manager
 from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
 from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
 
@@ -344,6 +344,23 @@ def test_a_broken_lower_tier_leaves_host_memory_alone(
     assert scheduler.resolve(keys) == ([HIT] * 2 if lookup_fails else [MISS])
     scheduler.manager.on_request_finished(ReqContext("request"))
     assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS, first=10)
+
+
+def test_what_the_lower_tier_missed_while_it_failed_gets_there_when_it_works_again(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiered_manager, "FIRST_PAUSE_S", 0.0)
+    backend = broken(Operation.STORE, error=1.0)
+    scheduler, keys = start(backend), keys_of(3)
+    assert isinstance(backend.inner, KeepingBackend)
+    scheduler.store(keys)
+    scheduler.until(lambda: scheduler.counts().get(metrics.LOWER_STORES_FAILED))
+    assert len(backend.inner) == 0
+    backend.rates = FaultRates()
+    scheduler.until(lambda: len(backend.inner) == 3)  # type: ignore[arg-type]
+    scheduler.forget()
+    assert scheduler.resolve(keys) == [HIT] * 3
+    assert scheduler.bytes_of(keys[2]) == payloads_of(keys[2])
 
 
 def test_a_lookup_that_hangs_is_a_miss_when_its_time_is_up(start: Start) -> None:

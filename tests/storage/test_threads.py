@@ -1,6 +1,8 @@
 """Threads: whatever happens to the caller, the function runs to its end."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -93,3 +95,79 @@ async def test_closing_waits_for_what_runs_and_may_be_repeated() -> None:
     await closing
     assert await call == "through"
     await threads.aclose()
+
+
+async def test_a_question_that_is_cancelled_leaves_its_function_behind() -> None:
+    threads, gate = Threads("test", 1), Gate()
+    call = asyncio.ensure_future(threads.ask(gate))
+    await gate.until_entered()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not gate.passed
+    gate.opened.set()
+    assert await threads.aclose() == 0
+    assert gate.passed
+
+
+async def test_closing_leaves_behind_what_does_not_end_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    threads, gate = Threads("test", 1), Gate()
+    call = asyncio.ensure_future(threads.run(gate))
+    await gate.until_entered()
+    assert await threads.aclose(timeout_s=0.01) == 1
+    assert "test: 1 calls have not ended after 0.01 s" in caplog.text
+    gate.opened.set()
+    assert await call == "through"
+
+
+async def test_nothing_runs_after_closing() -> None:
+    threads = Threads("test", 1)
+    await threads.aclose()
+    with pytest.raises(RuntimeError, match="shut down"):
+        await threads.run(int)
+
+
+async def test_threads_are_made_when_needed_and_end_when_closed() -> None:
+    threads, gates = Threads("kvxfer-counted", 3), [Gate(), Gate()]
+
+    def names() -> set[str]:
+        return {each.name for each in threading.enumerate() if "kvxfer-counted" in each.name}
+
+    assert names() == set()
+    calls = [asyncio.ensure_future(threads.run(gate)) for gate in gates]
+    for gate in gates:
+        await gate.until_entered()
+    assert len(names()) == 2
+    for gate in gates:
+        gate.opened.set()
+    await asyncio.gather(*calls)
+    await threads.aclose()
+    for each in threading.enumerate():
+        if "kvxfer-counted" in each.name:
+            each.join(TIMEOUT_S)
+    assert names() == set()
+
+
+def test_a_process_exits_although_a_function_hangs() -> None:
+    code = """
+import asyncio, threading
+from kvxfer.storage.threads import Threads
+
+async def main():
+    threads, entered = Threads("test", 1), threading.Event()
+    def hang():
+        entered.set()
+        threading.Event().wait()
+    asyncio.ensure_future(threads.ask(hang))
+    await asyncio.to_thread(entered.wait)
+    assert await threads.aclose(timeout_s=0.01) == 1
+
+asyncio.run(main())
+print("exits", flush=True)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert ended.stdout == "exits\n"

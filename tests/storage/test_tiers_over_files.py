@@ -1,22 +1,31 @@
 """The tiers that people use keep every promise of `Backend`."""
 
+import asyncio
+import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from kvxfer.backends.file import backend as backend_module
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.storage.backend import Backend
+from kvxfer.storage import threads
+from kvxfer.storage.backend import DONE, Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.tiers import TieredBackend
-from kvxfer.testing import BackendStateMachine, BackendTests
+from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.file_store import ENGINES, flip_bit, open_store, path_of, temporary_folder
 
 MAX_LOOKUPS = 10_000
+LIMIT_S = 15.0
 
 
 class TestHostOverFiles(BackendTests):
@@ -68,3 +77,48 @@ class HostOverFilesStateMachine(BackendStateMachine):
 
 TestHostOverFilesStateMachine = HostOverFilesStateMachine.TestCase
 TestHostOverFilesStateMachine.settings = settings(max_examples=10, stateful_step_count=20)
+
+
+class HungMetadata:
+    """Lets `stat` hang below one folder, as a file server does that is gone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = threading.Event()
+        self.is_gone = False
+        stat = os.stat
+
+        def hang(*args: Any, **kwargs: Any) -> os.stat_result:
+            if self.is_gone and kwargs.get("dir_fd") is not None:
+                assert self.answers.wait(LIMIT_S)
+            return stat(*args, **kwargs)
+
+        monkeypatch.setattr(os, "stat", hang)
+
+
+async def test_files_whose_metadata_hangs_hold_up_neither_host_memory_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend_module, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.05)
+    memory, keys = BlockMemory([[4096]], num_blocks=16), make_keys(6)
+    namespace, server = memory.namespace(), HungMetadata(monkeypatch)
+    file = open_store(tmp_path / "store", namespace)
+    host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+    tiers = TieredBackend([host, file], namespace, lookup_timeout_s=0.05)
+    async with TransferEngine(memory.caches, tiers, timeout_s=LIMIT_S) as engine:
+        assert await engine.store(keys[:2], [[0, 1]]) == [DONE] * 2
+        assert await engine.flush(timeout_s=LIMIT_S)
+        server.is_gone = True
+        assert await engine.store(keys[2:4], [[2, 3]]) == [DONE] * 2, "host memory has room"
+        assert await engine.lookup(keys) == [True] * 4 + [False] * 2
+        assert await engine.load(keys[:4], [[8, 9, 10, 11]]) == [DONE] * 4
+        cancelled = asyncio.ensure_future(file.lookup(keys[:1]))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert not await engine.flush(timeout_s=0.01)
+    assert "tier 1 (FileBackend): lookup of 2 blocks took longer" in caplog.text
+    assert "2 blocks were not carried" in caplog.text
+    assert "have not ended after 0.05 s and are left behind" in caplog.text
+    server.answers.set()

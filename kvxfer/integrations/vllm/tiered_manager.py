@@ -18,7 +18,7 @@ from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.moved import Moved
 from kvxfer.storage.backend import DONE
-from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.transfer.job import Direction
 
@@ -28,13 +28,19 @@ YIELD_S = 0.001
 """What a step without a model gives away while requests wait: in one process, vLLM polls in a
 tight loop, and the thread that moves chunks would get the interpreter lock every 5 ms only."""
 
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+"""Pauses before chunks are offered again to a tier that failed to take some; each is twice as long
+as the one before."""
+
 logger = logging.getLogger(__name__)
 
 
 class TieredOffloadingManager(KVXferOffloadingManager):
     """Keeps the index of a host pool and copies its chunks to a lower tier and back.
 
-    A chunk is copied down when every worker has stored it, pinned meanwhile. One that is looked
+    A chunk is copied down when every worker has stored it, pinned meanwhile. What the lower tier
+    fails to take is offered to it again, as long as it is in host memory. A chunk that is looked
     up and not in host memory is asked for below (`RETRY`), given a slot and loaded
     (`HIT_PENDING`), and held for the requests that wait for it once it landed. Whatever goes
     wrong below makes it a miss for those requests. While a load that was given up may still
@@ -58,6 +64,9 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._copied: deque[Moved] = deque()
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
         self._num_going_down = 0
+        self._not_taken: dict[BlockKey, None] = {}
+        self._pause_s = 0.0
+        self._next_offer_s = 0.0
         self._kept_out: dict[int, BlockKey] = {}
         self._polled = False
         self._step_ended_s = 0.0
@@ -102,6 +111,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """Ask the lower tier for what this step wanted to know, and load what it found."""
         self._take_moved()
         self._end_stores()
+        self._offer_again()
         super().on_schedule_end(context)
         self._polled = False
         self._tier.flush()
@@ -123,6 +133,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._to_load.clear()
         self._loaded.clear()
         self._copied.clear()
+        self._not_taken.clear()
         self._num_going_down = 0
         self._polled = False
         self._keep_out(set(in_use))
@@ -199,6 +210,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             moved = self._copied.popleft()
             self._num_going_down -= 1
             sound = moved.outcome.done
+            self._note_taken(moved.key, taken=sound)
             if sound:
                 self._bytes_to_verify -= self._pool.shape.slot_size_bytes
                 sound = self._pool.verify(moved.row, moved.key).done
@@ -206,6 +218,30 @@ class TieredOffloadingManager(KVXferOffloadingManager):
                     self._tier.delete([moved.key])
             self._counters.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
             self._index.unpin([moved.key])
+
+    def _note_taken(self, key: BlockKey, *, taken: bool) -> None:
+        """Remember what the lower tier did not take, and for how long to leave it alone."""
+        if taken:
+            self._not_taken.pop(key, None)
+            self._pause_s = 0.0
+            return
+        self._not_taken[key] = None
+        now = time.monotonic()
+        if now >= self._next_offer_s:  # not for each chunk of a batch
+            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._next_offer_s = now + self._pause_s
+
+    def _offer_again(self) -> None:
+        """Copy down what was not taken: one chunk as a probe, and the others once that arrived."""
+        if not self._not_taken or time.monotonic() < self._next_offer_s:
+            return
+        ready = {BlockState.READY, BlockState.LOADING}
+        there = [key for key in self._not_taken if self._index.state(key) in ready]
+        self._not_taken = dict.fromkeys(there)
+        offered = there[: 1 if self._pause_s else self._max_going_down - self._num_going_down]
+        for key in offered:
+            del self._not_taken[key]  # until it is known what became of it
+        self._copy_down(offered)
 
     def _drop_failed(self, loads: Sequence[Moved]) -> None:
         self._counters.add(metrics.LOWER_LOADS_FAILED, len(loads))
