@@ -1,6 +1,7 @@
 """Calls to a backend, whatever it does: their failures, their ends, their deadlines."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -56,17 +57,15 @@ async def finish(future: "asyncio.Future[T]") -> T:
     Raises:
         asyncio.CancelledError: The caller was cancelled; it has ended all the same.
     """
-    cancelled = False
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
         if not future.cancelled():
             future.exception()  # fetched, or asyncio reports it as never retrieved
-        raise asyncio.CancelledError
-    return future.result()
+        raise
 
 
 class Calls:

@@ -71,7 +71,7 @@ class TieredBackend(Backend):
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
     ) -> None:
-        require_instances("tiers", tiers, Backend, at_least_one=True)
+        require_instances("tiers", tiers, Backend)
         require_instance("namespace", namespace, Namespace)
         staging_bytes = require_positive("staging_bytes", staging_bytes)
         if not len(tiers):

@@ -37,6 +37,7 @@ from kvxfer.transfer.submissions import Submissions
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_MAX_BYTES_IN_FLIGHT = 256 << 20
+
 CLOSE_TIMEOUT_S = 120.0
 """How long closing waits for transfers that were cancelled, and for the backend to close."""
 

@@ -342,7 +342,7 @@ async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiers have little time, so that what hangs is given up soon."""
-    monkeypatch.setattr(tier, "MOVE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tier, "MOVE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(tier, "PAUSE_S", 0.05)
 
 
@@ -416,8 +416,8 @@ async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: Bloc
 async def test_closing_leaves_behind_what_hangs_and_says_so(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(tiers_module, "SETTLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(tiers_module, "SETTLE_TIMEOUT_S", 0.5)
     namespace = memory.namespace()
     quiet = asyncio.Event()
 
@@ -435,7 +435,7 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
     await give_way(3)
     await backend.aclose()
     assert "1 blocks were not carried" in caplog.text
-    assert "not closed after 0.05 s" in caplog.text
+    assert "not closed after 0.5 s" in caplog.text
     assert "staging memory is still in use" in caplog.text
     quiet.set()
     await backend._staging.aclose()

@@ -104,7 +104,7 @@ async def test_files_whose_metadata_hangs_hold_up_neither_host_memory_nor_the_en
     namespace, server = memory.namespace(), HungMetadata(monkeypatch)
     file = open_store(tmp_path / "store", namespace)
     host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    tiers = TieredBackend([host, file], namespace, lookup_timeout_s=0.05)
+    tiers = TieredBackend([host, file], namespace, lookup_timeout_s=0.5)
     async with TransferEngine(memory.caches, tiers, timeout_s=LIMIT_S) as engine:
         assert await engine.store(keys[:2], [[0, 1]]) == [DONE] * 2
         assert await engine.flush(timeout_s=LIMIT_S)
