@@ -1,7 +1,7 @@
 """Blocks in host memory: a pool of slots and the index over it."""
 
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -24,7 +24,7 @@ from kvxfer.storage.backend import (
 from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.door import Door
 from kvxfer.storage.eviction import POLICIES, PolicyName
-from kvxfer.storage.index import BlockIndex, BlockState
+from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import NOT_ARRIVED, Lender, Loan, Room, Wanted, require_within
@@ -121,20 +121,13 @@ class HostBackend(Backend, Lender):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._door.check_batch(keys, blocks)
-        starts, stops = blocks.payload_starts, blocks.payload_starts + blocks.block_sizes
-        parts = dict(zip(keys, zip(starts.tolist(), stops.tolist(), strict=True), strict=True))
-        self._drop_lesser(parts)
-        plan = self._index.begin_store(keys)
-        outcomes = dict.fromkeys(plan.refused, _no_room(self.num_slots))
+        stops = blocks.payload_starts + blocks.block_sizes
+        plan = await self._begin_store(keys, blocks.payload_starts.tolist(), stops.tolist())
+        outcomes = dict.fromkeys(plan.present, DONE)
+        outcomes |= dict.fromkeys(plan.refused, _no_room(self.num_slots))
         if plan.keys:
             await self._write(plan.keys, plan.slots, keys, blocks)
             outcomes |= dict.fromkeys(plan.keys, DONE)
-        for key in plan.present:
-            outcomes[key] = await self._stored_elsewhere(key, *parts[key])
-        again = [index for index, key in enumerate(keys) if outcomes[key] is _LESS]
-        if again:
-            chosen = [keys[index] for index in again]
-            outcomes |= zip(chosen, await self.store(chosen, blocks.take(again)), strict=True)
         return [outcomes[key] for key in keys]
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -210,10 +203,8 @@ class HostBackend(Backend, Lender):
         """See `Lender.make_room`: slots, which nobody can read before the context ends."""
         require_within(offered, self._door.chunk_sizes)
         self._door.check_batch(offered.keys)
-        ends = map(sum, zip(offered.starts, offered.sizes, strict=True))
-        parts = dict(zip(offered.keys, zip(offered.starts, ends, strict=True), strict=True))
-        self._drop_lesser(parts)
-        plan = self._index.begin_store(offered.keys)
+        ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
+        plan = await self._begin_store(offered.keys, offered.starts, ends)
         outcomes: dict[BlockKey, Outcome | None] = dict.fromkeys(plan.keys)
         outcomes |= dict.fromkeys(plan.refused, _no_room(self.num_slots))
         outcomes |= dict.fromkeys(plan.present, DONE)
@@ -232,9 +223,6 @@ class HostBackend(Backend, Lender):
                 stored.append(plan.keys[row])
         for row, index in enumerate(rows):
             room.outcomes[index] = DONE if row in room.arrived else NOT_ARRIVED
-        for index, key in enumerate(offered.keys):
-            if key in plan.present:
-                room.outcomes[index] = await self._stored_elsewhere(key, *parts[key])
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
@@ -268,21 +256,20 @@ class HostBackend(Backend, Lender):
                 self._index.finish_store([key for key in keys if key in kept], stored=True)
                 self._index.finish_store([key for key in keys if key not in kept], stored=False)
 
-    def _drop_lesser(self, parts: Mapping[BlockKey, tuple[int, int]]) -> None:
-        """Forget blocks that lack some of these bytes of their chunk, so that all are stored.
+    async def _begin_store(
+        self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
+    ) -> StorePlan:
+        """Find slots for blocks, once no other call stores them.
 
-        Whoever reads one goes on reading it.
+        A block that lacks some of these bytes of its chunk is forgotten first, so that all are
+        stored; whoever reads it goes on reading it.
         """
-        for key, part in parts.items():
-            if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), *part):
+        await self._stores.wait(keys)
+        self._door.check()  # it may have been closed meanwhile
+        for key, start, stop in zip(keys, starts, stops, strict=True):
+            if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)
-
-    async def _stored_elsewhere(self, key: BlockKey, start: int, stop: int) -> Outcome:
-        """What became of a key that was there, or that another call was storing."""
-        await self._stores.wait([key])
-        if not self._is_ready(key):
-            return Outcome(Status.FAILED, reason="the call that was storing the block failed")
-        return DONE if self._pool.covers(self._index.slot_of(key), start, stop) else _LESS
+        return self._index.begin_store(keys)
 
     def _drop_corrupt(
         self, keys: Sequence[BlockKey], slots: Sequence[int], outcomes: Sequence[Outcome]
@@ -296,9 +283,6 @@ class HostBackend(Backend, Lender):
 
     def _is_ready(self, key: BlockKey) -> bool:
         return self._index.state(key) in (BlockState.READY, BlockState.LOADING)
-
-
-_LESS = Outcome(Status.FAILED, reason="another call stored less of the chunk at the same time")
 
 
 def _no_room(num_slots: int) -> Outcome:

@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
@@ -143,9 +143,10 @@ class Tier:
     async def _move(
         self, verb: str, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move a batch, and log once what failed of it."""
+        """Move a batch, and log once what failed of it; one that does not answer has nothing."""
         if not self.answers:
-            return [Outcome(Status.TIMED_OUT, reason=f"{self._name} does not answer")] * len(keys)
+            silent = Outcome(Status.TIMED_OUT, reason=f"{self._name} does not answer")
+            return [MISSING if verb == "load" else silent] * len(keys)
         name = f"{self._name}: {verb}"
         move: Move = self.backend.store if verb == "store" else self.backend.load
         outcomes = await call_backend(move, keys, blocks, name=name)

@@ -370,7 +370,8 @@ async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended
     slow = tier.Tier(1, hanging, lookup_timeout_s=0.01)
     assert await slow.lookup(KEYS) == set()
     assert not slow.answers
-    [outcome] = await slow.load(KEYS[:1], memory.describe(0, [0]))
+    assert await slow.load(KEYS[:1], memory.describe(0, [0])) == [Outcome(Status.MISSING)]
+    [outcome] = await slow.store(KEYS[:1], memory.describe(0, [0]))
     assert outcome.status is Status.TIMED_OUT
     assert outcome.memory_safe, "it was not asked"
     assert [fault.operation for fault in hanging.injected] == [Operation.LOOKUP]
