@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
@@ -46,6 +46,7 @@ BUSY_PAUSE_S = 0.02
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
@@ -136,10 +137,7 @@ class FileBackend(Backend):
             BackendUnavailableError: The file system lets nothing be removed.
         """
         self._check(keys)
-        try:
-            return await self._removers.ask(self._space.remove, keys)
-        except OSError as exc:
-            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+        return await self._ask(self._space.remove, keys)
 
     async def purge(self) -> int:
         """Remove every block of this namespace, of whoever stored it; return how many.
@@ -148,10 +146,7 @@ class FileBackend(Backend):
             BackendUnavailableError: The file system lets nothing be removed.
         """
         self._door.check()
-        try:
-            return await self._removers.ask(self._purge)
-        except OSError as exc:
-            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+        return await self._ask(self._purge)
 
     async def flush(self) -> None:
         """See `Backend.flush`: all that was written has reached the disk.
@@ -160,10 +155,7 @@ class FileBackend(Backend):
             BackendUnavailableError: The disk says that it has not.
         """
         self._door.check()
-        try:
-            await self._removers.ask(self._folder.sync_file_system)
-        except OSError as exc:
-            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
+        await self._ask(self._folder.sync_file_system)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Calls that the file system does not answer are left behind.
@@ -179,6 +171,13 @@ class FileBackend(Backend):
         if not num_left and not scanning:
             self._files.close()
             self._ledger.close()
+
+    async def _ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a function on a thread, which touches no memory of the caller."""
+        try:
+            return await self._removers.ask(func, *args, **kwargs)
+        except OSError as exc:
+            raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
     def _open(self, config: FileConfig, namespace: Namespace, digester: Digester) -> BlockFiles:
         """Open all that `aclose` closes."""
