@@ -9,11 +9,12 @@ from collections.abc import Callable
 MAX_ERRORS = 5
 PAUSE_S = 30.0
 
-MEDIUM_ERRORS = frozenset(
+FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a medium without room for more bytes or files."""
+
+MEDIUM_ERRORS = FULL_ERRORS | frozenset(
     {
         errno.EIO,
-        errno.ENOSPC,
-        errno.EDQUOT,
         errno.EROFS,
         errno.EUCLEAN,  # a damaged file system, as ext4 and XFS call it
         errno.EBADMSG,  # the same, found by a checksum

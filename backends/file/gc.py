@@ -3,9 +3,10 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvxfer.backends.file.breaker import FULL_ERRORS
 from kvxfer.backends.file.census import take_census, total_size
 from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.folder import BlockFolder, is_block_folder
@@ -78,7 +79,7 @@ class GarbageCollection:
             OSError: The tree cannot be read, or a file cannot be removed.
         """
         require_store(self._tree)
-        ledger = Ledger(self._tree.root)
+        ledger = self._open_ledger()
         try:
             self._collect(ledger)
         finally:
@@ -95,14 +96,7 @@ class GarbageCollection:
         require_store(self._tree)
         temporary = {path for path, _ in self._tree.abandoned()}
         found = list(self._tree.blocks())
-        away, old, in_use = self._sort(found)
-        num_bytes_left = total_size(in_use)
-        excess: list[FoundBlock] = []
-        for block in in_use if self._capacity_bytes is not None else ():
-            if num_bytes_left <= (self._capacity_bytes or 0):
-                break
-            num_bytes_left -= size_on_disk(block.num_bytes)
-            excess.append(block)
+        away, old, excess, num_bytes_left = self._going(found)
         going = {block.path for block in (*away, *old, *excess)} | temporary
         kept = {
             path.partition("/")[0]
@@ -118,6 +112,40 @@ class GarbageCollection:
             num_bytes=total_size(found) - num_bytes_left,
             num_bytes_left=num_bytes_left,
         )
+
+    def _open_ledger(self) -> Ledger:
+        """Open the ledger; a full disk has room for its claim once a file is gone that goes anyway.
+
+        That one is removed without the lock: the bytes are counted anew right afterwards.
+        """
+        try:
+            return Ledger(self._tree.root)
+        except OSError as exc:
+            away, old, excess, _ = self._going(list(self._tree.blocks()))
+            going = {"num_quarantined": away, "num_old": old, "num_excess": excess}
+            first = [(name, blocks[0]) for name, blocks in going.items() if blocks]
+            if exc.errno not in FULL_ERRORS or not first:
+                raise
+            name, block = first[0]
+        with self._tree.folder(block.fingerprint) as folder:
+            if folder.remove_found(block.key, block.folder):
+                setattr(self._removed, name, 1)
+                self._removed.num_bytes += size_on_disk(block.num_bytes)
+        return Ledger(self._tree.root)
+
+    def _going(
+        self, found: Sequence[FoundBlock]
+    ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock], int]:
+        """What goes of blocks: those in quarantine, old ones, those in excess; bytes that stay."""
+        away, old, in_use = self._sort(found)
+        num_bytes_left = total_size(in_use)
+        excess: list[FoundBlock] = []
+        for block in in_use if self._capacity_bytes is not None else ():
+            if num_bytes_left <= (self._capacity_bytes or 0):
+                break
+            num_bytes_left -= size_on_disk(block.num_bytes)
+            excess.append(block)
+        return away, old, excess, num_bytes_left
 
     def _sort(
         self, found: Iterable[FoundBlock]
@@ -136,10 +164,10 @@ class GarbageCollection:
         removed = self._removed
         removed.num_temporary = self._tree.collect()
         away, old, in_use = self._sort(take_census(self._tree, ledger))
-        removed.num_quarantined = self._remove(ledger, away)
-        removed.num_old = self._remove(ledger, old)
+        removed.num_quarantined += self._remove(ledger, away)
+        removed.num_old += self._remove(ledger, old)
         if self._capacity_bytes is not None:
-            removed.num_excess = self._remove(ledger, in_use, down_to=self._capacity_bytes)
+            removed.num_excess += self._remove(ledger, in_use, down_to=self._capacity_bytes)
         for fingerprint in self._tree.fingerprints():
             with contextlib.suppress(OSError), self._tree.folder(fingerprint) as folder:
                 removed.num_folders += folder.remove_empty(DESCRIPTIONS)

@@ -1,7 +1,6 @@
 """A batch that is stored, by several threads."""
 
 import contextlib
-import errno
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -9,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
-from kvxfer.backends.file.breaker import MEDIUM_ERRORS
+from kvxfer.backends.file.breaker import FULL_ERRORS, MEDIUM_ERRORS
 from kvxfer.backends.file.check import read_extent
 from kvxfer.backends.file.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.space import Space
@@ -19,7 +18,6 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
-FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 PART = Outcome(Status.FAILED, reason="a part of a chunk is not the tensors that its group lists")
 
 

@@ -1,5 +1,6 @@
 """Disks without room for more bytes or more files, and names that cannot be written."""
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ import pytest
 
 from kvxfer.backends.file.breaker import MAX_ERRORS
 from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
+from kvxfer.backends.file.gc import GarbageCollection
+from kvxfer.backends.file.tree import BlockTree
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
     ENGINES,
@@ -56,6 +59,24 @@ async def test_files_are_evicted_where_there_can_be_no_more_of_them(
                 assert await load_verified(backend, chosen, target) == [DONE] * 20
                 assert counted_bytes(backend) == bytes_on_disk(folder)
                 assert temporary_files(folder) == []
+
+
+async def test_a_full_disk_has_room_for_a_collection_that_makes_room(tmp_path: Path) -> None:
+    memory, keys = one_page_memory(), hashed_keys(20)
+    with mounted("-t", "tmpfs", "-o", "size=4m", "tmpfs") as folder:
+        async with open_store(folder / "store", memory.namespace()) as backend:
+            outcomes = await store(backend, keys, memory.describe(0, range(20)))
+            assert [outcome.status for outcome in outcomes] == [DONE] * 20
+        with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+            while filler.write(bytes(4096)):
+                pass
+        tree = BlockTree(folder / "store")
+        with pytest.raises(OSError, match="No space left"):
+            GarbageCollection(tree).run()  # nothing is to go
+        removed = GarbageCollection(tree, capacity_bytes=5 * bytes_on_disk(folder) // 20).run()
+        assert removed.num_excess == 15
+        assert len(list(tree.blocks())) == 5
+        assert removed.num_bytes_left == bytes_on_disk(folder)
 
 
 class Full(PosixFileIO):
