@@ -15,7 +15,7 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Lender, StagedLender, Wanted
 from kvxfer.storage.threads import Threads
-from kvxfer.testing import BlockMemory, DictBackend, DictConfig
+from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
@@ -199,3 +199,42 @@ async def test_without_checksums_nothing_is_said_of_places(memory: BlockMemory) 
     async with HostBackend(config, memory.namespace()) as backend:
         await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
         assert backend.peek(KEYS[:1]) is None
+
+
+@pytest.mark.parametrize("way", ["lend", "make_room"])
+async def test_memory_of_a_cancelled_loan_is_lent_to_nobody_while_it_may_be_touched(
+    memory: BlockMemory, way: str
+) -> None:
+    namespace, size = memory.namespace(), memory.chunk_size_bytes(0)
+    threads, engine = Threads("test-lending", 1), CPUCopyEngine()
+    inner = DictBackend(DictConfig(), namespace)
+    payloads = await store_made_up(inner, KEYS[:2], memory.describe(0, [0, 1]))
+    async with FaultyBackend(inner, seed=0, rates=FaultRates(late=1.0)) as faulty:
+        lender = StagedLender(faulty, namespace, copy_engine=engine, threads=threads, max_bytes=1)
+
+        async def lend() -> None:
+            async with lender.lend(whole(memory, KEYS[:1])):
+                pytest.fail("lent")
+
+        async def make_room() -> None:
+            async with lender.make_room(whole(memory, KEYS[2:3])) as room:
+                assert room.blocks is not None
+                write_payloads(room.blocks, [bytes(size)])
+                room.arrived[0] = xxhash.xxh3_64_intdigest(bytes(size))
+
+        first = asyncio.ensure_future(lend() if way == "lend" else make_room())
+        await faulty.until_waiting()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        [late] = faulty.late
+        faulty.rates = FaultRates()
+        for _ in range(3):
+            async with lender.lend(whole(memory, KEYS[1:2])) as loan:
+                assert loan.blocks is not None
+                assert set(loan.blocks.addresses) & set(late.addresses) == set()
+                assert read_payloads(loan.blocks) == payloads[1:]
+        faulty.release()
+        await lender.aclose()
+    await threads.aclose()
+    engine.close()
