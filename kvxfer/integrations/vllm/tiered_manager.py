@@ -233,12 +233,13 @@ class TieredOffloadingManager(KVXferOffloadingManager):
 
     def _offer_again(self) -> None:
         """Copy down what was not taken: one chunk as a probe, and the others once that arrived."""
-        if not self._not_taken or time.monotonic() < self._next_offer_s:
+        room = self._max_going_down - self._num_going_down
+        if not self._not_taken or room < 1 or time.monotonic() < self._next_offer_s:
             return
         ready = {BlockState.READY, BlockState.LOADING}
         there = [key for key in self._not_taken if self._index.state(key) in ready]
         self._not_taken = dict.fromkeys(there)
-        offered = there[: 1 if self._pause_s else self._max_going_down - self._num_going_down]
+        offered = there[: 1 if self._pause_s else room]
         for key in offered:
             del self._not_taken[key]  # until it is known what became of it
         self._copy_down(offered)
