@@ -5,7 +5,12 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from kvxfer.checks import require_instance, require_instances, require_positive
+from kvxfer.checks import (
+    require_instance,
+    require_instances,
+    require_positive,
+    require_timeout,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -38,9 +43,10 @@ class TieredBackend(Backend):
     A key that any tier has is not stored again: no two tiers hold different bytes of one key,
     as long as each tier answers when it is asked what it has.
 
-    A tier that raises holds nothing while it does, and the others go on. Neither does one that
-    hangs: a lookup there ends after `lookup_timeout_s`, and it is left alone for a while. What a
-    tier missed meanwhile is carried there when it works again, as long as the tier above has it.
+    A tier that raises holds nothing while it does, and the others go on. A lower tier that hangs
+    holds nothing either: a lookup there ends after `lookup_timeout_s`, and it is left alone for a
+    while. What a tier missed meanwhile is carried there when it works again, as long as the tier
+    above has it.
 
     A store is `DONE` when one tier has the block: a machine that stops loses what has not been
     carried yet. `flush` waits for that.
@@ -53,7 +59,8 @@ class TieredBackend(Backend):
         namespace: That of the tiers; says how many bytes a chunk has.
         staging_bytes: Bound on the memory that blocks pass through between tiers; raised to two
             of the largest chunk.
-        lookup_timeout_s: How long a tier may take to say what it has.
+        lookup_timeout_s: How long a lower tier may take to say what it has; None for as long as
+            the caller waits.
 
     Attributes:
         memory_kinds: What every tier reads and writes directly.
@@ -69,11 +76,12 @@ class TieredBackend(Backend):
         namespace: Namespace,
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        lookup_timeout_s: float = LOOKUP_TIMEOUT_S,
+        lookup_timeout_s: float | None = LOOKUP_TIMEOUT_S,
     ) -> None:
         require_instances("tiers", tiers, Backend)
         require_instance("namespace", namespace, Namespace)
         staging_bytes = require_positive("staging_bytes", staging_bytes)
+        lookup_timeout_s = require_timeout("lookup_timeout_s", lookup_timeout_s)
         if not len(tiers):
             raise InvalidArgumentError("tiers", tiers, "at least one backend")
         self._door = Door("tiered backend", namespace)

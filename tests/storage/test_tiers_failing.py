@@ -313,6 +313,8 @@ def test_tiers_that_cannot_be_are_refused(memory: BlockMemory) -> None:
         TieredBackend([tier, OnlyCuda(None, namespace)], namespace)
     with pytest.raises(InvalidArgumentError, match="staging_bytes"):
         TieredBackend([tier], namespace, staging_bytes=0)
+    with pytest.raises(InvalidArgumentError, match="lookup_timeout_s is '5'"):
+        TieredBackend([tier], namespace, lookup_timeout_s="5")  # type: ignore[arg-type]
 
 
 def test_memory_is_reached_directly_when_every_tier_does(memory: BlockMemory) -> None:
