@@ -272,8 +272,9 @@ class TransferEngine:
     async def flush(self, *, timeout_s: float | None = None) -> bool:
         """Wait until all blocks whose store is done are kept for good.
 
-        They are in every tier then, and on the disk where there is one, and outlive the process
-        and a power cut. Without it a store is done as soon as one tier has the block.
+        Every tier has them then, and files have reached the disk: those outlive the process and a
+        power cut, which the memory of hosts and peers does not. Without it a store is done as soon
+        as one tier has the block.
 
         Args:
             timeout_s: Deadline from now, instead of the engine's.
