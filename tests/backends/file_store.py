@@ -207,6 +207,15 @@ def temporary_folder(file_system: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that an open store writes to, as an operator's `rm -r` repeated would."""
+    for _ in range(100):
+        with contextlib.suppress(OSError):  # what was written meanwhile is in the way
+            shutil.rmtree(folder)
+            return
+    shutil.rmtree(folder)
+
+
 def start_python(code: str, *arguments: object) -> "subprocess.Popen[str]":
     """Start a process that runs some code, with pipes; the caller ends it."""
     return subprocess.Popen(

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from tests.backends.file_store import (
     one_page_memory,
     open_store,
     path_of,
+    remove_folder,
     store,
     temporary_files,
     temporary_folder,
@@ -313,7 +313,7 @@ async def test_folders_removed_while_running_are_made_anew(tmp_path: Path, remov
         await until_scanned(backend)
         await store(backend, keys, memory.describe(0, range(4)))
         victim = tmp_path / removed.format(memory.namespace().fingerprint, keys[0].hex()[:2])
-        await asyncio.to_thread(shutil.rmtree, victim)
+        await asyncio.to_thread(remove_folder, victim)
         assert (await backend.lookup(keys))[0] is False
         loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
         assert loaded[0] is MISSING
@@ -332,7 +332,7 @@ async def test_a_root_replaced_by_a_file_fails_stores_and_misses_loads(tmp_path:
     root = tmp_path / "store"
     async with open_store(root, memory.namespace()) as backend:
         await store(backend, keys, memory.describe(0, [0, 1]))
-        await asyncio.to_thread(shutil.rmtree, root)
+        await asyncio.to_thread(remove_folder, root)
         root.write_text("in the way")
         assert statuses(await store(backend, keys, memory.describe(0, [0, 1]))) == [FAILED] * 2
         assert await backend.lookup(keys) == [False] * 2

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     quarantine_of,
+    remove_folder,
     store,
     until_scanned,
 )
@@ -46,10 +46,6 @@ async def two_backends(
         yield ours, theirs
 
 
-async def remove(path: Path) -> None:
-    await asyncio.to_thread(shutil.rmtree, path)
-
-
 def removed_folder(root: Path, memory: BlockMemory, key: BlockKey, removed: str) -> Path:
     """The folder of a key, of its namespace, or of all."""
     path = path_of(root, memory.namespace(), key)
@@ -65,7 +61,7 @@ async def test_what_others_store_in_a_folder_made_anew_is_found(
     async with two_backends(root, memory, engine=engine) as (ours, theirs):
         await store(ours, keys, memory.describe(0, range(4)))
         for version in range(3):
-            await remove(removed_folder(root, memory, keys[0], removed))
+            await asyncio.to_thread(remove_folder, removed_folder(root, memory, keys[0], removed))
             assert (await ours.lookup(keys[:1])) == [False]
             await store(theirs, keys, memory.describe(0, range(4)), version=version)
             assert await ours.lookup(keys) == [True] * 4
@@ -83,7 +79,7 @@ async def test_what_others_store_in_a_folder_made_anew_is_loaded_without_a_looku
     memory, keys, root = one_page_memory(), hashed_keys(1), tmp_path / "store"
     async with two_backends(root, memory, engine=engine) as (ours, theirs):
         await store(ours, keys, memory.describe(0, [0]))
-        await remove(removed_folder(root, memory, keys[0], removed))
+        await asyncio.to_thread(remove_folder, removed_folder(root, memory, keys[0], removed))
         await store(theirs, keys, memory.describe(0, [0]), version=1)
         target = memory.describe(0, [1])
         assert await load_verified(ours, keys, target, version=1) == [DONE]
@@ -96,7 +92,7 @@ async def test_what_others_store_in_a_folder_made_anew_is_deleted(
     memory, keys, root = one_page_memory(), hashed_keys(1), tmp_path / "store"
     async with two_backends(root, memory) as (ours, theirs):
         await store(ours, keys, memory.describe(0, [0]))
-        await remove(removed_folder(root, memory, keys[0], removed))
+        await asyncio.to_thread(remove_folder, removed_folder(root, memory, keys[0], removed))
         await store(theirs, keys, memory.describe(0, [0]))
         await ours.delete(keys)
         assert await theirs.lookup(keys) == [False]
@@ -108,7 +104,7 @@ async def test_a_use_is_noted_in_a_folder_made_anew(tmp_path: Path) -> None:
     path = path_of(tmp_path, memory.namespace(), keys[0])
     async with two_backends(tmp_path, memory) as (ours, theirs):
         await store(ours, keys, memory.describe(0, [0]))
-        await remove(path.parent)
+        await asyncio.to_thread(remove_folder, path.parent)
         await store(theirs, keys, memory.describe(0, [0]))
         os.utime(path, (1, 1))
         ours._folder.note_use(keys[0])
@@ -130,7 +126,7 @@ async def test_corrupt_blocks_are_put_away_after_the_quarantine_was_removed(
             assert away.exists()
             assert await backend.lookup([key]) == [False]
             if whole == "alone":
-                await remove(away.parent)
+                await asyncio.to_thread(remove_folder, away.parent)
             else:
                 GarbageCollection(BlockTree(tmp_path)).run()
                 assert not away.parents[1].exists()
@@ -170,7 +166,7 @@ async def test_removed_folders_keep_no_descriptors(tmp_path: Path) -> None:
         for _ in range(3):
             await store(backend, keys, memory.describe(0, range(8)))
             counts.append(num_descriptors())
-            await remove(root)
+            await asyncio.to_thread(remove_folder, root)
             assert await load_verified(backend, keys, memory.describe(0, range(8))) == [MISSING] * 8
         assert counts[0] == counts[1] == counts[2]
 

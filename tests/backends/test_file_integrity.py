@@ -21,6 +21,7 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     quarantine_of,
+    remove_folder,
     store,
 )
 
@@ -227,7 +228,7 @@ async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that
     root = tmp_path / "store"
     async with open_keyed(root, "ours") as ours:
         await fill(ours)
-        shutil.rmtree(root)
+        remove_folder(root)
         async with open_keyed(root, "theirs") as theirs:
             await fill(theirs, KEYS[:3])
             before = files(root)
@@ -243,7 +244,7 @@ async def test_a_store_that_was_emptied_may_have_another_secret_and_engines_that
 async def test_the_secret_is_proven_again_in_a_folder_that_is_made_anew(tmp_path: Path) -> None:
     root = tmp_path / "store"
     async with open_keyed(root, "ours") as backend:
-        shutil.rmtree(root)
+        remove_folder(root)
         await fill(backend)
         assert await load(backend) == [Status.DONE] * NUM_KEYS
         with pytest.raises(InvalidArgumentError, match="secret_file"):
