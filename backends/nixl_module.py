@@ -1,4 +1,4 @@
-"""Imports NIXL where it is used, without what importing it does to the process."""
+"""Import of NIXL at its first use, without its changes to logging and standard output."""
 
 import importlib
 import logging
@@ -10,7 +10,7 @@ from typing import Any
 from kvxfer.errors import BackendUnavailableError
 
 ENVIRONMENT = {"UCX_MODULES": "^efa", "UCX_LOG_FILE": "stderr", "NIXL_LOG_LEVEL": "WARN"}
-"""What is set before the import, unless the user has set it.
+"""Environment variables that are set before the import, unless the user has set them.
 
 UCX's EFA module crashes processes at their exit: it brings a second copy of libibverbs along.
 UCX's log goes to standard output otherwise.
@@ -27,7 +27,7 @@ def import_nixl(*, otherwise: str) -> Any:
     NIXL logs in Python goes where the application's messages go.
 
     Args:
-        otherwise: What to do without NIXL, for the error's text.
+        otherwise: Advice for a user without NIXL, for the error's text.
 
     Raises:
         BackendUnavailableError: It cannot be imported.
@@ -54,6 +54,6 @@ def import_nixl(*, otherwise: str) -> Any:
 
 
 def nixl_errors(nixl: Any) -> tuple[type[Exception], ...]:
-    """What NIXL's calls raise; its errors have no base of their own."""
+    """List the exceptions that NIXL's calls raise; they have no base class of their own."""
     named = (error for name, error in vars(nixl).items() if name.endswith("Error"))
     return (RuntimeError, *named)

@@ -1,4 +1,4 @@
-"""Blocks in files."""
+"""File backend: blocks in safetensors files."""
 
 from kvxfer.backends.file.backend import FileBackend
 from kvxfer.backends.file.config import FileConfig

@@ -1,4 +1,4 @@
-"""Blocks in files: verified, bounded, shared between processes."""
+"""File backend: blocks in files, verified, bounded, shared between processes."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.threads import CLOSE_TIMEOUT_S, DaemonThreads, Threads
 
 STALLED_S = 30.0
-"""A write that takes longer than this counts as a failure before it ends."""
+"""Seconds after which a write that has not ended counts as a failure."""
 
 BUSY_ATTEMPTS = 50
 BUSY_PAUSE_S = 0.02
@@ -53,18 +53,19 @@ _PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors
 
 
 class FileBackend(Backend):
-    """Keeps blocks in files below a folder, and evicts when they take too much room.
+    """Backend that keeps blocks in files below a folder, and evicts when they exceed its capacity.
 
-    What the disk says counts: a lookup looks there, so that a block that another process stored
-    is found and one that was evicted is a miss.
+    Lookups ask the disk, not memory: a block that another process stored is found, and one that
+    another process evicted is a miss.
 
     Args:
         config: See `FileConfig`.
-        namespace: Says how large a block is; has a folder of its own below the root.
+        namespace: Namespace of the blocks, which says how large they are; has a folder of its own
+            below the root.
 
     Raises:
-        InvalidArgumentError: The namespace has no groups, not one block fits, a parameter
-            cannot be, or the blocks in the folder are sealed with another secret.
+        InvalidArgumentError: The namespace has no groups, not one block fits, a parameter is out of
+            range, or the blocks in the folder are sealed with another secret.
         BackendUnavailableError: The root cannot be created or written to.
     """
 
@@ -116,7 +117,7 @@ class FileBackend(Backend):
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
         async with self._stores.acquire(keys):
-            self._door.check()  # it may have been closed meanwhile
+            self._door.check()  # the backend may have been closed meanwhile
             return await self._store(keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -134,33 +135,33 @@ class FileBackend(Backend):
         """See `Backend.delete`.
 
         Raises:
-            BackendUnavailableError: The file system lets nothing be removed.
+            BackendUnavailableError: The file system refuses to remove files.
         """
         self._check(keys)
         return await self._ask(self._space.remove, keys)
 
     async def purge(self) -> int:
-        """Remove every block of this namespace, of whoever stored it; return how many.
+        """Remove every block of this namespace, whichever process stored it; return how many.
 
         Raises:
-            BackendUnavailableError: The file system lets nothing be removed.
+            BackendUnavailableError: The file system refuses to remove files.
         """
         self._door.check()
         return await self._ask(self._purge)
 
     async def flush(self) -> None:
-        """See `Backend.flush`: all that was written has reached the disk.
+        """See `Backend.flush`: returns when every written byte has reached the disk.
 
         Raises:
-            BackendUnavailableError: The disk says that it has not.
+            BackendUnavailableError: A write to the disk has failed.
         """
         self._door.check()
         await self._ask(self._folder.sync_file_system)
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`. Calls that the file system does not answer are left behind.
+        """See `Backend.aclose`. Calls stuck in the file system are left behind.
 
-        Ends within `CLOSE_TIMEOUT_S`; what such calls use stays open.
+        Ends within `CLOSE_TIMEOUT_S`; files that such calls use stay open.
         """
         if not self._door.close():
             return
@@ -173,14 +174,14 @@ class FileBackend(Backend):
             self._ledger.close()
 
     async def _ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function on a thread, which touches no memory of the caller."""
+        """Call a function that touches no memory of the caller on a thread."""
         try:
             return await self._removers.ask(func, *args, **kwargs)
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
     def _open(self, config: FileConfig, namespace: Namespace, digester: Digester) -> BlockFiles:
-        """Open all that `aclose` closes."""
+        """Open the folder, the ledger and the I/O engine, which `aclose` closes."""
         with contextlib.ExitStack() as opened:
             try:
                 self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
@@ -246,7 +247,7 @@ class FileBackend(Backend):
         move: Callable[[int, int], list[T]],
         blocks: Descriptors,
     ) -> list[T]:
-        """Have threads move a share of a batch each; what became of each block."""
+        """Move a batch on threads, a share each; return one result per block."""
         cuts = cut_shares(blocks, num_threads, self._files.file_io.files_per_call)
         async with asyncio.TaskGroup() as tasks:
             shares = [tasks.create_task(threads.run(move, *cut)) for cut in cuts]
@@ -255,9 +256,9 @@ class FileBackend(Backend):
     async def _await_others(
         self, keys: Sequence[BlockKey], blocks: Descriptors, outcomes: list[Outcome | None]
     ) -> None:
-        """Give other processes a moment to finish the blocks that they are storing.
+        """Wait a moment for other processes that are storing the same blocks.
 
-        What they stored may be another part of a chunk: then ours is stored after all.
+        They may have stored another part of a chunk: then ours is stored after all.
         """
         busy = [index for index, outcome in enumerate(outcomes) if outcome is BUSY]
         for _ in range(BUSY_ATTEMPTS):
@@ -274,7 +275,7 @@ class FileBackend(Backend):
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Know since when something has been waiting for the disk."""
+        """Note since when a write has been waiting for the disk."""
         began = time.monotonic()
         self._writing_since.append(began)
         try:
@@ -299,13 +300,13 @@ class FileBackend(Backend):
         return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
     def _look_around(self) -> None:
-        """Find out what is there, and collect what dead writers left."""
+        """Scan the store, and collect temporary files of dead writers."""
         try:
             self._space.scan()
         except OSError as exc:
-            logger.warning("%s: cannot be looked through: %s", self._root, exc)
+            logger.warning("%s: cannot be scanned: %s", self._root, exc)
         except Exception:
-            logger.exception("%s: cannot be looked through", self._root)
+            logger.exception("%s: cannot be scanned", self._root)
 
     def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._door.check_batch(keys, *blocks)

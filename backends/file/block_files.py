@@ -1,4 +1,4 @@
-"""What reading and writing the block files of a namespace have in common."""
+"""Block files of a namespace: their formats, headers, scratch memory and I/O vectors."""
 
 import mmap
 import os
@@ -24,20 +24,20 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 
 STRAIGHT_BYTES = 16 << 10
-"""Mean fragment from which on memory is given to the kernel as it is. Smaller ones are gathered
-first: hashing them one by one would cost more than copying them. Measured with 19 blocks of 180
-fragments of 32 KiB, loaded straight in 45 ms and gathered in 120."""
+"""Mean size of fragments from which on the kernel reads and writes the described memory itself.
+Smaller fragments are gathered first: hashing them one by one would cost more than copying them.
+Measured with 19 blocks of 180 fragments of 32 KiB, loaded straight in 45 ms and gathered in 120."""
 
 ROUND_FILES = 64
 ROUND_BYTES = 32 << 20
 GATHERED_BYTES = 8 << 20
-"""Of a round whose data goes through scratch memory, which every thread has for itself."""
+"""Bytes of a round whose data goes through scratch memory, of which every thread has its own."""
 
 
 class Scratch:
-    """Page-aligned memory: a row per file, its header in whole pages, then room for its data.
+    """Page-aligned scratch memory: a row per file, with its header in whole pages and its data.
 
-    A short header does not begin where its row does, but ends where the data begins.
+    Every header ends where the data begins; a short one begins later than its row.
 
     Args:
         memory: Bytes of all rows.
@@ -62,27 +62,28 @@ class Scratch:
         self.header_addresses = self.data_addresses - np.array(header_sizes, np.uint64)
 
     def header(self, row: int) -> memoryview:
-        """The whole header of a file."""
+        """View the whole header of a file."""
         stop = row * self._row_bytes + self._data_offset
         return self._view[stop - self.header_sizes[row] : stop]
 
     def data(self, row: int, num_bytes: int) -> memoryview:
-        """The leading bytes of the room of a file."""
+        """View the leading bytes of the room of a file."""
         start = row * self._row_bytes + self._data_offset
         return self._view[start : start + num_bytes]
 
 
 class BlockFiles:
-    """The files of one namespace, and how bytes get in and out of them.
+    """Block files of one namespace, and what reads and writes them.
 
     Args:
-        folder: Where the files are.
-        namespace: Says what the chunks of each group are.
+        folder: Folder of the namespace.
+        namespace: Namespace, which says how large the chunks of each group are.
         digester: Makes and checks the checksums.
-        record: Says which files this process can read.
-        file_io: What moves the bytes; closed with this.
-        copy_engine: Gathers and scatters small fragments; closed with this.
-        alignment: What O_DIRECT asks of addresses and lengths, 0 where it is not used.
+        record: Record that says which files this process can read.
+        file_io: Engine that moves the bytes; closed with this.
+        copy_engine: Engine that gathers and scatters small fragments; closed with this.
+        alignment: Alignment in bytes that O_DIRECT requires of addresses and lengths; 0 without
+            O_DIRECT.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class BlockFiles:
             for group in range(len(namespace.groups))
         }
         self._scratches = threading.local()
-        # As many as ways to cut a chunk at its blocks.
+        # By group, start and size; at most one per way to cut a chunk at its blocks.
         self._frames: dict[tuple[bytes, int, int], HeaderFrame] = {}
 
     @property
@@ -119,7 +120,7 @@ class BlockFiles:
         return len(self._formats)
 
     def format(self, key: BlockKey) -> GroupFormat:
-        """What the files of a key's group hold."""
+        """Get the format of the files of a key's group."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]
 
     def are_there(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -129,13 +130,13 @@ class BlockFiles:
         return [size is not None and i not in unreadable for i, size in enumerate(sizes)]
 
     def rounds(self, blocks: Descriptors, *, straight: bool) -> Iterator[tuple[int, int]]:
-        """Runs of blocks whose files are open, and whose scratch memory is needed, at one time."""
+        """Cut a batch into rounds: runs of blocks whose files are open at one time."""
         room = np.full(blocks.num_blocks, blocks.block_sizes.max())
         num_bytes = ROUND_BYTES if straight else GATHERED_BYTES
         return cut_runs(room, num_bytes, longest_run=ROUND_FILES)
 
     def is_straight(self, blocks: Descriptors) -> bool:
-        """Whether the kernel can be given the described memory itself."""
+        """Whether the kernel can use the described memory itself, without scratch memory."""
         if blocks.num_bytes < len(blocks) * STRAIGHT_BYTES:
             return False
         if int(np.diff(blocks.block_offsets).max()) > IOV_MAX - 2:  # with the header and the tail
@@ -146,9 +147,9 @@ class BlockFiles:
         return bits % self._alignment == 0
 
     def scratch(self, keys: Sequence[BlockKey], room_bytes: int) -> Scratch:
-        """Memory for the headers of some files, and whole pages of room behind each.
+        """Get scratch memory for the headers of some files, and whole pages of room behind each.
 
-        It is this thread's, until its next call.
+        It belongs to the calling thread, until its next call.
         """
         header_sizes = [self.format(key).header_size_bytes for key in keys]
         num_bytes = len(keys) * (max(header_sizes) + padded(room_bytes))
@@ -158,7 +159,7 @@ class BlockFiles:
         return Scratch(np.frombuffer(memory, np.uint8, num_bytes), header_sizes)
 
     def header(self, key: BlockKey, start: int, num_bytes: int, checksum: str) -> bytes:
-        """What the header of a file with this data is."""
+        """Make the header of a file with this data."""
         group = key[-GROUP_INDEX_BYTES:]
         frame = self._frames.get((group, start, num_bytes))
         if frame is None:
@@ -176,30 +177,30 @@ class BlockFiles:
 
 @dataclass(frozen=True, slots=True)
 class SystemFailure(Outcome):
-    """What became of a block about whose file the operating system says something.
+    """Outcome of a block on whose file a system call failed.
 
     Attributes:
-        errno: What it says, as in the module `errno`.
+        errno: Error number, as in the module `errno`.
     """
 
     errno: int = 0
 
 
 def failure(exc: OSError) -> SystemFailure:
-    """Translate what the operating system says about one file."""
+    """Translate an error of the operating system about one file."""
     reason = f"{type(exc).__name__}: {exc.strerror or exc}"
     return SystemFailure(Status.FAILED, reason=reason, errno=exc.errno or 0)
 
 
 def data_views(blocks: Descriptors, scratch: Scratch, *, straight: bool) -> list[list[memoryview]]:
-    """The data of each block, where the kernel puts or finds it."""
+    """View the data of each block in the memory that the kernel reads into or writes from."""
     if not straight:
         return [[scratch.data(nth, size)] for nth, size in enumerate(blocks.block_sizes.tolist())]
     return view_blocks(blocks)
 
 
 def whole_vectors(scratch: Scratch, sizes: Sequence[int]) -> list[IOVector]:
-    """Files that are read into, or written from, scratch: headers, and `sizes` bytes of data."""
+    """Describe files of which header and `sizes` bytes of data are in scratch memory."""
     pieces = np.empty((len(sizes), 1, 2), np.uint64)
     pieces[:, 0, 0] = scratch.header_addresses
     pieces[:, 0, 1] = np.add(scratch.header_sizes, sizes)
@@ -207,9 +208,9 @@ def whole_vectors(scratch: Scratch, sizes: Sequence[int]) -> list[IOVector]:
 
 
 def straight_vectors(scratch: Scratch, blocks: Descriptors, *, tail: bool) -> list[IOVector]:
-    """Files whose header is in scratch and whose data is in described memory.
+    """Describe files whose header is in scratch memory and whose data is in described memory.
 
-    With a tail, what comes after the data goes to scratch, too, so that a file that is too long
+    With a tail, the bytes after the data go to scratch memory, too, so that a file that is too long
     is noticed.
     """
     ends = np.cumsum(np.diff(blocks.block_offsets) + 1 + tail)

@@ -1,4 +1,4 @@
-"""Stops writing for a while where writing fails again and again."""
+"""Circuit breaker for writes."""
 
 import enum
 import errno
@@ -34,7 +34,7 @@ MEDIUM_ERRORS = FULL_ERRORS | frozenset(
         errno.EREMOTEIO,
     }
 )
-"""What is wrong with a whole disk, file system or server. All else is about one name."""
+"""Errors of a whole disk, file system or server; all other errors concern one file."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +46,15 @@ class _State(enum.Enum):
 
 
 class CircuitBreaker:
-    """Lets calls through until several in a row fail, then none for a while, then one as a probe.
+    """Circuit breaker: pauses calls after failures in a row, then lets one through as a probe.
 
-    Says once that it opens and once that it closes. Belongs to one event loop.
+    Logs once that it opens and once that it closes. Belongs to one event loop.
 
     Args:
-        name: What the log calls it.
+        name: Name of the calls in the log.
         max_errors: Failures in a row that open it.
         pause_s: Seconds for which it stays open before the next probe.
-        clock: Seconds that never go back.
+        clock: Monotonic clock, in seconds.
 
     Source: M. Nygard, "Release It!", chapter 5, Circuit Breaker.
     """
@@ -88,7 +88,7 @@ class CircuitBreaker:
         return self._state is _State.CLOSED
 
     def record(self, error: str) -> None:
-        """Count the end of a call: empty when it went well, otherwise what went wrong."""
+        """Count the end of a call; the error is empty when it succeeded."""
         if not error:
             if self._state is not _State.CLOSED:
                 logger.warning("%s: works again", self._name)
@@ -99,13 +99,13 @@ class CircuitBreaker:
             self.trip(error)
 
     def trip(self, error: str) -> None:
-        """Open, whatever was counted, and begin the pause anew."""
+        """Open at once, whatever was counted, and restart the pause."""
         if self._state is _State.CLOSED:
             pause = self._pause_s
             logger.warning("%s: stopped, tried again every %g s: %s", self._name, pause, error)
         self._state, self._opened_at = _State.OPEN, self._clock()
 
     def abandon(self) -> None:
-        """Take back a call that ended without telling anything, such as a cancelled probe."""
+        """Uncount a call that showed neither success nor failure, such as a cancelled probe."""
         if self._state is _State.HALF_OPEN:
             self._state = _State.OPEN

@@ -1,4 +1,4 @@
-"""A count of everything in a store, by somebody who stores nothing."""
+"""Recount of a store's bytes, for commands that store nothing."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,9 @@ from kvxfer.backends.file.tree import BlockTree, FoundBlock
 
 
 def take_census(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
-    """Walk through the tree and set the count of its bytes right; blocks.
+    """Walk through the tree and correct the ledger's count of bytes; blocks.
 
-    What engines store or remove meanwhile may leave the count too high, never too low.
+    Blocks that engines store or remove meanwhile may leave the count too high, never too low.
 
     Raises:
         OSError: The tree or the count cannot be read.
@@ -26,5 +26,5 @@ def take_census(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
 
 
 def total_size(found: Iterable[FoundBlock]) -> int:
-    """Bytes that files take of the disk."""
+    """Add up the bytes that files take on the disk."""
     return sum(size_on_disk(block.num_bytes) for block in found)

@@ -1,4 +1,4 @@
-"""Whether a block file is what its place says: of one file, in a page of memory at a time."""
+"""Check of one block file against its name, its folder, its seal and its checksum."""
 
 import enum
 import os
@@ -23,13 +23,13 @@ READ_BYTES = 1 << 20
 
 
 class Verdict(enum.Enum):
-    """What was found out about a block file.
+    """Verdict on a block file.
 
-    `GOOD`: every byte is what was stored. `KEYED`: nothing is wrong, but only the secret could
-    tell. `UNCHECKED`: nothing is wrong with the header, and no checksum of the data was stored.
-    `CORRUPT`: a lookup must not find it. `OTHER`: it was stored with another integrity, whose
-    owner reads it. `UNREADABLE`: the operating system says no. `GONE`: it
-    was removed meanwhile.
+    `GOOD`: every byte is what was stored. `KEYED`: nothing is wrong that shows without the secret.
+    `UNCHECKED`: nothing is wrong with the header, and no checksum of the data was stored.
+    `CORRUPT`: a lookup must not find it. `OTHER`: it was stored with another integrity, and engines
+    with that integrity read it. `UNREADABLE`: the operating system cannot read it. `GONE`: it was
+    removed meanwhile.
     """
 
     GOOD = "good"
@@ -43,13 +43,13 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found out about one file.
+    """Verdict on one file, and its reason.
 
     Attributes:
         block: The file.
-        verdict: What was found out.
-        reason: Why it is bad, empty when it is not.
-        put_away: Whether it was put in quarantine.
+        verdict: The verdict.
+        reason: Why the file is bad, empty when it is not.
+        put_away: Whether the file was put in quarantine.
     """
 
     block: FoundBlock
@@ -64,7 +64,7 @@ class Finding:
 
 
 class BlockCheck:
-    """Checks files one by one, knowing only where they are; blocks; thread-safe.
+    """Check of single files, of which only the place is known; blocks; thread-safe.
 
     Args:
         secret: The secret of `integrity=keyed`. With one, every file must be sealed by it.
@@ -78,7 +78,7 @@ class BlockCheck:
         self.keyed = Digester(Integrity.KEYED, secret) if secret is not None else None
 
     def digester(self, integrity: Integrity) -> Digester:
-        """Choose what checks a file that says how it was sealed."""
+        """Choose the digester for a file that was sealed with `integrity`."""
         if self.keyed:
             return self.keyed
         return Digester(Integrity.OFF if integrity is Integrity.KEYED else integrity)
@@ -92,7 +92,7 @@ class BlockCheck:
             repair: Put the file in quarantine when it is corrupt.
 
         Raises:
-            OSError: It cannot be put there.
+            OSError: The file cannot be put in quarantine.
         """
         try:
             fd = folder.open_found(block.key, block.folder)
@@ -115,7 +115,7 @@ class BlockCheck:
     def _verify(self, fd: int, block: FoundBlock) -> Verdict:
         if block.misplaced:
             raise BlockFileError(f"no lookup finds it in the folder {block.folder!r}")
-        # What counts is what the disk holds, not what the page cache does.
+        # Verify the bytes on the disk, not those in the page cache.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         head, num_bytes = read_header(fd)
         said = BlockHeader.decode(head)
@@ -142,8 +142,8 @@ def check_header(
         num_bytes: Bytes of the file that follow the header.
 
     Raises:
-        OtherIntegrityError: It was stored with another integrity.
-        BlockFileError: It changed, or it is another block's.
+        OtherIntegrityError: The block was stored with another integrity.
+        BlockFileError: The header changed, or it is another block's.
     """
     header = BlockHeader.verify(head, digester)
     for name, said, expected in (
@@ -157,7 +157,7 @@ def check_header(
 
 
 def check_data(header: BlockHeader, digester: Digester, data: Iterable[memoryview]) -> None:
-    """Compare the data of a file with its checksum; nothing is done when integrity is off.
+    """Compare the data of a file with its checksum; do nothing when integrity is off.
 
     Raises:
         BlockFileError: A byte changed.
@@ -172,8 +172,8 @@ def read_header(fd: int) -> tuple[bytes, int]:
     """Read the header of an open file, and how many bytes follow it.
 
     Raises:
-        BlockFileError: It is not a file that could be a block's.
-        OSError: It cannot be read.
+        BlockFileError: The file cannot be a block file.
+        OSError: The file cannot be read.
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
@@ -185,12 +185,12 @@ def read_header(fd: int) -> tuple[bytes, int]:
 
 
 def read_extent(fd: int) -> tuple[int, int]:
-    """Read which bytes of its chunk an open file says it has, from and to.
+    """Read from an open file's header which bytes of its chunk it has: start and stop.
 
-    None, which is (0, 0), when it is no block file, or one that was cut off.
+    `(0, 0)`, no bytes, when it is not a block file or was cut off.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     try:
         head, num_bytes = read_header(fd)
@@ -201,7 +201,7 @@ def read_extent(fd: int) -> tuple[int, int]:
 
 
 def read_data(fd: int, offset: int) -> Iterator[memoryview]:
-    """Read what follows the header, piece by piece; a piece is valid until the next."""
+    """Read the data after the header, piece by piece; a piece is valid until the next."""
     memory = memoryview(bytearray(READ_BYTES))
     while num_read := os.preadv(fd, [memory], offset):
         yield memory[:num_read]

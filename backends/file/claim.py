@@ -1,4 +1,4 @@
-"""What a living process has reserved in a store, and what it is writing, for others to read."""
+"""Claims: files that tell other processes what a living one has reserved and is writing."""
 
 import contextlib
 import errno
@@ -35,20 +35,20 @@ logger = logging.getLogger(__name__)
 
 
 class Claim:
-    """The claim of this process: a file in the root, locked for as long as the process lives.
+    """Claim of this process: a file in the root, locked for as long as the process lives.
 
-    It says how many bytes are reserved, and lists the files that are being written, one list for
-    each thread. Both carry a checksum: what is damaged claims nothing.
+    It holds the number of reserved bytes, and lists of the files that are being written, one list
+    for each thread. Both carry a checksum: a damaged number or list claims nothing.
 
     Args:
         root: Root of the store, which must be there.
-        reserved: Bytes that are reserved.
+        reserved: Number of reserved bytes.
 
     Raises:
         OSError: The file cannot be made.
 
     Attributes:
-        owner: Names this process among all that ever used the store.
+        owner: Unique name of this process among all that ever used the store.
     """
 
     def __init__(self, root: Path, reserved: int) -> None:
@@ -57,7 +57,7 @@ class Claim:
             self.owner = secrets.token_hex(OWNER_BYTES)
             self._fd = os.open(claim_path(root, self.owner), _CREATE_FLAGS, FILE_MODE)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
-            # Between its creation and its lock it looks like that of a dead process.
+            # Until it was locked it looked like that of a dead process, and may have been removed.
             if self.is_there:
                 break
             os.close(self._fd)
@@ -69,18 +69,18 @@ class Claim:
 
     @property
     def is_there(self) -> bool:
-        """Whether others can see it."""
+        """Whether the file still exists for other processes."""
         return os.fstat(self._fd).st_nlink > 0
 
     def reserve(self, num_bytes: int) -> None:
-        """Say how many bytes are reserved."""
+        """Write the number of reserved bytes."""
         os.pwrite(self._fd, seal(_HEAD.pack(_MAGIC, num_bytes)), 0)
 
     def list_files(self, number: int, files: Sequence[bytes]) -> None:
-        """Say which files a thread writes; none: it has written them.
+        """Write the list of files that a thread is writing; empty when it has written them.
 
-        The list of each thread has a place of its own, and is written in one piece: what others
-        read of it is whole, or ended before.
+        The list of each thread has a place of its own, and is written in one piece: other processes
+        read all of it, or none because its files are written.
         """
         text = msgspec.msgpack.encode(list(files)) if files else b""
         length = _LENGTH.pack(len(text))
@@ -90,14 +90,14 @@ class Claim:
     def close(self) -> None:
         """Remove and close the file; may be called again."""
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # what stays is removed: its lock is gone
+            with contextlib.suppress(OSError):  # another process removes it: its lock is gone
                 os.unlink(claim_path(self._root, self.owner))
             os.close(self._fd)
         self._fd = -1
 
 
 class ClaimsOfOthers:
-    """The claims of the other living processes; those of dead ones are removed.
+    """Claims of the other living processes; reading them removes those of dead processes.
 
     Args:
         root: Root of the store.
@@ -108,11 +108,11 @@ class ClaimsOfOthers:
         self._damaged: set[str] = set()
 
     def reserved_bytes(self, ours: str) -> int:
-        """Bytes that all but `ours` have reserved."""
+        """Add up the bytes that all owners but `ours` have reserved."""
         return sum(self._reserved(owner, data) for owner, data in self._read(ours))
 
     def files(self, ours: str) -> set[bytes]:
-        """Files that all but `ours` are writing."""
+        """Collect the files that all owners but `ours` are writing."""
         files: set[bytes] = set()
         for owner, data in self._read(ours):
             for start in range(_HEAD_BYTES, len(data), _LIST_BYTES):
@@ -151,18 +151,18 @@ class ClaimsOfOthers:
         if owner not in self._damaged:
             self._damaged.add(owner)
             path = claim_path(self._root, owner)
-            logger.warning("%s is damaged: what it reserves and writes is not known", path)
+            logger.warning("%s is damaged: its reserved bytes and claimed files are unknown", path)
 
 
 def is_owner(name: str) -> bool:
-    """Whether a process could have this name."""
+    """Whether a name can be that of an owner."""
     return len(name) == 2 * OWNER_BYTES and set(name) <= HEX_DIGITS
 
 
 def is_alive(root: Path, owner: str) -> bool:
-    """Whether the process lives that used a store under this name; none other ever does.
+    """Whether the process that has claims under this name is alive; names are never reused.
 
-    One that cannot be asked counts as living.
+    A process whose claim cannot be read counts as alive.
     """
     try:
         return bool(_read_claim(root, owner))
@@ -171,7 +171,7 @@ def is_alive(root: Path, owner: str) -> bool:
 
 
 def claim_path(root: Path, owner: str) -> Path:
-    """Where a process claims."""
+    """Make the path of a process's claim."""
     return root / f"{owner}{CLAIM_SUFFIX}"
 
 
@@ -181,18 +181,18 @@ def seal(record: bytes) -> bytes:
 
 
 def unseal(data: bytes) -> bytes:
-    """The record in what `seal` made; nothing when it is damaged."""
+    """Get the record back from `seal`; empty when it is damaged."""
     record, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     return record if record and xxhash.xxh3_64_digest(record) == digest else b""
 
 
 def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
-    """What a living process claims; nothing when it is dead, or there is no such file.
+    """Read the claim of a living process; empty when it is dead, or has no claim.
 
     Args:
         root: Root of the store.
-        owner: The process.
-        remove: Whether the file goes when the process is dead.
+        owner: Name of the process.
+        remove: Whether to remove the claim of a dead process.
     """
     path = claim_path(root, owner)
     try:
@@ -205,7 +205,7 @@ def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             return b""
-        # Shared: another one who looks must not seem to be the owner.
+        # Shared: two processes that read a claim must not take each other for its owner.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _read_whole(fd, min(found.st_size, _MAX_BYTES))
@@ -219,9 +219,9 @@ def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
 
 
 def _read_whole(fd: int, num_bytes: int) -> bytes:
-    """Read a claim, again when its owner was just changing what it has reserved.
+    """Read a claim; retry while its owner changes the number of reserved bytes.
 
-    One that is empty was locked and not written yet: it is that of a living process.
+    An empty claim is locked and not written yet: it is that of a living process.
     """
     for _ in range(_READ_ATTEMPTS):
         data = os.pread(fd, num_bytes, 0)

@@ -29,15 +29,15 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         capacity: Bytes of all files below the root, of any namespace, headers and quarantine
             included.
         min_free: Bytes that stay free on the file system.
-        eviction: What goes when the store is full.
+        eviction: Policy that chooses the blocks to evict when the store is full.
         integrity: `fast` stores an XXH3 checksum with every block, `keyed` a BLAKE3 one with a
             secret; verified after every load. `off` does neither.
         secret_file: File with the 32 bytes of the secret, for `integrity=keyed`.
-        durability: With `fsync` a block counts as stored when it would outlive a power cut.
+        durability: With `fsync` a block counts as stored only once it would survive a power cut.
         direct: `auto` uses O_DIRECT where the file system has it.
-        engine: What moves the bytes: `uring` is io_uring, `posix` the kernel's vectored calls,
-            `nixl` the POSIX plug-in of NIXL. `auto` is the first one where the kernel permits it,
-            else the second.
+        engine: Engine that moves the bytes: `uring` is io_uring, `posix` the kernel's vectored
+            calls, `nixl` the POSIX plug-in of NIXL. `auto` is the first one where the kernel
+            permits it, else the second.
         read_threads: Threads that read; `uring` uses at most 4, with 64 files in flight each.
         write_threads: Threads that write, likewise.
     """
@@ -56,25 +56,26 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def require_root(config: FileConfig) -> Path:
-    """The root, which must be something that a file system can name.
+    """Get the root of the store, which must be a valid path.
 
     Raises:
-        InvalidArgumentError: It has a NUL in it, for example.
+        InvalidArgumentError: The path is invalid: it has a NUL in it, for example.
     """
     try:
         with contextlib.suppress(OSError):
             os.stat(config.path)
     except ValueError as exc:
-        wanted = f"what a file system can name; {exc}"
+        wanted = f"a valid path; {exc}"
         raise InvalidArgumentError("path", config.path, wanted) from exc
     return Path(config.path)
 
 
 def require_room(config: FileConfig, namespace: Namespace) -> int:
-    """Bytes on the disk of the largest chunk, which must fit.
+    """Compute the bytes on the disk of the largest chunk, which must fit.
 
     Raises:
-        InvalidArgumentError: It does not, there is none, or nobody is to read or write it.
+        InvalidArgumentError: It does not fit, there is no group, or there are no threads to read or
+            write.
     """
     if not namespace.groups:
         raise InvalidArgumentError("namespace.groups", (), "at least one group")

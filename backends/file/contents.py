@@ -1,4 +1,4 @@
-"""What a process knows of the files in a store."""
+"""Index of a store's files in memory, in the order of eviction."""
 
 import threading
 import time
@@ -13,7 +13,8 @@ from kvxfer.storage.keys import BlockKey
 FINGERPRINT_BYTES = 16
 
 NOTE_USE_S = 3600.0
-"""How old the time of a file's last use may be on the disk, where other processes see it."""
+"""Seconds by which a file's time of last use on the disk, which other processes see, may be
+late."""
 
 FileId = BlockKey
 """A fingerprint in binary, followed by a key: one name for the files of all namespaces."""
@@ -21,12 +22,12 @@ FileId = BlockKey
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A file that is to go.
+    """File chosen for eviction.
 
     Attributes:
-        fingerprint: Namespace that it belongs to.
-        key: Key that it belongs to.
-        num_bytes: What it takes of the disk.
+        fingerprint: Namespace of the file.
+        key: Key of the file.
+        num_bytes: Bytes that it takes on the disk.
         quarantined: Whether it lies in quarantine.
     """
 
@@ -38,7 +39,7 @@ class Victim:
 
 @dataclass(slots=True)
 class _Entry:
-    """A file: what it takes of the disk, and whether it is being written."""
+    """File: its bytes on the disk, and whether it is held: being written, or spared."""
 
     num_bytes: int
     used: float
@@ -48,7 +49,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Journal:
-    """What this process did to files while a walk through the tree was under way."""
+    """Changes that this process made to files during a walk through the tree."""
 
     stored: set[FileId] = field(default_factory=set)
     removed: set[FileId] = field(default_factory=set)
@@ -58,12 +59,12 @@ class _Journal:
 
 
 class Contents:
-    """The files of a store in the order in which they go; those being written do not.
+    """Index of a store's files in the order of eviction; files being written are not evicted.
 
     Memory only: no call waits for a disk. Thread-safe.
 
     Args:
-        policy: What goes first, new. Its keys are `FileId`s.
+        policy: Eviction policy, new. Its keys are `FileId`s.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -75,7 +76,7 @@ class Contents:
         self._walked = False
 
     def hold(self, files: Iterable[FileId]) -> list[FileId]:
-        """Take files out of the candidates, those that are; return them, for `release`."""
+        """Protect those files that are candidates from eviction; return them, for `release`."""
         held = []
         with self._lock:
             for file in files:
@@ -87,13 +88,13 @@ class Contents:
         return held
 
     def release(self, files: Sequence[FileId]) -> None:
-        """Make held files candidates again, the first one as the last used."""
+        """Make held files candidates again, the first one as the most recently used."""
         with self._lock:
             for file in reversed(files):
                 self._let_be(file, self._entries[file])
 
     def admit(self, files: Sequence[FileId], sizes: Sequence[int]) -> None:
-        """Learn that files are being written."""
+        """Add files that are being written."""
         now = time.time()
         with self._lock:
             for file, num_bytes in zip(files, sizes, strict=True):
@@ -106,10 +107,10 @@ class Contents:
                 self._journal.num_bytes_reserved += sum(sizes)
 
     def settle(self, files: Sequence[FileId], *, stored: Sequence[bool]) -> tuple[int, int]:
-        """Learn which files were written, the first one as the last used.
+        """Keep files that were written, the first as the most recently used; drop the others.
 
         Returns:
-            Bytes of those that were, and of those that were not.
+            Bytes of the files that were written, and of those that were not.
         """
         num_written = num_given_back = 0
         with self._lock:
@@ -124,7 +125,7 @@ class Contents:
         return num_written, num_given_back
 
     def touch(self, files: Sequence[FileId]) -> list[FileId]:
-        """Count a use, the first one as the last; return those to be noted on the disk, too."""
+        """Count a use, the first file's as the last; return files whose use to note on the disk."""
         now, old = time.time(), []
         with self._lock:
             for file in reversed(files):
@@ -138,7 +139,7 @@ class Contents:
         return old
 
     def choose_victim(self) -> Victim | None:
-        """Forget the file that is to go next; None when there is none."""
+        """Take the next file to evict out of the index; None when there is none."""
         with self._lock:
             quarantined = bool(self._away)
             if quarantined:
@@ -154,14 +155,14 @@ class Contents:
         return Victim(file[:FINGERPRINT_BYTES].hex(), key_in(file), num_bytes, quarantined)
 
     def remove(self, file: FileId) -> None:
-        """Learn that this process removed a file."""
+        """Drop a file that this process removed."""
         with self._lock:
             if self._journal is not None:
                 self._journal.removed.add(file)
             self._forget(file)
 
     def put_away(self, file: FileId, num_bytes: int) -> int:
-        """Learn that a file is in quarantine; return the bytes of the one that it replaced."""
+        """Move a file to quarantine; return the bytes of the one that it replaced there."""
         with self._lock:
             if self._journal is not None:
                 self._journal.put_away.add(file)
@@ -171,18 +172,17 @@ class Contents:
             return replaced
 
     def begin_walk(self) -> None:
-        """Begin to note what this process changes, until `end_walk`."""
+        """Begin to note this process's changes, until `end_walk`."""
         with self._lock:
             held = {file for file, entry in self._entries.items() if entry.held}
             self._journal = _Journal(stored=held)
 
     def end_walk(self, found: Sequence[FoundBlock]) -> tuple[int, int]:
-        """Learn what a walk through the tree found, and forget what it did not find.
+        """Add the files that a walk through the tree found, and drop those that it did not find.
 
         Returns:
-            Bytes of all files, those included that are being written; and of those the bytes
-            that this process reserved since the walk began. Never too few, whatever happened
-            meanwhile.
+            Bytes of all files, those included that are being written; and of these the bytes that
+            this process reserved since the walk began. Never too few, whatever happened meanwhile.
         """
         in_order = sorted(found, key=lambda block: block.used)
         with self._lock:
@@ -191,7 +191,7 @@ class Contents:
             self._away = {file: self._away[file] for file in journal.put_away & self._away.keys()}
             learned: list[tuple[FileId, FoundBlock]] = []
             for block in in_order:
-                if block.misplaced:  # not by us; takes room, and is not ours to remove
+                if block.misplaced:  # foreign: takes room, and is not ours to remove
                     total += size_on_disk(block.num_bytes)
                     continue
                 (file,) = file_ids(block.fingerprint, [block.key])
@@ -213,7 +213,7 @@ class Contents:
         return total, journal.num_bytes_reserved
 
     def abandon_walk(self) -> None:
-        """Stop noting: the walk came to nothing."""
+        """Stop noting changes: the walk has failed."""
         with self._lock:
             self._journal = None
 
@@ -229,7 +229,7 @@ class Contents:
                 self._entries[file] = _Entry(num_bytes, block.used, held=False)
                 self._policy.admit(file)
                 self._policy.release(file)
-        for file in newer:  # stored before it was known what else is there
+        for file in newer:  # stored before the first walk, so more recently used
             self._policy.remove(file)
             self._policy.admit(file)
             self._policy.release(file)
@@ -244,7 +244,7 @@ class Contents:
     def _forget(self, file: FileId) -> None:
         entry = self._entries.get(file)
         if entry is not None and entry.held:
-            entry.removed = True  # until who writes it, or spares it, has settled
+            entry.removed = True  # dropped when it is settled or released
         elif entry is not None:
             self._drop(file)
 
@@ -254,16 +254,16 @@ class Contents:
 
 
 def file_ids(fingerprint: str, keys: Iterable[BlockKey]) -> list[FileId]:
-    """Name files among those of all namespaces."""
+    """Make the ids of files, unique among all namespaces."""
     namespace = bytes.fromhex(fingerprint)
     return [FileId(namespace + key) for key in keys]
 
 
 def key_in(file: FileId) -> BlockKey:
-    """The key in the name of a file."""
+    """Extract the key from the id of a file."""
     return BlockKey(file[FINGERPRINT_BYTES:])
 
 
 def size_on_disk(num_bytes: int) -> int:
-    """What a file takes of the disk: whole pages."""
+    """Round a file's size up to the whole pages that it takes on the disk."""
     return padded(num_bytes)

@@ -1,4 +1,4 @@
-"""How stored bytes are checked: a checksum against accidents, a keyed one against forgery."""
+"""Checksums of stored bytes: plain ones against accidents, keyed ones against forgery."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -12,20 +12,20 @@ SECRET_BYTES = 32
 
 
 class Hasher(Protocol):
-    """A checksum in the making, as hashlib has it."""
+    """Hasher with the interface of hashlib."""
 
     def update(self, data: memoryview, /) -> object:
         """Add bytes."""
 
     def hexdigest(self) -> str:
-        """Give the checksum of what was added."""
+        """Return the checksum of all bytes that were added."""
 
 
 class Digester:
-    """Makes checksums of one kind.
+    """Digester: makes the checksums of one integrity.
 
     Args:
-        integrity: Which kind.
+        integrity: Kind of the checksums.
         secret: 32 bytes, for `KEYED` only.
 
     Raises:
@@ -47,7 +47,7 @@ class Digester:
             _import_blake3()
 
     def checksum(self, data: Iterable[memoryview]) -> str:
-        """Hexadecimal digits over the concatenation of `data`; none when integrity is off."""
+        """Hash the concatenation of `data` to hexadecimal digits; to none when integrity is off."""
         if self.integrity is Integrity.OFF:
             return ""
         if self._secret is None and isinstance(data, list) and len(data) == 1:
@@ -58,7 +58,7 @@ class Digester:
         return hasher.hexdigest()
 
     def seal(self, text: bytes) -> str:
-        """Checksum of a header; XXH3 also when integrity is off."""
+        """Hash a header to hexadecimal digits; with XXH3 also when integrity is off."""
         if self._secret is None:
             return xxhash.xxh3_64_hexdigest(text)
         hasher = self._hasher()

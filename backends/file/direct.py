@@ -1,4 +1,4 @@
-"""Whether a file system can move bytes past the page cache."""
+"""Probe of a file system for O_DIRECT, which moves bytes past the page cache."""
 
 import ctypes
 import fcntl
@@ -13,7 +13,7 @@ SECTOR_BYTES = 512
 
 
 def probe_direct(root: Path) -> int:
-    """Find out what O_DIRECT asks of addresses and lengths below a folder.
+    """Find the alignment that O_DIRECT requires of addresses and lengths below a folder.
 
     Returns:
         512 or 4096, bytes; 0 where the file system refuses O_DIRECT.

@@ -1,4 +1,4 @@
-"""What moves the bytes of files, by the name that a configuration gives it."""
+"""I/O engines of the file backend, by their names in a configuration."""
 
 import logging
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_engine(name: EngineName) -> FileIO:
-    """Open an engine; `auto` is the best that this machine has.
+    """Open an I/O engine; `auto` is the best one that this machine has.
 
     Raises:
         InvalidArgumentError: The machine does not have it.
@@ -29,5 +29,5 @@ def open_engine(name: EngineName) -> FileIO:
             if name == "uring":
                 wanted = f"an engine that this machine has; io_uring: {exc.strerror}"
                 raise InvalidArgumentError("engine", name, wanted) from exc
-            logger.info("no io_uring here, which makes small blocks slower: %s", exc.strerror)
+            logger.info("no io_uring on this machine: small blocks are slower: %s", exc.strerror)
     return PosixFileIO()

@@ -1,4 +1,4 @@
-"""Moves bytes between open files and memory: the interface, and the kernel's vectored calls."""
+"""I/O between files and memory: the interface, and the engine with the kernel's vectored calls."""
 
 import contextlib
 import ctypes
@@ -25,18 +25,18 @@ Source: https://man7.org/linux/man-pages/man2/preadv.2.html
 """
 
 Result = int | OSError
-"""Bytes that were moved, or why none could be."""
+"""Bytes that were moved, or the error."""
 
 
 class NamedFile(NamedTuple):
-    """A file that is not open yet: the descriptor of its folder, and its name there."""
+    """File that is not open yet: the descriptor of its folder, and its name there."""
 
     folder_fd: int
     name: bytes
 
 
 class NewFile(NamedTuple):
-    """A file to be made: its folder's descriptor, its name there until it is whole, and after."""
+    """File to be made: its folder's descriptor, its temporary name there, and its final name."""
 
     folder_fd: int
     temporary: bytes
@@ -44,14 +44,14 @@ class NewFile(NamedTuple):
 
 
 class FileIO(ABC):
-    """Reads and writes open files, a batch per call.
+    """I/O engine: reads and writes files, a batch per call.
 
     Implementors must move the leading bytes of each file, loop over short reads and writes,
     never touch the memory after the call, and let one file's failure leave the others alone.
     Calls block, and come from several threads.
 
     Attributes:
-        files_per_call: Files that are best given at one time.
+        files_per_call: Number of files that is best for one call.
         max_threads: Threads beyond which calls only get in each other's way.
     """
 
@@ -87,14 +87,14 @@ class FileIO(ABC):
     ) -> list[Result]:
         """Make each file, write it as `write` does, and give it its name when it is whole.
 
-        Of a file that failed nothing is left. One that is there already is left alone, and a
+        A file that failed is removed. A file that exists already is left alone; its result is a
         `FileExistsError`.
 
         Args:
-            files: What to make. Nobody else makes these, or uses the temporary names.
-            vectors: What to write.
-            sizes: Bytes of each file; what is written beyond them is padding, and cut off.
-            flags: What to open with besides `CREATE_FLAGS`.
+            files: Files to make. Nobody else makes these, or uses the temporary names.
+            vectors: Memory to write, per file.
+            sizes: Bytes of each file; bytes written beyond them are padding, and cut off.
+            flags: Flags to open with besides `CREATE_FLAGS`.
             durable: Whether the bytes must have reached the disk before the name is given.
         """
         results: list[Result] = []
@@ -178,17 +178,17 @@ def _give_name(file: NewFile) -> None:
 
 
 def regular_size(folder_fd: int, name: str | bytes) -> int | None:
-    """Bytes of a file in a folder; None where it is a link, a folder or the like.
+    """Get the bytes of a file in a folder; None for a link, a folder or the like.
 
     Raises:
-        OSError: It is not there, or cannot be looked at.
+        OSError: It does not exist, or `stat` fails.
     """
     found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def discard(file: NewFile) -> None:
-    """Remove a file that has its temporary name, if it can be; if not, it is collected later."""
+    """Remove a file under its temporary name; if that fails, it is collected later."""
     with contextlib.suppress(OSError):
         os.unlink(file.temporary, dir_fd=file.folder_fd)
 
@@ -222,7 +222,7 @@ def sync_file_system(fd: int) -> None:
     """Write everything of the file system of an open file to the disk; see syncfs(2).
 
     Raises:
-        OSError: It cannot be written, or could not since the last time.
+        OSError: A write fails, or has failed since the last call.
     """
     if _libc.syncfs(fd):
         number = ctypes.get_errno()
@@ -230,7 +230,7 @@ def sync_file_system(fd: int) -> None:
 
 
 class PosixFileIO(FileIO):
-    """One `preadv` or `pwritev` per file, straight from and to the described memory."""
+    """I/O engine with one `preadv` or `pwritev` per file, from and to the described memory."""
 
     def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
         """See `FileIO.read`."""
@@ -261,7 +261,7 @@ def _move(call: _Call, fd: int, vector: IOVector) -> Result:
 
 
 def _rest(vector: IOVector, num_bytes: int) -> IOVector:
-    """The pieces after the leading `num_bytes`."""
+    """Cut the leading `num_bytes` off the pieces."""
     ends = np.cumsum(vector[:, 1])
     first = int(np.searchsorted(ends, np.uint64(num_bytes), side="right"))
     rest = vector[first:].copy()

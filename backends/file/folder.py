@@ -1,4 +1,4 @@
-"""The folder of one namespace: who may be named in it, and by whom it is written."""
+"""Folder of one namespace: the names of its files, and access to them by descriptor."""
 
 import contextlib
 import functools
@@ -49,25 +49,25 @@ def file_name(key: BlockKey) -> str:
 
 
 def temporary_name(owner: str, number: int) -> str:
-    """Name a file that is not whole yet after the process that makes it, which counts them."""
+    """Name an unfinished file: after the process that makes it, and its number there."""
     return f"{owner}-{number:x}{SUFFIX}{TEMPORARY}"
 
 
 def owner_of(name: str) -> str:
-    """The process that makes a file of this name; empty when `temporary_name` makes no such."""
+    """Get the owner from a `temporary_name`; empty for any other name."""
     found = _TEMPORARY_NAME.fullmatch(name)
     return found[1] if found else ""
 
 
 class BlockFolder:
-    """The folder of a namespace: `<root>/<fingerprint>/<hh>/<key>.safetensors`.
+    """Folder of a namespace: `<root>/<fingerprint>/<hh>/<key>.safetensors`.
 
-    Nothing in the tree leads out of it: every folder is opened without following links and
+    No link in the tree leads out of it: every folder is opened without following links and
     addressed by descriptor. Thread-safe; every method blocks.
 
     Args:
         root: Root of the store, which must be there.
-        fingerprint: Of the namespace.
+        fingerprint: Fingerprint of the namespace.
 
     Raises:
         OSError: The root cannot be opened.
@@ -80,7 +80,7 @@ class BlockFolder:
         self._folders = OpenFolders(root, fingerprint, on_made=self._describe)
 
     def sizes(self, keys: Sequence[BlockKey]) -> list[int | None]:
-        """Bytes of the file of each key, None where there is none; a link is none."""
+        """Get the bytes of each key's file; None where it is missing or a link."""
         names, since = [file_name(key) for key in keys], self._folders.num_renewed
         fds = {name: self._known_folder(name) for name in {name[:2] for name in names}}
         sizes = [_size_in(fds[name[:2]], name) for name in names]
@@ -91,7 +91,7 @@ class BlockFolder:
         return sizes
 
     def locate(self, key: BlockKey) -> NamedFile | None:
-        """Say where the file of a key is to be opened, if its folder is there."""
+        """Get the place of a key's file, for opening it; None when its folder is missing."""
         name = file_name(key)
         fd = self._known_folder(name[:2])
         return None if fd is None else NamedFile(fd, name.encode())
@@ -106,7 +106,7 @@ class BlockFolder:
         return self._open_block(key, file_name(key)[:2], flags)
 
     def renew(self, key: BlockKey) -> None:
-        """Make the folder of a key anew if it was removed, and the root, as configured.
+        """Make the folder of a key anew if it was removed, and the root, too.
 
         Raises:
             OSError: It can be neither opened nor made.
@@ -114,9 +114,9 @@ class BlockFolder:
         self._folders.renew(file_name(key)[:2], create=True)
 
     def place(self, key: BlockKey, temporary: str) -> NewFile:
-        """Say where the file of a key is to be made; its folder is, if need be.
+        """Get the place of a key's file, for making it; makes the folder if need be.
 
-        Only making the file tells whether the folder is still there: see `renew`.
+        That the folder was removed meanwhile shows only when the file is made: see `renew`.
 
         Raises:
             OSError: The folder can be neither opened nor made.
@@ -142,11 +142,11 @@ class BlockFolder:
         sync_file_system(self._folders.root_fd)
 
     def remove(self, key: BlockKey) -> bool:
-        """Remove the file of a key; whether it was there."""
+        """Remove the file of a key; return whether it was there."""
         return self._unlink(file_name(key), file_name(key)[:2])
 
     def open_found(self, key: BlockKey, found_in: str) -> int:
-        """Open the file of a key in whatever folder it was found.
+        """Open the file of a key in the folder in which it was found.
 
         Raises:
             FileNotFoundError: It is gone.
@@ -155,18 +155,18 @@ class BlockFolder:
         return self._open_block(key, found_in)
 
     def quarantine(self, key: BlockKey, fd: int, *, found_in: str = "") -> bool:
-        """Put the open file of a key away, where no lookup finds it.
+        """Move the open file of a key to quarantine, where no lookup finds it.
 
         Args:
             key: The key.
             fd: The file, open.
-            found_in: Folder that it is in, that of its key by default.
+            found_in: Folder in which it was found, that of its key by default.
 
         Returns:
             False when another process removed or replaced it since it was opened.
 
         Raises:
-            OSError: It cannot be put there.
+            OSError: The file cannot be moved.
         """
         name = file_name(key)
 
@@ -177,31 +177,31 @@ class BlockFolder:
         return self._if_named(name, found_in or name[:2], fd, move)
 
     def remove_open(self, key: BlockKey, fd: int) -> bool:
-        """Remove the open file of a key; False when another process has, or has replaced it."""
+        """Remove the open file of a key; False when another process removed or replaced it."""
         name = file_name(key)
         return self._if_named(name, name[:2], fd, lambda folder: os.unlink(name, dir_fd=folder))
 
     def quarantined_size(self, key: BlockKey) -> int | None:
-        """Bytes of the file of a key that was put away; None when there is none."""
+        """Get the bytes of a key's file in quarantine; None when there is none."""
         return self._size(file_name(key), QUARANTINE)
 
     def remove_found(self, key: BlockKey, found_in: str) -> bool:
-        """Remove the file of a key from whatever folder it was found in; whether it was there."""
+        """Remove a key's file from the folder it was found in; return whether it was there."""
         return self._unlink(file_name(key), found_in)
 
     def remove_quarantined(self, key: BlockKey) -> bool:
-        """Remove a file that was put away; whether it was there."""
+        """Remove a key's file from quarantine; return whether it was there."""
         return self._unlink(file_name(key), QUARANTINE)
 
     def remove_if_empty(self, key: BlockKey) -> bool:
-        """Remove the folder of a key if no file is in it; whether it was removed."""
+        """Remove the folder of a key if it is empty; return whether it was removed."""
         with contextlib.suppress(OSError):
             os.rmdir(file_name(key)[:2], dir_fd=self._folders.descriptor(OWN))
             return True
         return False
 
     def note_use(self, key: BlockKey) -> None:
-        """Write the time of now into the file of a key, if it is there."""
+        """Set the time of last use of a key's file to now, if it is there."""
         name = file_name(key)
         with contextlib.suppress(OSError):  # it only orders the evictions of a later process
             self._folders.within(
@@ -219,28 +219,28 @@ class BlockFolder:
             return file.read(MAX_TEXT_BYTES).decode(errors="replace")
 
     def has_text(self, name: str) -> bool:
-        """Whether there is a text file in the folder, as far as that is open."""
+        """Whether the folder has a text file; False when the folder cannot be opened."""
         return _size_in(self._known_folder(OWN), name) is not None
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small text file of the folder, whole or not at all.
 
-        It is written again when the folder was removed and is made anew.
+        It is written again whenever the folder was removed and is made anew.
         """
         self.put_text(name, text)
         self._texts[name] = text
 
     def put_text(self, name: str, text: str) -> None:
-        """Write a small text file of the folder this once, whole or not at all."""
+        """Write a small text file of the folder, whole or not at all, and not again."""
         self._folders.within(OWN, functools.partial(_write_text, name, text), create=True)
 
     def remove_empty(self, text_names: Collection[str]) -> bool:
-        """Remove the folder if it holds no block and no foreign file; whether it was removed.
+        """Remove the folder if it holds no block or foreign file; return whether it was removed.
 
-        Others may use it: what they create meanwhile stays.
+        Other processes may use it: files that they create meanwhile stay.
 
         Args:
-            text_names: Text files that describe the folder; they go, or stay, with it.
+            text_names: Text files that describe the folder; they are removed with it, or stay.
         """
         folder = self._folders.descriptor(OWN)
         found = set(os.listdir(folder))
@@ -295,7 +295,7 @@ class BlockFolder:
             return None
 
     def _if_named(self, name: str, folder: str, fd: int, act: Callable[[int], None]) -> bool:
-        """Act if the name still stands for the open file: another may have been published."""
+        """Act if the open file still has the name: another may have been published."""
 
         def check_and_act(folder_fd: int) -> bool:
             named = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
@@ -316,13 +316,13 @@ class BlockFolder:
     def _unlink(self, name: str, folder: str) -> bool:
         try:
             self._folders.within(folder, lambda fd: os.unlink(name, dir_fd=fd))
-        except (FileNotFoundError, IsADirectoryError):  # the latter is nothing of ours
+        except (FileNotFoundError, IsADirectoryError):  # such a folder is foreign
             return False
         return True
 
 
 def is_block_folder(name: str) -> bool:
-    """Whether a folder's name is that of one that holds block files."""
+    """Whether a name is that of a folder for block files."""
     return name == QUARANTINE or (len(name) == 2 and set(name) <= HEX_DIGITS)
 
 
@@ -341,7 +341,7 @@ def _write_text(name: str, text: str, folder_fd: int) -> None:
             file.write(text)
         try:
             os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
-        except FileNotFoundError:  # collected by another process, as that of a dead one
+        except FileNotFoundError:  # collected by another process, for which its owner looks dead
             if attempt + 1 == _WRITE_ATTEMPTS:
                 raise
         except OSError:

@@ -1,4 +1,4 @@
-"""A check of every block in a store."""
+"""Check of every block in a store."""
 
 import functools
 from collections import defaultdict
@@ -21,17 +21,17 @@ FILES_IN_LINE = 1024
 
 
 class StoreCheck:
-    """Verifies every block of every namespace, and puts away what is corrupt; blocks.
+    """Check of every block of every namespace; can quarantine corrupt files; blocks.
 
-    Engines may use the store meanwhile: what they remove is passed over.
+    Engines may use the store meanwhile: blocks that they remove are skipped.
 
     Args:
         root: Root of the store.
-        check: What checks one file.
+        check: Check of one file.
 
     Attributes:
         found: The blocks to verify; those in quarantine are not among them.
-        errors: Why folders could not be opened; what is in them is not among the blocks.
+        errors: Errors of folders that could not be opened; `found` lacks their blocks.
         num_quarantined: Files that were in quarantine already.
 
     Raises:
@@ -60,7 +60,7 @@ class StoreCheck:
             repair: Put corrupt files in quarantine.
 
         Yields:
-            What was found out about each, namespace by namespace.
+            The finding on each block, namespace by namespace.
         """
         for fingerprint, blocks in self._by_fingerprint().items():
             with self._tree.folder(fingerprint) as folder:
@@ -68,7 +68,7 @@ class StoreCheck:
                 yield from _map_in_threads(check, blocks)
 
     def remarks(self) -> Iterator[str]:
-        """Say what is odd about the descriptions of namespaces, which no block depends on."""
+        """Report missing or damaged descriptions of namespaces; no block depends on these."""
         for fingerprint in self._tree.fingerprints():
             try:
                 with self._tree.folder(fingerprint) as folder:
@@ -77,13 +77,13 @@ class StoreCheck:
                 yield f"{fingerprint}: {exc}"
 
     def clean_up(self) -> int:
-        """Remove temporary files of dead writers and set the count of bytes right.
+        """Remove temporary files of dead writers and correct the count of bytes.
 
         Returns:
-            Files removed.
+            Number of files removed.
 
         Raises:
-            OSError: The tree or the count cannot be read: a part of it would be no count.
+            OSError: The tree or the count cannot be read; the count is unchanged.
         """
         tree = BlockTree(self._tree.root, on_error=stop_walk)
         num_removed = tree.collect()

@@ -1,4 +1,4 @@
-"""Removes what nobody needs from a store."""
+"""Garbage collection of a store."""
 
 import contextlib
 import math
@@ -17,24 +17,24 @@ from kvxfer.backends.file.root import require_store
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
 
 DESCRIPTIONS = {NAMESPACE_FILE, *RECORDS.values()}
-"""What goes with the folder of a namespace."""
+"""Text files that are removed with the folder of a namespace."""
 
 FILES_PER_LOCK = 64
-"""Engines that store wait while the lock is held."""
+"""Files that are removed per lock of the ledger; engines that store wait meanwhile."""
 
 
 @dataclass(slots=True)
 class Removed:
-    """How much was removed.
+    """Number of files and bytes that were removed.
 
     Attributes:
         num_temporary: Temporary files of dead writers.
-        num_quarantined: Corrupt files that were put away.
+        num_quarantined: Corrupt files in quarantine.
         num_old: Blocks that were not used for too long.
         num_excess: Blocks that were used least recently, beyond the capacity.
         num_folders: Folders of namespaces without blocks.
-        num_bytes: What the files took of the disk, but for temporary ones.
-        num_bytes_left: What is left.
+        num_bytes: Bytes that the files took on the disk, without temporary ones.
+        num_bytes_left: Bytes that are left.
     """
 
     num_temporary: int = 0
@@ -47,16 +47,16 @@ class Removed:
 
 
 class GarbageCollection:
-    """Empties a store as far as wanted; blocks.
+    """Garbage collection of a store, by age and by capacity; blocks.
 
-    Engines may use the store meanwhile: the ledger's lock is held while something is removed,
-    and to them a file that vanished is a miss.
+    Engines may use the store meanwhile: the ledger's lock is held while files are removed, and a
+    removed file is a miss to them.
 
     Args:
         tree: The store.
-        capacity_bytes: Bytes that may stay, None for any number.
-        max_age_s: For how long a block may stay unused, None for ever. Engines write down once an
-            hour that a block is in use.
+        capacity_bytes: Bytes that may stay, None for no limit.
+        max_age_s: Seconds for which a block may stay unused, None for no limit. Engines note the
+            use of a block on the disk once an hour.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class GarbageCollection:
         self._removed = Removed()
 
     def run(self) -> Removed:
-        """Remove, and set the count of bytes right.
+        """Remove files, and correct the count of bytes.
 
         Raises:
             InvalidArgumentError: The tree is no store.
@@ -87,7 +87,7 @@ class GarbageCollection:
         return self._removed
 
     def preview(self) -> Removed:
-        """Say what `run` would remove of what is there now; changes nothing.
+        """Count the present files that `run` would remove; change nothing.
 
         Raises:
             InvalidArgumentError: The tree is no store.
@@ -114,9 +114,9 @@ class GarbageCollection:
         )
 
     def _open_ledger(self) -> Ledger:
-        """Open the ledger; a full disk has room for its claim once a file is gone that goes anyway.
+        """Open the ledger; on a full disk, remove one of the files first, for room.
 
-        That one is removed without the lock: the bytes are counted anew right afterwards.
+        That file is removed without the lock: the bytes are recounted right afterwards.
         """
         try:
             return Ledger(self._tree.root)
@@ -136,7 +136,7 @@ class GarbageCollection:
     def _going(
         self, found: Sequence[FoundBlock]
     ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock], int]:
-        """What goes of blocks: those in quarantine, old ones, those in excess; bytes that stay."""
+        """Choose blocks to remove: quarantined, old and excess ones; count the bytes that stay."""
         away, old, in_use = self._sort(found)
         num_bytes_left = total_size(in_use)
         excess: list[FoundBlock] = []
@@ -150,7 +150,7 @@ class GarbageCollection:
     def _sort(
         self, found: Iterable[FoundBlock]
     ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock]]:
-        """Blocks in quarantine, those unused for too long, and the others, oldest first."""
+        """Split blocks, oldest first, into quarantined ones, old ones and the others."""
         oldest = -math.inf if self._max_age_s is None else time.time() - self._max_age_s
         by_use = sorted(found, key=lambda block: block.used)
         in_use = [block for block in by_use if not block.quarantined]
@@ -199,6 +199,6 @@ class GarbageCollection:
 
 
 def _goes_with_folder(path: str) -> bool:
-    """Whether something below the folder of a namespace is a part of it, and no file of a block."""
+    """Whether a path below a namespace's folder is removed with it, unlike the file of a block."""
     _, *rest = path.split("/")
     return len(rest) == 1 and (rest[0] in DESCRIPTIONS or is_block_folder(rest[0]))

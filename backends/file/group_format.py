@@ -1,4 +1,4 @@
-"""What the block files of one KV-cache group hold."""
+"""Format of the block files of one KV-cache group: their sizes and tensors."""
 
 from kvxfer.backends.file.header import MAX_HEADER_BYTES, header_size
 from kvxfer.errors import InvalidArgumentError
@@ -6,7 +6,7 @@ from kvxfer.storage.keys import Namespace, StoredTensor
 
 
 class GroupFormat:
-    """How large the files of a group are, and which tensors they list.
+    """Sizes of the files of a group, and the tensors that they list.
 
     A group whose chunks are tensors has files of whole chunks, which list those. Any other's
     files hold whole blocks of opaque bytes, listed as one tensor.
@@ -18,7 +18,7 @@ class GroupFormat:
     Attributes:
         block_size_bytes: Bytes of one block.
         chunk_size_bytes: Bytes of a whole chunk.
-        header_size_bytes: Where the data begins in each file.
+        header_size_bytes: Bytes of the header of each file.
         file_size_bytes: Bytes of the file of a whole chunk.
         has_parts: Whether a file may hold a part of a chunk.
 
@@ -41,14 +41,14 @@ class GroupFormat:
             )
 
     def tensors(self, num_bytes: int) -> tuple[StoredTensor, ...]:
-        """Tensors of a file with so many bytes of data, which it can hold."""
+        """List the tensors of a file with `num_bytes` of data, which it can hold."""
         if self._tensors:
             return self._tensors
         shape = num_bytes // self.block_size_bytes, self.block_size_bytes
         return (StoredTensor(name="blocks", dtype="U8", shape=shape),)
 
     def can_hold(self, num_bytes: int) -> bool:
-        """Whether a file may have so many bytes of data."""
+        """Whether a file may have `num_bytes` of data."""
         if self._tensors:
             return num_bytes == self.chunk_size_bytes
         is_whole = num_bytes % self.block_size_bytes == 0

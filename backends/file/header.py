@@ -1,4 +1,4 @@
-"""The head of a block file: a safetensors header that says what the block is."""
+"""Header of a block file: a safetensors header with the block's key, namespace and checksum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,24 +12,25 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, StoredTensor
 
 LENGTH_BYTES = 8
-"""What a file begins with: the length of the text after it, little-endian."""
+"""Bytes of the length at the start of a file, little-endian, of the text after it."""
 
 MAX_HEADER_BYTES = 1 << 20
-"""Of a longer header nothing is read. About 10,000 tensors fit."""
+"""Most bytes of a header; a longer one is not read. About 10,000 tensors fit."""
 
 FORMAT_VERSION = "1"
 MAX_KEY_BYTES = 119
-"""A key in hexadecimal with the suffixes of a file is a name of less than 255 bytes."""
+"""Most bytes of a key: in hexadecimal, with the suffixes of a file, it is a name of less than 255
+bytes."""
 
 MAX_DETAIL = 1000
 _METADATA_BYTES = 1024  # more than the longest key and keyed checksums take
 
 
 class BlockFileError(KVXferError, ValueError):
-    """Report a file that is not a block file, or not the one it should be.
+    """File that is not a block file, or not the one that it should be.
 
     Args:
-        detail: What is wrong; cut where a file says so much that it would fill a log.
+        detail: What is wrong; cut off where text from a file would fill a log.
     """
 
     def __init__(self, detail: str) -> None:
@@ -37,7 +38,7 @@ class BlockFileError(KVXferError, ValueError):
 
 
 class OtherIntegrityError(BlockFileError):
-    """Report a block that was stored with another integrity, and that its owner can read.
+    """Block of another integrity, which only engines with that integrity can read.
 
     Attributes:
         said: Integrity that the block was stored with.
@@ -72,7 +73,7 @@ _tensor_decoder = msgspec.json.Decoder(_Tensor)
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """What a block file says about its data.
+    """Header of a block file: the identity, place and checksum of its data.
 
     The data is that of the tensors, in order. Where a group says which tensors its chunks are,
     the file lists them. Otherwise it holds one tensor, `blocks`: uint8,
@@ -85,9 +86,9 @@ class BlockHeader:
     Attributes:
         namespace: Fingerprint of the namespace.
         key: Key of the chunk.
-        start: Where the data belongs in the chunk, in bytes.
-        tensors: What the data is.
-        integrity: How `checksum` was made.
+        start: Offset of the data in the chunk, in bytes.
+        tensors: Tensors that the data consists of.
+        integrity: Kind of `checksum`.
         checksum: Hexadecimal digits over the data.
 
     Source: https://github.com/huggingface/safetensors#format
@@ -107,12 +108,12 @@ class BlockHeader:
 
     @property
     def stop(self) -> int:
-        """Where the data ends in the chunk, in bytes."""
+        """Offset in the chunk at which the data ends, in bytes."""
         return self.start + self.num_bytes
 
     @property
     def data_offset(self) -> int:
-        """Where the data begins in the file, in bytes: the size of the header."""
+        """Offset of the data in the file, in bytes: the size of the header."""
         return header_size(self.tensors)
 
     def encode(self, digester: Digester) -> bytes:
@@ -156,7 +157,7 @@ class BlockHeader:
 
         Raises:
             OtherIntegrityError: It was written with another integrity, and nothing else is wrong
-                that could be found out without the secret.
+                that shows without the secret.
             BlockFileError: It is not a header of this version, a byte of it changed, or it was
                 written with another secret.
         """
@@ -174,12 +175,12 @@ class BlockHeader:
 
 
 class HeaderFrame:
-    """What the headers of many blocks have in common: all but the key and the checksums.
+    """Common part of the headers of many blocks: all but the key and the checksums.
 
     Args:
-        namespace: See `BlockHeader`, as the next two.
-        start: As above.
-        tensors: As above.
+        namespace: See `BlockHeader`.
+        start: See `BlockHeader`.
+        tensors: See `BlockHeader`.
         digester: Makes the seals.
     """
 
@@ -208,12 +209,12 @@ class HeaderFrame:
 
 
 def header_size(tensors: Sequence[StoredTensor]) -> int:
-    """Bytes of a header that lists `tensors`: whole pages, the same for every key and checksum."""
+    """Count the bytes of a header that lists `tensors`: whole pages, whatever key and checksum."""
     return _size(_list(tensors))
 
 
 def header_size_in(data: bytes) -> int:
-    """Read how long a header is from the first `LENGTH_BYTES` of its file.
+    """Read the size of a header from the first `LENGTH_BYTES` of its file.
 
     Raises:
         BlockFileError: No block file has a header of that size.

@@ -1,4 +1,4 @@
-"""What one file holds, wherever it lies."""
+"""Inspection of one block file, in a store or outside."""
 
 import contextlib
 import os
@@ -16,17 +16,17 @@ from kvxfer.storage.keys import Namespace
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a block file says, and whether that is true.
+    """Header of a block file, and whether the seal and the checksum hold.
 
     Attributes:
-        header: What it says.
+        header: The header.
         num_bytes: Size of the data in the file.
         seal_error: Why the seal does not hold, empty when it does.
         checksum_error: Why the checksum does not hold, empty when it does.
         is_sealed: Whether the seal could be checked.
         is_summed: Whether the checksum could be checked.
         is_named: Whether the file has the name of its key.
-        namespace: What the `namespace.json` in the folder of its namespace says, None without.
+        namespace: Namespace from the `namespace.json` two folders above; None without one.
     """
 
     header: BlockHeader
@@ -40,7 +40,7 @@ class Inspection:
 
     @property
     def bad(self) -> bool:
-        """Whether something is wrong with the file, wherever it lies."""
+        """Whether the seal or the checksum is wrong."""
         return bool(self.seal_error or self.checksum_error)
 
 
@@ -87,7 +87,7 @@ def _require_size(header: BlockHeader, num_bytes: int) -> None:
 
 
 def _read_namespace(path: Path) -> Namespace | None:
-    """Read the description in the folder that a block file lies two levels below."""
+    """Read the description of the namespace, two folders above a block file."""
     folders = path.absolute().parents
     if len(folders) > 2 and is_fingerprint(folders[1].name):
         with (

@@ -1,4 +1,4 @@
-"""Which kinds of blocks a namespace's folder may hold, and whose secret sealed them."""
+"""Record of the kinds of integrity in a namespace's folder, with proof of the secret."""
 
 import itertools
 import logging
@@ -19,10 +19,10 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 
 RECORDS = {kind: f"integrity.{kind.value}" for kind in Integrity}
-"""Files beside the blocks: where there is one, blocks of that kind may be there."""
+"""Files beside the blocks: each allows for blocks of one kind in the folder."""
 
 NUM_SAMPLES = 64
-"""Blocks that are looked at where there is no record."""
+"""Number of blocks to examine where there is no record."""
 
 OTHER_SECRET = Outcome(
     Status.FAILED, reason="secret_file: the blocks in the folder are sealed with another secret"
@@ -32,23 +32,23 @@ logger = logging.getLogger(__name__)
 
 
 def other_integrity(said: Integrity, ours: Integrity) -> Outcome:
-    """What becomes of a block that was stored with another integrity than ours."""
+    """Make the outcome of a block that was stored with another integrity than ours."""
     return Outcome(Status.FAILED, reason=str(OtherIntegrityError(said, ours)))
 
 
 class IntegrityRecord:
-    """What the processes that share a namespace's folder tell each other about its blocks.
+    """Record of the kinds of blocks in a namespace's folder, shared by its processes.
 
-    Each notes its kind in a file. That of keyed blocks holds a proof of the secret, from which
-    nobody learns it. So a block that this process cannot read is neither offered by a lookup nor
-    taken for stored, and one whose seal fails is corrupt only if the secret is the right one.
-    Thread-safe; every method blocks.
+    Each process notes its kind in a file. The file for keyed blocks holds a proof of the secret,
+    which does not reveal it. So a block that this process cannot read is neither offered by a
+    lookup nor taken for stored, and one whose seal fails is corrupt only if the secret is the right
+    one. Thread-safe; every method blocks.
 
     Args:
         folder: Folder of the namespace.
         digester: Makes the seals of this process.
         tree: The store.
-        ledger: Its lock is held while a record is made.
+        ledger: Ledger of the store, locked while a record is made.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class IntegrityRecord:
         self._text = _make_record(folder, digester)
 
     def open(self) -> None:
-        """Note our kind, and say when there may be blocks of others.
+        """Note our kind, and warn when there may be blocks of other kinds.
 
         Raises:
             InvalidArgumentError: The blocks are sealed with another secret.
@@ -83,7 +83,7 @@ class IntegrityRecord:
             )
 
     def is_ours(self) -> bool:
-        """Whether blocks of our kind are sealed as we seal; notes our kind where it is not."""
+        """Whether blocks of our kind are sealed with our secret; notes our kind if need be."""
         try:
             self._settle()
         except InvalidArgumentError:
@@ -96,7 +96,7 @@ class IntegrityRecord:
         """Note that there is a block of another kind.
 
         Raises:
-            OSError: It cannot be written down.
+            OSError: The record cannot be written.
         """
         if not self._has(kind):
             self._folder.put_text(RECORDS[kind], f"{kind.value}\n")
@@ -111,7 +111,7 @@ class IntegrityRecord:
             sizes: Bytes of their files, None where there is none.
 
         Returns:
-            Why not, by their place among the keys.
+            The outcome of each, by its index in `keys`.
         """
         there = [index for index, size in enumerate(sizes) if size is not None]
         if not there:
@@ -159,15 +159,15 @@ class IntegrityRecord:
 def require_secret(folder: BlockFolder, digester: Digester, blocks: Iterable[FoundBlock]) -> None:
     """Check that the keyed blocks of a folder are sealed with the secret of a digester.
 
-    The record says so; where there is none, or it says otherwise, some blocks do.
+    The record proves it; where it is missing or differs, some blocks do.
 
     Args:
         folder: The folder.
         digester: Makes seals with the secret.
-        blocks: Blocks of the folder, of which the leading `NUM_SAMPLES` are looked at.
+        blocks: Blocks of the folder, of which the leading `NUM_SAMPLES` are examined.
 
     Raises:
-        InvalidArgumentError: They are sealed with another one.
+        InvalidArgumentError: They are sealed with another secret.
     """
     said = _proof_in(_read_record(folder, Integrity.KEYED))
     if said == _proof_in(_make_record(folder, digester)):
@@ -182,7 +182,7 @@ def require_secret(folder: BlockFolder, digester: Digester, blocks: Iterable[Fou
 
 
 def _read_head(folder: BlockFolder, key: BlockKey, found_in: str = "") -> bytes:
-    """The header of a block file; empty when there is none."""
+    """Read the header of a block file; empty when there is none."""
     try:
         fd = folder.open_found(key, found_in or key.hex()[:2])
     except OSError:
@@ -218,7 +218,7 @@ def _make_record(folder: BlockFolder, digester: Digester) -> str:
 
 
 def _proof_in(record: str | None) -> str:
-    """The proof in a record, empty when it is missing or damaged."""
+    """Extract the proof from a record; empty when it is missing or damaged."""
     proof, _, checksum = (record or "").removesuffix("\n").partition(" ")
     return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
 

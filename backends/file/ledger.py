@@ -1,4 +1,4 @@
-"""How many bytes a shared folder holds, counted by everybody who writes to it."""
+"""Ledger of a store: the count of its bytes, kept by all processes that write to it."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from kvxfer.backends.file.claim import DIGEST_BYTES, FILE_MODE, Claim, ClaimsOfO
 LEDGER_NAME = "usage.ledger"
 
 MAX_CLAIMED = 64
-"""Files that are claimed at one time."""
+"""Most files that are claimed at one time."""
 
 FOLDER_MODE = 0o700
 MAX_COUNT = (1 << 64) - 1
@@ -28,14 +28,15 @@ _NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
 class Ledger:
-    """The count of a store's bytes, in a small file that is locked while it is changed.
+    """Count of a store's bytes, in a small file that is locked while it is changed.
 
-    Bytes are added before a file is written and taken off after one was removed. So a process
-    that is killed leaves a count that is too high, never too low; a recount sets it right. What
-    is reserved and not written yet is not found by a recount: every process says how much that
-    is in its `Claim`. There it also says which files it is writing, so that nobody else does.
+    Bytes are added before a file is written and subtracted after a file was removed. So a process
+    that is killed leaves a count that is too high, never too low; a recount corrects it. A recount
+    does not find bytes that are reserved and not written yet: every process notes their number in
+    its `Claim`, and there it lists the files that it is writing, so that no other process writes
+    them.
 
-    The count carries a checksum; a damaged one is as good as none.
+    The count carries a checksum; a damaged one is unknown.
 
     Works on any file system with `flock`, NFS version 4 included.
 
@@ -43,11 +44,11 @@ class Ledger:
         root: Root of the store, which must be there; made anew when it was removed.
 
     Raises:
-        OSError: The files cannot be made, or the ledger's name is that of something else.
+        OSError: The files cannot be made, or something else has the ledger's name.
 
     Attributes:
-        known: Whether there is a count; without one, nothing may be added. Like the others,
-            valid and to be changed only inside `locked`.
+        known: Whether there is a count; without one, nothing may be added. This and the next three
+            are valid, and may be changed, only inside `locked`.
         used: Bytes in the store.
         added: Bytes that were ever added.
         reserved: Bytes that this process added and did not settle yet.
@@ -66,12 +67,12 @@ class Ledger:
 
     @property
     def owner(self) -> str:
-        """Names this process among all that ever used the store."""
+        """Unique name of this process among all that ever used the store."""
         return self._claim.owner
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the count for oneself, among all threads, processes and hosts; blocks.
+        """Lock the count against all other threads, processes and hosts; blocks.
 
         Raises:
             OSError: The count cannot be read or written; nothing was changed.
@@ -87,7 +88,7 @@ class Ledger:
                 try:
                     yield
                 finally:
-                    if reserved != self.reserved:  # first: what is reserved is never left out
+                    if reserved != self.reserved:  # first: a recount must never miss reserved bytes
                         self._claim.reserve(self.reserved)
                     changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self.added))
                     if self.known and changed != record:
@@ -102,7 +103,7 @@ class Ledger:
         self.reserved += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Take back what was reserved and is not going to be written; only inside `locked`."""
+        """Take back reserved bytes that will not be written; only inside `locked`."""
         self.remove(num_bytes)
         self.reserved -= num_bytes
 
@@ -115,10 +116,10 @@ class Ledger:
         self.known, self.used = True, num_bytes
 
     def settle(self, num_bytes: int) -> None:
-        """Count reserved bytes as written; not inside `locked`, and waits for nobody.
+        """Count reserved bytes as written; outside `locked`, without waiting for other processes.
 
         Raises:
-            OSError: It cannot be written down: recounts will be too high.
+            OSError: The claim cannot be written: recounts will be too high.
         """
         with self._lock:
             self.reserved -= num_bytes
@@ -132,7 +133,7 @@ class Ledger:
             files: Names of at most `MAX_CLAIMED` files, which no thread of this process claims.
 
         Yields:
-            Those of them that another living process has claimed, and this one has not.
+            Those files that another living process has claimed; this process has not.
 
         Raises:
             OSError: The claims cannot be read or written; nothing was claimed.
@@ -145,12 +146,12 @@ class Ledger:
         try:
             yield taken
         finally:
-            with self._lock, contextlib.suppress(OSError):  # others wait for nothing, for a while
+            with self._lock, contextlib.suppress(OSError):  # if it fails, others wait a while
                 self._lists.remove(number)
                 self._claim.list_files(number, [])
 
     def reserved_by_others(self) -> int:
-        """Bytes that other living processes have reserved; forgets those of dead ones."""
+        """Add up the bytes that other living processes have reserved; drop those of dead ones."""
         return self._others.reserved_bytes(self.owner)
 
     def close(self) -> None:
@@ -178,7 +179,7 @@ class Ledger:
 
 
 def _open_ledger(path: Path) -> int:
-    """Open the ledger, made if need be; a file that has another name, too, may be anybody's.
+    """Open the ledger, made if need be; a file with hard links is refused: it may be anybody's.
 
     Raises:
         OSError: It cannot be opened, or it is not ours to write to.

@@ -1,4 +1,4 @@
-"""What the blocks of a namespace are, in a file beside them that people can read."""
+"""`namespace.json`: the description of a namespace in its folder, for people to read."""
 
 import msgspec
 
@@ -20,7 +20,7 @@ def write_namespace(folder: BlockFolder, namespace: Namespace) -> None:
 
 
 def read_namespace(folder: BlockFolder) -> Namespace:
-    """Read what the blocks of a folder are.
+    """Read the description of a folder's namespace.
 
     Raises:
         BlockFileError: The file is missing, damaged, or that of another folder.

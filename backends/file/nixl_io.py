@@ -1,4 +1,4 @@
-"""Moves bytes between open files and memory with NIXL's POSIX plug-in: io_uring or Linux AIO."""
+"""I/O engine over NIXL's POSIX plug-in, which uses io_uring or Linux AIO."""
 
 import ctypes
 import fcntl
@@ -43,19 +43,19 @@ _PIECES_PER_POLL = 64
 Integers = NDArray[np.int64]
 
 Rows = NDArray[np.int64]
-"""Pieces of memory and where their bytes are: address, length, offset in the file, open file."""
+"""Pieces of memory and their places in files: address, length, offset in the file, open file."""
 
 
 class NixlFileIO(FileIO):
-    """Moves the files of a call in one NIXL transfer.
+    """I/O engine that moves the files of a call in one NIXL transfer.
 
-    Of a transfer that failed, NIXL says neither which file failed nor why. Its files are given to
-    `PosixFileIO`, whose system calls tell; what they can move has not failed.
+    NIXL does not say which file of a failed transfer failed, nor why. So its files are moved again
+    by `PosixFileIO`, whose system calls do; a file that these can move has not failed.
 
     Calls under way at the same time use an agent each; agents are kept for later calls.
 
     Args:
-        queues: Those of `QUEUES` to try, the best first.
+        queues: Names in `QUEUES` to try, the best first.
 
     Raises:
         BackendUnavailableError: NIXL, its POSIX plug-in, or a queue that it can use is missing.
@@ -132,7 +132,7 @@ class NixlFileIO(FileIO):
         )
 
     def _move(self, operation: Operation, fds: Sequence[int], rows: Rows) -> bool:
-        """Move everything, or say that it failed; the memory is quiet in any case."""
+        """Move everything; return whether it succeeded. No transfer is under way afterwards."""
         if not len(rows):
             return True
         agent = None
@@ -162,7 +162,7 @@ class NixlFileIO(FileIO):
         agent.close()
 
     def _judge(self, results: list[Result], sizes: Integers) -> list[Result]:
-        """Tell the user, once, where a transfer failed and none of its files did."""
+        """Warn, once, when a transfer failed and none of its files did."""
         if not self._warned and results == sizes.tolist():
             self._warned = True
             logger.warning(
@@ -174,7 +174,7 @@ class NixlFileIO(FileIO):
 
 
 class _Agent:
-    """A NIXL agent with a queue of the POSIX plug-in, for one caller at a time.
+    """NIXL agent with a queue of the POSIX plug-in, for one caller at a time.
 
     Args:
         nixl: The module.
@@ -190,7 +190,7 @@ class _Agent:
         self._memory = self._agent.register_memory([_ALL_MEMORY], "DRAM")
 
     def move(self, operation: Operation, fds: Sequence[int], rows: Rows) -> None:
-        """Move bytes; returns when the memory is quiet, and so does each error of NIXL."""
+        """Move bytes; no transfer is under way after it returns, or raises an error of NIXL."""
         described = [(0, _FILE_BYTES, fd, "") for fd in set(fds)]
         files = self._agent.register_memory(described, "FILE")
         try:
@@ -252,7 +252,7 @@ def _rows(fds: Sequence[int], vectors: Sequence[IOVector], sizes: Integers) -> R
 
 
 def _rest(fd: int, num_bytes: int) -> int:
-    """How many of a file's leading bytes O_DIRECT can only read as a part of a page."""
+    """Count the bytes at the end of `num_bytes` that O_DIRECT can read only as a part of a page."""
     rest = num_bytes % mmap.PAGESIZE
     if rest and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
         return rest

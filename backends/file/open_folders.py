@@ -1,4 +1,4 @@
-"""Folders of a namespace by descriptor, also when they are removed and made anew."""
+"""Descriptors of a namespace's folders, renewed when folders are removed and made anew."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 FOLDER_MODE = 0o700
 OWN = "."
-"""The name by which a namespace's own folder is known; every other is a folder in it."""
+"""Name of the namespace's own folder; every other name is that of a folder in it."""
 
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _GONE = {errno.ENOENT, errno.ESTALE}
@@ -31,23 +31,23 @@ def open_folder(name: str | Path, parent_fd: int | None = None) -> int:
 class OpenFolders:
     """Descriptors of the folders of a namespace, each opened once.
 
-    Other processes may remove folders and make them anew. Of that a descriptor tells nothing: in
-    a removed folder nothing is found. So whatever is not found is looked for once more, in the
-    folder that has the name now, if the known one was removed; what is found costs no system call
-    more. A descriptor keeps its number meanwhile, because a thread may be using it: there are at
-    most as many as names. Thread-safe; every method blocks.
+    Other processes may remove folders and make them anew. A descriptor does not show that: a
+    removed folder looks empty. So a file that is not found is looked for once more, in the folder
+    that has the name now, if the known one was removed; a file that is found costs no further
+    system call. A renewed descriptor keeps its number, because a thread may be using it: there are
+    at most as many as names. Thread-safe; every method blocks.
 
     Args:
         root: Root of the store, which must be there.
         fingerprint: Name of the namespace's own folder.
-        on_made: Is called with the descriptor of that folder when it may be new.
+        on_made: Called with the descriptor of that folder when it may be new.
 
     Raises:
         OSError: The root cannot be opened.
 
     Attributes:
         root_fd: Descriptor of the root.
-        num_renewed: How often a descriptor came to mean another folder.
+        num_renewed: Number of times that a descriptor was renewed.
     """
 
     def __init__(self, root: Path, fingerprint: str, *, on_made: Callable[[int], object]) -> None:
@@ -60,7 +60,7 @@ class OpenFolders:
         self.root_fd = open_folder(root)
 
     def descriptor(self, name: str, *, create: bool = False) -> int:
-        """Descriptor of a folder, which may have been removed since.
+        """Get the descriptor of a folder, which may have been removed since.
 
         Raises:
             OSError: It cannot be opened.
@@ -86,7 +86,7 @@ class OpenFolders:
         return act(self.renew(name, create=create))
 
     def renew(self, name: str, *, create: bool) -> int:
-        """Open the folder that has a name now, and those around it; return its descriptor.
+        """Open the folder that has a name now, and its parents; return its descriptor.
 
         Args:
             name: Name of the folder.
@@ -104,11 +104,11 @@ class OpenFolders:
             return own if name == OWN else self._renew(name, name, own, create=create)
 
     def have_changed(self, names: Iterable[str], since: int) -> bool:
-        """Whether folders in which something was not found may have been others.
+        """Whether folders were removed or renewed since a file was not found in them.
 
         Args:
             names: Names of the folders.
-            since: `num_renewed` from before it was looked for.
+            since: `num_renewed` from before the file was looked for.
         """
         with self._lock:
             if since != self.num_renewed:
@@ -143,14 +143,14 @@ class OpenFolders:
         return self._opened[name]
 
     def _replace(self, known: int, fd: int) -> None:
-        """Let a number mean another folder."""
+        """Let a descriptor's number mean another folder."""
         os.dup2(fd, known, inheritable=False)
         os.close(fd)
         self.num_renewed += 1
 
 
 def _is_removed(folder_fd: int) -> bool:
-    """Whether an open folder has no name any more, or cannot tell."""
+    """Whether an open folder was removed; True when that cannot be told."""
     try:
         return os.fstat(folder_fd).st_nlink == 0
     except OSError:  # as on NFS, where another host removed it

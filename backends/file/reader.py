@@ -1,4 +1,4 @@
-"""Reads blocks from files, verified after landing."""
+"""Reader of block files, each verified after it was read."""
 
 import contextlib
 import logging
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 
 
 class BlockReader:
-    """Reads shares of batches; blocks, and is called from several threads.
+    """Reader of shares of batches; blocks; thread-safe.
 
-    No failure is raised: it is the outcome of its block. A corrupt file is put away.
+    A failure is not raised: it is the outcome of its block. A corrupt file is quarantined.
 
-    Whole chunks are read many files at a time, on the assumption that all is well. What turns
-    out otherwise, and every part of a chunk, is read once more, alone and with care.
+    Whole chunks are read many files at a time, on the assumption that all is well. A file for which
+    it is not, and every part of a chunk, is read once more, alone and with all checks.
 
     Args:
         files: The files of the namespace.
-        space: Where corrupt files are put away.
+        space: Space of the store, which quarantines corrupt files.
     """
 
     def __init__(self, files: BlockFiles, space: Space) -> None:
@@ -80,7 +80,7 @@ class BlockReader:
     def _locate_whole(
         self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
     ) -> dict[int, NamedFile]:
-        """Files of the whole chunks in a batch, but not those that would be a miss if read."""
+        """Locate the files of whole chunks in a batch, without those that would be a miss."""
         folder, located = self._files.folder, dict[int, NamedFile]()
         for index, (key, size) in enumerate(zip(keys, blocks.block_sizes.tolist(), strict=True)):
             expected = self._files.format(key)
@@ -104,7 +104,7 @@ class BlockReader:
         """Read whole chunks.
 
         Returns:
-            For what is not as it should be `_REPLACED` if memory may have been written, or None.
+            `DONE`, or for any other file `_REPLACED` if memory may have been written, else None.
         """
         files, sizes = self._files, blocks.block_sizes.tolist()
         scratch = files.scratch(keys, PAGE_BYTES + (0 if straight else max(sizes)))
@@ -132,7 +132,7 @@ class BlockReader:
         return outcomes
 
     def _read_alone(self, key: BlockKey, block: Descriptors) -> Outcome:
-        """Read any part of one chunk, and say what is wrong with it."""
+        """Read any part of one chunk, with all checks and the reason of a failure."""
         files = self._files
         try:
             fd = files.folder.open_block(key, files.flags)
@@ -163,7 +163,7 @@ class BlockReader:
         return DONE
 
     def _check(self, key: BlockKey, head: bytes, data: memoryview) -> int:
-        """Check everything that was read of a file; returns where in the chunk it belongs.
+        """Check everything that was read of a file; return the offset of its data in the chunk.
 
         Raises:
             BlockFileError: A byte is not what was stored, or the file is another block's.
@@ -180,7 +180,7 @@ class BlockReader:
         return header.start
 
     def _refuse(self, exc: OtherIntegrityError) -> Outcome:
-        """Leave a block to its owner, and offer it and its like no more."""
+        """Leave a block to engines of its integrity, and note that kind for lookups."""
         with contextlib.suppress(OSError):
             self._files.record.note(exc.said)
         return Outcome(Status.FAILED, reason=str(exc))
@@ -188,9 +188,9 @@ class BlockReader:
     def _put_away(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:
             if self._space.put_away(key, fd):
-                logger.warning("put corrupt block %s away: %s", key.hex(), exc)
+                logger.warning("quarantined corrupt block %s: %s", key.hex(), exc)
         except OSError as failed:
-            logger.warning("cannot put corrupt block %s away: %s", key.hex(), failed)
+            logger.warning("cannot quarantine corrupt block %s: %s", key.hex(), failed)
         return Outcome(Status.CORRUPT, reason=str(exc))
 
     def _data_size(self, key: BlockKey, fd: int) -> int:

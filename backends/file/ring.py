@@ -1,4 +1,4 @@
-"""An io_uring: operations go to the kernel as an array, their results come back as one.
+"""io_uring: an array of operations for the kernel, an array of results back.
 
 Source: https://kernel.dk/io_uring.pdf, and `linux/io_uring.h`.
 """
@@ -48,7 +48,7 @@ _PARAMETERS = np.dtype(
         ("cq", "<u4", 10),
     ]
 )
-_HEAD, _TAIL = 0, 1  # where they are among the offsets of either queue
+_HEAD, _TAIL = 0, 1  # their index among the offsets of either queue
 _SQ_ARRAY, _CQ_ENTRIES = 6, 5
 _SINGLE_MMAP = 1 << 0
 
@@ -66,7 +66,7 @@ class Ring:
     """One io_uring, used by the thread that made it; any thread may close it.
 
     Args:
-        num_operations: The most that `run` takes at one time, a power of two.
+        num_operations: Most operations of one `run`, a power of two.
         num_files: Slots for files that are opened and closed by operations.
 
     Raises:
@@ -86,7 +86,7 @@ class Ring:
             raise
 
     def run(self, operations: NDArray[np.void]) -> NDArray[np.int32]:
-        """Carry out operations and wait for every one; the interpreter lock is free meanwhile.
+        """Run operations and wait for all of them; the GIL is free meanwhile.
 
         Args:
             operations: `OPERATION`, `(n,)`; their `user_data` is overwritten.
@@ -160,7 +160,7 @@ class Ring:
 
 
 def _set_up(num_operations: int, parameters: NDArray[np.void]) -> int:
-    """Make a ring that does its work when it is waited for, with Linux 6.1 and later."""
+    """Make a ring; with Linux 6.1 and later, one that works while a thread waits for it."""
     parameters["flags"] = _SINGLE_ISSUER | _DEFER_TASKRUN
     try:
         return _call(_SETUP, num_operations, parameters.ctypes.data)

@@ -1,4 +1,4 @@
-"""The root of a store: whether it is one, and who else may write to it."""
+"""Root of a store: checks that it is one, and that no other user can write to it."""
 
 import logging
 import os
@@ -17,8 +17,8 @@ def require_store(tree: BlockTree) -> None:
     """Check that a folder is the root of a store: it has a count, a namespace or a block.
 
     Raises:
-        InvalidArgumentError: It is something else.
-        OSError: It is no folder, or cannot be read.
+        InvalidArgumentError: The folder is something else.
+        OSError: It is not a folder, or cannot be read.
     """
     has_block = any(True for _ in tree.blocks())  # first: reports a root that cannot be read
     namespaces = (tree.root / name / NAMESPACE_FILE for name in tree.fingerprints())
@@ -28,10 +28,10 @@ def require_store(tree: BlockTree) -> None:
 
 
 def warn_of_strangers(root: Path) -> None:
-    """Say when others than this user can plant, replace and remove blocks in a root.
+    """Warn when other users can plant, replace and remove blocks in a root.
 
     Raises:
-        OSError: It is not there.
+        OSError: The root does not exist.
     """
     found = root.stat()
     if found.st_uid not in (os.geteuid(), 0):  # to root, every folder is open anyway

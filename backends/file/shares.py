@@ -1,4 +1,4 @@
-"""Shares: what each of several threads moves of a batch."""
+"""Shares of a batch: the runs of blocks that its threads move."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import cut_evenly
 
 SHARE_BYTES = 16 << 20
-"""What makes a second thread worth its while, where its files do not."""
+"""Bytes that justify a second thread, where the number of files does not."""
 
 
 def cut_shares(

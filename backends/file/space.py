@@ -1,4 +1,4 @@
-"""Keeps a store within its bounds: what is there, what goes next, how much may come."""
+"""Space of a store: its files and free bytes, reservations and evictions."""
 
 import contextlib
 import errno
@@ -24,32 +24,32 @@ from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 
 RESCAN_FACTOR = 10
-"""A new walk through the tree waits for so many times as long as the last one took."""
+"""Pause before a new walk through the tree, as a multiple of the time of the last one."""
 
 MIN_FREE_FILES = 32
 """Files that stay free where their number is limited: for claims, folders, and other programs."""
 
 SHORT_SCAN_S = 0.05
-"""A walk that takes no longer than this is done whenever it may help."""
+"""Seconds of a walk that is repeated without a pause, whenever it may help."""
 
 logger = logging.getLogger(__name__)
 
 
 class Space:
-    """The room of one store, which all namespaces and processes below its root share.
+    """Space of one store, which all namespaces and processes below its root share.
 
-    Which files there are is known from a walk through the tree and from what this process
-    stores; files of other processes are found by walking again, when there is nothing left to
-    evict. The bytes of all are counted in the `Ledger`, whose lock is held while something is
-    evicted. Thread-safe; every method blocks, `touch` for no disk.
+    Files are known from a walk through the tree and from this process's stores; files of other
+    processes are found by another walk, when there is nothing left to evict. The bytes of all are
+    counted in the `Ledger`, whose lock is held while files are evicted. Thread-safe; every method
+    blocks, `touch` not for the disk.
 
     Args:
-        tree: The tree.
+        tree: Tree of the store.
         folder: The folder of this process's namespace.
         ledger: The count of bytes.
-        policy: What goes first, new. Its keys are a fingerprint and a key.
+        policy: Eviction policy, new. Its keys are a fingerprint and a key.
         capacity_bytes: Bound on all files together, headers and quarantine included.
-        min_free_bytes: What stays free on the file system.
+        min_free_bytes: Bytes that stay free on the file system.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Space:
         self._must_learn = False
 
     def scan(self) -> None:
-        """Walk through the tree: collect what dead writers left, find files, and recount.
+        """Walk through the tree: collect files of dead writers, find blocks, and recount.
 
-        Files that other processes store or remove meanwhile may count twice, or though they are
+        Files that other processes store or remove meanwhile may be counted twice, or after they are
         gone: the count may be too high until the next walk, never too low.
 
         Raises:
-            OSError: The tree cannot be read; nothing was learned.
+            OSError: The tree cannot be read; nothing is changed.
         """
         with self._scanning:
             began = time.monotonic()
@@ -120,16 +120,16 @@ class Space:
         return fitting
 
     def evict(self, sizes: Sequence[int], *, spare: Sequence[BlockKey]) -> int:
-        """Evict as many files, and as many bytes, as turned out not to fit.
+        """Evict files of as many bytes as turned out not to fit.
 
-        Only what is known goes; where that is too little, the next `reserve` learns of more.
+        Only known files are evicted; where they are too few, the next `reserve` looks for more.
 
         Args:
             sizes: Bytes of the files, for which room was reserved.
             spare: Keys that must not be evicted for these.
 
         Returns:
-            For how many of the leading files there should be room now.
+            How many of the leading files there should be room for now.
 
         Raises:
             OSError: The file system does not answer.
@@ -144,27 +144,27 @@ class Space:
         """Make reserved files candidates for eviction, or give their room back."""
         files = self._files(keys)
         num_written, num_given_back = self._contents.settle(files, stored=stored)
-        with contextlib.suppress(OSError):  # what is not written down is a count too high
+        with contextlib.suppress(OSError):  # if it fails, the count stays too high
             self._ledger.settle(num_written)
         if num_given_back:
             with contextlib.suppress(OSError), self._ledger.locked():
                 self._ledger.give_back(num_given_back)
 
     def touch(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Count a use of files; return those whose use should be noted on the disk, too."""
+        """Count a use of files; return those whose use to note on the disk."""
         old = self._contents.touch(self._files(keys))
         return [key_in(file) for file in old]
 
     def put_away(self, key: BlockKey, fd: int) -> bool:
-        """Put the open file of a key in quarantine, from where it will be the first to go.
+        """Move the open file of a key to quarantine, where it is among the first to be evicted.
 
-        It is removed instead if it cannot be put there.
+        It is removed instead if it cannot be moved.
 
         Returns:
             False when another process removed or replaced it since it was opened.
 
         Raises:
-            OSError: It can be neither put away nor removed.
+            OSError: It can be neither moved nor removed.
         """
         try:
             was_there = self._folder.quarantine(key, fd)
@@ -195,10 +195,10 @@ class Space:
         return was_there
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Remove the files of keys; say for each whether it was there.
+        """Remove the files of keys; return for each whether it was there.
 
         Raises:
-            OSError: One cannot be removed; those after it were left.
+            OSError: A file cannot be removed; those after it are left.
         """
         removed = [False] * len(keys)
         with self._ledger.locked():
@@ -254,7 +254,7 @@ class Space:
             self._contents.release(held)
 
     def _make_room(self, needed: Sequence[int], free_bytes: float, free_files: float) -> int:
-        """Evict until files of these bytes fit, or until nothing is left; how many of them do."""
+        """Evict until files of these bytes fit, or nothing is left; return how many fit."""
         total = 0
         for fitting, num_bytes in enumerate(needed):
             total += num_bytes
@@ -272,18 +272,18 @@ class Space:
         return len(needed)
 
     def _evict(self, victim: Victim, *, with_folder: bool) -> int:
-        """Remove a file, and perhaps its folder if it was the last; return how many went."""
+        """Remove a file, and perhaps its empty folder; return how many inodes that freed."""
         with contextlib.ExitStack() as opened:
             folder = self._folder
             if victim.fingerprint != folder.fingerprint:
                 folder = opened.enter_context(self._tree.folder(victim.fingerprint))
-            if not _remove(folder, victim):  # somebody else did, and has counted it
+            if not _remove(folder, victim):  # another process did, and has counted it
                 return 0
             self._ledger.remove(victim.num_bytes)
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
     def _learn_more(self) -> bool:
-        """Find files that were not known; whether there was anything to find out."""
+        """Look for unknown files by a walk; return whether a walk was made."""
         if not self._scanned.is_set():
             self._scanned.wait()
             return True
@@ -293,7 +293,7 @@ class Space:
         return True
 
     def _free(self) -> tuple[float, float]:
-        """Bytes and files for which there is room; not the bytes promised and not yet written."""
+        """Count the bytes and files that there is room for, less bytes reserved and not written."""
         found = os.statvfs(self._tree.root)
         free = found.f_bavail * found.f_frsize - self._min_free_bytes
         free_files = found.f_favail - MIN_FREE_FILES if found.f_files else math.inf
@@ -304,7 +304,7 @@ class Space:
 
 
 def stop_walk(exc: OSError) -> None:
-    """End a walk that would count too little; folders that are not ours to open are not counted.
+    """End a walk whose count would be too low; folders without permission are just not counted.
 
     Raises:
         OSError: What is wrong with the folder.

@@ -1,4 +1,4 @@
-"""A batch that is stored, by several threads."""
+"""Store of one batch on several threads."""
 
 import contextlib
 import os
@@ -22,17 +22,18 @@ PART = Outcome(Status.FAILED, reason="a part of a chunk is not the tensors that 
 
 
 class StoreBatch:
-    """Stores those blocks of a batch that are not there, in shares, each on a thread.
+    """Store of the missing blocks of a batch, in shares, each on a thread.
 
-    A file that has other bytes of the chunk than a block is removed in favour of the block.
+    A file that lacks bytes of a block, as a part of its chunk may, is removed and the block
+    written.
 
-    Whichever share is first makes room for all of them: the leading blocks get it, and none is
-    evicted for another.
+    The first share makes room for all of them: for the leading blocks where it is too little, and
+    without evicting one block of the batch for another.
 
     Args:
         files: The files of the namespace.
-        space: Where room is made.
-        writer: Writes what there is room for.
+        space: Space of the store, which makes room.
+        writer: Writer of the blocks that there is room for.
         keys: Keys of the batch.
         blocks: Blocks of the batch.
     """
@@ -59,8 +60,8 @@ class StoreBatch:
         """Store blocks `start` to `stop` (exclusive).
 
         Returns:
-            None for a block whose file is there. `NO_ROOM`, `PART`, or why this process must not
-            store it, for one that was not begun; any other as `BlockWriter.write` has it.
+            None for a block whose file is there. For a block that was not begun `NO_ROOM`, `PART`,
+            or why this process must not store it; for any other the outcome of `BlockWriter.write`.
         """
         self._make_room()
         with self._lock:
@@ -82,7 +83,7 @@ class StoreBatch:
         return there
 
     def give_back(self) -> None:
-        """Give back the room of blocks that are not going to be written; no share may run."""
+        """Give back the room of blocks that will not be written; no share may run."""
         self._settle(sorted(self._reserved))
 
     def _write(self, indices: Sequence[int], *, again: bool = False) -> None:
@@ -151,7 +152,7 @@ class StoreBatch:
             self._outcomes[index] = refusal
 
     def _covers(self, index: int, file_size_bytes: int, *, discard: bool = False) -> bool:
-        """Whether a file has all bytes of a block; one that has not may be removed.
+        """Whether a file has all bytes of a block; with `discard`, one that has not is removed.
 
         Raises:
             OSError: It cannot be read, or not be removed.
@@ -181,10 +182,10 @@ class StoreBatch:
 
 
 def medium_failure(outcomes: Iterable[Outcome | None]) -> str | None:
-    """Tell from what `StoreBatch.write` returned what is wrong with the medium.
+    """Find the failure of the medium in what `StoreBatch.write` returned.
 
     Returns:
-        Nothing where a block was written, None where no outcome tells anything of the medium.
+        The reason; empty where a block was written, None where no outcome concerns the medium.
     """
     told = None
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""Everything that lies below the root of a block store."""
+"""Tree of a store: a walk through all files below its root."""
 
 import contextlib
 import errno
@@ -28,14 +28,14 @@ _NOT_A_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 
 @dataclass(frozen=True, slots=True)
 class FoundBlock:
-    """A block file in the tree.
+    """Block file in the tree.
 
     Attributes:
-        fingerprint: Namespace that it lies in.
+        fingerprint: Namespace of the folder that it lies in.
         folder: Name of the folder in there.
         key: The key in its name.
         num_bytes: Size of the file.
-        used: When it was last written or known to be read, seconds since the epoch.
+        used: Time at which it was last written or noted as read, seconds since the epoch.
     """
 
     fingerprint: str
@@ -46,7 +46,7 @@ class FoundBlock:
 
     @property
     def quarantined(self) -> bool:
-        """Whether it was put away because it is corrupt."""
+        """Whether it is in quarantine because it is corrupt."""
         return self.folder == QUARANTINE
 
     @property
@@ -56,18 +56,18 @@ class FoundBlock:
 
     @property
     def path(self) -> str:
-        """Where it lies below the root."""
+        """Path of the file below the root."""
         return f"{self.fingerprint}/{self.folder}/{file_name(self.key)}"
 
 
 class BlockTree:
-    """Walks through the tree; links in it are not followed, foreign files are not looked at.
+    """Tree of a store; walks follow no links, and open no foreign files.
 
-    Every method blocks. A file or folder that vanishes on the way is passed over.
+    Every method blocks. A file or folder that is removed meanwhile is skipped.
 
     Args:
         root: Root of the store, which must be there.
-        on_error: Is told of folders that cannot be opened, which are passed over.
+        on_error: Called with the errors of folders that cannot be opened, which are skipped.
     """
 
     def __init__(self, root: Path, *, on_error: Callable[[OSError], object] | None = None) -> None:
@@ -75,7 +75,7 @@ class BlockTree:
         self._on_error = on_error or _pass_over
 
     def fingerprints(self) -> list[str]:
-        """Namespaces that have a folder."""
+        """List the namespaces that have a folder."""
         root = open_folder(self.root)
         try:
             with os.scandir(root) as entries:
@@ -122,7 +122,7 @@ class BlockTree:
                 yield path, fd
 
     def entries(self) -> Iterator[tuple[str, int]]:
-        """Walk through whatever is in the folders of namespaces, and in those of their blocks.
+        """Walk through all entries in the folders of namespaces, and in those of their blocks.
 
         Yields:
             Path below the root, and descriptor of the folder, which is valid until the next.
@@ -132,11 +132,11 @@ class BlockTree:
                 yield "/".join(filter(None, (fingerprint, folder, name))), fd
 
     def _folders(self, only: str = "", *, with_own: bool = False) -> Iterator[tuple[str, str, int]]:
-        """Fingerprint, name and descriptor of every folder that holds blocks.
+        """Walk through the fingerprint, name and descriptor of every folder of blocks.
 
         Args:
-            only: Fingerprint of the one namespace that is wanted; all by default.
-            with_own: Whether the folders of the namespaces that these lie in are among them.
+            only: Fingerprint of the one namespace to walk through; all by default.
+            with_own: Whether to include the folders of the namespaces, too.
         """
         root = open_folder(self.root)
         try:
@@ -152,7 +152,7 @@ class BlockTree:
     def _children(
         self, parent_fd: int, is_wanted: Callable[[str], bool]
     ) -> Iterator[tuple[str, int]]:
-        """Names and descriptors of the folders in a folder."""
+        """Walk through the names and descriptors of the folders in a folder."""
         for name in filter(is_wanted, os.listdir(parent_fd)):
             try:
                 fd = open_folder(name, parent_fd)
@@ -172,7 +172,7 @@ def is_fingerprint(name: str) -> bool:
 
 
 def _key_in(name: str) -> BlockKey:
-    """The key in a file's name; empty when it is not the name of a block file."""
+    """Extract the key from a file's name; empty when it is not the name of a block file."""
     digits = name.removesuffix(SUFFIX)
     if digits == name or len(digits) % 2 or not set(digits) <= HEX_DIGITS:
         return BlockKey(b"")
@@ -181,7 +181,7 @@ def _key_in(name: str) -> BlockKey:
 
 
 def _stat_file(name: str, folder_fd: int) -> os.stat_result | None:
-    """Look at a regular file; None when there is none."""
+    """Get the status of a regular file; None when there is none."""
     try:
         found = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -190,4 +190,4 @@ def _stat_file(name: str, folder_fd: int) -> os.stat_result | None:
 
 
 def _pass_over(exc: OSError) -> None:
-    """Go on without a folder that cannot be opened."""
+    """Skip a folder that cannot be opened."""

@@ -1,4 +1,4 @@
-"""Moves bytes between files and memory by io_uring: a batch is a system call."""
+"""I/O engine over io_uring: one system call per batch."""
 
 import errno
 import os
@@ -40,12 +40,12 @@ Operations = NDArray[np.void]
 Addresses = NDArray[np.int64]
 
 MAX_THREADS = 4
-"""Files in flight come from the ring; more threads wait for the interpreter lock."""
+"""Threads beyond which calls wait for the GIL; the ring keeps enough files in flight."""
 _RING_ENTRIES = 8 * FILES_PER_CALL  # a power of two, and room for the five steps of a file
 
 
 class UringFileIO(FileIO):
-    """A ring per thread; no step of Python is between the opening of a file and its end.
+    """I/O engine with an io_uring per thread; no Python runs from opening a file to closing it.
 
     Raises:
         OSError: The kernel has no io_uring, an old one, or does not permit it, as the default
@@ -57,14 +57,14 @@ class UringFileIO(FileIO):
 
     def __init__(self) -> None:
         self._posix = PosixFileIO()
-        self._can_keep = True  # a file that is there, when it gives another one its name
+        self._has_noreplace = True  # until the file system refuses RENAME_NOREPLACE
         self._local = threading.local()
         self._lock = threading.Lock()
         self._rings: list[Ring] = []
         self._add_ring()
 
     def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        """See `FileIO.read`; for single files, hence no better than the kernel's plain call."""
+        """See `FileIO.read`; by plain system calls: io_uring is no faster for single files."""
         return self._posix.read(fds, vectors)
 
     def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
@@ -112,14 +112,14 @@ class UringFileIO(FileIO):
         durable: bool,
     ) -> list[Result]:
         """See `FileIO.write_named`."""
-        ring = self._ring() if self._can_keep else None
+        ring = self._ring() if self._has_noreplace else None
         if ring is None or not files or sum(sizes) != int(np.concatenate(vectors)[:, 1].sum()):
             return super().write_named(files, vectors, sizes, flags, durable=durable)
         results: list[Result] = []
         for start in range(0, len(files), FILES_PER_CALL):
             some = slice(start, start + FILES_PER_CALL)
             named = _write_by(ring, files[some], vectors[some], flags, durable=durable)
-            self._can_keep &= -errno.EINVAL not in named
+            self._has_noreplace &= -errno.EINVAL not in named
             for file, vector, size, code in zip(
                 files[some], vectors[some], sizes[some], named, strict=True
             ):
@@ -138,7 +138,7 @@ class UringFileIO(FileIO):
             self._rings.clear()
 
     def _ring(self) -> Ring | None:
-        """The ring of this thread; None where no more can be had, of descriptors for example."""
+        """Get the ring of this thread; None when no more can be made, as without descriptors."""
         ring: Ring | None = getattr(self._local, "ring", None)
         if ring is not None:
             return ring
@@ -176,7 +176,7 @@ def _read_by(
 def _write_by(
     ring: Ring, files: Sequence[NewFile], vectors: Sequence[IOVector], flags: int, *, durable: bool
 ) -> list[int]:
-    """Make, write and name files; 0 for each that has its name, which no short one gets."""
+    """Make, write and name files; return 0 for each that has its name, which no short one gets."""
     count, folders = len(files), [file.folder_fd for file in files]
     names = _strings([file.temporary for file in files] + [file.name for file in files])
     pieces, starts = np.concatenate(vectors), _starts(names)
@@ -224,11 +224,11 @@ def _point_at(steps: Operations, pieces: IOVector, vectors: Sequence[IOVector]) 
 
 
 def _strings(names: Sequence[bytes]) -> NDArray[np.uint8]:
-    """Names one after the other, as C has them."""
+    """Join names, each with a zero byte at its end."""
     return np.frombuffer(b"\0".join(names) + b"\0", np.uint8)
 
 
 def _starts(strings: NDArray[np.uint8]) -> Addresses:
-    """Where each of the names begins."""
+    """Compute the address of each name."""
     ends = np.flatnonzero(strings == 0) + 1
     return strings.ctypes.data + np.concatenate(([0], ends[:-1]))

@@ -1,4 +1,4 @@
-"""What the namespaces of a store hold."""
+"""Usage of a store: blocks and bytes per namespace."""
 
 import contextlib
 from collections import defaultdict
@@ -14,18 +14,18 @@ from kvxfer.storage.keys import Namespace
 
 
 class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """What one namespace holds.
+    """Blocks and bytes of one namespace.
 
     Attributes:
-        fingerprint: The namespace.
-        namespace: What its blocks are; None when its `namespace.json` is missing or damaged.
+        fingerprint: Fingerprint of the namespace.
+        namespace: The namespace; None when its `namespace.json` is missing or damaged.
         num_blocks: Files that a lookup can find.
-        num_bytes: What they take of the disk, headers included.
-        oldest_use: When the block was last used that was not used for longest, seconds since the
-            epoch; within an hour. None without blocks.
-        newest_use: When a block was last used.
-        num_quarantined: Corrupt files that were put away.
-        quarantined_bytes: What they take of the disk.
+        num_bytes: Bytes that they take on the disk, headers included.
+        oldest_use: Last use of the least recently used block, seconds since the epoch, exact to an
+            hour; None without blocks.
+        newest_use: Last use of the most recently used block.
+        num_quarantined: Corrupt files in quarantine.
+        quarantined_bytes: Bytes that they take on the disk.
     """
 
     fingerprint: str
@@ -39,7 +39,7 @@ class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure_usage(tree: BlockTree) -> list[NamespaceUsage]:
-    """Walk through the tree and count, in the order of the fingerprints; blocks.
+    """Walk through the tree and count per namespace, in the order of fingerprints; blocks.
 
     Raises:
         InvalidArgumentError: The root is not that of a store.

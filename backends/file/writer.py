@@ -1,4 +1,4 @@
-"""Writes blocks to files, each whole and named or not there at all."""
+"""Writer of block files, each whole under its name or not there at all."""
 
 import itertools
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ BUSY = Outcome(Status.FAILED, reason="another process is storing this block")
 
 
 class BlockWriter:
-    """Writes shares of batches; blocks, and is called from several threads.
+    """Writer of shares of batches; blocks; thread-safe.
 
-    No failure is raised: it is the outcome of its block, and leaves no file.
+    A failure is not raised: it is the outcome of its block, and leaves no file.
 
     Args:
         files: The files of the namespace.
-        ledger: Where the files are claimed that are being written.
-        durability: With `fsync` a block counts as stored when it would outlive a power cut.
+        ledger: Ledger in which files are claimed while they are written.
+        durability: With `fsync` a block counts as stored only once it would survive a power cut.
     """
 
     def __init__(self, files: BlockFiles, ledger: Ledger, durability: Durability) -> None:
@@ -48,7 +48,7 @@ class BlockWriter:
     def write(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Write block i of `blocks` to the file of `keys[i]`.
 
-        It is `BUSY` where another process does, or has done so since the file was looked for.
+        The outcome is `BUSY` where another process is writing the file, or has made it meanwhile.
         """
         outcomes: list[Outcome] = []
         straight = self._files.is_straight(blocks)
@@ -92,7 +92,7 @@ class BlockWriter:
         totals = np.add(scratch.header_sizes, sizes).tolist()
         results = self._make(keys, vectors, totals)
         gone = [i for i, result in enumerate(results) if isinstance(result, FileNotFoundError)]
-        if gone:  # with their folders, perhaps
+        if gone:  # perhaps with their folders
             again = self._make(
                 [keys[i] for i in gone],
                 [vectors[i] for i in gone],
@@ -145,6 +145,6 @@ class BlockWriter:
 
 
 def _outcome(result: Result) -> Outcome:
-    if isinstance(result, FileExistsError):  # made since it was looked for
+    if isinstance(result, FileExistsError):  # made by another process meanwhile
         return BUSY
     return failure(result) if isinstance(result, OSError) else DONE

@@ -1,4 +1,4 @@
-"""Blocks in host memory."""
+"""Host memory backend."""
 
 from kvxfer.backends.host.backend import HostBackend, HostConfig
 from kvxfer.backends.host.placed import PlacedBackend, place

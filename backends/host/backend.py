@@ -1,4 +1,4 @@
-"""Blocks in host memory: a pool of slots and the index over it."""
+"""Host memory backend: a pool of slots, and the index of the blocks in them."""
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -34,11 +34,11 @@ from kvxfer.units import ByteSize
 NUM_THREADS = 2
 
 INLINE_BYTES = 2 << 20
-"""What is hashed on the event loop, where parts of blocks are lent: that takes less time than two
-changes of threads can."""
+"""Most bytes of lent parts of blocks to hash on the event loop itself: that takes less time than
+two thread switches."""
 
 INLINE_BLOCKS = 256
-"""How many tags are looked at there: less than a millisecond."""
+"""Most tags to check on the event loop itself: that takes less than a millisecond."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,11 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         capacity: Bytes of host memory, tags included; reserved when the backend opens.
-        eviction: What goes when the memory is full.
+        eviction: Policy that chooses the blocks to evict when the memory is full.
         integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
             block is read; `off` does neither.
-        methods: How small fragments are copied to and from a GPU, such as
-            `to_device=28KiB,to_host=0`: by a kernel below these sizes. Measured when a GPU's
-            caches are attached, if not given.
+        methods: Fragment sizes below which a kernel copies to and from a GPU, such as
+            `to_device=28KiB,to_host=0`. Measured when a GPU's caches are attached, if not given.
     """
 
     capacity: ByteSize
@@ -66,7 +65,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         self._parse_methods()
 
     def open_copy_engine(self) -> CopyEngine:
-        """What copies to and from the pool."""
+        """Open the engine that copies to and from the pool."""
         return DeviceCopyEngine(methods=self._parse_methods())
 
     def _parse_methods(self) -> MethodTable | None:
@@ -74,14 +73,14 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class HostBackend(Backend, Lender):
-    """Keeps blocks in slots of host memory and evicts when they are full.
+    """Backend that keeps blocks in slots of host memory, and evicts when all are taken.
 
-    Caches may be in host memory or in that of a GPU, which then has the slots pinned and copies
-    straight to and from them.
+    Caches may be in host memory or on a GPU; slots are then pinned, and copies go straight to and
+    from them.
 
     Args:
         config: See `HostConfig`.
-        namespace: Says how large a slot must be: the largest chunk of any group.
+        namespace: Namespace of the blocks; a slot is as large as the largest chunk of its groups.
 
     Raises:
         InvalidArgumentError: The namespace has no groups, or not one block fits.
@@ -106,7 +105,7 @@ class HostBackend(Backend, Lender):
 
     @property
     def num_slots(self) -> int:
-        """Blocks that fit."""
+        """Number of blocks that fit."""
         return self._index.num_slots
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -200,7 +199,7 @@ class HostBackend(Backend, Lender):
 
     @asynccontextmanager
     async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
-        """See `Lender.make_room`: slots, which nobody can read before the context ends."""
+        """See `Lender.make_room`: slots that no reader gets before the context ends."""
         require_within(offered, self._door.chunk_sizes)
         self._door.check_batch(offered.keys)
         ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
@@ -246,7 +245,7 @@ class HostBackend(Backend, Lender):
 
     @contextmanager
     def _storing(self, keys: Sequence[BlockKey]) -> Iterator[list[BlockKey]]:
-        """Let other calls wait for keys; those put into the list are readable afterwards."""
+        """Hold back other stores of keys; those appended to the list become readable."""
         stored: list[BlockKey] = []
         with self._stores.hold(keys):
             try:
@@ -261,11 +260,11 @@ class HostBackend(Backend, Lender):
     ) -> StorePlan:
         """Find slots for blocks, once no other call stores them.
 
-        A block that lacks some of these bytes of its chunk is forgotten first, so that all are
-        stored; whoever reads it goes on reading it.
+        A stored block that lacks some of these bytes of its chunk is quarantined first, so that all
+        are stored; its readers may go on.
         """
         await self._stores.wait(keys)
-        self._door.check()  # it may have been closed meanwhile
+        self._door.check()  # the backend may have been closed meanwhile
         for key, start, stop in zip(keys, starts, stops, strict=True):
             if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)

@@ -1,4 +1,4 @@
-"""Slots of a host pool whose index another process keeps."""
+"""Backend of a worker whose scheduler keeps the index of the host pool in another process."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,11 @@ NUM_THREADS = 2
 
 
 def place(key: BlockKey, slot: int, group: int) -> BlockKey:
-    """Name the block `key` at a slot that was chosen elsewhere, for a `PlacedBackend`.
+    """Make the key of a block in a given slot, for a `PlacedBackend`.
 
     Args:
         key: The block's own key.
-        slot: Where it is, or will be.
+        slot: Slot that the scheduler chose for it.
         group: Index of its group in this worker's caches.
     """
     return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
@@ -29,16 +29,16 @@ class PlacedBackend(Backend):
     """One worker's part of a host pool, addressed by keys that carry their slot.
 
     In an engine of several processes the scheduler keeps the index and decides what goes where;
-    the workers only move bytes. Whoever decides must keep a slot from being reused while a
-    worker reads or writes it, and verify it before it is read: here only its tag is looked at,
-    so that no byte is hashed twice.
+    the workers only move bytes. The scheduler must keep a slot from being reused while a worker
+    reads or writes it, and verify it before it is read: the worker only compares its tag, so that
+    no byte is hashed twice.
 
     Args:
         pool: The pool, mapped by this process; closed with the backend.
-        part: Which part of every slot is this worker's.
-        num_writers: Workers that have this part because they keep the same bytes; they take turns
+        part: Index of this worker's part in every slot.
+        num_writers: Workers that share this part because they keep the same bytes; they take turns
             to write it, by slot.
-        writer_index: Which of them this one is.
+        writer_index: Index of this worker among them.
     """
 
     memory_kinds = frozenset({"cpu", "cuda"})
@@ -58,12 +58,12 @@ class PlacedBackend(Backend):
         self._pool.attach(memory)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each slot was finished for its key, by every worker."""
+        """See `Backend.lookup`: whether every worker has finished each slot for its key."""
         self._door.check_batch(keys)
         return [self._pool.holds(*_split(key)) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Write each block into the slot in its key, whatever is there, if it is our turn."""
+        """Overwrite the slot in each block's key with the block, if it is this worker's turn."""
         self._door.check_batch(keys, blocks)
         placed = [_split(key) for key in keys]
         turns = [slot % self._num_writers == self._writer_index for slot, _ in placed]
@@ -75,7 +75,7 @@ class PlacedBackend(Backend):
         return [DONE] * len(keys)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Read each block from the slot in its key, if that is what the slot holds."""
+        """Read each block from the slot in its key, if the slot holds the block."""
         self._door.check_batch(keys, blocks)
         slots, names = zip(*map(_split, keys), strict=True)
         return await self._threads.run(
@@ -83,7 +83,7 @@ class PlacedBackend(Backend):
         )
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Delete nothing: slots belong to whoever keeps the index."""
+        """Delete nothing: slots belong to the process that keeps the index."""
         self._door.check_batch(keys)
         return [False] * len(keys)
 

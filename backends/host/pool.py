@@ -23,13 +23,13 @@ ALIGNMENT = 4096
 FORMAT_VERSION = 1
 
 TAG = np.dtype([("key", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("checksum", "<u8")])
-"""What a part of a slot holds: digest of the key (0: nothing), the payload bytes that are
-there, and their XXH3-64. Source: https://github.com/Cyan4973/xxHash, XXH3."""
+"""Tag of one part of a slot: digest of the key (0: empty), start and stop of the payload bytes in
+it, and their XXH3-64. Source: https://github.com/Cyan4973/xxHash, XXH3."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """How a pool of host memory is divided.
+    """Division of a pool of host memory into slots and parts.
 
     Attributes:
         num_slots: Blocks (chunks) that fit.
@@ -43,7 +43,7 @@ class PoolShape:
 
     @classmethod
     def fit(cls, *, capacity_bytes: int, num_parts: int, part_size_bytes: int) -> "PoolShape":
-        """As many slots as fit into a capacity, which covers their tags and the header too.
+        """Divide a capacity into as many slots as fit, with their tags and the header.
 
         Raises:
             InvalidArgumentError: Not even one slot fits.
@@ -64,7 +64,7 @@ class PoolShape:
 
     @property
     def data_offset_bytes(self) -> int:
-        """Where the slots begin: after the header and the tags."""
+        """Offset of the first slot, after the header and the tags."""
         return HEADER_BYTES + _aligned(self.num_slots * self.num_parts * TAG.itemsize)
 
     @property
@@ -74,19 +74,19 @@ class PoolShape:
 
 
 class HostPool:
-    """Slots in memory of this process, or shared by all of one engine that open the same name.
+    """Slots in private memory, or in memory shared by all processes that open the same name.
 
     The pool knows bytes, not which block lives where: a `BlockIndex` decides that, in one
-    process. Tags catch what may never happen: a slot that is read for another block than was
-    written, one that was never finished, and bytes that changed.
+    process. Tags catch errors that must not happen: a slot that is read for another block than was
+    written, a slot that was never finished, and bytes that changed.
 
     Args:
         shape: The same in every process.
         namespace: The same in every process.
-        copy_engine: What moves the bytes; closed with the pool.
+        copy_engine: Engine that moves the bytes; closed with the pool.
         name: Name of the shared memory, None for memory of this process alone.
         integrity: Whether bytes are checksummed when written and verified before they are read.
-        claim: Whether this is the process that keeps the index; of one name only one can.
+        claim: Whether this process keeps the index; only one process of a name can.
 
     Raises:
         InvalidArgumentError: The memory exists with another shape, or for another namespace,
@@ -126,20 +126,20 @@ class HostPool:
         )
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """Take note of memory that blocks will be in, and pin the slots for the GPUs it is on.
+        """Register memory that blocks will be in, and pin the slots for the GPUs that it is on.
 
         Raises:
-            DeviceUnavailableError: A GPU, or what its driver needs, is not there.
+            DeviceUnavailableError: A GPU, or a package that its driver needs, is missing.
         """
         self._copy_engine.attach([region for region in memory if region.device != HOST])
 
     def write(
         self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
     ) -> None:
-        """Copy block i into `slots[i]` for `keys[i]`; blocks the thread, the lock is free.
+        """Copy block i into `slots[i]` for `keys[i]`; blocks the thread, the GIL is free.
 
         A slot is tagged only when its bytes are whole, so that a process killed in the middle
-        leaves an empty one.
+        leaves an empty slot.
 
         Raises:
             InvalidArgumentError: A block does not fit into a part.
@@ -167,10 +167,10 @@ class HostPool:
         """Copy `slots[i]` to block i where it holds `keys[i]`, whole and unchanged.
 
         Args:
-            slots: Where to read, one per key.
-            keys: What should be there.
-            blocks: Where to write.
-            part: Which part of the slots.
+            slots: Slot of each key.
+            keys: Keys that the slots should hold.
+            blocks: Memory to copy into.
+            part: Part of the slots to read.
             verified: Whether `verify` was called since the slots were last free to change.
 
         Returns:
@@ -198,8 +198,7 @@ class HostPool:
     def verify(self, slot: int, key: BlockKey) -> Outcome:
         """Check that every part of a slot holds all of `key`'s bytes up to its end, unchanged.
 
-        A slot whose leading bytes were never stored is `MISSING`: who asks for the block whole
-        must not get it.
+        A slot whose leading bytes were never stored is `MISSING`: it does not hold the whole block.
         """
         for part in range(self.shape.num_parts):
             if self._tags["start"][slot, part]:
@@ -215,12 +214,12 @@ class HostPool:
         return bool((tags["key"] == _key_digest(key)).all() and not tags["start"].any())
 
     def covers(self, slot: int, start: int, stop: int) -> bool:
-        """Whether these bytes of its chunk are among those that a slot holds."""
+        """Whether a slot holds bytes `start` to `stop` of its chunk."""
         _, held_start, held_stop, _ = self._tags[slot, 0].tolist()
         return bool(held_start <= start and stop <= held_stop)
 
     def unseal(self, slots: Sequence[int]) -> None:
-        """Forget what slots hold, because their bytes will be written by other means."""
+        """Mark slots as empty before their bytes are written by other means, such as NIXL."""
         self._tags["key"][list(slots)] = 0
 
     def find(
@@ -230,9 +229,9 @@ class HostPool:
         starts: Sequence[int],
         stops: Sequence[int],
     ) -> tuple[list[Outcome], list[int]]:
-        """Say which slots hold these bytes of `keys[i]`, and the checksums of those that do.
+        """Find the slots that hold these bytes of `keys[i]`, and the checksums of the bytes.
 
-        Only where a part of what was stored is asked for are the bytes looked at; whoever reads
+        The bytes are verified here only where they are a part of the stored ones; whoever reads
         them has to verify them.
 
         Returns:
@@ -252,10 +251,10 @@ class HostPool:
         return outcomes, checksums
 
     def stored(self, slots: Sequence[int]) -> tuple[Descriptors, list[int]] | None:
-        """Where what each slot holds is, and its checksum; the bytes are not looked at.
+        """Describe the stored bytes of each slot, and get their checksums without reading them.
 
         Returns:
-            None where no checksums are kept, or a tag says what cannot be.
+            None without integrity, or where a tag is damaged.
         """
         tags = self._tags[list(slots), 0]
         starts, stops = tags["start"].astype(np.int64), tags["stop"].astype(np.int64)
@@ -265,12 +264,12 @@ class HostPool:
         return self.describe(slots, starts, stops), tags["checksum"].tolist()
 
     def tag(self, slot: int, key: BlockKey, start: int, stop: int, checksum: int) -> None:
-        """Say what a slot holds whose bytes were written, and hashed, elsewhere."""
+        """Tag a slot whose bytes were written, and hashed, by other means."""
         kept = checksum if self.integrity is Integrity.FAST else 0
         self._tags[slot, 0] = (_key_digest(key), start, stop, kept)
 
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """Say that all the bytes of `slots[i]`, written by other means, are those of `keys[i]`."""
+        """Hash `slots[i]`, written by other means, and tag it as the whole block of `keys[i]`."""
         size = self.shape.part_size_bytes
         for slot, key in zip(slots, keys, strict=True):
             for part in range(self.shape.num_parts):
@@ -288,12 +287,12 @@ class HostPool:
         return self._data.reshape(self.shape.num_slots, -1)
 
     def slot_bytes(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of a slot, uint8, `(num_parts, part_size_bytes)`, in place."""
+        """View the bytes of a slot, uint8, `(num_parts, part_size_bytes)`, in place."""
         view: NDArray[np.uint8] = self._data[slot]
         return view
 
     def close(self) -> None:
-        """Let go of the memory; the last process frees it. May be called again."""
+        """Release the memory; the last process frees it. May be called again."""
         self._tags = np.empty((0, 0), TAG)
         self._data = np.empty((0, 0, 0), np.uint8)
         self._copy_engine.close()  # first: it may have pinned the memory
@@ -307,7 +306,7 @@ class HostPool:
         *,
         part: int = 0,
     ) -> Descriptors:
-        """Where bytes `starts[i]` to `stops[i]` of `slots[i]` are."""
+        """Describe bytes `starts[i]` to `stops[i]` of `slots[i]`."""
         base = self._data.ctypes.data + part * self.shape.part_size_bytes
         offsets = np.asarray(slots, np.int64) * self.shape.slot_size_bytes + starts
         addresses = np.uint64(base) + offsets.astype(np.uint64)

@@ -1,4 +1,4 @@
-"""Memory of one process alone."""
+"""Private memory of one process, in huge pages."""
 
 import contextlib
 import mmap
@@ -14,8 +14,9 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 class PrivateMemory:
     """Zeroed memory in huge pages, where the system has any; reserved when it is created.
 
-    Whoever copies, hashes, pins or sends it goes through a page table 512 times as short. A
-    process that is forked does not get it: it would share pages that cards may be writing to.
+    Its page table is 512 times as short, which makes copying, hashing, pinning and sending faster.
+    Forked processes do not inherit it: they would share pages that network cards and GPUs may be
+    writing to.
 
     Args:
         num_bytes: Size.
@@ -36,14 +37,14 @@ class PrivateMemory:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map, np.uint8)
-        self._bytes[:: mmap.PAGESIZE] = 0  # other threads run meanwhile, as in no call of `mmap`
+        self._bytes[:: mmap.PAGESIZE] = 0  # without the GIL, which calls of `mmap` hold
 
     @property
     def memory(self) -> NDArray[np.uint8]:
-        """All of it, uint8, `(num_bytes,)`; valid until `close`.
+        """The whole memory, uint8, `(num_bytes,)`; valid until `close`.
 
         Raises:
-            ClosedError: It was closed.
+            ClosedError: The memory was closed.
         """
         if self._bytes is None:
             raise ClosedError("private memory")
@@ -51,20 +52,20 @@ class PrivateMemory:
 
     @property
     def region(self) -> MemoryRegion:
-        """Where it is."""
+        """Address and size of the memory."""
         return MemoryRegion(self.memory.ctypes.data, self.memory.nbytes, self.memory)
 
     def close(self) -> None:
-        """Give it back, once the last array over it is gone; may be called again."""
+        """Unmap the memory, once the last array over it is gone; may be called again."""
         if self._bytes is not None:
             self._bytes = None
             with contextlib.suppress(BufferError):
                 self._map.close()
-            del self._map  # else it would last as long as this object
+            del self._map  # else the mapping would last as long as this object
 
 
 def available_bytes() -> int:
-    """Memory that there is. Source: proc_meminfo(5), MemAvailable."""
+    """Read how much memory is available. Source: proc_meminfo(5), MemAvailable."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

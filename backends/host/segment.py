@@ -1,4 +1,4 @@
-"""Shared memory that outlives no process that maps it."""
+"""Shared memory of several processes, removed with the last of them."""
 
 import contextlib
 import fcntl
@@ -23,18 +23,18 @@ HEADER_BYTES = 4096
 
 
 class SharedSegment:
-    """A zeroed piece of shared memory, mapped by every process that opens the same name.
+    """Zeroed shared memory, mapped by every process that opens the same name.
 
-    Its pages are reserved when it is created: running out is an error then, not a crash of
-    whoever touches a page later. Every process holds a shared lock on it, which the kernel drops
-    when the process dies; who gets the exclusive lock knows that nobody else maps it. So the
-    last process to close removes it, and what killed processes left behind is removed by the
-    next one that creates a segment.
+    Its pages are reserved when it is created: a lack of memory is an error then, not a crash when a
+    page is touched later. Every process holds a shared lock on it, which the kernel drops when the
+    process dies; a process that gets the exclusive lock knows that no other maps it. So the last
+    process to close removes it, and segments of killed processes are removed by the next process
+    that creates one.
 
     Args:
         name: Name that all processes of one engine agree on.
-        header: What every process must agree on, at most 4096 bytes; the segment begins with
-            it, padded with zeros to 4096 bytes.
+        header: Description that all processes must agree on, at most 4096 bytes; the segment begins
+            with it, padded with zeros to 4096 bytes.
         num_bytes: Size, header included.
 
     Raises:
@@ -71,14 +71,14 @@ class SharedSegment:
 
     @property
     def region(self) -> MemoryRegion:
-        """Where the segment is in this process."""
+        """Address and size of the segment in this process."""
         return MemoryRegion(self.memory.ctypes.data, self.memory.nbytes, self.memory)
 
     def claim(self) -> None:
-        """Become the one owner of the segment: the process that decides what goes where.
+        """Become the only owner of the segment: the process that keeps the index.
 
         Raises:
-            InvalidArgumentError: Another process is, e.g. an engine with the same name.
+            InvalidArgumentError: Another process owns it, e.g. an engine with the same name.
         """
         whole_file = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         try:
@@ -87,9 +87,9 @@ class SharedSegment:
             raise InvalidArgumentError("name", self.name, "a name no other engine uses") from exc
 
     def close(self) -> None:
-        """Unmap; the last process to do so frees the memory. May be called again.
+        """Unmap the segment; the last process to do so frees the memory. May be called again.
 
-        The mapping itself goes when the last array over it goes.
+        The mapping itself lasts until the last array over it is gone.
         """
         if not self._closed:
             self._closed = True
@@ -173,7 +173,7 @@ def _reserve(fd: int, num_bytes: int) -> None:
 
 
 def _available_bytes() -> int:
-    """What shared memory may still grow by: its own limit, and the memory there is."""
+    """Bytes by which shared memory may grow: within its own limit and the available memory."""
     limits = os.statvfs(SHARED_MEMORY)
     return min(limits.f_bavail * limits.f_frsize, available_bytes())
 
