@@ -177,10 +177,10 @@ def read_header(fd: int) -> tuple[bytes, int]:
     """
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
-        raise BlockFileError("no block file: not a regular file")
+        raise BlockFileError("not a block file: not a regular file")
     size = header_size_in(os.pread(fd, LENGTH_BYTES, 0))
     if found.st_size <= size:
-        raise BlockFileError(f"no block file: {found.st_size} bytes are too few")
+        raise BlockFileError(f"not a block file: {found.st_size} bytes are too few")
     return os.pread(fd, size, 0), found.st_size - size
 
 

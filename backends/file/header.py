@@ -129,7 +129,7 @@ class BlockHeader:
             BlockFileError: It is not the header of a block file of this version.
         """
         if header_size_in(data) != len(data):
-            raise BlockFileError(f"no block file: {len(data)} bytes are not the whole header")
+            raise BlockFileError(f"not a block file: {len(data)} bytes are not the whole header")
         try:
             entries = _header_decoder.decode(data[LENGTH_BYTES:])
             metadata = _metadata_decoder.decode(entries.pop("__metadata__", b"null"))
@@ -142,13 +142,13 @@ class BlockHeader:
                 checksum=metadata.checksum,
             )
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
-            raise BlockFileError(f"no block file: {exc}") from exc
+            raise BlockFileError(f"not a block file: {exc}") from exc
         if (metadata.format, metadata.version) != ("kvxfer-block", FORMAT_VERSION):
             said = f"{metadata.format} {metadata.version}"
             raise BlockFileError(f"format is {said!r}; expected 'kvxfer-block {FORMAT_VERSION}'")
         if found.data_offset != len(data):
             wanted = f"expected {found.data_offset} for its tensors"
-            raise BlockFileError(f"no block file: the header has {len(data)} bytes, {wanted}")
+            raise BlockFileError(f"not a block file: the header has {len(data)} bytes, {wanted}")
         return found
 
     @classmethod
@@ -220,10 +220,10 @@ def header_size_in(data: bytes) -> int:
         BlockFileError: No block file has a header of that size.
     """
     if len(data) < LENGTH_BYTES:
-        raise BlockFileError(f"no block file: {len(data)} bytes are too few")
+        raise BlockFileError(f"not a block file: {len(data)} bytes are too few")
     size = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES], "little")
     if size % PAGE_BYTES or not PAGE_BYTES <= size <= MAX_HEADER_BYTES:
-        raise BlockFileError(f"no block file: a header of {size} bytes, expected whole pages")
+        raise BlockFileError(f"not a block file: a header of {size} bytes, expected whole pages")
     return size
 
 

@@ -38,9 +38,9 @@ def make_link(path: Path) -> None:
 
 
 DAMAGES = [
-    pytest.param(flip(20), "no block file", id="format"),
+    pytest.param(flip(20), "not a block file", id="format"),
     pytest.param(flip(90), "", id="namespace"),
-    pytest.param(flip(4090), "no block file", id="padding"),
+    pytest.param(flip(4090), "not a block file", id="padding"),
     pytest.param(break_seal, "seal", id="start"),
     pytest.param(flip(4096), "checksum", id="first byte"),
     pytest.param(flip(4096 + DATA_BYTES - 1), "checksum", id="last byte"),
@@ -48,7 +48,7 @@ DAMAGES = [
     pytest.param(truncate(4096), "too few", id="header only"),
     pytest.param(truncate(8000), "bytes: ", id="truncated"),
     pytest.param(truncate(1 << 20), "bytes: ", id="extended"),
-    pytest.param(lambda path: path.write_bytes(bytes(9000)), "no block file", id="zeros"),
+    pytest.param(lambda path: path.write_bytes(bytes(9000)), "not a block file", id="zeros"),
 ]
 
 

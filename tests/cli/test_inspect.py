@@ -144,7 +144,7 @@ def test_what_is_no_block_file_is_said_to_be_none(
     assert main(["inspect", str(path)]) == 1
     printed = capsys.readouterr()
     assert not printed.out
-    assert printed.err.startswith(f"kvxfer inspect: {path}: no block file: ")
+    assert printed.err.startswith(f"kvxfer inspect: {path}: not a block file: ")
     assert printed.err.count("\n") == 1
 
 
