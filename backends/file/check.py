@@ -49,13 +49,13 @@ class Finding:
         block: The file.
         verdict: The verdict.
         reason: Why the file is bad, empty when it is not.
-        put_away: Whether the file was put in quarantine.
+        quarantined: Whether the file was put in quarantine.
     """
 
     block: FoundBlock
     verdict: Verdict
     reason: str = ""
-    put_away: bool = False
+    quarantined: bool = False
 
     @property
     def bad(self) -> bool:
@@ -105,8 +105,8 @@ class BlockCheck:
         except OtherIntegrityError as exc:
             return Finding(block, Verdict.OTHER, str(exc))
         except BlockFileError as exc:
-            put_away = repair and folder.quarantine(block.key, fd, found_in=block.folder)
-            return Finding(block, Verdict.CORRUPT, str(exc), put_away)
+            quarantined = repair and folder.quarantine(block.key, fd, found_in=block.folder)
+            return Finding(block, Verdict.CORRUPT, str(exc), quarantined)
         except OSError as exc:
             return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
         finally:

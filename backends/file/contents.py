@@ -53,7 +53,7 @@ class _Journal:
 
     stored: set[FileId] = field(default_factory=set)
     removed: set[FileId] = field(default_factory=set)
-    put_away: set[FileId] = field(default_factory=set)
+    quarantined: set[FileId] = field(default_factory=set)
     let_go: set[FileId] = field(default_factory=set)
     num_bytes_reserved: int = 0
 
@@ -71,7 +71,7 @@ class Contents:
         self._policy = policy
         self._lock = threading.Lock()
         self._entries: dict[FileId, _Entry] = {}
-        self._away: dict[FileId, int] = {}
+        self._quarantined: dict[FileId, int] = {}
         self._journal: _Journal | None = None
         self._walked = False
 
@@ -141,10 +141,10 @@ class Contents:
     def choose_victim(self) -> Victim | None:
         """Take the next file to evict out of the index; None when there is none."""
         with self._lock:
-            quarantined = bool(self._away)
+            quarantined = bool(self._quarantined)
             if quarantined:
-                file = next(iter(self._away))
-                num_bytes = self._away.pop(file)
+                file = next(iter(self._quarantined))
+                num_bytes = self._quarantined.pop(file)
             elif len(self._policy):
                 file = self._policy.evict()
                 num_bytes = self._entries.pop(file).num_bytes
@@ -161,14 +161,14 @@ class Contents:
                 self._journal.removed.add(file)
             self._forget(file)
 
-    def put_away(self, file: FileId, num_bytes: int) -> int:
+    def quarantine(self, file: FileId, num_bytes: int) -> int:
         """Move a file to quarantine; return the bytes of the one that it replaced there."""
         with self._lock:
             if self._journal is not None:
-                self._journal.put_away.add(file)
+                self._journal.quarantined.add(file)
             self._forget(file)
-            replaced = self._away.pop(file, 0)
-            self._away[file] = num_bytes
+            replaced = self._quarantined.pop(file, 0)
+            self._quarantined[file] = num_bytes
             return replaced
 
     def begin_walk(self) -> None:
@@ -188,7 +188,10 @@ class Contents:
         with self._lock:
             journal, self._journal = self._journal or _Journal(), None
             total, present = 0, set(journal.stored)
-            self._away = {file: self._away[file] for file in journal.put_away & self._away.keys()}
+            self._quarantined = {
+                file: self._quarantined[file]
+                for file in journal.quarantined & self._quarantined.keys()
+            }
             learned: list[tuple[FileId, FoundBlock]] = []
             for block in in_order:
                 if block.misplaced:  # foreign: takes room, and is not ours to remove
@@ -197,18 +200,18 @@ class Contents:
                 (file,) = file_ids(block.fingerprint, [block.key])
                 if block.quarantined:
                     if file not in journal.let_go:
-                        self._away.setdefault(file, size_on_disk(block.num_bytes))
+                        self._quarantined.setdefault(file, size_on_disk(block.num_bytes))
                     continue
                 entry = self._entries.get(file)
                 ours = file in journal.stored and entry is not None and not entry.held
-                gone = entry is None and file in (journal.removed | journal.put_away)
+                gone = entry is None and file in (journal.removed | journal.quarantined)
                 if not ours and not gone:
                     total += size_on_disk(block.num_bytes)
                     present.add(file)
                     learned.append((file, block))
             for file in journal.stored & self._entries.keys():
                 total += self._entries[file].num_bytes
-            total += sum(self._away.values())
+            total += sum(self._quarantined.values())
             self._learn(learned, present)
         return total, journal.num_bytes_reserved
 

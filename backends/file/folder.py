@@ -172,7 +172,7 @@ class BlockFolder:
 
         def move(folder: int) -> None:
             rename = functools.partial(os.rename, name, name, src_dir_fd=folder)
-            self._folders.within(QUARANTINE, lambda away: rename(dst_dir_fd=away), create=True)
+            self._folders.within(QUARANTINE, lambda fd: rename(dst_dir_fd=fd), create=True)
 
         return self._if_named(name, found_in or name[:2], fd, move)
 

@@ -96,8 +96,8 @@ class GarbageCollection:
         require_store(self._tree)
         temporary = {path for path, _ in self._tree.abandoned()}
         found = list(self._tree.blocks())
-        away, old, excess, num_bytes_left = self._going(found)
-        going = {block.path for block in (*away, *old, *excess)} | temporary
+        quarantined, old, excess, num_bytes_left = self._going(found)
+        going = {block.path for block in (*quarantined, *old, *excess)} | temporary
         kept = {
             path.partition("/")[0]
             for path, _ in self._tree.entries()
@@ -105,7 +105,7 @@ class GarbageCollection:
         }
         return Removed(
             num_temporary=len(temporary),
-            num_quarantined=len(away),
+            num_quarantined=len(quarantined),
             num_old=len(old),
             num_excess=len(excess),
             num_folders=len(set(self._tree.fingerprints()) - kept),
@@ -121,8 +121,8 @@ class GarbageCollection:
         try:
             return Ledger(self._tree.root)
         except OSError as exc:
-            away, old, excess, _ = self._going(list(self._tree.blocks()))
-            going = {"num_quarantined": away, "num_old": old, "num_excess": excess}
+            quarantined, old, excess, _ = self._going(list(self._tree.blocks()))
+            going = {"num_quarantined": quarantined, "num_old": old, "num_excess": excess}
             first = [(name, blocks[0]) for name, blocks in going.items() if blocks]
             if exc.errno not in FULL_ERRORS or not first:
                 raise
@@ -137,7 +137,7 @@ class GarbageCollection:
         self, found: Sequence[FoundBlock]
     ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock], int]:
         """Choose blocks to remove: quarantined, old and excess ones; count the bytes that stay."""
-        away, old, in_use = self._sort(found)
+        quarantined, old, in_use = self._sort(found)
         num_bytes_left = total_size(in_use)
         excess: list[FoundBlock] = []
         for block in in_use if self._capacity_bytes is not None else ():
@@ -145,7 +145,7 @@ class GarbageCollection:
                 break
             num_bytes_left -= size_on_disk(block.num_bytes)
             excess.append(block)
-        return away, old, excess, num_bytes_left
+        return quarantined, old, excess, num_bytes_left
 
     def _sort(
         self, found: Iterable[FoundBlock]
@@ -163,8 +163,8 @@ class GarbageCollection:
     def _collect(self, ledger: Ledger) -> None:
         removed = self._removed
         removed.num_temporary = self._tree.collect()
-        away, old, in_use = self._sort(take_census(self._tree, ledger))
-        removed.num_quarantined += self._remove(ledger, away)
+        quarantined, old, in_use = self._sort(take_census(self._tree, ledger))
+        removed.num_quarantined += self._remove(ledger, quarantined)
         removed.num_old += self._remove(ledger, old)
         if self._capacity_bytes is not None:
             removed.num_excess += self._remove(ledger, in_use, down_to=self._capacity_bytes)

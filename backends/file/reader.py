@@ -157,7 +157,7 @@ class BlockReader:
         except BlockFileError as exc:
             if not files.record.is_ours():
                 return OTHER_SECRET
-            return self._put_away(key, fd, exc)
+            return self._quarantine(key, fd, exc)
         finally:
             os.close(fd)
         return DONE
@@ -185,9 +185,9 @@ class BlockReader:
             self._files.record.note(exc.said)
         return Outcome(Status.FAILED, reason=str(exc))
 
-    def _put_away(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
+    def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:
-            if self._space.put_away(key, fd):
+            if self._space.quarantine(key, fd):
                 logger.warning("quarantined corrupt block %s: %s", key.hex(), exc)
         except OSError as failed:
             logger.warning("cannot quarantine corrupt block %s: %s", key.hex(), failed)

@@ -155,7 +155,7 @@ class Space:
         old = self._contents.touch(self._files(keys))
         return [key_in(file) for file in old]
 
-    def put_away(self, key: BlockKey, fd: int) -> bool:
+    def quarantine(self, key: BlockKey, fd: int) -> bool:
         """Move the open file of a key to quarantine, where it is among the first to be evicted.
 
         It is removed instead if it cannot be moved.
@@ -174,7 +174,7 @@ class Space:
             num_bytes = self._folder.quarantined_size(key)
             if num_bytes is not None:
                 (file,) = self._files([key])
-                replaced = self._contents.put_away(file, size_on_disk(num_bytes))
+                replaced = self._contents.quarantine(file, size_on_disk(num_bytes))
                 self._ledger.remove(replaced)
         return was_there
 

@@ -57,7 +57,7 @@ def _measure(tree: BlockTree, fingerprint: str, found: list[FoundBlock]) -> Name
     with tree.folder(fingerprint) as folder, contextlib.suppress(BlockFileError):
         namespace = read_namespace(folder)
     blocks = [block for block in found if not block.quarantined]
-    away = [block for block in found if block.quarantined]
+    quarantined = [block for block in found if block.quarantined]
     uses = [block.used for block in blocks]
     return NamespaceUsage(
         fingerprint=fingerprint,
@@ -66,6 +66,6 @@ def _measure(tree: BlockTree, fingerprint: str, found: list[FoundBlock]) -> Name
         num_bytes=total_size(blocks),
         oldest_use=min(uses, default=None),
         newest_use=max(uses, default=None),
-        num_quarantined=len(away),
-        quarantined_bytes=total_size(away),
+        num_quarantined=len(quarantined),
+        quarantined_bytes=total_size(quarantined),
     )

@@ -88,7 +88,7 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
             note(Problem(str(error.filename), f"cannot be opened: {error.strerror}"))
         for finding in check.verify(repair=repair):
             counts[finding.verdict] += 1
-            report.quarantined_now += finding.put_away
+            report.quarantined_now += finding.quarantined
             if finding.bad:
                 note(_problem(finding))
             bar.update(finding.block.num_bytes)

@@ -364,7 +364,7 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
         write_file(space, key)
     assert space.remove(keys[:2]) == [True, True]
     with (tmp_path / "replaced").open("w") as file:  # by another one, which is not corrupt
-        space.put_away(keys[2], file.fileno())
+        space.quarantine(keys[2], file.fileno())
     space.settle(keys[:3], stored=[True] * 3)
     assert space.reserve(keys[3:], [FILE_BYTES] * 3) == 3
     space.settle(keys[3:], stored=[False] * 3)
@@ -409,7 +409,7 @@ def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]
     contents.admit([files[6]], [FILE_BYTES])
     contents.settle(files[4:6], stored=[True, False])
     contents.remove(files[0])
-    contents.put_away(files[1], FILE_BYTES)
+    contents.quarantine(files[1], FILE_BYTES)
     walk = [found(index) for index in (0, 1, 2, 3, 4)]
     total, reserved = contents.end_walk([*walk, found(7), found(1, away=True)])
     # In quarantine: 1. Stored: 2, 3 and 4. On its way: 6. Another process's: 7.
