@@ -100,7 +100,7 @@ class FileBackend(Backend):
         self._writing_since: list[float] = []
         self._num_corrupt = 0
         scanner = DaemonThreads("kvxfer-file-scan", 1)
-        self._scan = scanner.submit(self._look_around)
+        self._scan = scanner.submit(self._scan_store)
         scanner.shutdown()
 
     @property
@@ -299,7 +299,7 @@ class FileBackend(Backend):
         found = self._tree.blocks(self._folder.fingerprint)
         return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
-    def _look_around(self) -> None:
+    def _scan_store(self) -> None:
         """Scan the store, and collect temporary files of dead writers."""
         try:
             self._space.scan()

@@ -71,7 +71,7 @@ class Space:
         self._scanning = threading.Lock()
         self._scanned = threading.Event()
         self._next_scan = 0.0
-        self._must_learn = False
+        self._must_rescan = False
 
     def scan(self) -> None:
         """Walk through the tree: collect files of dead writers, find blocks, and recount.
@@ -108,11 +108,11 @@ class Space:
         Raises:
             OSError: The file system does not answer; nothing is reserved.
         """
-        if self._must_learn:
-            self._must_learn = not self._learn_more()
+        if self._must_rescan:
+            self._must_rescan = not self._rescan()
         fitting = self._reserve(keys, sizes, spare)
         try:
-            if fitting < len(keys) and self._learn_more():
+            if fitting < len(keys) and self._rescan():
                 fitting += self._reserve(keys[fitting:], sizes[fitting:], spare)
         except OSError:
             self.settle(keys[:fitting], stored=[False] * fitting)
@@ -137,7 +137,7 @@ class Space:
         needed = [size_on_disk(size) for size in sizes]
         with self._ledger.locked(), self._spared(spare):
             fitting = self._make_room(needed, 0, 0)
-        self._must_learn |= fitting < len(needed)
+        self._must_rescan |= fitting < len(needed)
         return fitting
 
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
@@ -282,7 +282,7 @@ class Space:
             self._ledger.remove(victim.num_bytes)
             return 1 + (with_folder and folder.remove_if_empty(victim.key))
 
-    def _learn_more(self) -> bool:
+    def _rescan(self) -> bool:
         """Look for unknown files by a walk; return whether a walk was made."""
         if not self._scanned.is_set():
             self._scanned.wait()
