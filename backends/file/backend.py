@@ -21,7 +21,7 @@ from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import write_namespace
 from kvxfer.backends.file.open_folders import FOLDER_MODE
 from kvxfer.backends.file.reader import BlockReader
-from kvxfer.backends.file.root import warn_of_strangers
+from kvxfer.backends.file.root import warn_of_other_writers
 from kvxfer.backends.file.shares import cut_shares
 from kvxfer.backends.file.space import Space, stop_walk
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
@@ -185,7 +185,7 @@ class FileBackend(Backend):
         with contextlib.ExitStack() as opened:
             try:
                 self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
-                warn_of_strangers(self._root)
+                warn_of_other_writers(self._root)
                 alignment = probe_direct(self._root) if config.direct == "auto" else 0
                 self._folder = BlockFolder(self._root, namespace.fingerprint)
                 opened.callback(self._folder.close)

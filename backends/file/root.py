@@ -27,7 +27,7 @@ def require_store(tree: BlockTree) -> None:
         raise InvalidArgumentError("path", str(tree.root), wanted)
 
 
-def warn_of_strangers(root: Path) -> None:
+def warn_of_other_writers(root: Path) -> None:
     """Warn when other users can plant, replace and remove blocks in a root.
 
     Raises:
