@@ -71,8 +71,8 @@ class IntegrityRecord:
             InvalidArgumentError: The blocks are sealed with another secret.
             OSError: The record cannot be made.
         """
-        self._settle()
-        others = self._others()
+        self._note_own_kind()
+        others = self._other_kinds()
         if others:
             logger.warning(
                 "%s holds blocks of integrity=%s, which integrity=%s does not read: they are "
@@ -85,7 +85,7 @@ class IntegrityRecord:
     def is_ours(self) -> bool:
         """Whether blocks of our kind are sealed with our secret; notes our kind if need be."""
         try:
-            self._settle()
+            self._note_own_kind()
         except InvalidArgumentError:
             return False
         except OSError:  # without a record nobody can tell
@@ -116,17 +116,17 @@ class IntegrityRecord:
         there = [index for index, size in enumerate(sizes) if size is not None]
         if not there:
             return {}
-        if self._is_others():
+        if self._has_other_secret():
             return dict.fromkeys(there, OTHER_SECRET)
         found: dict[int, Outcome] = {}
-        if self._others():
+        if self._other_kinds():
             for index in there:
                 said = _kind_in(_read_head(self._folder, keys[index]))
                 if said in self._unreadable:
                     found[index] = other_integrity(said, self._kind)
         return found
 
-    def _settle(self) -> None:
+    def _note_own_kind(self) -> None:
         if self._read(self._kind) == self._text:
             return
         with self._ledger.locked():
@@ -141,12 +141,12 @@ class IntegrityRecord:
                         self.note(kind)
             self._folder.put_text(RECORDS[self._kind], self._text)
 
-    def _is_others(self) -> bool:
+    def _has_other_secret(self) -> bool:
         """Whether the record is that of another secret."""
         said = _proof_in(self._read(self._kind)) if self._kind is Integrity.KEYED else ""
         return said not in ("", _proof_in(self._text))
 
-    def _others(self) -> list[Integrity]:
+    def _other_kinds(self) -> list[Integrity]:
         return [kind for kind in self._unreadable if self._has(kind)]
 
     def _has(self, kind: Integrity) -> bool:
