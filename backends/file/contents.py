@@ -54,7 +54,7 @@ class _Journal:
     stored: set[FileId] = field(default_factory=set)
     removed: set[FileId] = field(default_factory=set)
     quarantined: set[FileId] = field(default_factory=set)
-    let_go: set[FileId] = field(default_factory=set)
+    evicted_from_quarantine: set[FileId] = field(default_factory=set)
     num_bytes_reserved: int = 0
 
 
@@ -91,7 +91,7 @@ class Contents:
         """Make held files candidates again, the first one as the most recently used."""
         with self._lock:
             for file in reversed(files):
-                self._let_be(file, self._entries[file])
+                self._make_candidate(file, self._entries[file])
 
     def admit(self, files: Sequence[FileId], sizes: Sequence[int]) -> None:
         """Add files that are being written."""
@@ -118,7 +118,7 @@ class Contents:
                 entry = self._entries[file]
                 if done:
                     num_written += entry.num_bytes
-                    self._let_be(file, entry)
+                    self._make_candidate(file, entry)
                 else:
                     num_given_back += entry.num_bytes
                     self._drop(file)
@@ -151,7 +151,9 @@ class Contents:
             else:
                 return None
             if self._journal is not None:
-                (self._journal.let_go if quarantined else self._journal.removed).add(file)
+                (
+                    self._journal.evicted_from_quarantine if quarantined else self._journal.removed
+                ).add(file)
         return Victim(file[:FINGERPRINT_BYTES].hex(), key_in(file), num_bytes, quarantined)
 
     def remove(self, file: FileId) -> None:
@@ -199,7 +201,7 @@ class Contents:
                     continue
                 (file,) = file_ids(block.fingerprint, [block.key])
                 if block.quarantined:
-                    if file not in journal.let_go:
+                    if file not in journal.evicted_from_quarantine:
                         self._quarantined.setdefault(file, size_on_disk(block.num_bytes))
                     continue
                 entry = self._entries.get(file)
@@ -237,7 +239,7 @@ class Contents:
             self._policy.admit(file)
             self._policy.release(file)
 
-    def _let_be(self, file: FileId, entry: _Entry) -> None:
+    def _make_candidate(self, file: FileId, entry: _Entry) -> None:
         if entry.removed:
             self._drop(file)
         else:
