@@ -1,4 +1,4 @@
-"""Blocks in the memory of other processes and machines, moved by NIXL or by sockets."""
+"""NIXL backend: blocks at peers, in other processes and on other machines."""
 
 from kvxfer.backends.nixl.backend import NixlBackend
 from kvxfer.backends.nixl.config import NixlConfig

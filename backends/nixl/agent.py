@@ -1,4 +1,4 @@
-"""Moves bytes between registered memory of two processes with NIXL."""
+"""Transfer agent over NIXL."""
 
 import asyncio
 import uuid
@@ -23,7 +23,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 
 
 class NixlAgent(TransferAgent):
-    """See `TransferAgent`; the constructor imports NIXL and blocks for up to a second.
+    """Transfer agent over NIXL; the constructor imports NIXL and blocks for up to a second.
 
     Where UCX can reach a peer's memory over TCP only, `add_peer` raises `PeerLostError`.
 
@@ -34,7 +34,7 @@ class NixlAgent(TransferAgent):
     def __init__(self) -> None:
         self.name = f"kvxfer-{uuid.uuid4()}"
         self._thread = AgentThread(self.name)
-        # Also at the end of the interpreter: a thread that is inside of NIXL then would crash it.
+        # Also at the interpreter's exit, which a thread inside of NIXL would crash.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
     def __repr__(self) -> str:
@@ -82,12 +82,12 @@ class NixlAgent(TransferAgent):
         begun: list[Transfer] = []
         failure: Exception | None = None
         try:
-            for run in runs:  # prepared while those before are moved
+            for run in runs:  # prepared while earlier runs are moved
                 tell = partial(landed, len(begun))
                 transfer = self._thread.prepare(operation, peer, Fragments.of(*run), tell)
                 self._thread.order(transfer.done, partial(self._thread.begin, transfer))
                 begun.append(transfer)
-        except Exception as exc:  # noqa: BLE001 - raised once the memory is quiet
+        except Exception as exc:  # noqa: BLE001 - raised once the transfers have ended
             failure = exc
             self._thread.cancel(begun)
         try:
@@ -107,7 +107,7 @@ class NixlAgent(TransferAgent):
 
 
 def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
-    """Tell when the last of some futures has ended, with the first error of any."""
+    """Make a future that ends with the last of some futures, with the first error of any."""
     if len(futures) == 1:
         return futures[0]
     over: Future[None] = Future()
@@ -116,7 +116,7 @@ def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
     ended = count(1)
 
     def end(_: "Future[None]") -> None:
-        if next(ended) < len(futures):  # on this thread and those that end them
+        if next(ended) < len(futures):  # called on this thread and on those that end the futures
             return
         errors = (future.exception() for future in futures)
         if error := next(filter(None, errors), None):

@@ -1,4 +1,4 @@
-"""One agent of NIXL, and the thread that makes every call of it."""
+"""Agent thread: one NIXL agent, and the thread that makes all calls of it."""
 
 import contextlib
 import os
@@ -34,31 +34,31 @@ T = TypeVar("T")
 BACKEND = "UCX"
 
 ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n"
-"""Without it UCX moves bytes through messages where it cannot reach a peer's memory: over TCP,
-which is slower than a socket and has crashed processes."""
+"""Setting that keeps UCX from moving bytes through messages where it cannot reach a peer's memory:
+over TCP, which is slower than a socket and has crashed processes."""
 
 BEACON_BYTES = 32
-"""Random bytes at an address that metadata tells: a peer that reads them reaches this agent."""
+"""Random bytes at an address in the metadata: a peer that reads them reaches this agent."""
 
 NUM_SLOTS = 63
-"""Peers that can be added at the same time."""
+"""Most peers that can be added at the same time."""
 
 PIECE_BYTES = 16 << 20
 PIECE_FRAGMENTS = 4096
 PIECES_IN_FLIGHT = 4
-"""Of one transfer. Where the caller of NIXL copies, as on one machine, one is in flight."""
+"""Most pieces in flight of a transfer; one where NIXL's caller copies, as on one machine."""
 
 POLL_WITHIN_S = 5e-3
-"""How long peers that connect may wait while one piece after the other is posted. Polling lets
-other threads take the interpreter lock, and so may cost a millisecond between two pieces."""
+"""Seconds after which a poll interrupts the posting of pieces, because peers that connect wait for
+it. Polling lets other threads take the GIL, and so may cost a millisecond between two pieces."""
 
 
 class AgentThread:
-    """The thread that makes every call of NIXL; methods without a note are run on it.
+    """Thread that makes all calls of NIXL; methods run on it unless they say otherwise.
 
     Attributes:
-        peers: Their registered memory; any thread may look.
-        regions: Our own; any thread may look.
+        peers: Registered memory of each peer, by name; any thread may read it.
+        regions: Our registered memory; any thread may read it.
     """
 
     def __init__(self, name: str) -> None:
@@ -69,9 +69,9 @@ class AgentThread:
         self._transfers: set[Transfer] = set()
         self._turns: deque[Transfer] = deque()
         self._flights: list[tuple[Any, Transfer]] = []
-        self._remotes: set[str] = set()  # peers that NIXL knows, also those coming and leaving
+        self._remotes: set[str] = set()  # peers that NIXL knows, also while added or removed
         self._leaving: dict[str, Future[None]] = {}
-        # Our beacon, and where those of peers are read to.
+        # Our beacon, then the slots that peers' beacons are read into.
         beacon = np.frombuffer(os.urandom(BEACON_BYTES), np.uint8)
         self._page = np.tile(beacon, (1 + NUM_SLOTS, 1))
         self._free_slots = list(range(1, 1 + NUM_SLOTS))
@@ -87,7 +87,7 @@ class AgentThread:
         opened.result()
 
     def order(self, done: "Future[T]", command: Callable[[], object]) -> None:
-        """Run a command that ends `done`, now or later; from any thread.
+        """Put a command, which ends `done` now or later, into the queue; from any thread.
 
         Raises:
             ClosedError: The agent is closed.
@@ -98,7 +98,7 @@ class AgentThread:
             self._commands.put(partial(_attempt, done, command))
 
     def call(self, func: Callable[[], T]) -> T:
-        """Run a function, and wait for what it returns; from any other thread.
+        """Run a function on the thread and return its result; from any other thread.
 
         Raises:
             ClosedError: The agent is closed.
@@ -108,14 +108,14 @@ class AgentThread:
         return done.result()
 
     def cancel(self, transfers: Sequence[Transfer]) -> None:
-        """Post no more of some transfers; from any thread."""
+        """Post no more pieces of some transfers; from any thread."""
         with contextlib.suppress(ClosedError):
             for transfer in transfers:
                 error = TransferFailedError(transfer.peer, "cancelled")
                 self.order(transfer.done, partial(transfer.stop, error))
 
     def forget(self, peer: str, adding: "Future[str]") -> None:
-        """Remove a peer that nobody waits for any more; from any thread."""
+        """Remove a peer whose `add_peer` was cancelled; from any thread."""
 
         def remove() -> None:
             if not (adding.done() and adding.exception()):
@@ -125,7 +125,7 @@ class AgentThread:
             self.order(adding, remove)
 
     def begin_stop(self) -> "Future[None]":
-        """Let the thread end everything, and itself; from any thread."""
+        """Ask the thread to end all transfers, and itself; from any thread."""
         with self._lock:
             if not self._stopping:
                 self._stopping = True
@@ -133,9 +133,9 @@ class AgentThread:
         return self._stopped
 
     def stop(self) -> None:
-        """The same, and wait for it."""
+        """Do as `begin_stop`, and wait for the end."""
         stopped = self.begin_stop()
-        if threading.current_thread() is not self._thread:  # where garbage is found by chance
+        if threading.current_thread() is not self._thread:  # where garbage may be collected
             stopped.result()
             self._thread.join()
 
@@ -164,10 +164,10 @@ class AgentThread:
         ).encode()
 
     def add_peer(self, peer: AgentMetadata, done: "Future[str]") -> None:
-        """See `TransferAgent.add_peer`; `done` says when.
+        """See `TransferAgent.add_peer`; ends `done` when the peer was added.
 
-        Reads the peer's beacon: if it cannot be reached, that shows here, and if it hangs, it does
-        so here, where no memory is at stake.
+        Reads the peer's beacon: a peer that cannot be reached, or hangs, shows here, where no
+        memory is at stake.
         """
         if peer.name in {self._name, *self._remotes}:
             raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
@@ -204,7 +204,7 @@ class AgentThread:
         self._enqueue(reading)
 
     def remove_peer(self, peer: str, done: "Future[None]") -> None:
-        """See `TransferAgent.remove_peer`; `done` says when."""
+        """See `TransferAgent.remove_peer`; ends `done` when the peer was removed."""
         if peer in self._leaving:
             self._leaving[peer].add_done_callback(lambda _: done.set_result(None))
         elif peer not in self._remotes:
@@ -219,7 +219,7 @@ class AgentThread:
     def prepare(
         self, operation: Operation, peer: str, fragments: Fragments, landed: Callable[[], None]
     ) -> Transfer:
-        """Cut a transfer into pieces, while others are moved; on any thread.
+        """Cut a transfer into pieces, while other transfers run; on any thread.
 
         Raises:
             InvalidArgumentError: An address is outside of registered memory.
@@ -235,7 +235,7 @@ class AgentThread:
         return Transfer(operation, peer, pieces, landed)
 
     def begin(self, transfer: Transfer) -> None:
-        """Let a transfer take turns with others."""
+        """Queue a transfer, which takes turns with others."""
         if transfer.peer in self.peers:
             self._enqueue(transfer)
         else:
@@ -262,7 +262,7 @@ class AgentThread:
                 self._end_what_is_over()
                 acted |= posted
                 pause_s = pace.pause_s(active=acted, waiting=bool(self._flights))
-                if posted:  # and perhaps more is to be
+                if posted:  # and there may be more to post
                     pause_s = 0.0
         finally:
             _attempt(self._stopped, self._close)
@@ -288,7 +288,7 @@ class AgentThread:
             ) from exc
 
     def _obey(self, pause_s: float) -> bool:
-        """Do what others ask for; wait up to `pause_s` for someone who does."""
+        """Run the queued commands; wait up to `pause_s` for the first."""
         acted = False
         with contextlib.suppress(queue.Empty):
             command = self._commands.get(block=pause_s > 0, timeout=pause_s)
@@ -324,7 +324,7 @@ class AgentThread:
             transfer.stop(self._translate(transfer.peer, exc))
 
     def _poll(self) -> bool:
-        """Look how what is in flight is doing; lets NIXL make progress, also as a target."""
+        """Check the pieces in flight; lets NIXL make progress, also as the target of peers."""
         flights, self._flights = self._flights, []
         for handle, transfer in flights:
             transfer.in_flight -= 1
@@ -332,7 +332,7 @@ class AgentThread:
                 self._judge(handle, transfer, self._agent.check_xfer_state(handle))
             except self._errors as exc:
                 transfer.stop(self._translate(transfer.peer, exc))
-        with contextlib.suppress(*self._errors):  # of a peer that is lost: its transfers tell
+        with contextlib.suppress(*self._errors):  # of a lost peer: its transfers report it
             self._agent.get_new_notifs()
         return len(self._flights) < len(flights)
 
@@ -354,7 +354,7 @@ class AgentThread:
             return
         busy = {transfer.peer for transfer in self._transfers}
         for peer in [peer for peer in self._leaving if peer not in busy]:
-            with contextlib.suppress(*self._errors):  # it is gone in any case
+            with contextlib.suppress(*self._errors):  # the peer may be gone already
                 self._agent.remove_remote_agent(peer)
             self._remotes.remove(peer)
             self._leaving.pop(peer).set_result(None)
@@ -364,7 +364,7 @@ class AgentThread:
         return (PeerLostError if lost else TransferFailedError)(peer, str(exc))
 
     def _close(self) -> None:
-        """Destroy the agent: nothing else makes memory quiet that is in flight."""
+        """Destroy the agent: only that stops transfers in flight from touching memory."""
         self._obey(0.0)
         while self._flights:
             with contextlib.suppress(*self._errors):
@@ -393,8 +393,8 @@ def _engine_config() -> str:
 
 
 def _attempt(done: "Future[T]", command: Callable[[], object]) -> None:
-    """Run a command; if it raises, that is the end of `done`."""
+    """Run a command; if it raises, end `done` with the error."""
     try:
         command()
-    except Exception as exc:  # noqa: BLE001 - whoever waits for `done` gets it
+    except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
         done.set_exception(exc)

@@ -1,4 +1,4 @@
-"""Blocks in the memory of other processes and machines."""
+"""NIXL backend: blocks at peers, and a holder for blocks of peers."""
 
 import asyncio
 import contextlib
@@ -39,27 +39,28 @@ STAGING_BYTES = 64 << 20
 T = TypeVar("T")
 
 Home: TypeAlias = Peer | HostBackend
-"""Where blocks can be: at a peer, or in this process."""
+"""Place of blocks: a peer, or the host memory of this process."""
 
 logger = logging.getLogger(__name__)
 
 
 class NixlBackend(Backend):
-    """Keeps blocks at peers, and, when it is told to listen, blocks of peers in its own memory.
+    """Backend that keeps blocks at peers and, with `listen`, blocks of peers in its own memory.
 
-    Every key has its peers, which all who know the same peers agree on. A peer that is gone has
-    nothing; a key is looked up at every peer that may hold it, and loaded from the first one that
-    gives it.
+    Every key has its peers, the same in all processes that know the same set of peers. A peer that
+    is gone has no blocks; a key is looked up at every peer that may hold it, and loaded from the
+    first one that delivers it.
 
     Args:
         config: See `NixlConfig`.
-        namespace: Says how large a block is; peers of another one are refused.
-        directory: Knows the peers; those of the configuration when there is none.
-        make_agent: Opens what moves bytes between registered memory.
+        namespace: Namespace of the blocks, which says how large they are; peers with another one
+            are refused.
+        directory: Directory of the peers; by default those of the configuration.
+        make_agent: Opens the agent that moves bytes between registered memory.
 
     Raises:
-        InvalidArgumentError: The namespace has no groups, or a parameter cannot be.
-        CapacityError: There is not that much memory to serve.
+        InvalidArgumentError: The namespace has no groups, or a parameter is out of range.
+        CapacityError: There is not enough memory for `capacity`.
     """
 
     config_type = NixlConfig
@@ -88,7 +89,7 @@ class NixlBackend(Backend):
         self._started = False
         if config.listen_endpoint is not None and config.capacity is not None:
             self._own = HostBackend(HostConfig(capacity=config.capacity), namespace)
-            self.attach([self._own.region])  # first: peers try their way to us with that
+            self.attach([self._own.region])  # first: peers probe the way to us with this region
             self._holder = Holder(self._node, self._open_store, config.listen_endpoint)
         self.attach([self._staging.region])
 
@@ -99,17 +100,17 @@ class NixlBackend(Backend):
 
     @property
     def statistics(self) -> dict[str, tuple[str, PeerStatistics]]:
-        """For each peer what moves its blocks, and what happened so far."""
+        """Transport and statistics of each peer."""
         return {str(e): (p.route.transport, p.statistics) for e, p in self._peers.items()}
 
     @property
     def num_quarantined_bytes(self) -> int:
-        """Bytes that a transfer which was given up may still touch."""
+        """Bytes that transfers may still touch after their deadline."""
         return self._quarantine.num_bytes
 
     @property
     def holder(self) -> Holder | None:
-        """What serves the blocks of this process, if anything does."""
+        """Holder that serves the blocks of this process, if there is one."""
         return self._holder
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -117,11 +118,11 @@ class NixlBackend(Backend):
         self._node.add_memory(memory)
 
     async def start(self) -> None:
-        """Open NIXL, and listen if that was asked for; every other call does so as well.
+        """Open NIXL, and listen if configured; the first call of any other method does so as well.
 
         Raises:
-            BackendUnavailableError: It cannot listen there, or NIXL is asked for and cannot be
-                used.
+            BackendUnavailableError: The address cannot be listened at, or `transport=nixl` and NIXL
+                cannot be used.
         """
         async with self._starting:
             if not self._started:
@@ -131,7 +132,7 @@ class NixlBackend(Backend):
                 self._started = True
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`; asks the peers that may hold a key, all at once."""
+        """See `Backend.lookup`; asks all peers that may hold a key."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
         answers = await _ask_each(
@@ -155,7 +156,7 @@ class NixlBackend(Backend):
         return outcomes
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`; what its first peer does not give, the next one may."""
+        """See `Backend.load`; blocks that one peer does not deliver are loaded from the next."""
         await self._check(keys, blocks)
         homes, ranked = await self._find_homes(keys)
         outcomes = [MISSING] * len(keys)
@@ -174,7 +175,7 @@ class NixlBackend(Backend):
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`; at every peer that may hold a key."""
+        """See `Backend.delete`; deletes at every peer that may hold a key."""
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
         answers = await _ask_each(
@@ -195,7 +196,7 @@ class NixlBackend(Backend):
             await self._holder.aclose()
         for peer in self._peers.values():
             await peer.route.aclose()
-        await self._node.aclose()  # from here on only a peer can still touch anything
+        await self._node.aclose()  # from here on only peers can still touch memory
         self._quarantine.keep_for_ever()
         for peer in self._peers.values():
             peer.route.give_up()
@@ -209,7 +210,7 @@ class NixlBackend(Backend):
         return BlockStore(self._own, self._own, self._hasher)
 
     async def _find_homes(self, keys: Sequence[BlockKey]) -> tuple[list[Home], NDArray[np.intp]]:
-        """The places where blocks can be, and for each key those it belongs to, best first."""
+        """Find the homes of blocks, and rank those of each key, best first."""
         endpoints = await self._directory.peers()
         if not endpoints:
             assert self._own is not None
@@ -229,7 +230,7 @@ class NixlBackend(Backend):
                 verifies=self._config.integrity is Integrity.FAST,
                 timeout_s=self._config.timeout_s,
             )
-            if self._own is not None:  # it may be this process that listens there
+            if self._own is not None:  # this process itself may listen there
                 with contextlib.suppress(KVXferError):
                     await route.open()
         return self._own if self._own is not None and peer.route.is_own else peer
@@ -251,10 +252,10 @@ class NixlBackend(Backend):
         return {key for key, is_gone in zip(keys, deleted, strict=True) if is_gone}
 
     async def _keep_quarantine_small(self) -> None:
-        """Go on with a new agent when too much memory may still be touched by the old one."""
+        """Replace the agent when its late transfers keep too much memory in quarantine."""
         if self._quarantine.num_bytes <= self._config.quarantine:
             return
-        text = "%d bytes may still be touched by transfers that were given up: starting NIXL anew"
+        text = "%d bytes may still be touched by transfers past their deadline: restarting NIXL"
         logger.warning(text, self._quarantine.num_bytes)
         await self._node.restart()
         for peer in self._peers.values():
@@ -271,7 +272,7 @@ async def _ask_each(
     placed: Sequence[tuple[Home, Sequence[int]]],
     ask: Callable[[Home, Sequence[int]], Coroutine[Any, Any, T]],
 ) -> list[tuple[Sequence[int], T]]:
-    """Ask every home for what belongs to it, all at once."""
+    """Call every home with the blocks that belong to it, all at once."""
     if len(placed) == 1:  # a task less to switch to and back from
         ((home, indices),) = placed
         return [(indices, await ask(home, indices))]
@@ -287,12 +288,12 @@ def _chosen(keys: Sequence[BlockKey], indices: Sequence[int]) -> Sequence[BlockK
 def _by_home(
     homes: Sequence[Home], ranked: NDArray[np.intp], wanted: Sequence[int] | None = None
 ) -> list[tuple[Home, Sequence[int]]]:
-    """Which columns of `ranked` belong to each home, as far as any does.
+    """Group the columns of `ranked` by home, without homes that have none.
 
     Args:
-        homes: Where blocks can be.
+        homes: Homes of blocks.
         ranked: Indices of homes, a column for each block.
-        wanted: The columns that count, rising; all of them by default.
+        wanted: Columns to group, rising; all of them by default.
     """
     if wanted is None:
         wanted = range(ranked.shape[1])
@@ -307,7 +308,7 @@ def _by_home(
 
 
 def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
-    """Keep of each block what says most; its memory is safe when everything says so."""
+    """Keep the more telling outcome of each block; its memory is safe only if it is in both."""
     for index, outcome in zip(indices, given, strict=True):
         before = outcomes[index]
         if before is MISSING:

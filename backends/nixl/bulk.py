@@ -1,4 +1,4 @@
-"""Raw bytes of blocks over a blocking socket, straight from and to the described memory."""
+"""Bulk transfer of blocks over a blocking socket, straight from and to the described memory."""
 
 import socket
 import ssl
@@ -11,7 +11,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.raw_memory import view_fragments
 
 MAX_FRAGMENTS = 1024
-"""Of one system call. Source: IOV_MAX in limits.h."""
+"""Most fragments of one system call. Source: IOV_MAX in limits.h."""
 
 
 def send_blocks(connection: socket.socket, peer: str, blocks: Descriptors, stop: float) -> None:
@@ -20,11 +20,11 @@ def send_blocks(connection: socket.socket, peer: str, blocks: Descriptors, stop:
     Args:
         connection: Connected socket, plain or TLS.
         peer: Name of the other side, for errors.
-        blocks: What to send.
-        stop: When it must be over, as `time.monotonic` counts.
+        blocks: Blocks to send.
+        stop: Deadline, in seconds of `time.monotonic`.
 
     Raises:
-        PeerTimeoutError: The other side did not take it in time.
+        PeerTimeoutError: The other side did not read the bytes in time.
         PeerClosedError: The connection is gone.
     """
     for views in _views(blocks):

@@ -1,4 +1,4 @@
-"""A connection that carries messages, for the event loop."""
+"""Frame channel: a connection for messages, used on the event loop."""
 
 import asyncio
 import contextlib
@@ -34,11 +34,11 @@ CLOSE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """How fast a peer may talk; one that talks faster is read more slowly, and so has to wait.
+    """Limit on the frames and bytes of a peer; a faster one is read more slowly, and has to wait.
 
     Attributes:
-        frames_per_second: Frames on average; as many may come at once.
-        bytes_per_second: Bytes on average; as many may come at once.
+        frames_per_second: Frames on average; as many may arrive at once.
+        bytes_per_second: Bytes on average; as many may arrive at once.
     """
 
     frames_per_second: float = 20_000
@@ -46,21 +46,21 @@ class RateLimit:
 
 
 class FrameChannel:
-    """Sends and receives messages over a pair of streams, which it owns.
+    """Channel that sends and receives messages over a pair of streams, which it owns.
 
-    One task at a time may receive; any number may send. A cancelled `receive` loses nothing. A
-    `PeerError` is the end: the connection is cut, and every later call raises the same error.
+    One task at a time may receive; any number may send. A cancelled `receive` loses nothing. After
+    a `PeerError` the connection is cut, and every later call raises the same error.
 
     Args:
         reader: Open stream.
-        writer: Its other half.
-        rate_limit: What the other side may send.
+        writer: Other half of the stream.
+        rate_limit: Limit on what the other side may send.
         frame_timeout_s: Time from the header of a frame to its last byte, and time for which the
-            other side may leave one that is sent to it unread.
+            other side may leave a sent frame unread.
 
     Attributes:
-        local: Our end.
-        peer: Their end.
+        local: Endpoint of this side.
+        peer: Endpoint of the other side.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FrameChannel:
         frame_timeout_s: float = FRAME_TIMEOUT_S,
     ) -> None:
         self.local = _endpoint(writer.get_extra_info("sockname"))
-        peer = writer.get_extra_info("peername")  # None when it has gone already
+        peer = writer.get_extra_info("peername")  # None when the peer is gone already
         self.peer = _endpoint(peer or ("unknown", 0))
         self._reader = reader
         self._writer = writer
@@ -81,7 +81,7 @@ class FrameChannel:
         self._frame_timeout_s = frame_timeout_s
         self._taking_a_frame = _CutOnError(self, "taking a frame", frame_timeout_s)
         self._reading_a_frame = _CutOnError(self, "the rest of a frame", frame_timeout_s)
-        self._buffer = bytearray()  # what was read and not received yet
+        self._buffer = bytearray()  # bytes that were read and not received yet
         self._error: KVXferError | None = None
         if peer is None:
             self._error = PeerClosedError(str(self.peer), "ended the connection at once")
@@ -98,7 +98,7 @@ class FrameChannel:
         self._codec.secure(keys, max_frame_bytes=max_frame_bytes)
 
     async def send(self, message: Message) -> None:
-        """Send a message; waits while the other side does not read.
+        """Send a message; wait while the other side does not read.
 
         When cancelled, the message is sent all the same.
 
@@ -112,7 +112,7 @@ class FrameChannel:
         await self.drain()
 
     async def drain(self) -> None:
-        """Wait while the other side does not read what was sent; errors as `send`."""
+        """Wait until the buffer of sent messages has room again; errors as `send`."""
         transport = self._writer.transport
         if transport.get_write_buffer_size() or transport.is_closing():
             with self._taking_a_frame:
@@ -120,10 +120,10 @@ class FrameChannel:
                     await self._writer.drain()
 
     def send_soon(self, message: Message) -> None:
-        """Send a message without waiting, also when the other side does not read.
+        """Send a message without waiting, even when the other side does not read.
 
-        For one that `drain` follows, or that follows an answer of the other side, so that their
-        number is bounded.
+        Only for messages whose number is bounded: because `drain` follows, or because each follows
+        an answer of the other side.
 
         Raises:
             InvalidArgumentError: The message is larger than a frame may be; nothing was sent.
@@ -158,19 +158,19 @@ class FrameChannel:
             return await self._next_payload()
 
     def decode(self, payload: memoryview, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Read the message that `receive_payload` gave.
+        """Decode a message from `receive_payload`.
 
         Raises:
-            ProtocolError: It is not one of the legal ones.
+            ProtocolError: The message is not legal.
         """
         with self._reading_a_frame:
             return self._codec.decode(payload, legal)
 
     def require_open(self) -> None:
-        """Raise what has ended the connection, if anything has.
+        """Raise the error that ended the connection, if there is one.
 
         Raises:
-            PeerError: The other side has, or what it said.
+            PeerError: The other side, or a message of it, ended the connection.
             ClosedError: The channel was closed.
         """
         if self._error is not None:
@@ -179,18 +179,18 @@ class FrameChannel:
             raise ClosedError(f"connection to {self.peer}")
 
     def cut(self, error: KVXferError) -> None:
-        """End the connection at once, what was not sent yet included.
+        """End the connection at once, and drop what was not sent yet.
 
         Args:
-            error: Why; later calls raise it. The first reason counts.
+            error: Reason, which later calls raise. The first reason counts.
         """
         self._error = self._error or error
         self._abort()
 
     async def aclose(self) -> None:
-        """End the connection after what was sent has left; may be called again.
+        """End the connection once all sent messages have left; may be called again.
 
-        A peer that does not read is waited for `CLOSE_TIMEOUT_S`.
+        Waits at most `CLOSE_TIMEOUT_S` for a peer that does not read.
         """
         self._closed = True
         self._writer.close()
@@ -210,7 +210,7 @@ class FrameChannel:
         if (ahead_s := self._pace.ahead_s()) > 0:
             await asyncio.sleep(ahead_s)
         if not self._buffer:
-            await self._read()  # between frames there is no hurry
+            await self._read()  # between frames there is no deadline
         frame_bytes = self._next_frame_bytes()
         if frame_bytes > len(self._buffer):
             async with asyncio.timeout(self._frame_timeout_s):
@@ -222,7 +222,7 @@ class FrameChannel:
         return self._codec.open(body)
 
     def _next_frame_bytes(self) -> int:
-        """Bytes of the next frame, as far as its header is there."""
+        """Count the bytes of the next frame; those of its header while that is incomplete."""
         header = self._buffer[:HEADER_BYTES]
         if len(header) < HEADER_BYTES:
             return HEADER_BYTES
@@ -238,14 +238,14 @@ class FrameChannel:
 
 
 class _CutOnError:
-    """A context that translates what streams raise, and ends the connection.
+    """Context that translates errors of the streams, and ends the connection on them.
 
     Entered for every message, so it is a class: generators cost several calls more.
 
     Args:
-        channel: Whose connection it is.
-        what: What may take too long within.
-        timeout_s: For how long it may.
+        channel: Channel whose connection it ends.
+        what: Name of the step, for the error of a timeout.
+        timeout_s: Time that the step may take, for the error.
     """
 
     def __init__(self, channel: FrameChannel, what: str, timeout_s: float) -> None:
@@ -272,7 +272,7 @@ class _CutOnError:
             error = PeerTimeoutError(peer, self._what, self._timeout_s)
         else:
             error = PeerClosedError(peer, f"connection lost: {exc}")
-        self._channel.require_open()  # the reason may be on this side
+        self._channel.require_open()  # this side may have ended the connection
         self._channel.cut(error)
         if error is not exc:
             raise error from exc
@@ -293,7 +293,7 @@ class _Pace:
         self._bytes_until = max(self._bytes_until, now) + spent_s
 
     def ahead_s(self) -> float:
-        """Seconds to wait until what was charged is one second ahead of time at most."""
+        """Compute the seconds to wait until the charges are at most one second ahead."""
         return max(self._frames_until, self._bytes_until) - time.monotonic() - 1
 
 

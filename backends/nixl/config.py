@@ -24,24 +24,25 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         address: Peers that hold blocks, as `host:port`, with commas between.
         listen: `host:port` at which blocks of this process are served to others.
         capacity: Bytes of host memory for the blocks that are served; with `listen` only.
-        secret_file: File with what all peers know, at least 16 bytes, better 32 random ones; the
+        secret_file: File with the secret of all peers, at least 16 bytes, better 32 random ones; a
             line end at its end does not count. Without a file the environment variable
             `KVXFER_SECRET` is taken. Without both, and without TLS, every address must be a
             loopback one.
         tls_cert: File with the certificate of this process, PEM. All three of TLS or none.
         tls_key: File with the private key of that certificate, PEM.
         tls_ca: File with the certificate of the authority that signs those of all peers, PEM.
-            Who has a certificate of it is a peer: use one that signs nothing else.
-        transport: What moves the bytes: `nixl`, or TCP connections of our own, `socket`. `auto`
+            Everyone with a certificate of it is a peer: use an authority that signs nothing else.
+        transport: Transport of the bytes: `nixl`, or TCP connections of kvxfer, `socket`. `auto`
             chooses for each peer.
-        direction: Who moves them: the holder (`write`), or who asks for them (`read`). `auto`
-            chooses for each peer.
-        replicas: Peers that each block is stored at.
+        direction: Side that moves loaded bytes: the holder (`write`) or the loading process
+            (`read`). `auto` measures for each peer.
+        replicas: Number of peers that each block is stored at.
         timeout_s: Time that a request to a peer may take.
         integrity: `fast` verifies an XXH3 checksum of every block that arrives; `off` does not.
-        quarantine: Bytes that transfers whose end is not known may keep from use.
-        lease_s: Time for which blocks are kept for a peer that is not heard of.
-        heartbeat_s: Time between two signs of life.
+        quarantine: Bytes that transfers past their deadline may keep out of use, before NIXL is
+            restarted.
+        lease_s: Time for which blocks stay pinned for a peer that is silent.
+        heartbeat_s: Time between two heartbeats to a peer.
 
     Raises:
         InvalidArgumentError: Names the parameter that cannot be used, and its value.
@@ -96,16 +97,16 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def listen_endpoint(self) -> Endpoint | None:
-        """Where blocks of this process are served; None where they are not."""
+        """Endpoint at which blocks of this process are served; None where they are not."""
         return Endpoint.parse("listen", self.listen) if self.listen else None
 
     @property
     def uses_tls(self) -> bool:
-        """Whether connections are encrypted, and peers prove themselves by certificate."""
+        """Whether connections are encrypted, and peers authenticate by certificate."""
         return bool(self.tls_ca)
 
     def read_secret(self) -> bytes | None:
-        """Read what all peers know from the file or the environment.
+        """Read the secret of all peers from the file or the environment.
 
         Returns:
             The secret, without the line end at its end; None without one.

@@ -1,4 +1,4 @@
-"""A control connection to a holder: requests, answers, signs of life."""
+"""Control connection to a holder: requests, answers and heartbeats."""
 
 import asyncio
 import contextlib
@@ -48,8 +48,9 @@ AnswerT = TypeVar("AnswerT", bound=Message)
 MakeRequest = Callable[[int], NumberedRequest]
 
 LET_GO_WITHIN_S = 5e-3
-"""For how long blocks that are read stay pinned where no other request tells the holder. A message
-of its own costs half a millisecond on either side, which the next pieces of a batch may need."""
+"""Seconds for which blocks stay pinned after a read, unless another request tells the holder
+earlier. A message of its own costs half a millisecond on either side, which the next pieces of a
+batch may need."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,27 +59,27 @@ _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class OwnEndpointError(PeerError):
-    """Report that this process itself listens where a peer was looked for."""
+    """Endpoint of a peer at which this process itself listens."""
 
 
 class Connection:
-    """One control connection to one incarnation of a holder.
+    """Control connection to one incarnation of a holder.
 
     Args:
-        node: This process.
-        endpoint: Where the holder is.
+        node: Node of this process.
+        endpoint: Endpoint of the holder.
         channel: The connection, after the handshake.
-        greeting: What came out of the handshake.
-        link: The way to its memory by NIXL, None where only sockets lead to it.
-        tls: What data connections are opened with.
+        greeting: Result of the handshake.
+        link: Link to its memory by NIXL, None where only sockets reach it.
+        tls: TLS context for data connections, None without TLS.
 
     Attributes:
         endpoint: As given.
         link: As given.
-        incarnation: Of the holder.
+        incarnation: Incarnation of the holder.
         ended: Set when no more requests can be made.
-        over: Set when nothing that the holder moved for this connection can touch our memory any
-            more: it said so, or its process has ended.
+        over: Set when no transfer of the holder for this connection can touch our memory any more:
+            the holder said so, or its process has ended.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Connection:
         self._tls = tls
         self._numbers = count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._spent: list[int] = []  # pins that the holder was not told of yet
+        self._spent: list[int] = []  # pins to release that the holder was not told of yet
         self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
         self._num_moving = 0
@@ -120,9 +121,9 @@ class Connection:
         """Connect to a holder and shake hands.
 
         Raises:
-            PeerError: It cannot be reached, or must not be talked to.
-            NamespaceMismatchError: It holds other blocks.
-            BackendUnavailableError: NIXL is asked for, and cannot be used.
+            PeerError: It cannot be reached, or the handshake fails.
+            NamespaceMismatchError: It holds blocks of another namespace.
+            BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
         """
 
         async def reach(theirs: Hello) -> Reach:
@@ -152,7 +153,7 @@ class Connection:
 
     @property
     def is_moving(self) -> bool:
-        """Whether the holder may be touching our memory for this connection."""
+        """Whether the holder may be moving bytes from or to our memory for this connection."""
         return self._num_moving > 0
 
     @property
@@ -161,11 +162,11 @@ class Connection:
         return self._error is None
 
     async def request(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
-        """Ask the holder, and wait for its answer; it must not be one that moves bytes.
+        """Send a request that moves no bytes, and wait for the answer.
 
         Args:
-            make: Makes the request with the number that it gets.
-            answer_type: What the answer must be.
+            make: Makes the request with a given number.
+            answer_type: Type that the answer must have.
 
         Raises:
             PeerError: The connection ended before.
@@ -179,13 +180,13 @@ class Connection:
             self._waiting.pop(number, None)
 
     async def move(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
-        """Ask the holder for something that touches our memory; ends when that is quiet.
+        """Send a request that touches our memory; end once the holder no longer touches it.
 
         Raises:
-            PeerError: The connection ended before. The memory is quiet all the same: this waits
-                until the holder's process has ended, or another connection to it is made.
+            PeerError: The connection ended before. The holder no longer touches the memory all the
+                same: this waits until its process has ended, or another connection to it is made.
             TransferFailedError: The holder cannot do it.
-            asyncio.CancelledError: The holder was told, and has ended it.
+            asyncio.CancelledError: The holder was told, and has ended the request.
         """
         number, answer = self._send(make)
         self._num_moving += 1
@@ -203,7 +204,7 @@ class Connection:
             self._waiting.pop(number, None)
 
     def let_go(self, pin: int) -> None:
-        """Tell the holder that blocks need not stay: with the next request, or soon without."""
+        """Release a pin: the holder is told with the next request, or soon without one."""
         self._spent.append(pin)
         if self._telling is None:
             loop = asyncio.get_running_loop()
@@ -260,7 +261,7 @@ class Connection:
         del self._waiting[number]
 
     def _send(self, make: MakeRequest) -> tuple[int, asyncio.Future[Answer]]:
-        """Number a request, send it without waiting, and get ready for its answer.
+        """Number a request, send it without waiting, and make a future for its answer.
 
         Raises:
             PeerError: The connection ended before.
@@ -299,7 +300,7 @@ class Connection:
                 self._heard = time.monotonic()
                 waiting = self._waiting.pop(answer.request_id, None)
                 if waiting is None or waiting.done():
-                    if isinstance(answer, Pinned):  # who asked was cancelled
+                    if isinstance(answer, Pinned):  # the caller was cancelled
                         self.let_go(answer.request_id)
                     continue
                 if isinstance(answer, Failed):
@@ -311,7 +312,7 @@ class Connection:
 
     async def _give_signs_of_life(self) -> None:
         config = self._node.config
-        with contextlib.suppress(KVXferError):  # `_receive_answers` sees it, too
+        with contextlib.suppress(KVXferError):  # `_receive_answers` gets it, too
             while time.monotonic() - self._heard < config.lease_s:
                 await asyncio.sleep(config.heartbeat_s)
                 self._ping()
@@ -327,7 +328,7 @@ class Connection:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # fetched here, or asyncio reports those nobody waits for
+                waiting.exception()  # fetched, else asyncio reports it as never retrieved
         self._waiting.clear()
 
     def _connect_data(self) -> DataConnection:
@@ -347,7 +348,7 @@ def _watch_process(ours: Hello, theirs: Hello, over: asyncio.Event) -> int | Non
     """Set `over` when the process of a peer on this machine ends.
 
     Returns:
-        A descriptor of the process, None where there is no telling.
+        A descriptor of the process, None where its end cannot be observed.
     """
     same = (ours.boot_id, ours.pid_namespace) == (theirs.boot_id, theirs.pid_namespace)
     if not (same and ours.boot_id and ours.pid_namespace):

@@ -1,4 +1,4 @@
-"""A connection that carries blocks through a socket, where NIXL would have nothing better."""
+"""Data connection: blocks through a socket, where NIXL has no faster way."""
 
 import asyncio
 import socket
@@ -20,9 +20,9 @@ T = TypeVar("T")
 
 
 class DataConnection:
-    """Frames and raw bytes on one socket, moved by a thread of its own.
+    """Connection for frames and raw bytes on one socket, with a thread of its own.
 
-    A cancelled call ends the connection, so that the memory it used is quiet at once.
+    A cancelled call ends the connection, so that its memory is no longer touched.
 
     Args:
         connection: Connected socket, plain or TLS; owned from here on.
@@ -70,7 +70,7 @@ class DataConnection:
             self._frames.close()
             await shielded(asyncio.wait([running]))
             if not running.cancelled():
-                running.exception()  # fetched, or asyncio reports it as never retrieved
+                running.exception()  # fetched, else asyncio reports it as never retrieved
             raise
 
     async def aclose(self) -> None:

@@ -1,4 +1,4 @@
-"""Who should move bytes, the holder or who asks for them: whichever is faster."""
+"""Direction of loads: a measurement whether reading, or the holder's writing, is faster."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -19,16 +19,16 @@ NUM_PROBES = 3
 async def is_reading_faster(
     connection: Connection, link: Link, memory: RegionTable, scratch: MemoryRegion
 ) -> bool:
-    """Try both directions with a few megabytes.
+    """Measure both directions with a few megabytes.
 
     Args:
-        connection: To the holder.
-        link: The way to its memory.
+        connection: Connection to the holder.
+        link: Link to its memory.
         memory: Our registered memory.
-        scratch: The part of it that nobody uses now.
+        scratch: Region of it that nothing else uses now.
 
     Raises:
-        KVXferError: The holder cannot be reached this way.
+        KVXferError: The holder's memory cannot be reached by the link.
     """
     address, num_bytes = link.remote.regions[0]
     size = min(PROBE_BYTES, num_bytes, scratch.num_bytes)

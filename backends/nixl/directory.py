@@ -1,4 +1,4 @@
-"""Which peers there are."""
+"""Directory of peers."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -7,21 +7,21 @@ from kvxfer.backends.nixl.endpoint import Endpoint
 
 
 class PeerDirectory(Protocol):
-    """Knows the peers that hold blocks; a discovery service can be one.
+    """Directory of the peers that hold blocks; a discovery service can be one.
 
-    Every process that shares blocks must see the same peers sooner or later: where a block is
-    follows from them, see `placement`.
+    Every process that shares blocks must see the same peers sooner or later: they determine where a
+    block is, see `placement`.
     """
 
     async def peers(self) -> Sequence[Endpoint]:
-        """Say which peers there are now, each once, in any order; asked again and again."""
+        """List the present peers, each once, in any order; called for every batch."""
 
 
 class StaticPeers:
-    """Peers that do not change.
+    """Directory of peers that do not change.
 
     Args:
-        endpoints: All of them.
+        endpoints: Endpoints of all peers.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:

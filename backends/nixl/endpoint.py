@@ -1,4 +1,4 @@
-"""Where a peer is."""
+"""Endpoint of a peer: host and port."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Endpoint:
 
     Attributes:
         host: Name or IP address, without brackets.
-        port: TCP port; 0, where one listens, is any free one.
+        port: TCP port; for listening, 0 means any free one.
     """
 
     host: str
@@ -28,7 +28,7 @@ class Endpoint:
             text: The endpoint.
 
         Raises:
-            InvalidArgumentError: It is not a host and a port.
+            InvalidArgumentError: The text is not a host and a port.
         """
         form = "a host and a port, such as 'node-1:7000', '10.0.0.1:7000' or '[::1]:7000'"
         host, colon, port = text.rpartition(":")
@@ -40,7 +40,7 @@ class Endpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is on this machine for sure: `localhost` or a loopback address."""
+        """Whether it is surely on this machine: `localhost` or a loopback address."""
         try:
             address = ipaddress.ip_address(self.host)
         except ValueError:

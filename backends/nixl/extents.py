@@ -1,4 +1,4 @@
-"""Extents: where bytes are in registered memory, as peers tell each other."""
+"""Extents: places in registered memory, by region and offset, as messages carry them."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -13,14 +13,14 @@ from kvxfer.kvcache.descriptors import Descriptors
 
 Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
 
-# As they travel; made once, which takes as long as to read an array.
+# Types on the wire; made once, because making one takes as long as reading an array.
 _UINT32: np.dtype[np.uint32] = np.dtype("<u4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
 _INT64: np.dtype[np.int64] = np.dtype("<i8")
 
 
 class RegionTable:
-    """The registered memory of one process, as its own descriptors and as extents.
+    """Table of a process's registered memory, which turns descriptors into extents and back.
 
     Args:
         regions: Address and bytes of each region, in the order in which extents count them.
@@ -30,7 +30,7 @@ class RegionTable:
         self.regions = list(regions)
         self._addresses = np.array([address for address, _ in regions], np.uint64)
         self._sizes = np.array([size for _, size in regions], np.uint64)
-        # By address, behind an empty region in which everything is that is in front of the others.
+        # By address, after an empty region for all addresses before the first one.
         order = np.argsort(self._addresses, kind="stable")
         self._order = np.concatenate(([0], order))
         self._sorted = self._addresses[order]
@@ -43,7 +43,7 @@ class RegionTable:
         return self._find(blocks) is not None
 
     def locate(self, blocks: Descriptors) -> Extents:
-        """Say where described memory is.
+        """Turn descriptors of registered memory into extents.
 
         Raises:
             InvalidArgumentError: Some of it is not registered.
@@ -61,11 +61,10 @@ class RegionTable:
         )
 
     def resolve(self, extents: Extents) -> Descriptors:
-        """Describe what a peer located in this, its own memory; every extent is checked.
+        """Turn extents of a peer into descriptors; every extent is checked.
 
         Raises:
-            InvalidArgumentError: An extent is not inside of a region, or the arrays are not what
-                they must be.
+            InvalidArgumentError: An extent is not inside of a region, or the arrays are malformed.
         """
         regions = _read(extents.regions, "regions", _UINT32)
         offsets = _read(extents.offsets, "offsets", _UINT64)
@@ -83,7 +82,7 @@ class RegionTable:
             raise InvalidArgumentError("region of an extent", int(regions.max()), wanted)
         sizes = self._sizes[regions]
         inside = offsets < sizes
-        inside &= lengths - np.uint64(1) < sizes - offsets  # no bytes at all are too many
+        inside &= lengths - np.uint64(1) < sizes - offsets  # a length of 0 wraps: refused
         if not inside.all():
             index = int(np.argmin(inside))
             part = (int(offsets[index]), int(lengths[index]))

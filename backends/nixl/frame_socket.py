@@ -1,4 +1,4 @@
-"""A connection that carries messages and raw bytes, for a thread."""
+"""Frame socket: a connection for messages and raw bytes, used on a thread."""
 
 import contextlib
 import socket
@@ -16,11 +16,11 @@ from kvxfer.backends.nixl.frames import (
 from kvxfer.backends.nixl.messages import Message
 from kvxfer.errors import PeerClosedError, PeerError, PeerTimeoutError, ProtocolError
 
-_SHORTEST_WAIT_S = 1e-6  # 0 would mean: do not wait at all, and fail in another way
+_SHORTEST_WAIT_S = 1e-6  # 0 would make the socket non-blocking
 
 
 class FrameSocket:
-    """Sends and receives messages over a blocking socket, plain or TLS, which it owns.
+    """Messages over a blocking socket, plain or TLS, which it owns.
 
     Never reads past a frame: raw bytes may follow on the same socket. For one thread at a time,
     except `close`. After a `PeerError` the connection must be closed.
@@ -47,7 +47,7 @@ class FrameSocket:
 
         Raises:
             InvalidArgumentError: The message is larger than a frame may be; nothing was sent.
-            PeerTimeoutError: The other side did not take it in time.
+            PeerTimeoutError: The other side did not read it in time.
             PeerClosedError: The connection is gone.
         """
         frame = self._codec.encode(message)
@@ -81,12 +81,12 @@ class FrameSocket:
 
     def close(self) -> None:
         """End the connection, also under a thread that waits in a call; may be called again."""
-        with contextlib.suppress(OSError):  # the other side was first
+        with contextlib.suppress(OSError):  # the other side closed it first
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def _read(self, num_bytes: int, stop: float, *, between_frames: bool = False) -> bytearray:
-        """Read exactly that many bytes."""
+        """Read exactly `num_bytes`."""
         data = bytearray(num_bytes)
         missing = memoryview(data)
         while missing:

@@ -1,12 +1,12 @@
-"""Frames: how messages are cut out of a stream of bytes, and sealed.
+"""Frames: messages in a stream of bytes, with their length and a seal.
 
     4 bytes, big-endian   size of the payload
     payload               one message in MessagePack
-    16 bytes              seal, once both sides have proven themselves
+    16 bytes              seal, once both sides have authenticated
 
 The seal is an HMAC-SHA256, cut to 128 bits, over the number of the frame and the payload. Each
-direction has its own key and counts its own frames, so a frame that is changed, cut, repeated,
-left out, moved or sent back has the wrong seal. The numbers themselves do not travel.
+direction has its own key and counts its own frames, so a frame that is changed, cut, repeated, left
+out, moved or sent back has the wrong seal. The numbers themselves are not sent.
 """
 
 import hmac
@@ -32,11 +32,11 @@ MessageT = TypeVar("MessageT")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FrameKeys:
-    """What seals the frames of one connection; not shown, so that no log shows them.
+    """Keys that seal the frames of one connection; hidden in `repr`, and so in logs.
 
     Attributes:
         sending: 32 bytes, for the frames that this side sends.
-        receiving: 32 bytes, for those that it receives.
+        receiving: 32 bytes, for the frames that it receives.
     """
 
     sending: bytes
@@ -44,10 +44,10 @@ class FrameKeys:
 
 
 class FrameCodec:
-    """Turns messages into frames and back, for one connection; reads and writes nothing itself.
+    """Codec between messages and frames of one connection; reads and writes nothing itself.
 
-    Whoever receives reads `HEADER_BYTES`, asks `body_size` how many bytes follow, reads those and
-    no more, and gives them to `open`. After an error the connection must be closed.
+    To receive, read `HEADER_BYTES`, ask `body_size` how many bytes follow, read exactly those, and
+    pass them to `open`. After an error the connection must be closed.
 
     Args:
         peer: Name of the other side, for errors.
@@ -93,10 +93,10 @@ class FrameCodec:
         return frame
 
     def body_size(self, header: bytes | bytearray) -> int:
-        """Say how many bytes follow a header: payload, and seal if there is one.
+        """Read how many bytes follow a header: payload, and seal if there is one.
 
         Raises:
-            ProtocolError: More than a frame may have, or none.
+            ProtocolError: They are more than a frame may have, or none.
         """
         (payload_bytes,) = _HEADER.unpack(header)
         if not 0 < payload_bytes <= self._max_frame_bytes:
@@ -105,7 +105,7 @@ class FrameCodec:
         return int(payload_bytes) + (SEAL_BYTES if self._seals is not None else 0)
 
     def open(self, body: bytes | bytearray) -> memoryview:
-        """Verify the seal of what follows a header, and give the payload.
+        """Verify the seal of the bytes after a header, and return the payload.
 
         Raises:
             ProtocolError: The seal is not that of the next frame.
@@ -121,14 +121,14 @@ class FrameCodec:
         return payload
 
     def decode(self, payload: memoryview, legal: msgspec.msgpack.Decoder[MessageT]) -> MessageT:
-        """Read the message of a payload.
+        """Decode the message of a payload.
 
         Args:
-            payload: What `open` gave.
+            payload: Payload from `open`.
             legal: Decoder of the messages that are legal now.
 
         Raises:
-            ProtocolError: It is not one of them.
+            ProtocolError: The message is not legal.
         """
         try:
             return legal.decode(payload)
@@ -137,7 +137,7 @@ class FrameCodec:
 
 
 def _seal(keyed: hmac.HMAC, number: int, payload: memoryview) -> bytes:
-    # `hmac.digest` lets another thread run in between, whatever the size.
+    # Not `hmac.digest`, which releases the GIL whatever the size.
     seal = keyed.copy()
     seal.update(_SEALED.pack(number))
     seal.update(payload)

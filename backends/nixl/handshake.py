@@ -1,4 +1,4 @@
-"""How two peers find out that they may talk, and that each is who it must be.
+"""Handshake of two peers: version, namespace and authentication.
 
     asking                                serving
     Hello                         ->
@@ -8,13 +8,13 @@
                                   <-      Reach, sealed
     Reach, sealed                 ->
 
-A proof is an HMAC with the secret over the role of who gives it and both greetings, each with a
-fresh nonce: it cannot be used again, nor sent back. The keys of the session come from the secret
-and the same greetings. What gives access to memory is sent last, sealed, and only to a peer that
-has proven itself.
+A proof is an HMAC with the secret over the role of its sender and both greetings, each with a fresh
+nonce: it cannot be used again, nor sent back. The keys of the session come from the secret and the
+same greetings. `Reach`, which gives access to memory, is sent last, sealed, and only to an
+authenticated peer.
 
-Without a secret the same is said with an empty one. It proves nothing, so both ends must be on
-this machine, or TLS must have verified the other side's certificate.
+Without a secret an empty one is used. It proves nothing, so both ends must be on this machine, or
+TLS must have verified the other side's certificate.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from kvxfer.errors import (
 )
 
 HANDSHAKE_TIMEOUT_S = 5.0
-MAX_VALUE_CHARACTERS = 200  # of a value in a refusal
+MAX_VALUE_CHARACTERS = 200  # most characters of a value in a refusal
 
 _NAMESPACE = "namespace."
 
@@ -56,7 +56,7 @@ class _AnyHello(msgspec.Struct, tag="Hello"):
     version: int
 
 
-# As annotations: mypy takes no union for a type.
+# With annotations: mypy does not take a union for a type.
 _VERSION: msgspec.msgpack.Decoder[_AnyHello | Refusal]
 _VERSION = msgspec.msgpack.Decoder(_AnyHello | Refusal)
 _HELLO = msgspec.msgpack.Decoder(Hello)
@@ -66,12 +66,12 @@ _REACH: msgspec.msgpack.Decoder[Reach | Refusal] = msgspec.msgpack.Decoder(Reach
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What came out of a handshake.
+    """Result of a handshake.
 
     Attributes:
-        hello: Who the other side is.
-        reach: How its memory is reached.
-        session: Keys of this connection and of those that will belong to it.
+        hello: Greeting of the other side.
+        reach: Access to its memory.
+        session: Keys of this connection and of its data connections.
     """
 
     hello: Hello
@@ -87,20 +87,20 @@ async def greet_as_client(
     reach: Callable[[Hello], Awaitable[Reach]],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Greeting:
-    """Shake hands with the peer that was connected to.
+    """Shake hands, as the side that connected.
 
     Afterwards the frames of the channel are sealed. After an error, and when cancelled, it is
     closed.
 
     Args:
         channel: Fresh connection.
-        ours: Who this side is; the nonce is made here.
-        secret: What both sides know; None without one.
-        reach: Says how our memory is reached, once the other side has proven itself.
-        timeout_s: Time for all of it.
+        ours: Greeting of this side; the nonce is made here.
+        secret: Secret that both sides know; None without one.
+        reach: Makes the access to our memory, once the other side has authenticated.
+        timeout_s: Time for the whole handshake.
 
     Raises:
-        NamespaceMismatchError: The other side holds other blocks; names the field.
+        NamespaceMismatchError: The other side has another namespace; names the field.
         HandshakeError: It speaks another version or has another secret, or there is neither a
             secret nor TLS and it is not on this machine.
         ProtocolError: It sent something that is not part of a handshake.
@@ -128,15 +128,15 @@ async def greet_as_server(
     reach: Callable[[Hello], Awaitable[Reach]],
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
 ) -> Greeting:
-    """Shake hands with a peer that has connected.
+    """Shake hands, as the side that a peer connected to.
 
     Args:
         channel: Fresh connection.
-        ours: Who this side is; without a namespace, any is served.
-        secret: What both sides know; None without one.
+        ours: Greeting of this side; without a namespace, any is served.
+        secret: Secret that both sides know; None without one.
         reach: As in `greet_as_client`. It may raise `NamespaceMismatchError`, e.g. when another
-            peer has settled the namespace in the meantime; the other side is told.
-        timeout_s: Time for all of it.
+            peer has settled the namespace meanwhile; the other side is told.
+        timeout_s: Time for the whole handshake.
 
     Raises: as `greet_as_client`.
     """
@@ -147,7 +147,7 @@ async def greet_as_server(
         handshake.require_same_namespace(theirs)
         await channel.send(handshake.ours)
         await handshake.verify()
-        offered = await reach(theirs)  # before our proof: until then the other side takes a refusal
+        offered = await reach(theirs)  # before our proof: until then we may send a refusal
         await channel.send(handshake.proof())
         session = handshake.secure(holder=handshake.ours)
         await channel.send(offered)
@@ -155,13 +155,13 @@ async def greet_as_server(
 
 
 class _Handshake:
-    """The steps of one handshake.
+    """Steps of one handshake.
 
     Args:
         channel: The connection.
         ours: Our greeting, without a nonce.
-        role: Side that we are on.
-        secret: What both sides know; empty without one.
+        role: Role of this side.
+        secret: Secret that both sides know; empty without one.
     """
 
     def __init__(self, channel: FrameChannel, ours: Hello, role: Role, secret: bytes) -> None:
@@ -180,16 +180,16 @@ class _Handshake:
             raise HandshakeError(self._peer, "authentication", ours, self._peer)
 
     def require_same_namespace(self, theirs: Hello) -> None:
-        """Refuse other blocks than ours, where both sides say what theirs are."""
+        """Refuse another namespace than ours, where both sides have one."""
         if self.ours.namespace is not None and theirs.namespace is not None:
             self.ours.namespace.require_same(theirs.namespace)
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT | Refusal]) -> MessageT:
-        """Wait for a message, and raise what it says if it is a refusal."""
+        """Wait for a message; raise its error if it is a refusal."""
         return self._accept(await self._channel.receive(legal))
 
     async def receive_hello(self) -> Hello:
-        """Wait for the other side's greeting, of which another version may mean anything."""
+        """Wait for the other side's greeting; refuse another version before reading the rest."""
         payload = await self._channel.receive_payload()
         version = self._accept(self._channel.decode(payload, _VERSION)).version
         if version != self.ours.version:
@@ -212,7 +212,7 @@ class _Handshake:
             raise HandshakeError(self._peer, "secret", ours, "another one, or none")
 
     def secure(self, *, holder: Hello) -> Session:
-        """Seal the frames from here on."""
+        """Seal the frames from here on; return the session."""
         session = Session(self._role, session_id=holder.nonce, key=self._mac("session"))
         self._channel.secure(session.frame_keys())
         return session
@@ -231,14 +231,14 @@ class _Handshake:
 
 @contextlib.asynccontextmanager
 async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIterator[None]:
-    """Tell the other side why it is refused, close the channel after an error, keep the time."""
+    """Send refusals to the other side, close the channel after an error, keep the deadline."""
     try:
         async with asyncio.timeout(timeout_s) as deadline:
             try:
                 channel.require_open()
                 yield
             except (HandshakeError, NamespaceMismatchError) as error:
-                with contextlib.suppress(KVXferError):  # it refused us, or has gone
+                with contextlib.suppress(KVXferError):  # it refused us, or is gone
                     await channel.send(_make_refusal(error))
                 raise
     except BaseException as error:
@@ -256,7 +256,7 @@ def _make_refusal(error: HandshakeError | NamespaceMismatchError) -> Refusal:
 
 
 def _read_refusal(peer: str, refusal: Refusal) -> HandshakeError | NamespaceMismatchError:
-    """Make the error of the other side our own: its `ours` is our `theirs`."""
+    """Turn a refusal of the other side into our error: its `ours` is our `theirs`."""
     field, ours, theirs = map(_clip, (refusal.field, refusal.theirs, refusal.ours))
     if field.startswith(_NAMESPACE):
         return NamespaceMismatchError(field.removeprefix(_NAMESPACE), ours, theirs)

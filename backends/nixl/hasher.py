@@ -1,4 +1,4 @@
-"""Checksums of blocks that leave and of blocks that have arrived."""
+"""Hasher: checksums of blocks to send, and verification of blocks that have arrived."""
 
 import asyncio
 import queue
@@ -19,18 +19,19 @@ from kvxfer.storage.integrity import checksum_blocks
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""That copy between memory that is registered and such as is not."""
+"""Threads that copy between registered and other memory."""
 
 INLINE_BYTES = 2 << 20
-"""What is hashed at once, on the event loop or the thread of an agent: some hundred microseconds,
-less than two changes of threads can take. Also of a batch in small fragments, which are gathered,
-a millisecond at most."""
+"""Most bytes to hash at once, on the event loop or the thread of an agent: that takes some hundred
+microseconds, less than two thread switches can take. A batch in small fragments, which are
+gathered, takes a millisecond at most."""
 
 
 class BlockHasher:
-    """Hashes blocks on a thread of its own, beside whatever moves.
+    """Hasher of blocks, on a thread of its own, while other blocks are moved.
 
-    One is faster than what moves blocks, and two would keep each other, and that, from memory.
+    One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
+    other and with the transfers.
     """
 
     def __init__(self) -> None:
@@ -39,7 +40,7 @@ class BlockHasher:
         self._copy_engine = CPUCopyEngine()
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
-        """XXH3-64 of each block."""
+        """Compute the XXH3-64 of each block."""
         if blocks.num_bytes <= INLINE_BYTES:
             return checksum_blocks(blocks, self._copy_engine)
         done: Future[list[int]] = Future()
@@ -49,14 +50,14 @@ class BlockHasher:
         return await to_its_end(done)
 
     async def verify(self, blocks: Descriptors, expected: Sequence[int]) -> dict[int, int]:
-        """Find the blocks that have the expected checksum; the checksum of each by position."""
+        """Find the blocks with the expected checksum; return their checksums by position."""
         return _intact(await self.checksums(blocks), expected)
 
     def verification(self, runs: Sequence[Descriptors], expected: Sequence[int]) -> "Verification":
         """Verify blocks as they arrive; `Verification.settle` has to be awaited in the end.
 
         Args:
-            runs: What arrives together.
+            runs: Blocks that arrive together.
             expected: XXH3-64 that each block must have, of all runs in a row.
         """
         return Verification(self._hashing, self._copy_engine, runs, expected)
@@ -66,27 +67,27 @@ class BlockHasher:
         await to_its_end(self._threads.submit(self._copy_engine.copy, source, destination))
 
     async def aclose(self) -> None:
-        """Wait for what runs and let the threads end; may be called again."""
+        """Wait for running calls and end the threads; may be called again."""
         await asyncio.to_thread(self._threads.shutdown)
         await asyncio.to_thread(self._hashing.end)
         self._copy_engine.close()
 
 
 class Verification:
-    """Finds out which blocks of a batch that arrives run by run are what they should be.
+    """Verification of a batch whose blocks arrive run by run.
 
-    A run of at most `INLINE_BYTES` is hashed by who says that it has landed, as its bytes are in
-    the caches there; no thread waits for what has not landed.
+    A run of at most `INLINE_BYTES` is hashed by the thread that calls `landed`, because its bytes
+    are in the caches there; no thread waits for a run that has not landed.
 
     Args:
-        thread: Where larger runs are hashed.
-        copy_engine: Gathers small fragments.
-        runs: What arrives together.
+        thread: Thread that hashes larger runs.
+        copy_engine: Engine that gathers small fragments.
+        runs: Blocks that arrive together.
         expected: XXH3-64 that each block must have, of all runs in a row.
 
     Attributes:
-        intact: Of the blocks that have landed and have the expected checksum, the checksum by
-            position; complete once settled.
+        intact: Checksums, by position, of the landed blocks that have the expected one; complete
+            once settled.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Verification:
         self._error: Exception | None = None
 
     def landed(self, index: int) -> None:
-        """Say that a run has arrived; from any thread."""
+        """Note that a run has arrived, and verify it; from any thread."""
         if self._runs[index].num_bytes <= INLINE_BYTES:
             self._verify(index)
         else:
@@ -114,7 +115,7 @@ class Verification:
             self._thread.begin(partial(self._verify, index))
 
     async def settle(self) -> None:
-        """Wait until all that has landed is verified; nothing more may land."""
+        """Wait until all landed runs are verified; no more may land."""
         if not self._is_alone:
             over: Future[None] = Future()
             self._thread.begin(partial(over.set_result, None))
@@ -126,7 +127,7 @@ class Verification:
         first, after = self._firsts[index : index + 2]
         try:
             checksums = checksum_blocks(self._runs[index], self._copy_engine)
-        except Exception as exc:  # noqa: BLE001 - whoever settles this gets it
+        except Exception as exc:  # noqa: BLE001 - raised by `settle`
             self._error = exc
             return
         found = _intact(checksums, self._expected[first:after])
@@ -134,10 +135,10 @@ class Verification:
 
 
 class CallThread:
-    """Makes calls on a thread, one after the other.
+    """Thread that makes calls, one after the other.
 
-    Handing one over takes some microseconds, where an executor takes two hundred: those who do it
-    are about to move the next run.
+    Handing a call over takes some microseconds, where an executor takes two hundred: the calling
+    thread is about to move the next run.
     """
 
     def __init__(self, name: str) -> None:
@@ -148,18 +149,18 @@ class CallThread:
         self._thread.start()
 
     def begin(self, call: Callable[[], None]) -> None:
-        """Make a call, which raises nothing, after those that were begun before.
+        """Queue a call, which must not raise, after those that were begun before.
 
         Raises:
             ClosedError: The thread was ended.
         """
-        with self._lock:  # behind the end a call would never be made
+        with self._lock:  # after the end a call would never be made
             if self._ended:
                 raise ClosedError("hasher")
             self._calls.put(call)
 
     def end(self) -> None:
-        """Wait for what was begun, and for the thread; blocks, may be called again."""
+        """Wait for queued calls and for the thread; blocks, may be called again."""
         with self._lock:
             self._ended = True
             self._calls.put(None)
@@ -173,7 +174,7 @@ class CallThread:
 def _end_with(done: "Future[T]", call: Callable[[], T]) -> None:
     try:
         done.set_result(call())
-    except Exception as exc:  # noqa: BLE001 - whoever waits for `done` gets it
+    except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
         done.set_exception(exc)
 
 

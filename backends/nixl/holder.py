@@ -1,4 +1,4 @@
-"""Serves the blocks of this process to peers."""
+"""Holder: serves the blocks of this process to peers."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import Threads
 
 MAX_CONNECTIONS = 1024
-"""Of control and data together; whoever has not proven itself in time is gone soon."""
+"""Most connections, control and data together; those that do not authenticate in time are cut."""
 
 ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
 DRAIN_POLL_S = 0.05
@@ -37,13 +37,13 @@ _ATTACH: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
 
 
 class Holder:
-    """Listens for peers and serves each of them.
+    """Holder of blocks: listens for peers and serves each of them.
 
     Args:
-        node: This process.
-        open_store: Opens the store of a namespace and adds its memory to the node, if it is not
-            there yet; called once, when the first peer comes.
-        endpoint: Where to listen.
+        node: Node of this process.
+        open_store: Opens the store of a namespace and adds its memory to the node, if need be;
+            called once, for the first peer.
+        endpoint: Endpoint to listen at.
     """
 
     def __init__(self, node: Node, open_store: OpenStore, endpoint: Endpoint) -> None:
@@ -63,12 +63,12 @@ class Holder:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where peers connect to; port 0 becomes the one it got when it begins to listen."""
+        """Endpoint that peers connect to; port 0 becomes the real port once it listens."""
         return Endpoint(self._endpoint.host, self._port)
 
     @property
     def peers(self) -> list[ServedPeer]:
-        """Those that are connected."""
+        """Peers that are connected."""
         return [peer for peer, _ in self._served.values()]
 
     async def start(self) -> None:
@@ -79,7 +79,7 @@ class Holder:
         """
         host, port = self._endpoint.host, self._endpoint.port
         try:
-            # Of a name with several addresses the first one: that for data must be the same.
+            # A name may have several addresses; use the first one for control and data.
             found = await asyncio.get_running_loop().getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
@@ -104,7 +104,11 @@ class Holder:
         self._run(self._accept_data(data))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new peers, wait until nothing is pinned or moved; say whether that is so."""
+        """Accept no new peers, and wait until no block is pinned or moved.
+
+        Returns:
+            False when `timeout_s` passed before.
+        """
         if self._server is not None:
             self._server.close()
         try:
@@ -116,7 +120,7 @@ class Holder:
         return True
 
     async def aclose(self) -> None:
-        """End every connection, wait until no memory is touched; may be called again."""
+        """End every connection, and wait until no transfer touches memory; may be called again."""
         self._closed = True
         if self._server is not None:
             self._server.close()
@@ -138,7 +142,7 @@ class Holder:
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._tasks) >= MAX_CONNECTIONS:
             logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
-        elif not self._closed:  # asyncio may have accepted it before
+        elif not self._closed:  # asyncio may have accepted it before the close
             self._run(self._serve(FrameChannel(reader, writer)))
             return
         writer.transport.abort()
@@ -177,10 +181,10 @@ class Holder:
                 del self._served[incarnation]
 
     async def _reach(self, theirs: Hello) -> Reach:
-        """Get ready for a peer that has proven itself.
+        """Prepare for a peer that has authenticated, and return the access to our memory.
 
-        Whatever was moved over an earlier connection of the same process is over before this
-        returns: that is how a peer that lost its connection learns that its memory is quiet.
+        All transfers over an earlier connection of the same process have ended before this returns:
+        so a peer that lost its connection learns that its memory is no longer touched.
         """
         if earlier := self._served.get(theirs.incarnation):
             peer, task = earlier
@@ -191,7 +195,7 @@ class Holder:
         return await self._node.reach(data_port=self._data_socket.getsockname()[1])
 
     async def _settle(self, namespace: Namespace | None) -> None:
-        """Open the store of the first peer's namespace, and refuse others."""
+        """Open the store of the first peer's namespace, and refuse other namespaces."""
         async with self._settling:
             if namespace is None:
                 raise NamespaceMismatchError("model", "any", "none")

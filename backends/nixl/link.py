@@ -1,4 +1,4 @@
-"""The way to one peer's memory, by NIXL."""
+"""Link to one peer's memory, by NIXL."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,17 +15,17 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 
 RUN_BYTES = 16 << 20
-"""Of what is read is at most verified together, while the next are read."""
+"""Most bytes of a run: blocks that are verified together while the next run is read."""
 
 
 class Link:
-    """Moves bytes between registered memory here and that of one peer.
+    """Link between registered memory of this process and that of one peer.
 
     Args:
-        book: Knows the agent that moves them.
-        metadata: How the agent gets to know the peer.
-        peer: What the agent calls it.
-        carrier: What carries them.
+        book: Book of peers, with the agent that moves the bytes.
+        metadata: Metadata of the peer, for the agent.
+        peer: Name of the peer at the agent.
+        carrier: Transport of the bytes.
         remote: The peer's registered memory.
     """
 
@@ -42,14 +42,14 @@ class Link:
     async def open(
         cls, book: PeerBook, metadata: bytes, carrier: Transport, remote: RegionTable
     ) -> Self:
-        """Get to know the peer; errors as `TransferAgent.add_peer`."""
+        """Add the peer to the agent; errors as `TransferAgent.add_peer`."""
         return cls(book, metadata, await book.add(metadata), carrier, remote)
 
     async def read(self, theirs: Descriptors, ours: Descriptors) -> None:
         """Copy blocks of the peer's memory to ours.
 
         Raises:
-            TransferFailedError: Some bytes may have been moved; our memory is quiet.
+            TransferFailedError: Some bytes may have been moved; our memory is no longer touched.
             asyncio.CancelledError: As before.
         """
         await self._transfer(Operation.READ, ours, theirs)
@@ -66,14 +66,14 @@ class Link:
         """Copy blocks of the peer's memory to ours, and verify them run by run; errors as `read`.
 
         Args:
-            theirs: The blocks there.
-            ours: Where they belong.
+            theirs: Blocks in the peer's memory.
+            ours: Memory to copy them to.
             expected: XXH3-64 that each block must have.
-            hasher: Verifies them.
-            last_run_bytes: How much may be left to verify when all has landed.
+            hasher: Hasher that verifies them.
+            last_run_bytes: Most bytes that are left to verify when all have landed.
 
         Returns:
-            Of the blocks that have the expected checksum, the checksum by position.
+            Checksums, by position, of the blocks that have the expected one.
         """
         bounds = [(0, ours.num_blocks)]
         if ours.num_bytes > last_run_bytes:
@@ -94,7 +94,7 @@ class Link:
         await self._transfer(Operation.WRITE, ours, theirs)
 
     async def aclose(self) -> None:
-        """Forget the peer, once nothing moves any more, unless it is known for another reason."""
+        """Remove the peer, once its transfers have ended, unless another connection needs it."""
         await self._book.remove(self._metadata)
 
     async def _transfer(self, operation: Operation, ours: Descriptors, theirs: Descriptors) -> None:
@@ -102,9 +102,9 @@ class Link:
 
 
 def _runs(blocks: Descriptors, last_run_bytes: int) -> list[tuple[int, int]]:
-    """Cut a batch into what is verified together: a run is twice as long as all behind it.
+    """Cut a batch into runs that are verified together: each is twice as long as all after it.
 
-    Hashing a run takes less time than moving half as much, so little is left to hash in the end.
+    Hashing a run takes less time than moving half its bytes, so little is left to hash at the end.
     """
     ends = np.cumsum(blocks.block_sizes)
     bounds, total = [0], int(ends[-1])

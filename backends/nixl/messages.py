@@ -1,8 +1,8 @@
-"""What peers say to each other.
+"""Messages between peers.
 
 Every message is a tagged struct in one frame of MessagePack. Arrays of numbers travel as their
-little-endian bytes. Fields that are not known are refused, so any change of a message needs a new
-`PROTOCOL_VERSION`; the version itself stays readable by all, see `handshake`.
+little-endian bytes. Unknown fields are refused, so any change of a message needs a new
+`PROTOCOL_VERSION`; the version itself stays readable by all versions, see `handshake`.
 """
 
 from typing import TypeAlias
@@ -17,21 +17,21 @@ NONCE_BYTES = 32
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Base of every message."""
+    """Base class of every message."""
 
 
 class Hello(Message, frozen=True):
-    """First message of either side: who it is and what it holds.
+    """First message of either side: its identity and its namespace.
 
     Attributes:
         version: `PROTOCOL_VERSION`; compared before anything else.
         incarnation: 16 random bytes of this process; a restarted peer is another peer.
-        nonce: 32 random bytes of this connection; whoever greets makes them.
-        namespace: What the blocks are, layout and parallel topology included; None from a peer
+        nonce: 32 random bytes of this connection, made by the sender.
+        namespace: Namespace of the blocks, layout and parallel topology included; None from a peer
             that takes any.
-        boot_id: Tells machines apart, and boots of one. Empty where it is not known.
+        boot_id: Identity of the machine and its boot. Empty where it is not known.
         pid: Process of the sender, in the namespace `pid_namespace`.
-        pid_namespace: Tells containers of one machine apart. Empty where it is not known.
+        pid_namespace: Identity of the container on the machine. Empty where it is not known.
     """
 
     version: int
@@ -44,7 +44,7 @@ class Hello(Message, frozen=True):
 
 
 class Proof(Message, frozen=True):
-    """Second message of either side: that it knows the secret.
+    """Second message of either side: proof that it knows the secret.
 
     Attributes:
         mac: HMAC-SHA256 over both greetings; see `handshake`.
@@ -54,13 +54,13 @@ class Proof(Message, frozen=True):
 
 
 class Reach(Message, frozen=True):
-    """Third message of either side, in the first sealed frame: how its memory is reached.
+    """Third message of either side, in the first sealed frame: access to its memory.
 
     Attributes:
-        metadata: What NIXL needs to reach the sender's registered memory; empty when it has none
-            to offer. Whoever has it can read and write that memory.
+        metadata: NIXL's metadata of the sender's registered memory; empty without NIXL. Any process
+            that has it can read and write that memory.
         regions: Address and bytes of each registered region, in the order of `Extents.regions`.
-        data_port: Where a holder takes data connections, 0 from who asks.
+        data_port: Port for data connections of a holder, 0 from the asking side.
     """
 
     metadata: bytes = b""
@@ -69,10 +69,10 @@ class Reach(Message, frozen=True):
 
 
 class Refusal(Message, frozen=True):
-    """Why the other side closes the connection.
+    """Reason why the sender closes the connection.
 
     Attributes:
-        field: What the two do not agree on.
+        field: Field in which the two sides differ.
         ours: Value at the sender.
         theirs: Value at the receiver.
     """
@@ -83,7 +83,7 @@ class Refusal(Message, frozen=True):
 
 
 class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the bytes of blocks are in the sender's registered memory: never an address.
+    """Places of blocks in the sender's registered memory, by region and offset.
 
     Attributes:
         regions: uint32, one per extent: index of the region.
@@ -100,19 +100,19 @@ class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """What became of one block; `Outcome` on the wire. The sender no longer touches its memory."""
+    """Outcome of one block on the wire. The sender no longer touches the block's memory."""
 
     status: Status
     reason: str = ""
 
 
 class NumberedRequest(Message, frozen=True, kw_only=True):
-    """Base of what is asked for on a control connection.
+    """Base class of the requests on a control connection.
 
     Attributes:
-        request_id: Number that the answer has, too.
-        let_go: Numbers of `Pin`s whose blocks need not stay any longer. That comes first, and is
-            not answered.
+        request_id: Number of the request and of its answer.
+        let_go: Numbers of `Pin`s to release. They are released before the request, without an
+            answer.
     """
 
     request_id: int
@@ -120,10 +120,10 @@ class NumberedRequest(Message, frozen=True, kw_only=True):
 
 
 class Lookup(NumberedRequest, frozen=True):
-    """Ask which keys are there; answered by `Found`.
+    """Ask which keys the holder has; answered by `Found`.
 
     Attributes:
-        places: Whether to say where, too.
+        places: Whether to answer with their places, too.
     """
 
     keys: list[BlockKey]
@@ -131,15 +131,15 @@ class Lookup(NumberedRequest, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Answer `Lookup`: for each key whether it is there.
+    """Answer `Lookup`: for each key whether the holder has it.
 
     Attributes:
-        there: One per key.
-        starts: Byte of its chunk at which each block that is there begins, in order, like the
-            rest; empty, like the rest, where places were not asked for or blocks have none.
-        checksums: XXH3-64 of each of them.
-        extents: Where they are now. Nothing keeps them there: what is read counts only if it has
-            the checksum.
+        there: Whether the holder has each key.
+        starts: Byte of its chunk at which each found block begins, in order. This and the next two
+            are empty where places were not asked for or blocks have none.
+        checksums: XXH3-64 of each found block.
+        extents: Present places of the found blocks. They are not pinned: bytes read there count
+            only if they have the checksum.
     """
 
     request_id: int
@@ -150,7 +150,7 @@ class Found(Message, frozen=True):
 
 
 class Pin(NumberedRequest, frozen=True):
-    """Ask for blocks to be kept where they are, so that the asking side can read them.
+    """Ask the holder to pin blocks, so that the asking side can read them; answered by `Pinned`.
 
     Attributes:
         starts: Byte of its chunk at which each block is wanted from.
@@ -163,13 +163,13 @@ class Pin(NumberedRequest, frozen=True):
 
 
 class Pinned(Message, frozen=True):
-    """Answer `Pin`; the blocks that are `DONE` stay until they are let go or the lease expires.
+    """Answer `Pin`; blocks that are `DONE` stay pinned until released, or until the lease expires.
 
     Attributes:
-        endings: One per key; `DONE` says that it is pinned.
+        endings: Outcome of each key; `DONE` means that it is pinned.
         checksums: XXH3-64 of the wanted bytes of each pinned block, in order; zeros where the
             holder keeps none.
-        extents: Where the pinned blocks are, in order.
+        extents: Places of the pinned blocks, in order.
     """
 
     request_id: int
@@ -179,7 +179,7 @@ class Pinned(Message, frozen=True):
 
 
 class Unpin(NumberedRequest, frozen=True):
-    """Let go what a `Pin` asked for, and ask whether it was held; answered by `Unpinned`.
+    """Release a `Pin`, and ask whether it was still held; answered by `Unpinned`.
 
     Attributes:
         pin: Number of the `Pin`.
@@ -192,8 +192,7 @@ class Unpinned(Message, frozen=True):
     """Answer `Unpin`.
 
     Attributes:
-        held: Whether the blocks were pinned until now. If not, what was read of them counts for
-            nothing.
+        held: Whether the blocks were pinned until now. If not, bytes read from them do not count.
     """
 
     request_id: int
@@ -203,7 +202,7 @@ class Unpinned(Message, frozen=True):
 class Probe(NumberedRequest, frozen=True):
     """Ask the holder to write any bytes to memory of the asking side; answered by `Moved`.
 
-    It tells how fast that is.
+    The asking side measures how long that takes.
     """
 
     extents: Extents
@@ -214,7 +213,7 @@ class Push(NumberedRequest, frozen=True):
 
     Attributes:
         starts: Byte of its chunk at which each block is wanted from.
-        extents: Where each block belongs.
+        extents: Places to write each block to.
     """
 
     keys: list[BlockKey]
@@ -228,7 +227,7 @@ class Pull(NumberedRequest, frozen=True):
     Attributes:
         starts: Byte of its chunk at which each block begins.
         checksums: XXH3-64 of each block.
-        extents: Where each block is.
+        extents: Places of the blocks.
     """
 
     keys: list[BlockKey]
@@ -238,7 +237,7 @@ class Pull(NumberedRequest, frozen=True):
 
 
 class Moved(Message, frozen=True):
-    """Answer `Push`, `Pull` and `Receive`: the holder no longer touches the memory.
+    """Answer `Push`, `Pull`, `Probe` and `Receive`: the holder no longer touches the memory.
 
     Attributes:
         endings: One per key.
@@ -252,31 +251,31 @@ class Moved(Message, frozen=True):
 
 
 class Cancel(NumberedRequest, frozen=True):
-    """Ask the holder to end a `Push` or `Pull` soon; that request is answered all the same."""
+    """Ask the holder to cancel a `Push` or `Pull`, which is answered all the same."""
 
 
 class Delete(NumberedRequest, frozen=True):
-    """Ask the holder to forget keys; answered by `Deleted`."""
+    """Ask the holder to delete keys; answered by `Deleted`."""
 
     keys: list[BlockKey]
 
 
 class Deleted(Message, frozen=True):
-    """Answer `Delete`: for each key whether it was there and is no more."""
+    """Answer `Delete`: for each key whether it was deleted."""
 
     request_id: int
     deleted: list[bool]
 
 
 class Failed(Message, frozen=True):
-    """Answer any request that the holder cannot do: nothing was moved."""
+    """Answer a request that the holder cannot do: nothing was moved."""
 
     request_id: int
     reason: str
 
 
 class Ping(NumberedRequest, frozen=True):
-    """Say that the sender is alive, and renew its leases; answered by `Pong`."""
+    """Heartbeat, which renews the sender's leases; answered by `Pong`."""
 
 
 class Pong(Message, frozen=True):
@@ -286,11 +285,11 @@ class Pong(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """First message of a data connection: which control connection it belongs to.
+    """First message of a data connection: the control connection that it belongs to.
 
     Attributes:
-        session: What the holder called the control connection in its `Hello`: its nonce.
-        serial: Larger than that of any data connection of this session before.
+        session: Id of the control connection: the nonce of the holder's `Hello`.
+        serial: Number of the data connection, larger than that of any earlier one of the session.
         mac: See `handshake`.
     """
 
@@ -343,7 +342,7 @@ class Receive(Message, frozen=True):
 
 
 class Wanted(Message, frozen=True):
-    """Answer `Receive`: which blocks to send; their bytes follow, then `Moved` answers them."""
+    """Answer `Receive`: the blocks to send; their bytes follow, and `Moved` answers those."""
 
     request_id: int
     wanted: list[bool]

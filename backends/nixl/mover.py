@@ -1,4 +1,4 @@
-"""A way in which blocks come from a holder and go to it."""
+"""Mover: the interface to move blocks from and to a holder."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ PIECE_BYTES = 16 << 20
 
 
 class Mover(ABC):
-    """One way to move blocks. Every call ends only when our memory is quiet, however it ends.
+    """Mover of blocks. A call ends, in whatever way, only once no transfer touches our memory.
 
     Args:
-        connection: To the holder.
+        connection: Connection to the holder.
 
     Attributes:
-        name: For people.
-        load_bytes: How much to load with one call, so that verifying it overlaps with moving.
+        name: Name of the transport, for logs and statistics.
+        load_bytes: Bytes to load with one call, so that verifying overlaps with moving.
     """
 
     name: str
@@ -33,14 +33,14 @@ class Mover(ABC):
         self._connection = connection
 
     def reaches(self, blocks: Descriptors) -> bool:  # noqa: ARG002 - most reach everything
-        """Whether blocks can be moved from and to where they are."""
+        """Whether the memory of blocks can be moved from and to directly."""
         return True
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Ask the holder for each key whether it has it.
+        """Ask the holder which keys it has.
 
         Raises:
-            KVXferError: It did not answer as it must.
+            KVXferError: The holder cannot be reached, or gives a wrong answer.
         """
         found = await self._connection.request(
             lambda number: Lookup(request_id=number, keys=list(keys)), Found
@@ -48,7 +48,7 @@ class Mover(ABC):
         return found.there
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Ask the holder to forget keys, and learn which it did; errors as `lookup`."""
+        """Ask the holder to delete keys; return which it did; errors as `lookup`."""
         answer = await self._connection.request(
             lambda number: Delete(request_id=number, keys=list(keys)), Deleted
         )
@@ -61,12 +61,13 @@ class Mover(ABC):
         """Copy blocks of the holder to described memory.
 
         Args:
-            keys: What to load.
-            blocks: Where it belongs.
-            hasher: Verifies what arrives; what has other bytes than it should is `CORRUPT`.
+            keys: Keys to load.
+            blocks: Memory to load them into.
+            hasher: Hasher that verifies what arrives; a block with other bytes than were stored is
+                `CORRUPT`.
 
         Raises:
-            KVXferError: Nothing counts as loaded.
+            KVXferError: The batch failed; no block counts as loaded.
         """
 
     @abstractmethod
@@ -80,7 +81,7 @@ class Mover(ABC):
         """Release connections; may be called again."""
 
     def _outcomes(self, keys: Sequence[BlockKey], endings: Sequence[Ending]) -> list[Outcome]:
-        """What the holder says became of each block."""
+        """Turn the holder's endings into outcomes."""
         self._require_number(len(endings), len(keys))
         return [
             DONE if ending.status is Status.DONE else Outcome(ending.status, reason=ending.reason)
@@ -90,7 +91,7 @@ class Mover(ABC):
     def _arrivals(
         self, keys: Sequence[BlockKey], endings: Sequence[Ending], checksums: Sequence[int]
     ) -> "Arrivals":
-        """What the holder says of blocks that it gives."""
+        """Turn the holder's endings and checksums of a load into arrivals."""
         outcomes = self._outcomes(keys, endings)
         given = [index for index, outcome in enumerate(outcomes) if outcome.done]
         self._require_number(len(checksums), len(given))
@@ -104,13 +105,13 @@ class Mover(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What a holder gives of a batch.
+    """Blocks of a batch that a holder delivers.
 
     Attributes:
-        keys: The blocks.
-        outcomes: One per key; `DONE` until it turns out that other bytes arrived.
-        given: Positions of those that are `DONE`.
-        checksums: XXH3-64 that each of these must have.
+        keys: Keys of the batch.
+        outcomes: One per key; `DONE` until verification finds other bytes.
+        given: Positions of the blocks that are `DONE`.
+        checksums: XXH3-64 that each of those blocks must have.
     """
 
     keys: Sequence[BlockKey]
@@ -119,13 +120,13 @@ class Arrivals:
     checksums: Sequence[int]
 
     async def verify(self, blocks: Descriptors, hasher: BlockHasher) -> list[Outcome]:
-        """Look at what has arrived in `blocks`; the outcomes."""
+        """Verify the bytes that have arrived in `blocks`; return the outcomes."""
         if self.given:
             self.judge(await hasher.verify(blocks.take(self.given), self.checksums))
         return self.outcomes
 
     def judge(self, intact: dict[int, int]) -> None:
-        """Take note of the given blocks, by position among them, that have their checksum."""
+        """Mark as corrupt the given blocks that are not intact, by position among them."""
         for row, index in enumerate(self.given):
             if row not in intact:
                 reason = f"{self.keys[index].hex()} arrived with other bytes"

@@ -1,4 +1,4 @@
-"""Blocks by NIXL."""
+"""Mover of blocks by NIXL."""
 
 from collections.abc import Sequence
 
@@ -25,30 +25,31 @@ from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 READ_BYTES = 32 << 20
-"""Of one request where this side reads. A holder that lends by way of staging memory must have
-room for it, which blocks fill up to multiples of 4096 bytes: see `stand_alone.STAGING_BYTES`."""
+"""Bytes of one request where this side reads. A holder that lends by way of staging memory must
+have room for them, with blocks padded to multiples of 4096 bytes: see
+`stand_alone.STAGING_BYTES`."""
 
 LAST_RUN_BYTES = 6 << 20
-"""Of such a request is verified at the end, when everybody waits for it."""
+"""Most bytes of such a request that are verified after all have arrived."""
 
 _GONE = Outcome(Status.FAILED, reason="the block went after it was looked up")
-"""Not `MISSING`, which says that its memory was not written."""
+"""Not `MISSING`, which promises that its memory was not written."""
 
 
 class NixlMover(Mover):
-    """Moves blocks by NIXL, between registered memory on both sides.
+    """Mover by NIXL, between registered memory on both sides.
 
-    What is stored is always read by the holder, so that nobody but it writes into its memory. What
-    is loaded is written by the holder, or read by this side: where the last lookup found it, and
-    if it has moved since, where the holder keeps it meanwhile.
+    Stored blocks are always read by the holder, so that only it writes into its memory. Loaded
+    blocks are written by the holder, or read by this side: at the place that the last lookup found,
+    or, if they have moved since, pinned by the holder.
 
     Args:
-        connection: To the holder.
-        link: The way to its memory.
+        connection: Connection to the holder.
+        link: Link to its memory.
         memory: Our registered memory.
-        reads: Whether this side reads what it loads.
-        trusts: Whether what was read counts although nobody verifies it: then the holder is
-            asked whether it was pinned all the time.
+        reads: Whether this side reads the blocks that it loads.
+        trusts: Whether read blocks count without verification: then the holder is asked whether
+            they were pinned all the time.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""This process among peers: who it is, what it knows, and how its memory is reached."""
+"""Node: this process as a peer, with its identity, secret, agent and registered memory."""
 
 import asyncio
 import logging
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 class Node:
-    """Owns the agent of this process and the list of memory that peers may reach.
+    """Node: owner of this process's agent and of the list of memory that peers may reach.
 
     Args:
-        config: Says which secret and which transport.
-        namespace: What the blocks are; None as long as any would do.
+        config: Configuration, with the secret and the transport.
+        namespace: Namespace of the blocks; None as long as any is accepted.
         make_agent: Opens an agent; it may block.
 
     Attributes:
         config: As given.
-        secret: What all peers know, None without.
-        namespace: As given; whoever takes any namespace sets the one it settled for.
+        secret: Secret of all peers, None without one.
+        namespace: As given; a holder that accepts any sets it to the first peer's.
 
     Raises:
-        InvalidArgumentError: The secret cannot be used, or a parameter of TLS.
+        InvalidArgumentError: The secret or a parameter of TLS cannot be used.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Node:
 
     @property
     def hello(self) -> Hello:
-        """Who this process is."""
+        """Greeting of this process."""
         return Hello(
             version=PROTOCOL_VERSION,
             incarnation=self._incarnation,
@@ -72,19 +72,19 @@ class Node:
 
     @property
     def memory(self) -> RegionTable:
-        """What peers may reach of this process."""
+        """Memory of this process that peers may reach."""
         return RegionTable([(region.address, region.num_bytes) for region in self._regions])
 
     def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
-        """Let peers reach memory, but for what they reach already; before the first handshake."""
+        """Let peers reach memory, unless they reach it already; before the first handshake."""
         assert self._book is None, "memory is added before the first handshake"
         self._regions += [region for region in regions if not self._has(region)]
 
     async def reach(self, *, data_port: int = 0) -> Reach:
-        """Say how this process's memory is reached.
+        """Make the access to this process's memory, for the handshake.
 
         Raises:
-            BackendUnavailableError: NIXL is asked for, and cannot be used.
+            BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
         """
         agent = await self.open()
         return Reach(
@@ -94,10 +94,10 @@ class Node:
         )
 
     async def link(self, greeting: Greeting) -> Link | None:
-        """Find the way to a peer's memory by NIXL; None where it would be slower than sockets.
+        """Open a link to a peer's memory by NIXL; None where it would be slower than sockets.
 
         Raises:
-            BackendUnavailableError: NIXL is asked for, and cannot reach the peer.
+            BackendUnavailableError: `transport=nixl`, and NIXL cannot reach the peer.
             PeerLostError: The peer cannot be reached, or does not answer in time.
         """
         book, metadata = self._book, greeting.reach.metadata
@@ -117,7 +117,7 @@ class Node:
             raise PeerLostError(greeting.hello.incarnation.hex(), detail) from exc
 
     async def restart(self) -> None:
-        """Go on with a new agent, opened when it is needed; the old one moves nothing any more."""
+        """Close the agent, which ends its transfers; a new one is opened when needed."""
         async with self._opening:
             book, self._book = self._book, None
             if book is not None:
@@ -139,10 +139,10 @@ class Node:
         )
 
     async def open(self) -> TransferAgent | None:
-        """Open the agent, if it is not open; None where sockets have to do without one.
+        """Open the agent, if it is not open; None where sockets are used without one.
 
         Raises:
-            BackendUnavailableError: NIXL is asked for, and cannot be used.
+            BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
         """
         if self.config.transport == "socket":
             return None
@@ -153,11 +153,11 @@ class Node:
                 except (BackendUnavailableError, TransferFailedError) as exc:
                     if self.config.transport == "nixl":
                         raise BackendUnavailableError(f"NIXL cannot be used: {exc}") from exc
-                    logger.info("NIXL cannot be used, so sockets are: %s", exc)
+                    logger.info("NIXL cannot be used; using sockets: %s", exc)
             return None if self._book is None else self._book.agent
 
     def _open_agent(self) -> None:
-        """Open the agent; whoever asks next finds it, even if nobody waits for the end."""
+        """Open the agent; the next call finds it, even if this one's caller was cancelled."""
         agent = self._make_agent()
         agent.register(self._regions)
         self._book = PeerBook(agent)

@@ -1,30 +1,30 @@
-"""How often to look for what nothing announces."""
+"""Pace of polling: the pause between two polls."""
 
 import time
 
 SOON_S = 20e-3
-"""For how long to make shorter pauses after something happened."""
+"""Seconds of shorter pauses after a poll that found something."""
 
 SHORT_PAUSE_S = 50e-6
-"""Never without a pause: whoever looks again at once has the interpreter lock again before the
-event loop wakes up, and so takes milliseconds from it, some hundred times a second."""
+"""Shortest pause. Without one, the polling thread would have the GIL again before the event loop
+wakes up, and so take milliseconds from it, some hundred times a second."""
 
 LONG_PAUSE_S = 1e-3
 IDLE_PAUSE_S = 5e-3
 
 
 class Pace:
-    """Decides how long to pause between two looks: the less happens, the longer."""
+    """Pace of polling: longer pauses the longer polls have found nothing."""
 
     def __init__(self) -> None:
         self._active_at = time.perf_counter()
 
     def pause_s(self, *, active: bool, waiting: bool) -> float:
-        """Seconds until the next look.
+        """Compute the seconds until the next poll.
 
         Args:
-            active: Something happened at the last one.
-            waiting: Something is under way.
+            active: The last poll found something.
+            waiting: Transfers are in flight.
         """
         now = time.perf_counter()
         if active:

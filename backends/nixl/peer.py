@@ -1,4 +1,4 @@
-"""One peer that holds blocks, as this process sees it."""
+"""Peer: loads and stores of batches at one holder, with deadlines."""
 
 import asyncio
 import contextlib
@@ -24,21 +24,22 @@ Move = Callable[[Mover, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome
 
 SMALL_PIECE_BYTES = 4 << 10
 MANY_PIECES = 16
-"""Pieces of a block below that size, more of which than this are gathered before they are sent."""
+"""Most fragments of a block that are smaller than that; more are gathered in staging memory before
+they are sent."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class PeerStatistics:
-    """What happened with one peer since the backend was opened.
+    """Statistics of one peer since the backend was opened.
 
     Attributes:
         num_loaded_bytes: Bytes that arrived and were verified.
-        num_stored_bytes: Bytes that it has taken.
+        num_stored_bytes: Bytes that the peer has stored.
         num_corrupt: Blocks that arrived with other bytes than they were stored with.
-        num_timed_out: Blocks that did not come, or were not taken, in time.
-        num_failed: Blocks lost with a connection, or refused.
+        num_timed_out: Blocks that were not loaded, or not stored, in time.
+        num_failed: Blocks that were lost with a connection, or refused.
     """
 
     num_loaded_bytes: int = 0
@@ -49,21 +50,21 @@ class PeerStatistics:
 
 
 class Peer:
-    """Moves batches of blocks from and to one peer, piece by piece, whatever becomes of it.
+    """Peer: moves batches of blocks from and to one holder, piece by piece; failures are outcomes.
 
     Hashing one piece overlaps with moving the next.
 
     Args:
-        route: The way to the peer.
-        hasher: Makes and checks checksums.
-        staging: Registered memory for blocks whose own memory is not.
-        quarantine: For memory that a transfer may still touch after its time.
-        verifies: Whether what arrives is verified.
-        timeout_s: Time that a piece, or a question, may take.
+        route: Route to the peer.
+        hasher: Hasher that makes and verifies checksums.
+        staging: Registered memory for blocks whose own memory is not registered.
+        quarantine: Quarantine of memory that a transfer may still touch after its deadline.
+        verifies: Whether blocks that arrive are verified.
+        timeout_s: Time that a piece, or a lookup or deletion, may take.
 
     Attributes:
         route: As given.
-        statistics: What happened so far.
+        statistics: Statistics so far.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Peer:
         self._in_flight = asyncio.Semaphore(PIECES_IN_FLIGHT)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Ask for each key whether the peer has it.
+        """Ask the peer which keys it has.
 
         Raises:
             KVXferError: It cannot be reached, or did not answer in time.
@@ -97,14 +98,14 @@ class Peer:
         return self._one_per_key(there, keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Ask the peer to forget keys, and learn which it did; errors as `lookup`."""
+        """Ask the peer to delete keys; return which it did; errors as `lookup`."""
         async with asyncio.timeout(self._timeout_s):
             _, mover = await self.route.open()
             deleted = await mover.delete(keys)
         return self._one_per_key(deleted, keys)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`; what cannot be done in time is `TIMED_OUT`."""
+        """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
         max_bytes, num_bytes = PIECE_BYTES, blocks.num_bytes
         is_small = _is_in_crumbs(blocks) or num_bytes < blocks.num_blocks * SMALL_PIECE_BYTES
         if num_bytes > max_bytes and not is_small:
@@ -114,7 +115,7 @@ class Peer:
         return outcomes
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.store`; what cannot be done in time is `TIMED_OUT`."""
+        """See `Backend.store`; blocks that miss the deadline are `TIMED_OUT`."""
         outcomes = await self._move(self._store_piece, keys, blocks, PIECE_BYTES)
         self.statistics.num_stored_bytes += self._count(outcomes, blocks)
         return outcomes
@@ -129,7 +130,7 @@ class Peer:
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, max_bytes: int
     ) -> list[Outcome]:
         bounds = list(blocks.cut(max_bytes))
-        if len(bounds) == 1:  # a task less to switch to and back from
+        if len(bounds) == 1:  # saves switching to a task and back
             return await self._move_piece(move, keys, blocks)
         async with asyncio.TaskGroup() as tasks:
             pieces = [
@@ -143,7 +144,7 @@ class Peer:
     async def _move_piece(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move one piece; it may linger after its deadline, and its memory is held until then."""
+        """Move one piece; quarantine its memory while it goes on past its deadline."""
         async with self._in_flight:
             transfer = asyncio.ensure_future(self._begin_piece(move, keys, blocks))
             try:
@@ -216,7 +217,7 @@ class Peer:
         return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
 
     def _count(self, outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
-        """Count what was not done; say how many bytes were."""
+        """Count the blocks that are not done; return the bytes of those that are."""
         done = _done(outcomes)
         if len(done) < len(outcomes):
             statuses = [outcome.status for outcome in outcomes]
@@ -227,7 +228,7 @@ class Peer:
 
 
 def _is_in_crumbs(blocks: Descriptors) -> bool:
-    """Whether a transfer of whole blocks and a copy in memory is less work than one of pieces."""
+    """Whether transferring gathered blocks and copying them is less work than single fragments."""
     many = len(blocks) > blocks.num_blocks * MANY_PIECES
     return many and blocks.num_bytes < len(blocks) * SMALL_PIECE_BYTES
 

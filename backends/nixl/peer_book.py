@@ -1,4 +1,4 @@
-"""The peers that an agent knows, however many connections lead to each."""
+"""Book of an agent's peers, with the number of connections to each."""
 
 import asyncio
 import contextlib
@@ -9,13 +9,13 @@ from kvxfer.errors import ClosedError
 
 
 class PeerBook:
-    """Adds a peer to an agent with its first connection, and removes it with its last one.
+    """Book of peers: adds a peer to the agent with its first connection, removes it with the last.
 
-    Two processes that serve each other have two connections between them, and the agent takes
+    Two processes that serve each other have two connections between them, and the agent accepts
     each peer once.
 
     Args:
-        agent: Knows the peers.
+        agent: Agent to which peers are added.
 
     Attributes:
         agent: As given.
@@ -23,7 +23,7 @@ class PeerBook:
 
     def __init__(self, agent: TransferAgent) -> None:
         self.agent = agent
-        # One that does not answer holds up nobody but those who want the same one.
+        # One per peer: a peer that does not answer must not hold up others.
         self._locks: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._names: dict[bytes, str] = {}
         self._num_users: dict[bytes, int] = {}
@@ -38,10 +38,10 @@ class PeerBook:
             return self._names[metadata]
 
     async def remove(self, metadata: bytes) -> None:
-        """Undo one `add`; with the last one, wait until nothing moves any more."""
+        """Undo one `add`; with the last one, wait until transfers with the peer have ended."""
         async with self._locks[metadata]:
             self._num_users[metadata] -= 1
             if not self._num_users[metadata]:
                 del self._num_users[metadata]
-                with contextlib.suppress(ClosedError):  # the agent went first
+                with contextlib.suppress(ClosedError):  # the agent was closed first
                     await self.agent.remove_peer(self._names.pop(metadata))

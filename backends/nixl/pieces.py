@@ -14,11 +14,11 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """Stretches of bytes and where each is on either side.
+    """Fragments: stretches of bytes, with their addresses on either side.
 
     Attributes:
         local: Addresses, uint64, `(num_fragments,)`.
-        remote: The same, at the peer.
+        remote: Addresses at the peer, likewise.
         lengths: Bytes, uint64, none of them zero.
     """
 
@@ -28,7 +28,7 @@ class Fragments:
 
     @classmethod
     def of(cls, local: Words, remote: Words, lengths: Words) -> "Fragments":
-        """Those of them that have bytes.
+        """Make fragments, without those of no bytes.
 
         Raises:
             InvalidArgumentError: The arrays are not of one length.
@@ -48,7 +48,7 @@ class Fragments:
         return len(self.lengths)
 
     def take(self, chosen: slice) -> "Fragments":
-        """Some of the fragments."""
+        """Take some of the fragments."""
         return Fragments(self.local[chosen], self.remote[chosen], self.lengths[chosen])
 
 
@@ -56,8 +56,8 @@ def join_in_regions(fragments: Fragments, local_bounds: Words, remote_bounds: Wo
     """Join fragments that touch on both sides, in the order of their local addresses.
 
     Args:
-        fragments: In any order.
-        local_bounds: Addresses at which nothing is joined: where regions begin.
+        fragments: Fragments, in any order.
+        local_bounds: Addresses at which regions begin, and fragments are not joined.
         remote_bounds: The same, at the peer.
     """
     if len(fragments) < 2:

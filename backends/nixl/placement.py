@@ -1,8 +1,8 @@
-"""Which peers hold a block: rendezvous hashing.
+"""Placement of blocks at peers: rendezvous hashing.
 
 Every peer has a weight for every key, a hash of the two, and the heaviest peers hold the block.
-So all who ask agree without talking to each other, whatever the order in which they know the
-peers; and when a peer leaves, only what it held is elsewhere.
+So all processes agree without communication, whatever the order in which they know the peers; and
+when a peer leaves, only its blocks get another place.
 
 Source: Thaler, Ravishankar: "Using name-based mappings to increase hit rates", IEEE/ACM
 Transactions on Networking 6(1), 1998.
@@ -29,7 +29,7 @@ def rank(
     """Find the peers that hold each key, the first choice first.
 
     The answer for a key depends on the key and on the set of endpoints alone; it is part of the
-    protocol, as whoever stores and whoever loads must agree.
+    protocol, because processes that store and processes that load must agree.
 
     Args:
         keys: Keys of blocks.

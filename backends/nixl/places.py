@@ -1,4 +1,4 @@
-"""Where the blocks of a peer were when it was asked for them."""
+"""Places of blocks in a peer's memory, remembered from lookups."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,13 +15,13 @@ MAX_PLACES = 1 << 16
 
 
 class Place(NamedTuple):
-    """Where one block was.
+    """Place of one block at the time of a lookup.
 
     Attributes:
-        address: Of its bytes, in the peer's registered memory.
-        start: Byte of its chunk at which it begins.
-        num_bytes: Bytes it has.
-        checksum: XXH3-64 of them.
+        address: Address of its bytes, in the peer's registered memory.
+        start: Byte of its chunk at which the block begins.
+        num_bytes: Bytes of the block.
+        checksum: XXH3-64 of its bytes.
     """
 
     address: int
@@ -31,10 +31,10 @@ class Place(NamedTuple):
 
 
 class Places:
-    """Remembers what lookups found, so that a load can read it without asking once more.
+    """Places that lookups found, so that a load can read there without another request.
 
-    Nothing keeps a block where it was found, so what is read there must have the checksum of the
-    block. Each place is given once: who loads a block rarely does so again soon.
+    A found block is not pinned, so the bytes read at its place must have its checksum. Each place
+    is used once: a loaded block is rarely loaded again soon.
 
     Args:
         remote: The peer's registered memory.
@@ -48,7 +48,7 @@ class Places:
         return len(self._places)
 
     def note(self, keys: Sequence[BlockKey], found: Found) -> None:
-        """Remember what a lookup of `keys` found, and nothing else of them.
+        """Remember the places that a lookup of `keys` found, instead of earlier ones.
 
         The oldest places are forgotten beyond `MAX_PLACES`.
 
@@ -71,21 +71,21 @@ class Places:
             del self._places[next(iter(self._places))]
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
-        """Forget where some blocks were; those that are not known are ignored."""
+        """Forget the places of some blocks; unknown ones are ignored."""
         for key in keys:
             self._places.pop(key, None)
 
     def take(
         self, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> tuple[Descriptors, list[int]] | None:
-        """Give, and forget, where blocks were, and their checksums.
+        """Take the places and checksums of blocks, and forget them.
 
         Args:
-            keys: The blocks.
-            blocks: Where they are to be loaded, so which bytes of them are wanted.
+            keys: Keys of the blocks.
+            blocks: Memory to load them into, which says which bytes of them are wanted.
 
         Returns:
-            None unless all of them are known, and are wanted as they were stored.
+            None unless all places are known, and the blocks are wanted as they were stored.
         """
         taken = [place for key in keys if (place := self._places.pop(key, None))]
         if len(taken) < len(keys):

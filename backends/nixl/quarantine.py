@@ -1,4 +1,4 @@
-"""Memory that something may still write to although its transfer was given up."""
+"""Quarantine of memory that a transfer may still touch after its deadline."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,10 @@ _NEVER_FREED: list[Descriptors] = []
 
 
 class Quarantine:
-    """Keeps memory alive, and its owners informed, until transfers that linger are over.
+    """Quarantine of memory: keeps it alive until its late transfers have ended.
 
     Attributes:
-        num_bytes: Bytes that may still be touched.
+        num_bytes: Bytes that transfers may still touch.
     """
 
     def __init__(self) -> None:
@@ -29,34 +29,34 @@ class Quarantine:
         return len(self._held)
 
     def hold(self, transfer: "asyncio.Future[Any]", blocks: Descriptors) -> None:
-        """Hold blocks until a transfer, which ends only when their memory is quiet, has ended."""
+        """Hold blocks until their transfer has ended, and so no longer touches their memory."""
 
         def release(_: "asyncio.Future[Any]") -> None:
             self.num_bytes -= self._held.pop(transfer).num_bytes
             if not transfer.cancelled():
-                transfer.exception()  # fetched, or asyncio reports it as never retrieved
+                transfer.exception()  # fetched, else asyncio reports it as never retrieved
 
         self._held[transfer] = blocks  # with their owners
         self.num_bytes += blocks.num_bytes
         transfer.add_done_callback(release)
 
     def keep_for_ever(self) -> None:
-        """Never free what is held now: nobody will learn when it is quiet."""
+        """Never free the blocks held now: the end of their transfers will not be known."""
         if self._held:
             logger.warning("%d bytes may still be written to; they are not freed", self.num_bytes)
         _NEVER_FREED.extend(self._held.values())
 
     async def drain(self) -> None:
-        """Wait until what is held now is quiet."""
+        """Wait until the transfers of the blocks held now have ended."""
         if self._held:
             await asyncio.wait(list(self._held))
 
 
 async def end_within(transfer: "asyncio.Future[Any]", *, timeout_s: float, grace_s: float) -> bool:
-    """Wait for a transfer; when time is up, or when cancelled, cancel it and wait some more.
+    """Wait for a transfer; at the deadline, or when cancelled, cancel it and wait `grace_s` more.
 
     Returns:
-        Whether it has ended.
+        Whether the transfer has ended.
 
     Raises:
         asyncio.CancelledError: The caller was cancelled; the transfer may go on.
@@ -74,6 +74,6 @@ async def end_within(transfer: "asyncio.Future[Any]", *, timeout_s: float, grace
 
 
 async def shielded(wait: Coroutine[Any, Any, object]) -> None:
-    """Wait to the end, also when cancelled; whoever calls this raises what has to be raised."""
+    """Wait to the end, also when cancelled; the caller raises `CancelledError` itself."""
     with contextlib.suppress(asyncio.CancelledError):
         await finish(asyncio.ensure_future(wait))

@@ -1,4 +1,4 @@
-"""Says over HTTP whether a process serves: `GET /ready`, for whoever sends it requests."""
+"""Readiness endpoint: answers `GET /ready` over HTTP, for load balancers and orchestrators."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class Readiness:
-    """Answers `200 OK` while a process is ready, and `503 Service Unavailable` otherwise.
+    """Endpoint that answers `200 OK` while a process is ready, else `503 Service Unavailable`.
 
     Args:
-        endpoint: Where to listen.
-        is_ready: Says whether the process is ready.
+        endpoint: Endpoint to listen at.
+        is_ready: Returns whether the process is ready.
 
     Attributes:
-        endpoint: As given; port 0 becomes the one it got.
+        endpoint: As given; port 0 becomes the real port.
     """
 
     def __init__(self, endpoint: Endpoint, is_ready: Callable[[], bool]) -> None:
@@ -60,12 +60,12 @@ class Readiness:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Answer no more; may be called again."""
+        """Stop listening; may be called again."""
         if self._server is not None:
             self._server.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Whoever asks nothing, too slowly or too much is not answered.
+        # A request that is empty, too slow or too large is not answered.
         with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 request = await reader.readuntil(b"\r\n\r\n")

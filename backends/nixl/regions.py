@@ -1,4 +1,4 @@
-"""Which memory an agent knows, and how it is described to peers."""
+"""Regions of memory that are registered with an agent, and its metadata for peers."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,14 +10,14 @@ from kvxfer.errors import InvalidArgumentError
 
 
 class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one agent tells another of itself.
+    """Metadata of an agent, for agents of peers.
 
     Attributes:
-        name: Of the agent.
+        name: Name of the agent.
         regions: Address and bytes of each registered region.
-        opaque: What the library below it wants to know.
-        beacon_address: Where `beacon` is in its memory.
-        beacon: What a peer reads there that reaches it.
+        opaque: Metadata of NIXL itself.
+        beacon_address: Address of `beacon` in its memory.
+        beacon: Random bytes there: a peer that reads them reaches the agent's memory.
     """
 
     name: str
@@ -27,15 +27,15 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     beacon: bytes = b""
 
     def encode(self) -> bytes:
-        """As bytes, for `decode`."""
+        """Encode to bytes, for `decode`."""
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, metadata: bytes) -> "AgentMetadata":
-        """Read what `encode` wrote.
+        """Decode bytes of `encode`.
 
         Raises:
-            InvalidArgumentError: It is something else.
+            InvalidArgumentError: The bytes are something else.
         """
         try:
             return msgspec.msgpack.decode(metadata, type=cls)
@@ -46,13 +46,13 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class Regions:
-    """Stretches of memory that do not overlap.
+    """Regions of memory that do not overlap.
 
     Args:
-        regions: Address and bytes of each.
+        regions: Address and bytes of each region.
 
     Raises:
-        InvalidArgumentError: One is empty, or overlaps another one.
+        InvalidArgumentError: A region is empty, or overlaps another one.
     """
 
     def __init__(self, regions: Iterable[tuple[int, int]] = ()) -> None:
@@ -74,7 +74,7 @@ class Regions:
         """Raise unless each stretch lies inside one region.
 
         Raises:
-            InvalidArgumentError: One does not.
+            InvalidArgumentError: A stretch does not.
         """
         if not len(addresses) or self._has_one_of_all(addresses, lengths):
             return

@@ -1,4 +1,4 @@
-"""The way to one peer: a connection while there is one, and what moves blocks over it."""
+"""Route to one peer: its connection, reconnects, and the mover of its blocks."""
 
 import asyncio
 import contextlib
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class Route:
-    """Connects to a peer when it is needed, and again when it was lost, but not too often.
+    """Route to a peer: connects on demand, and reconnects with pauses after a loss.
 
     Args:
-        node: This process.
-        endpoint: Where the peer is.
-        tls: What connections are opened with.
-        scratch: Registered memory that nobody uses, to try out which direction is faster.
+        node: Node of this process.
+        endpoint: Endpoint of the peer.
+        tls: TLS context for connections, None without TLS.
+        scratch: Registered memory that nothing uses, to measure which direction is faster.
 
     Attributes:
         endpoint: As given.
-        is_own: Whether this process itself was found at the endpoint.
+        is_own: Whether this process itself listens at the endpoint.
     """
 
     def __init__(
@@ -60,29 +60,29 @@ class Route:
 
     @property
     def transport(self) -> str:
-        """What moves blocks now, for people."""
+        """Present transport, for logs and statistics."""
         if self.is_own:
             return "own memory"
         is_open = self._connection is not None and self._connection.is_open
         return self._mover.name if self._mover is not None and is_open else "not connected"
 
     def load_bytes(self, blocks: Descriptors) -> int:
-        """How much of some blocks to load at once; see `Mover.load_bytes`."""
+        """Choose how many bytes of `blocks` to load at once; see `Mover.load_bytes`."""
         if self._mover is None or not self._mover.reaches(blocks):
             return PIECE_BYTES
         return self._mover.load_bytes
 
     async def open(self) -> tuple[Connection, Mover]:
-        """Give the connection, made anew if need be.
+        """Return the connection and its mover, connecting if need be.
 
         Raises:
-            OwnEndpointError: It is this process that listens there.
-            KVXferError: The peer cannot be reached, or must not be; not tried again at once.
+            OwnEndpointError: This process itself listens there.
+            KVXferError: The peer cannot be reached, or refuses; retried only after a pause.
         """
         if opened := self._find_opened():
             return opened
         async with self._lock:
-            if opened := self._find_opened():  # by who had the lock before
+            if opened := self._find_opened():  # by the previous holder of the lock
                 return opened
             await self._drop()
             if self._closed:
@@ -95,10 +95,10 @@ class Route:
             return opened
 
     async def use_sockets(self) -> None:
-        """Go on without NIXL, which has turned out not to reach the peer."""
+        """Switch to sockets, because NIXL does not reach the peer."""
         async with self._lock:
             if self._connection is not None and isinstance(self._mover, NixlMover):
-                logger.warning("%s: NIXL does not reach it; sockets do", self.endpoint)
+                logger.warning("%s: NIXL does not reach this peer; using sockets", self.endpoint)
                 self._mover = SocketMover(self._connection)
 
     async def disconnect(self) -> None:
@@ -107,7 +107,7 @@ class Route:
             await self._drop()
 
     async def aclose(self) -> None:
-        """End the connection, for good; what the peer may still move is not waited for."""
+        """End the connection for good; do not wait for what the peer may still move."""
         self._closed = True
         if self._settling is not None:
             self._settling.cancel()
@@ -115,20 +115,20 @@ class Route:
         await self.disconnect()
 
     def forget_remote(self) -> None:
-        """Note that the old agent is gone, and with it what network cards could reach."""
+        """Note that the old agent is closed, so that RDMA no longer reaches its memory."""
         for connection in self._lost:
             if connection.link is not None and connection.link.carrier == "rdma":
                 connection.forget()
         self._lost = [each for each in self._lost if not each.over.is_set()]
 
     def give_up(self) -> None:
-        """Wait no longer for what the peer may still move for connections that were lost."""
+        """Stop waiting for what the peer may still move for lost connections."""
         for connection in self._lost:
             connection.forget()
         self._lost.clear()
 
     def _find_opened(self) -> tuple[Connection, Mover] | None:
-        """What can be used as it is."""
+        """Return the connection and its mover, if they are open."""
         if self._connection is None or self._mover is None or not self._connection.is_open:
             return None
         return self._connection, self._mover
@@ -154,7 +154,7 @@ class Route:
             self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
             raise
         self._failure, self._pause_s = None, FIRST_RETRY_S
-        # A holder answers a new greeting of ours when it has ended all that it moved for us.
+        # A holder answers our new greeting only after it has ended all transfers for us.
         for lost in self._lost:
             if lost.incarnation == connection.incarnation:
                 lost.over.set()
@@ -187,7 +187,7 @@ class Route:
         )
 
     async def _watch(self, connection: Connection) -> None:
-        """Notice that a connection has ended also when nobody asks for anything any more."""
+        """Reconnect after a lost connection that was moving bytes, even without new requests."""
         await connection.ended.wait()
         if connection.is_moving:
             with contextlib.suppress(KVXferError):
@@ -201,7 +201,7 @@ class Route:
             self._settling = asyncio.create_task(self._settle())
 
     async def _settle(self) -> None:
-        """Connect again, however long it takes, to learn that what was moved before is over."""
+        """Reconnect, however long it takes: then transfers of lost connections have ended."""
         while self._lost:
             with contextlib.suppress(KVXferError):
                 await self.open()

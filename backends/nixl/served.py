@@ -1,4 +1,4 @@
-"""One peer that is being served: what it asks for, and what it keeps from being evicted."""
+"""Served peer: answers its requests, and keeps its pins."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,8 @@ from kvxfer.storage.lending import Wanted
 MAX_REQUESTS = 64
 
 PULL_RUN_BYTES = 16 << 20
-"""Of a `Pull` is verified when it has landed; peers store in pieces, and the next is read then."""
+"""Bytes of a `Pull` that are verified together once they have landed; the next piece is read
+meanwhile."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +62,18 @@ _NOTHING = Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=bytes(8)
 
 
 class ServedPeer:
-    """Answers the requests of one control connection, several at a time.
+    """Peer that is served: answers the requests of its control connection, several at a time.
 
-    What it has pinned and what is being moved for it is let go when its connection ends, or when
-    nothing was heard of it for `lease_s`.
+    Its pins are released and its transfers ended when its connection ends, or when it was silent
+    for `lease_s`.
 
     Args:
         channel: The connection, after the handshake.
-        session: What its data connections belong to.
-        store: The blocks.
-        link: The way to its memory, None where only sockets lead to it.
+        session: Session that its data connections belong to.
+        store: Store of the blocks.
+        link: Link to its memory, None where only sockets reach it.
         memory: Our registered memory, where the lent blocks are.
-        lease_s: How long it may be silent.
+        lease_s: Seconds for which it may be silent.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class ServedPeer:
 
     @property
     def num_pins(self) -> int:
-        """Batches that this peer keeps where they are."""
+        """Batches that this peer has pinned."""
         return len(self._pins)
 
     @property
@@ -110,12 +111,12 @@ class ServedPeer:
 
     @property
     def transport(self) -> str:
-        """What carries the bytes of this peer."""
+        """Transport of this peer's bytes."""
         return "socket" if self._link is None else self._link.carrier
 
     @contextlib.contextmanager
     def owning_current_task(self) -> Iterator[None]:
-        """Let a task that serves a data connection of this peer end when the peer goes."""
+        """Tie the current task, which serves a data connection, to this peer: it ends with it."""
         task = asyncio.current_task()
         assert task is not None
         self._data.add(task)
@@ -126,7 +127,7 @@ class ServedPeer:
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """Count as moving something, on a data connection."""
+        """Count a transfer on a data connection, for `is_idle`."""
         self._num_on_data += 1
         try:
             yield
@@ -134,7 +135,7 @@ class ServedPeer:
             self._num_on_data -= 1
 
     async def serve(self) -> None:
-        """Answer until the connection ends; returns when nothing is pinned or moved any more."""
+        """Answer until the connection ends; return when no block is pinned or moved any more."""
         self._require_signs_of_life()
         try:
             while True:
@@ -150,13 +151,13 @@ class ServedPeer:
         await self._channel.aclose()
 
     def _require_signs_of_life(self) -> None:
-        """Cut the connection when the lease is over; a timer for each request would cost more."""
+        """Cut the connection when its lease expires; one timer per request would cost more."""
         left_s = self._heard + self._lease_s - time.monotonic()
         if left_s > 0:
             loop = asyncio.get_running_loop()
             self._lease = loop.call_later(left_s, self._require_signs_of_life)
             return
-        logger.warning("%s: not heard of for %g s", self._channel.peer, self._lease_s)
+        logger.warning("%s: silent for %g s", self._channel.peer, self._lease_s)
         self._channel.cut(PeerTimeoutError(str(self._channel.peer), "a request", self._lease_s))
 
     async def _take(self, request: Request) -> None:
@@ -183,10 +184,10 @@ class ServedPeer:
         else:
             job = self._jobs[number] = asyncio.create_task(self._do(request))
             job.add_done_callback(lambda _: self._jobs.pop(number))
-            await asyncio.sleep(0)  # it has begun: from now on a cancelled one answers
+            await asyncio.sleep(0)  # let the job begin: then it answers even when cancelled
 
     async def _do(self, request: Request) -> None:
-        """Do what is asked for, and answer."""
+        """Execute a request, and answer."""
         try:
             answer = await self._answer(request)
         except asyncio.CancelledError:
@@ -199,7 +200,7 @@ class ServedPeer:
         except Exception as exc:
             logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
             answer = Failed(request_id=request.request_id, reason=repr(exc))
-        with contextlib.suppress(PeerError, ClosedError):  # `serve` sees it, too
+        with contextlib.suppress(PeerError, ClosedError):  # `serve` gets it, too
             await self._channel.send(answer)
 
     async def _answer(self, request: Request) -> Answer:
@@ -303,7 +304,7 @@ class ServedPeer:
         await self._channel.send(Failed(request_id=number, reason=reason))
 
     async def _let_go(self) -> None:
-        """End what is being moved, wait until it is quiet, and give up the pins."""
+        """Cancel transfers, wait until they have ended, and release the pins."""
         jobs = list(self._jobs.values())
         for job in jobs:
             job.cancel()
@@ -321,7 +322,7 @@ class ServedPeer:
 
 
 def endings(outcomes: Sequence[Outcome | None]) -> list[Ending]:
-    """Outcomes as they travel; those that are not settled yet count as failed."""
+    """Turn outcomes into endings; those that are not settled yet count as failed."""
     return [
         Ending(outcome.status, outcome.reason) if outcome else Ending(Status.FAILED)
         for outcome in outcomes

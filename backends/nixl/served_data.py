@@ -1,4 +1,4 @@
-"""Blocks that a holder sends and receives through data connections."""
+"""Data connections of a holder: blocks that it sends and receives through sockets."""
 
 import msgspec
 
@@ -16,11 +16,11 @@ _TRANSFER: msgspec.msgpack.Decoder[Send | Receive] = msgspec.msgpack.Decoder(Sen
 
 
 async def serve_data(connection: DataConnection, peer: ServedPeer) -> None:
-    """Do what is asked for on a data connection, one request after the other, until it ends.
+    """Serve the requests of a data connection, one after the other, until it ends.
 
     Raises:
         PeerError: The connection ended.
-        InvalidArgumentError: The peer asked for what no block has.
+        InvalidArgumentError: The peer asked for bytes that no block has.
     """
     while True:
         request = await connection.receive(_TRANSFER, timeout_s=IDLE_TIMEOUT_S)

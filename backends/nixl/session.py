@@ -1,4 +1,4 @@
-"""What two peers that have proven themselves share: keys, and how further connections join."""
+"""Session of two authenticated peers: keys of the control and data connections."""
 
 import enum
 import hmac
@@ -10,19 +10,19 @@ from kvxfer.errors import HandshakeError
 
 
 class Role(enum.Enum):
-    """Which side of a connection one is on."""
+    """Role of a process in a connection."""
 
     ASKING = b"asking"
     SERVING = b"serving"
 
     @property
     def other(self) -> "Role":
-        """The other side."""
+        """Role of the other side."""
         return Role.SERVING if self is Role.ASKING else Role.ASKING
 
 
 def mac(key: bytes, purpose: str, *parts: bytes) -> bytes:
-    """HMAC-SHA256 over a purpose and parts, whose borders count.
+    """Compute the HMAC-SHA256 over a purpose and parts, with the length of each.
 
     Returns:
         32 bytes.
@@ -33,13 +33,13 @@ def mac(key: bytes, purpose: str, *parts: bytes) -> bytes:
 
 @dataclass(slots=True, repr=False)
 class Session:
-    """One control connection and the data connections that belong to it.
+    """Session: one control connection and its data connections.
 
     Attributes:
-        role: Side that this process is on.
+        role: Role of this process.
         session_id: The holder's nonce.
-        key: 32 bytes that only the two sides know; not shown, so that no log shows them.
-        last_serial: Of the data connection that was made last; 0 before the first.
+        key: 32 bytes that only the two sides know; hidden in `repr`, and so in logs.
+        last_serial: Serial of the latest data connection; 0 before the first.
     """
 
     role: Role
@@ -48,7 +48,7 @@ class Session:
     last_serial: int = field(default=0, init=False)
 
     def frame_keys(self, serial: int = 0) -> FrameKeys:
-        """Keys of a data connection; of the control connection itself for 0."""
+        """Derive the keys of a data connection; for 0, those of the control connection itself."""
         number = serial.to_bytes(8, "big")
         sending, receiving = self.role, self.role.other
         return FrameKeys(
@@ -59,7 +59,7 @@ class Session:
     def attach(self) -> Attach:
         """Make the first message of the next data connection.
 
-        They must arrive in the order in which they were made.
+        These messages must arrive in the order in which they were made.
         """
         self.last_serial += 1
         return Attach(
@@ -71,10 +71,11 @@ class Session:
 
         Args:
             attach: The message; its `session` was used to find this object.
-            peer: Where it came from, for the error.
+            peer: Address of the sender, for the error.
 
         Raises:
-            HandshakeError: It was made without the key of this session, or came before.
+            HandshakeError: The message was made without the key of this session, or was used
+                before.
         """
         serial = attach.serial
         known = 0 < serial < 1 << 63 and hmac.compare_digest(attach.mac, self._mac(serial))

@@ -1,4 +1,4 @@
-"""Blocks through sockets of our own."""
+"""Mover of blocks through sockets."""
 
 import asyncio
 import contextlib
@@ -24,10 +24,10 @@ _MOVED: msgspec.msgpack.Decoder[Moved] = msgspec.msgpack.Decoder(Moved)
 
 
 class SocketMover(Mover):
-    """Sends the bytes of blocks through sockets of our own, straight from and to their memory.
+    """Mover through data connections of its own, straight from and to the memory of blocks.
 
     Args:
-        connection: To the holder.
+        connection: Connection to the holder.
     """
 
     name = "socket"
@@ -86,7 +86,7 @@ class SocketMover(Mover):
 
     @contextlib.asynccontextmanager
     async def _data(self) -> AsyncIterator[DataConnection]:
-        """A data connection for one transfer; after an error it is not used again."""
+        """Lend a data connection for one transfer; close it after an error."""
         async with self._available:
             data = self._idle.pop() if self._idle else await self._connection.open_data()
             try:

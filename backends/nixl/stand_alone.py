@@ -1,4 +1,4 @@
-"""A process that does nothing but hold blocks for others."""
+"""Stand-alone peer: a process that only holds blocks for others, as `kvxfer serve` does."""
 
 import contextlib
 import logging
@@ -30,22 +30,22 @@ logger = logging.getLogger(__name__)
 
 
 class StandAlonePeer:
-    """Holds blocks of the namespace that the first peer brings, and of no other.
+    """Peer that holds blocks of one namespace: that of the first peer that connects.
 
-    Not before that peer does it know how large a block is, so its memory is reserved then, on a
-    thread. That may take longer than the peer waits; it is there when the peer tries again.
+    Only then does it know how large a block is, so its memory is reserved then, on a thread. That
+    may take longer than the first peer waits; its next attempt finds the memory reserved.
 
     Args:
-        config: Where to listen, and how peers prove themselves.
-        open_backend: Opens what keeps the blocks; may block. Blocks are lent where they are if
-            it is a `Lender`, and by way of staging memory otherwise.
-        make_agent: Opens what moves bytes between registered memory.
+        config: Configuration, with the endpoint to listen at and the authentication of peers.
+        open_backend: Opens the backend that keeps the blocks; may block. A `Lender` lends them in
+            place; blocks of any other backend are lent by way of staging memory.
+        make_agent: Opens the agent that moves bytes between registered memory.
 
     Attributes:
-        is_ready: Whether peers that come are served.
+        is_ready: Whether new peers are served.
 
     Raises:
-        InvalidArgumentError: There is nothing to listen at, or a parameter cannot be.
+        InvalidArgumentError: There is no endpoint to listen at, or a parameter is out of range.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StandAlonePeer:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where peers connect to; known once it listens."""
+        """Endpoint that peers connect to; known once it listens."""
         return self._holder.endpoint
 
     async def start(self) -> None:
@@ -78,7 +78,7 @@ class StandAlonePeer:
         Raises:
             BackendUnavailableError: The address is in use, or is not one of this machine.
         """
-        if self._node.config.transport != "socket":  # the first peer must not wait for it
+        if self._node.config.transport != "socket":  # the first peer must not wait for the import
             with contextlib.suppress(BackendUnavailableError):
                 await self._opening.run(import_nixl, otherwise="let peers use sockets")
         await self._holder.start()
@@ -86,7 +86,7 @@ class StandAlonePeer:
         logger.info("listening at %s", self.endpoint)
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new peers, and wait until those that are there hold and move nothing."""
+        """Accept no new peers, and wait until the connected ones pin and move no block."""
         self.is_ready = False
         logger.info("draining: no new peers, %d are connected", len(self._holder.peers))
         if not await self._holder.drain(timeout_s):
@@ -116,7 +116,7 @@ class StandAlonePeer:
         return BlockStore(backend, lender, self._hasher)
 
     def _open(self, namespace: Namespace) -> None:
-        """Reserve the memory; whoever asks next finds it, even if nobody waits for the end."""
+        """Reserve the memory; the next call finds it, even if this one's caller was cancelled."""
         backend = self._open_backend(namespace)
         lender = backend if isinstance(backend, Lender) else self._stage(backend, namespace)
         backend.attach([lender.region])

@@ -1,4 +1,4 @@
-"""What a holder serves."""
+"""Block store of a holder."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from kvxfer.storage.lending import Lender
 
 @dataclass(frozen=True, slots=True)
 class BlockStore:
-    """The blocks of a holder; each part is closed by whoever made it.
+    """Store of a holder's blocks; each part is closed by its maker.
 
     Attributes:
-        backend: Where blocks are looked up and deleted.
-        lender: Lends them where they are.
-        hasher: Verifies what arrives.
+        backend: Backend for lookups and deletions.
+        lender: Lender of the blocks, in place.
+        hasher: Hasher that verifies blocks that arrive.
     """
 
     backend: Backend

@@ -1,4 +1,4 @@
-"""Encrypted connections between peers that all have a certificate of one authority."""
+"""TLS between peers with certificates of one authority."""
 
 import ssl
 
@@ -7,18 +7,18 @@ from kvxfer.errors import InvalidArgumentError
 
 
 def client_context(config: NixlConfig) -> ssl.SSLContext | None:
-    """Make what connections to peers are opened with; None without TLS.
+    """Make the TLS context for connections to peers; None without TLS.
 
     The certificate of a peer must name the host that is connected to.
 
     Raises:
-        InvalidArgumentError: A file cannot be read or is not what it must be.
+        InvalidArgumentError: A file cannot be read, or is not a PEM file of its kind.
     """
     return _context(config, ssl.PROTOCOL_TLS_CLIENT) if config.uses_tls else None
 
 
 def server_context(config: NixlConfig) -> ssl.SSLContext | None:
-    """Make what connections of peers are accepted with; None without TLS.
+    """Make the TLS context for connections of peers; None without TLS.
 
     Raises: as `client_context`.
     """

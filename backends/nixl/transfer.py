@@ -1,4 +1,4 @@
-"""One transfer of an agent, on its way."""
+"""Transfer of an agent, with the pieces that are left to move."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from kvxfer.errors import TransferFailedError
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """What is left to do of a transfer; for the owner thread only, `done` aside.
+    """State of a transfer; for the agent's thread only, except `done`.
 
     Attributes:
-        landed: Called when all has arrived, before `done` says so.
+        landed: Called when all pieces have arrived, before `done` ends.
     """
 
     operation: Operation
@@ -28,20 +28,20 @@ class Transfer:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no piece is left or in flight."""
         return not (self.pieces or self.in_flight)
 
     def stop(self, error: TransferFailedError) -> None:
-        """Let it end with `error` once nothing is in flight."""
+        """Drop the pieces that are left; end with `error` once none is in flight."""
         self.pieces.clear()
         self.error = self.error or error
 
     def end(self) -> None:
-        """Say that it is over."""
+        """End `done`."""
         if self.landed and not self.error:
             try:
                 self.landed()
-            except Exception as exc:  # noqa: BLE001 - whoever waits for `done` gets it
+            except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
                 self.error = exc
         if self.error:
             self.done.set_exception(self.error)

@@ -1,4 +1,4 @@
-"""What moves bytes between registered memory of this process and that of a peer."""
+"""Transfer agent: the interface to move bytes between registered memory of two processes."""
 
 import asyncio
 import contextlib
@@ -15,16 +15,16 @@ T = TypeVar("T")
 
 
 class Operation(enum.Enum):
-    """Which way bytes go."""
+    """Direction of a transfer."""
 
     READ = "READ"
-    """From the peer."""
+    """From the peer to this process."""
     WRITE = "WRITE"
-    """To the peer."""
+    """From this process to the peer."""
 
 
 class Run(NamedTuple):
-    """Fragments that are moved together; each as `TransferAgent.transfer` takes them."""
+    """Run of fragments that are moved together; fields as for `TransferAgent.transfer`."""
 
     local: Words
     remote: Words
@@ -32,13 +32,13 @@ class Run(NamedTuple):
 
 
 class TransferAgent(ABC):
-    """Moves bytes between registered memory here and registered memory of peers.
+    """Agent that moves bytes between registered memory of this process and of peers.
 
     Constructing, `register` and `metadata` block; everything else is for event loops, of which
     several may use one agent. Transfers of several callers take turns, a piece each.
 
-    Implementors must see to it that no byte of local memory changes, and none is read, once a
-    transfer has ended, however it did.
+    Memory is quiet when no transfer can read or change a byte of it any more. Implementors must
+    make sure that local memory is quiet once a transfer has ended, however it ended.
 
     Attributes:
         name: New for every incarnation: `kvxfer-<uuid4>`.
@@ -48,7 +48,7 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Make memory known, so that it can be moved from and to; blocks.
+        """Register memory for transfers from and to it; blocks.
 
         The regions, and so their owners, are kept until `aclose` returns.
 
@@ -61,21 +61,22 @@ class TransferAgent(ABC):
     @property
     @abstractmethod
     def metadata(self) -> bytes:
-        """What a peer's `add_peer` takes: a snapshot, so register first. Blocks.
+        """Metadata for `add_peer` of a peer: a snapshot, so register first. Blocks.
 
-        Whoever has it can read and write all registered memory: send it to authenticated peers.
+        Any process that has it can read and write all registered memory: send it to authenticated
+        peers only.
         """
 
     @abstractmethod
     async def add_peer(self, metadata: bytes) -> str:
         """Connect to a peer, and return its name.
 
-        Altered metadata can crash the process: authenticate it before. This waits for a peer that
-        stalls; no memory is at stake then, and cancelling it ends it at once.
+        Altered metadata can crash the process: authenticate its sender first. This waits for a peer
+        that stalls; no memory is at stake then, and cancelling ends it at once.
 
         Raises:
-            InvalidArgumentError: It is not the metadata of an agent, or that of this agent, or of
-                a peer that was added before and is not gone yet.
+            InvalidArgumentError: It is not the metadata of an agent, or that of this agent, or of a
+                peer that was added before and not removed yet.
             PeerLostError: The peer's memory cannot be reached.
             ClosedError: The agent is closed.
         """
@@ -96,7 +97,7 @@ class TransferAgent(ABC):
         A `WRITE` has arrived when this returns; nothing tells the peer.
 
         Args:
-            operation: Which way.
+            operation: Direction.
             peer: As `add_peer` returned it.
             local: Addresses of the fragments in this process, inside registered regions.
             remote: Addresses of the fragments in the peer, inside regions that it registered
@@ -108,24 +109,24 @@ class TransferAgent(ABC):
                 of one length; nothing was moved.
             TransferFailedError: It failed; some of the bytes may have been moved. The memory is
                 quiet.
-            PeerLostError: The same, and so will every transfer with this peer: remove it.
+            PeerLostError: The same, and every later transfer with this peer will fail: remove it.
             ClosedError: The agent was closed before.
-            asyncio.CancelledError: The caller was cancelled. Only what was under way has been
-                moved, and the memory is quiet: this waits for it, for ever if the peer stalls.
+            asyncio.CancelledError: The caller was cancelled. Only pieces in flight have been moved,
+                and the memory is quiet: this waits for it, for ever if the peer stalls.
         """
 
     async def transfer_each(
         self, operation: Operation, peer: str, runs: Iterable[Run], landed: Callable[[int], None]
     ) -> None:
-        """Move runs of fragments, and say of each when it has arrived; otherwise as `transfer`.
+        """Move runs of fragments, and report each that has arrived; otherwise as `transfer`.
 
         Args:
-            operation: Which way.
+            operation: Direction.
             peer: As `add_peer` returned it.
-            runs: What is moved together, in the order in which they are begun; may be made while
-                those before are moved.
-            landed: Called with the index of each run that has arrived, on any thread; what it
-                does holds up all other transfers.
+            runs: Runs, in the order in which they are begun; may be made while earlier ones are
+                moved.
+            landed: Called with the index of each run that has arrived, on any thread; it holds up
+                all other transfers meanwhile.
         """
         for index, run in enumerate(runs):
             await self.transfer(operation, peer, *run)
@@ -135,12 +136,12 @@ class TransferAgent(ABC):
     async def aclose(self) -> None:
         """End every transfer with `TransferFailedError`, and release memory and peers.
 
-        May be called again. When this returns no byte of local memory is touched any more.
+        May be called again. When this returns, local memory is quiet.
         """
 
 
 async def to_its_end(future: "Future[T]", cancel: Callable[[], None] | None = None) -> T:
-    """Await what another thread does; when cancelled, tell it, and wait for it before raising.
+    """Await a future of another thread; when cancelled, call `cancel`, and wait before raising.
 
     `asyncio.wrap_future` and `asyncio.shield` do the same in four turns of the event loop.
     """
@@ -166,7 +167,7 @@ async def _until_done(future: "Future[T]") -> None:
             waiter.set_result(None)
 
     def wake_soon(_: "Future[T]") -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
             loop.call_soon_threadsafe(wake)
 
     future.add_done_callback(wake_soon)

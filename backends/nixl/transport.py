@@ -1,4 +1,4 @@
-"""How bytes get to a peer: by the kernel, by a network card, or through a socket."""
+"""Transport of bytes to a peer: by the kernel, by a network card, or through a socket."""
 
 import ctypes
 import errno
@@ -23,7 +23,7 @@ class _IOVector(ctypes.Structure):
 
 
 def identify_host() -> tuple[str, int, str]:
-    """Say where this process runs: `boot_id`, `pid` and `pid_namespace` of a `Hello`."""
+    """Identify this process: `boot_id`, `pid` and `pid_namespace` of a `Hello`."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid_namespace = str(Path("/proc/self/ns/pid").readlink())
@@ -33,11 +33,11 @@ def identify_host() -> tuple[str, int, str]:
 
 
 def choose_transport(ours: Hello, theirs: Hello) -> Transport:
-    """Choose how this side moves bytes from and to the other one.
+    """Choose the transport of this side from and to the other one.
 
     Both sides must have opened their `NixlAgent`, which allows others to reach its memory. Whether
-    the other side has an active port, too, shows in the first transfer: with `rdma` be prepared
-    for a `PeerLostError`, and take the socket then.
+    the other side has an active port, too, shows only in the first transfer: with `rdma`, expect a
+    `PeerLostError`, and use the socket then.
     """
     try:
         import_nixl(otherwise="let peers use sockets")
@@ -54,7 +54,7 @@ def _is_same_host(ours: Hello, theirs: Hello) -> bool:
 
 
 def _may_reach(pid: int) -> bool:
-    """Ask the kernel for a byte at address 0: that it is not there is said to who may look.
+    """Probe the kernel's permission by a read at address 0: with it, the error is EFAULT.
 
     Source: process_vm_readv(2), EPERM, ESRCH and EFAULT.
     """
@@ -72,7 +72,7 @@ def _may_reach(pid: int) -> bool:
 
 
 def has_active_port() -> bool:
-    """Whether a network card is there, and connected, that can do RDMA."""
+    """Whether there is a connected network card that can do RDMA."""
     try:
         return any(state.read_text().startswith("4:") for state in PORTS.glob("*/ports/*/state"))
     except OSError:

@@ -128,7 +128,7 @@ async def test_past_its_budget_the_quarantine_costs_a_new_agent(
         pair.client_agents[-1].hold()
         [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
         assert outcome.status is Status.TIMED_OUT
-        assert "starting NIXL anew" in caplog.text
+        assert "restarting NIXL" in caplog.text
         await pair.client.drain()
         assert pair.client.num_quarantined_bytes == 0
         target = pair.memory.describe(0, [9])
