@@ -1,4 +1,4 @@
-"""What holds for every test: seeds, no blocked event loop, no GPU test without a GPU."""
+"""Rules for every test: fixed seeds, no blocked event loop, no GPU test without a GPU."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""A valid call of every public callable, from which wrong ones are made."""
+"""Valid calls of every public callable, from which tests make wrong ones."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Wrong arguments: every public callable works or names the argument and its value."""
+"""Arguments: every public callable works, or names the wrong argument and its value."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""What is published holds what it should, and nothing that it should not."""
+"""Distributions: the wheel and the sdist hold all files that they should, and no others."""
 
 import os
 import subprocess

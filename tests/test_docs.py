@@ -1,4 +1,4 @@
-"""The Python blocks of the README and of every page of the documentation run as they stand."""
+"""Documentation: the Python blocks of the README and of every page run unchanged."""
 
 import contextlib
 import re

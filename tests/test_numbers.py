@@ -1,4 +1,4 @@
-"""Numbers of any type: they mean what they say, also where arithmetic in their type overflows."""
+"""Numbers of any type: converted exactly, also where arithmetic in their type overflows."""
 
 import mmap
 from typing import Any

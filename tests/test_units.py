@@ -1,4 +1,4 @@
-"""Quantities as people write them."""
+"""Units: sizes and times as people write them."""
 
 from typing import Any
 

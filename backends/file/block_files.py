@@ -73,7 +73,7 @@ class Scratch:
 
 
 class BlockFiles:
-    """Block files of one namespace, and what reads and writes them.
+    """Block files of one namespace, with the engines that read and write them.
 
     Args:
         folder: Folder of the namespace.

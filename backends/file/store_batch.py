@@ -182,7 +182,7 @@ class StoreBatch:
 
 
 def medium_failure(outcomes: Iterable[Outcome | None]) -> str | None:
-    """Find the failure of the medium in what `StoreBatch.write` returned.
+    """Find a failure of the medium among the outcomes of `StoreBatch.write`.
 
     Returns:
         The reason; empty where a block was written, None where no outcome concerns the medium.

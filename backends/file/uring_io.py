@@ -208,7 +208,7 @@ def _open_into_slots(
 ) -> None:
     steps["opcode"], steps["flags"] = OPENAT, LINK
     steps["fd"], steps["address"] = folders, names
-    steps["op_flags"] = flags & ~os.O_CLOEXEC  # what is in a slot has no number to inherit
+    steps["op_flags"] = flags & ~os.O_CLOEXEC  # a file in a slot has no descriptor to inherit
     steps["file_index"] = np.arange(len(steps)) + 1
 
 

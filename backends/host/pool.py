@@ -231,8 +231,8 @@ class HostPool:
     ) -> tuple[list[Outcome], list[int]]:
         """Find the slots that hold these bytes of `keys[i]`, and the checksums of the bytes.
 
-        The bytes are verified here only where they are a part of the stored ones; whoever reads
-        them has to verify them.
+        The bytes are verified here only where they are a part of the stored ones; their reader has
+        to verify them.
 
         Returns:
             Per block `DONE`, `MISSING` or `CORRUPT`; XXH3-64 of the bytes of each that is `DONE`,

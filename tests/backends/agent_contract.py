@@ -1,4 +1,4 @@
-"""What every transfer agent promises, as tests: the fake and the real one pass the same."""
+"""Contract of transfer agents, as tests that the real agent and the fake one both pass."""
 
 import asyncio
 import functools

@@ -1,4 +1,4 @@
-"""Processes with an agent that others reach: forked, so that one costs no start of an interpreter.
+"""Processes with a transfer agent, for tests: forked, so that none starts an interpreter.
 
 `python -m tests.backends.agent_process FD` forks one whenever it is asked to on that socket.
 """

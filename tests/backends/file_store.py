@@ -1,4 +1,4 @@
-"""What the tests of the file backend share: real folders, real file systems, made-up blocks."""
+"""Helpers for tests of the file backend: real folders and file systems, made-up blocks."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""A process that holds blocks for peers, and is told what to do through a pipe."""
+"""Holder process for tests, controlled through a pipe."""
 
 import asyncio
 import contextlib

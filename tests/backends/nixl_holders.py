@@ -1,4 +1,4 @@
-"""Holders in processes of their own, for tests."""
+"""Holders for tests, each in a process of its own."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Traffic between a peer and a holder that something bad happens to, and what must hold then."""
+"""Traffic between a peer and a holder under faults, with the invariants that must hold."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Two ends of a connection over real sockets, and somebody who sits between them."""
+"""Two ends of a connection over real sockets, and a man in the middle that alters bytes."""
 
 import asyncio
 import contextlib

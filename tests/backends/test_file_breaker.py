@@ -1,4 +1,4 @@
-"""The circuit breaker: opens after errors in a row, probes after a pause, says so once."""
+"""Circuit breaker: opens after errors in a row, probes after a pause, logs each change once."""
 
 import logging
 

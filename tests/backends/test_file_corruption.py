@@ -1,4 +1,4 @@
-"""Whatever became of stored files, a load gives the stored bytes or none."""
+"""Corruption: a load gives the stored bytes or none, whatever happened to the file."""
 
 import logging
 import os

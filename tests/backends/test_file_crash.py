@@ -1,4 +1,4 @@
-"""A writer that is killed at any moment leaves whole blocks, or what is collected."""
+"""Crashes: a writer killed at any moment leaves whole blocks, or files that are collected."""
 
 import asyncio
 import fcntl

@@ -1,4 +1,4 @@
-"""What goes wrong on a real file system is an outcome, and the backend goes on afterwards."""
+"""Errors of a real file system: each is an outcome, and the backend goes on afterwards."""
 
 import asyncio
 import logging

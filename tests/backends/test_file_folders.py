@@ -1,4 +1,4 @@
-"""Folders that somebody removes, or gets in the way of, while processes use the store."""
+"""Folders that are removed or blocked while processes use the store."""
 
 import asyncio
 import contextlib

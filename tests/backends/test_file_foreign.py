@@ -1,4 +1,4 @@
-"""What others left, or planted, in a store: never followed, written to, waited for or removed."""
+"""Foreign files, left or planted in a store: never followed, written to, waited for or removed."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Blocks of another integrity or secret are not loaded, and stay what they are to their owners."""
+"""Blocks of another integrity or secret: not loaded, and kept for engines that can read them."""
 
 import asyncio
 import logging

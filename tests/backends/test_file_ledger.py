@@ -1,4 +1,4 @@
-"""Damage to the small files that processes count and claim in costs a recount, and no block."""
+"""Ledger and claims: damage to their files costs a recount, and no block."""
 
 import errno
 import os

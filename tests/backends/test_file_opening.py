@@ -1,4 +1,4 @@
-"""A backend that cannot be opened says why, and leaves nothing open."""
+"""Opening: a file backend that cannot be opened says why, and leaves nothing open."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Files that hold a part of a chunk: what they are loaded as, and what replaces them."""
+"""Files of a part of a chunk: which blocks they serve, and which stores replace them."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Where a group says which tensors its chunks are, safetensors shows them; all else stays true."""
+"""Groups with named tensors: safetensors lists them, and all other promises hold, too."""
 
 import mmap
 import random

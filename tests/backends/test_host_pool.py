@@ -1,4 +1,4 @@
-"""A host pool gives back the bytes it was given for a key, or says that it does not have them."""
+"""Host pool: a slot gives back the bytes that were written for its key, or none."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Memory of one process alone: there at once, zeroed, in huge pages, and not inherited."""
+"""Private memory: reserved at once, zeroed, in huge pages, and not inherited by forks."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""Agents move bytes between processes: the real one, and the fake that stands in for it."""
+"""Transfer agents, the real one and the fake one: they move bytes between processes."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Whatever happens to a peer: no crash, no hang, no wrong byte, no late write, nothing leaks."""
+"""Faults of a peer: no crash, no hang, no wrong byte, no late write, no leak."""
 
 import asyncio
 import random

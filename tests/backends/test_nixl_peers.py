@@ -1,4 +1,4 @@
-"""Several peers: who holds what, what the death of one costs, and who is let in."""
+"""Several peers: placement of blocks, the death of one, and access."""
 
 import asyncio
 import logging

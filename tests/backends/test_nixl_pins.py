@@ -1,4 +1,4 @@
-"""How long a holder keeps in place what a peer reads."""
+"""Pins: how long a holder keeps blocks in place for a peer that reads them."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Keys are placed evenly, agreed on by all, and moved only when they must be."""
+"""Placement: even, the same for all processes, and changed only for keys of peers that leave."""
 
 import asyncio
 from random import Random

@@ -1,4 +1,4 @@
-"""Blocks that are read where a lookup found them."""
+"""Places: blocks are read where a lookup found them, and verified."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Memory that a transfer may still touch after its deadline, with agents that stall when told."""
+"""Quarantine of memory that a transfer may touch after its deadline, with agents that stall."""
 
 import asyncio
 import contextlib

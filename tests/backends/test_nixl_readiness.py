@@ -1,4 +1,4 @@
-"""What the readiness endpoint answers, and to whom it does not."""
+"""Readiness endpoint: its answers, and the requests that it does not answer."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Batches that are read run by run, and verified while more arrives."""
+"""Runs: batches are read run by run, and verified while more arrives."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator

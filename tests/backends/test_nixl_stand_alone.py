@@ -1,4 +1,4 @@
-"""A stand-alone peer, within the process of the test."""
+"""Stand-alone peer, within the process of the test."""
 
 import asyncio
 import contextlib

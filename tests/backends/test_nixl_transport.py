@@ -1,4 +1,4 @@
-"""How bytes will get to a peer is known before NIXL finds out."""
+"""Transport to a peer: chosen correctly before NIXL's first transfer."""
 
 import os
 import subprocess

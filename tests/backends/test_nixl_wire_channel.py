@@ -1,4 +1,4 @@
-"""Messages over sockets: waited for, not lost, and at an end when the other side is."""
+"""Frame channels: messages are waited for and not lost, and end with the other side."""
 
 import asyncio
 import socket

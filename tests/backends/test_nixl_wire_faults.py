@@ -1,4 +1,4 @@
-"""Whatever arrives instead of what was sent: a typed error in time, and never a wrong answer."""
+"""Faults on the wire: altered messages are typed errors in time, and never wrong answers."""
 
 import asyncio
 import time

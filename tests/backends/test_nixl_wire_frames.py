@@ -1,4 +1,4 @@
-"""A frame is the one that was sent next, or an error."""
+"""Frames: each received one is the next that was sent, or an error."""
 
 import contextlib
 

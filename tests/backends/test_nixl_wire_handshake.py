@@ -1,4 +1,4 @@
-"""Two peers talk only when both know the secret, want the same blocks, and nobody interferes."""
+"""Handshake: succeeds only with the same secret and namespace, and unaltered messages."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A data connection belongs to a session when it was made with its key, once."""
+"""Sessions: a data connection is accepted only with the session's key, and once."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""Messages on blocking sockets: nothing past a frame is read, nothing is waited for too long."""
+"""Frame sockets: read nothing past a frame, and wait for nothing past the deadline."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""With TLS, who has no certificate of the authority gets not even a greeting."""
+"""TLS: a client without a certificate of the authority does not even get a greeting."""
 
 import asyncio
 import ssl

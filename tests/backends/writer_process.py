@@ -1,4 +1,4 @@
-"""A process that stores blocks without end; `python -m tests.backends.writer_process ROOT ...`."""
+"""Process that stores blocks without end: `python -m tests.backends.writer_process ROOT ...`."""
 
 # ruff: noqa: T201 - it talks to who started it through pipes
 

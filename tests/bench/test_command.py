@@ -1,4 +1,4 @@
-"""`kvxfer bench`: what it prints and what it returns."""
+"""`kvxfer bench`: its output and its exit status."""
 
 import importlib.util
 import json

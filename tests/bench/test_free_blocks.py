@@ -1,4 +1,4 @@
-"""Which blocks a request gets, and which of them are neighbours."""
+"""Free blocks of the benchmarks: those that a request gets, and how many are neighbours."""
 
 import itertools
 import random

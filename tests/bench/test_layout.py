@@ -1,4 +1,4 @@
-"""`kvxfer bench layout`: what was published of blocks of all layers follows from the shapes."""
+"""`kvxfer bench layout`: published figures of blocks of all layers follow from the shapes."""
 
 from dataclasses import replace
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""`kvxfer bench mapping`: what it times arrives, and is as many bytes as the baseline's."""
+"""`kvxfer bench mapping`: the timed bytes arrive, as many as the baseline's."""
 
 from collections.abc import Iterator
 

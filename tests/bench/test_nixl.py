@@ -1,4 +1,4 @@
-"""`kvxfer bench nixl`: what moves is what is said to move."""
+"""`kvxfer bench nixl`: it moves the bytes that it reports."""
 
 import json
 import subprocess

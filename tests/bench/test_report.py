@@ -1,4 +1,4 @@
-"""The rows of a benchmark: what a ratio is, and when it meets its goal."""
+"""Benchmark report: its rows, their ratios, and when a ratio meets its goal."""
 
 import pytest
 from hypothesis import given

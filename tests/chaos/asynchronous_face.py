@@ -1,4 +1,4 @@
-"""The asynchronous face of an engine, used by several tasks at a time."""
+"""Chaos through the asynchronous face of an engine, used by several tasks at a time."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The caches of a worker, of which every byte is known at every time."""
+"""Checked caches of a chaos worker: the expected value of every byte is known at all times."""
 
 import random
 from collections import Counter

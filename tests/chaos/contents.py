@@ -1,4 +1,4 @@
-"""Contents of a chaos run: the bytes of every key, so that any process can check any block."""
+"""Contents of a chaos run: the bytes of every key, by which any process can check any block."""
 
 import functools
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What the conductor of a chaos run does to processes, disks and files."""
+"""Disturbances of a chaos run: faults of processes, disks and files that its conductor injects."""
 
 import contextlib
 import errno

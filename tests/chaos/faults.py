@@ -1,4 +1,4 @@
-"""How a process of a chaos run tells what it saw: lines in its log, which the conductor reads."""
+"""Fault reports of a chaos run: lines in a process's log, which the conductor reads."""
 
 import enum
 import faulthandler

@@ -1,4 +1,4 @@
-"""The polled face of an engine, used without an event loop as by an engine's step loop."""
+"""Chaos through the polled face of an engine, used without an event loop, as by a step loop."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The processes of a chaos run, and what is in their logs."""
+"""Processes of a chaos run, and their logs."""
 
 import faulthandler
 import json

@@ -1,4 +1,4 @@
-"""`make chaos`: engines over tiers of host, files and peers, and all that can happen to them.
+"""`make chaos`: engines over tiers of host memory, files and peers, under random faults.
 
 Workers use engines at random, holders keep blocks for them, and the conductor kills and stops both,
 fills disks and flips bits. Every block that is DONE is compared with what its key stands for, all

@@ -1,4 +1,4 @@
-"""One engine from its opening to its end, and what both of its faces have in common."""
+"""Session of a chaos worker: one engine from opening to closing, common to both of its faces."""
 
 import faulthandler
 import random

@@ -1,4 +1,4 @@
-"""An engine process of a chaos run: opens engines over tiers drawn from its seed, and uses them."""
+"""Worker process of a chaos run: opens engines over tiers drawn from its seed, and uses them."""
 
 import asyncio
 import faulthandler

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the commands."""
+"""Fixtures for tests of the commands."""
 
 from pathlib import Path
 

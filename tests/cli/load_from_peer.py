@@ -1,4 +1,4 @@
-"""Another process that loads what is at a peer; exits with 0 if every byte is right."""
+"""Process that loads blocks from a peer; exits with 0 if every byte is right."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""A real `kvxfer serve`, and blocks to keep there."""
+"""A real `kvxfer serve` for tests, and blocks to store there."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Real stores for the commands to work on."""
+"""Real file stores, for tests of the commands."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`kvxfer fsck`: what it finds, what it repairs, what it prints and returns."""
+"""`kvxfer fsck`: its findings, its repairs, its output and its exit status."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`kvxfer gc`: what it removes, what it leaves, and engines that go on meanwhile."""
+"""`kvxfer gc`: the files that it removes and leaves, also while engines use the store."""
 
 import asyncio
 import contextlib

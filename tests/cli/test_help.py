@@ -1,4 +1,4 @@
-"""What `--help` says, and how little it takes; the names of the package are there all the same."""
+"""`kvxfer --help`: its text, its few imports, and the package's names in spite of them."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""`kvxfer inspect`: good block files, bad ones, and what is none."""
+"""`kvxfer inspect`: good block files, bad ones, and files of another kind."""
 
 import json
 import os

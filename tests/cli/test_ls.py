@@ -1,4 +1,4 @@
-"""`kvxfer ls`: the table, and the same as JSON."""
+"""`kvxfer ls`: its table, and the same as JSON."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`kvxfer serve` as a process: what it holds, whom it refuses, how it ends."""
+"""`kvxfer serve` as a process: its blocks, the peers that it refuses, and its end."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""The commands on block files that list tensors, in headers of several pages."""
+"""Commands on block files that list tensors, in headers of several pages."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The releases of vLLM that the adapter is tested against, installed next to the tests' own.
+"""Releases of vLLM to test the adapter against, installed next to the tests' own.
 
 Each lies in a folder of its own without its dependencies and is put in front of the installed
 release by PYTHONPATH. Its engine runs where it was built for the torch that is installed; any

@@ -1,4 +1,4 @@
-"""The adapter's own tests, against older releases of vLLM; `make compat`."""
+"""`make compat`: the adapter's own tests, against older releases of vLLM."""
 
 import re
 import subprocess

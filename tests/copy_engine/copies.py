@@ -1,4 +1,4 @@
-"""Copies to be made, and what they should leave behind."""
+"""Copies for tests of copy engines, with the expected bytes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

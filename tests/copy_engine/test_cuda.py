@@ -1,4 +1,4 @@
-"""CudaCopyEngine on a GPU: what the simulated one of `tests/cuda` is held to, too."""
+"""CudaCopyEngine on a GPU: the tests that the simulated GPU of `tests/cuda` must pass, too."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""MethodTable: what is chosen, what can be written in a configuration, and what is measured."""
+"""MethodTable: the chosen methods, their text in a configuration, and their measurement."""
 
 import itertools
 from collections.abc import Mapping

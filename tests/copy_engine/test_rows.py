@@ -1,4 +1,4 @@
-"""Pieces evenly apart, and almost so, as pages of other layouts have them: every byte lands."""
+"""Rows of pieces evenly apart, and almost so, as in pages of other layouts: every byte lands."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""FragmentKernel against a loop over slices, in Triton's interpreter, and what it compiles to."""
+"""FragmentKernel against a loop over slices, in Triton's interpreter, and its compiled code."""
 
 import itertools
 import logging

@@ -1,4 +1,4 @@
-"""Copies to and from a GPU, byte for byte, and what holds for them on any GPU."""
+"""Tests of copies to and from a GPU, byte for byte, for any GPU, real or simulated."""
 
 import mmap
 from collections.abc import Iterator

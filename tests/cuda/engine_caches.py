@@ -1,4 +1,4 @@
-"""The KV caches of an engine on a GPU."""
+"""KV caches of an engine on a GPU, for tests."""
 
 from dataclasses import replace
 

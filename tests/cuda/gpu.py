@@ -1,4 +1,4 @@
-"""Memory of a GPU, as tests reach it."""
+"""Access of tests to memory of a GPU."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A GPU for machines without one: NVIDIA's bindings over a driver that tests can steer."""
+"""Simulated GPU for machines without one: NVIDIA's bindings over a driver that tests control."""
 
 import ctypes
 import importlib.metadata

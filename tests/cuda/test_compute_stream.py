@@ -1,4 +1,4 @@
-"""ComputeStream: marks that pass when the device gets there, and cost no event each."""
+"""ComputeStream: marks that pass when the device reaches them, without an event each."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""CudaCopyEngine over the simulated GPU: by which calls, and what happens when they fail."""
+"""CudaCopyEngine over the simulated GPU: its driver calls, and their failures."""
 
 import threading
 from collections.abc import Iterator

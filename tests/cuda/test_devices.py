@@ -1,4 +1,4 @@
-"""DeviceCopyEngine: whatever the two sides are on, and nothing of CUDA before a GPU is used."""
+"""DeviceCopyEngine: any pair of devices, and no CUDA before a GPU is used."""
 
 import mmap
 import subprocess

@@ -1,4 +1,4 @@
-"""The host pool under caches on a GPU: straight to its slots and back, nothing between."""
+"""Host pool under caches on a GPU: copies straight to its slots and back, without staging."""
 
 import asyncio
 from dataclasses import replace

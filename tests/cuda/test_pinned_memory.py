@@ -1,4 +1,4 @@
-"""PinnedMemory: all of it, or none of it and a warning that says what that costs."""
+"""PinnedMemory: all of it is pinned, or none and a warning tells the cost."""
 
 import logging
 import mmap

@@ -1,4 +1,4 @@
-"""The simulated GPU: what other tests rely on when they say that only copies touched the device."""
+"""Simulated GPU: host access fails, so other tests can rely on it that only copies touch memory."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Staging under caches on a GPU: files and tiers keep what a device holds, byte for byte."""
+"""Staging under caches on a GPU: files and tiers return its blocks byte for byte."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What the audit of an engine saw, see `tests.e2e.audited_spec`; read without importing vLLM."""
+"""Report of an engine's audit, see `tests.e2e.audited_spec`; read without importing vLLM."""
 
 import enum
 import json

@@ -1,4 +1,4 @@
-"""An independent witness of every page that is stored and loaded.
+"""Audited offloading spec: an independent check of every page that vLLM stores and loads.
 
 `AuditedSpec` is used in place of `KVXferOffloadingSpec`. It keeps a digest of each device page
 as it was when its store was submitted, and compares it with the page as it is when its load has

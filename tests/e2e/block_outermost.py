@@ -1,4 +1,4 @@
-"""A plug-in of vLLM's that lets its CPU attention lay blocks outermost.
+"""vLLM plug-in that makes its CPU attention lay blocks outermost.
 
 `VLLM_KV_CACHE_LAYOUT=BLHNC` is refused on CPU platforms, because the CPU backend declares one
 layout only. Its kernels take the strides of any layout with the same pages, though.

@@ -1,4 +1,4 @@
-"""Engines for the end-to-end tests; each starts in processes of its own and is ended."""
+"""Fixtures of end-to-end tests: engines, each in processes of its own."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

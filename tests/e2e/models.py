@@ -1,4 +1,4 @@
-"""The models of the end-to-end runs: a small real one and tiny random ones of every cache shape.
+"""Models of the end-to-end runs: a small real one, and tiny random ones of every cache shape.
 
 `python -m tests.e2e.models [OUT_DIR] [NAME ...]` writes them below `OUT_DIR` (`build/models`) and
 skips what is up to date.

@@ -1,4 +1,4 @@
-"""What goes wrong in the life of an engine costs time, and never a token or the engine."""
+"""Failures in the life of an engine: they cost time, and never a token or the engine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layouts that an engine can be forced to: what a block is made of in each."""
+"""Layouts that an engine can be forced to, and the pieces of a block in each."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every shape of cache, with one process and several: what was offloaded comes back."""
+"""Every shape of cache, with one process and several: offloaded blocks are loaded again."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A real model with real text generates from a paged cache whose blocks come and go."""
+"""Generation from a paged cache whose blocks come and go, with a real model and real text."""
 
 from pathlib import Path
 

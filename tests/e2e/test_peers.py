@@ -1,4 +1,4 @@
-"""What one engine computed is found by another one, by way of peers."""
+"""Peers: blocks that one engine computed are hits for another one."""
 
 import functools
 import socket

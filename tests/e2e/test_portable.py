@@ -1,4 +1,4 @@
-"""Prompts stored by an engine of one shape are hits for an engine of another, from one folder."""
+"""Portable pages: prompts stored by an engine of one shape are hits for an engine of another."""
 
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Keys and values of a real model go from transformers to vLLM and back, and nobody can tell."""
+"""Keys and values of a real model go from transformers to vLLM and back, bit by bit the same."""
 
 import asyncio
 import os

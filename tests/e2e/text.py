@@ -1,4 +1,4 @@
-"""Real text for prompts: what this repository says about itself, in tokens of SmolLM2."""
+"""Real text for prompts: documents of this repository, in tokens of SmolLM2."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The kernel of vLLM's CPU attention puts keys and values where its packing says, bit by bit."""
+"""CPU packing: vLLM's attention kernel puts keys and values where the packing says, bit by bit."""
 
 from dataclasses import replace
 from types import SimpleNamespace

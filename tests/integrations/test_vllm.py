@@ -1,4 +1,4 @@
-"""The vLLM adapter, driven through vLLM's own types as its connector drives it."""
+"""vLLM adapter, driven through vLLM's own types as its connector drives it."""
 
 import subprocess
 import sys

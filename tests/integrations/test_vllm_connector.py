@@ -1,4 +1,4 @@
-"""Every hook of every release shows the same bytes: those that vLLM's own connector moves."""
+"""Connector hooks: in every release, the caches hold the bytes that vLLM's own connector moves."""
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Files are shared only by engines whose caches hold the same values at equal tokens."""
+"""Namespaces of vLLM engines: files are shared only where equal tokens have equal values."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Peers below vLLM: the lower tier listens from the start, and finds what they have."""
+"""Peers below vLLM: the lower tier listens from the start, and finds their blocks."""
 
 import asyncio
 import functools

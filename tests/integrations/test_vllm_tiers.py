@@ -1,4 +1,4 @@
-"""Two tiers under vLLM's scheduler: what goes down comes back, and nothing below can do harm."""
+"""Two tiers under vLLM's scheduler: blocks come back, and a bad lower tier does no harm."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""KV-cache tensors as engines register them, and what the tests of the canonical form share."""
+"""Engine views: KV-cache tensors as engines register them, for tests of the canonical form."""
 
 from math import prod
 from typing import Any

@@ -1,4 +1,4 @@
-"""The page of the layout zoo: `python -m tests.kvcache.layout_page` writes it into docs/."""
+"""Documentation page of the layout zoo: `python -m tests.kvcache.layout_page` writes it."""
 
 from itertools import groupby, product
 from pathlib import Path

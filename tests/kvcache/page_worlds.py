@@ -1,4 +1,4 @@
-"""Worlds: what a model keeps of some tokens, and the portable pages that it is."""
+"""Worlds: keys, values and states that a model keeps of some tokens, and their portable pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A miniature serving engine: transformers models that keep their keys and values in blocks."""
+"""Miniature serving engine: transformers models that keep their keys and values in blocks."""
 
 import hashlib
 from collections import deque

@@ -1,4 +1,4 @@
-"""Canonical allocation: every byte of every layer is where a slow reference says."""
+"""Canonical allocation: every byte of every layer is where a slow reference puts it."""
 
 from dataclasses import replace
 from math import prod

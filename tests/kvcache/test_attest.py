@@ -1,4 +1,4 @@
-"""Attesting: sentinels written through the engine's views must be where the caches say."""
+"""Attestation: sentinels written through the engine's views are where the caches say."""
 
 from collections.abc import Callable
 from dataclasses import replace

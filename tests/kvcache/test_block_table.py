@@ -1,4 +1,4 @@
-"""Block tables: what is refused, and what padding, kernel blocks and the null block look like."""
+"""Block tables: refused arguments, padding, kernel blocks and the null block."""
 
 from collections.abc import Callable
 from typing import Any

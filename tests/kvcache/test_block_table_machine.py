@@ -1,4 +1,4 @@
-"""Block tables: all of their operations, in any order, against lists that are written out."""
+"""Block tables: all of their operations, in any order, against plain lists."""
 
 from typing import TypeAlias
 

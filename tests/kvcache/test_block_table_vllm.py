@@ -1,4 +1,4 @@
-"""vLLM's own block tables, given the same requests, have the same ids and slots."""
+"""Block tables against vLLM's own: the same requests get the same ids and slots."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What workers' caches are mapped to, and what cannot be mapped, and why."""
+"""Cache mappings: portable pages of workers' caches, and the reasons of caches without any."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Canonicalizing refuses what it cannot read, and what reads in two ways."""
+"""Canonicalizing: refuses tensors that fit no layout, or two."""
 
 from dataclasses import replace
 from typing import Any

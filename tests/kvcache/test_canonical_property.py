@@ -1,4 +1,4 @@
-"""Canonicalizing against a slow reference: every element is where it must be."""
+"""Canonicalizing against a slow reference: every element is where that puts it."""
 
 from itertools import product
 from math import prod

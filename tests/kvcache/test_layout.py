@@ -1,4 +1,4 @@
-"""Layouts: axis strings, and recognising the one that a tensor has."""
+"""Layouts: axis strings, and the recognition of a tensor's layout."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The page of the layout zoo is what its data says."""
+"""Documentation page of the layout zoo: it shows the zoo's present data."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The layout zoo on real strides: what is described is what an engine's view wrote."""
+"""Layout zoo on real strides: descriptors point at the bytes that an engine's view wrote."""
 
 import ctypes
 from dataclasses import replace

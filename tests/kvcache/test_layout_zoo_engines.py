@@ -1,4 +1,4 @@
-"""The layout zoo beside the engines themselves."""
+"""Layout zoo against the engines that it describes."""
 
 import ctypes
 from typing import Any

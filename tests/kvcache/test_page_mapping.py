@@ -1,4 +1,4 @@
-"""Page mappings: pages that one engine's workers write are those that another's read."""
+"""Page mappings: pages written by one engine's workers are read by another's."""
 
 from collections.abc import Iterator
 from dataclasses import replace

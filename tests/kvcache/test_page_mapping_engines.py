@@ -1,4 +1,4 @@
-"""Portable pages of caches that an engine itself made."""
+"""Portable pages of caches that a real engine allocated."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Descriptors of portable pages, and the blocks that are no pages."""
+"""Page templates: descriptors of portable pages, and of blocks without a page."""
 
 import ctypes
 from typing import Any

@@ -1,4 +1,4 @@
-"""Runs of fragments say what the fragments are, and what is broken in a mapping is found."""
+"""Verification of page mappings: runs equal their fragments, and broken mappings are found."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Real models generate from paged caches whose blocks leave for kvxfer and come back elsewhere."""
+"""Generation from paged caches whose blocks go through kvxfer and come back elsewhere."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""CacheStorages: memory that an engine takes back is noticed."""
+"""CacheStorages: detects memory that an engine has freed."""
 
 import pytest
 import torch

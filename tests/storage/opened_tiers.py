@@ -1,4 +1,4 @@
-"""Tiers to test with: the first in host memory, the lower ones watched and made to fail."""
+"""Tiers for tests: the first in host memory, the lower ones observed and made to fail."""
 
 import dataclasses
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""Workers of a model in different shapes, which share its portable pages."""
+"""Workers of one model in different shapes, which share its portable pages."""
 
 from dataclasses import dataclass
 

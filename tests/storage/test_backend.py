@@ -1,4 +1,4 @@
-"""The parts of the backend seam that every backend shares."""
+"""Backend interface: the parts that all backends share."""
 
 import numpy as np
 import pytest

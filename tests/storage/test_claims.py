@@ -1,4 +1,4 @@
-"""KeyClaims: who works on a key is alone in it."""
+"""KeyClaims: only one task at a time holds a key."""
 
 import asyncio
 

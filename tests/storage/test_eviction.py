@@ -1,4 +1,4 @@
-"""LRU and ARC against their definitions."""
+"""Eviction policies: LRU and ARC against their definitions."""
 
 import random
 import time

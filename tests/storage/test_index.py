@@ -1,4 +1,4 @@
-"""BlockIndex: every rule by hand."""
+"""BlockIndex: each of its rules, in a case of its own."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""BlockIndex: all of its rules, in any order, against a slow obvious model."""
+"""BlockIndex: all of its rules, in any order, against a slow, obvious model."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Lenders: blocks that are read and written where they are."""
+"""Lenders: blocks are read and written in place."""
 
 import asyncio
 import contextlib

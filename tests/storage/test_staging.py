@@ -1,4 +1,4 @@
-"""StagingMemory: so much and no more, and where O_DIRECT wants it."""
+"""StagingMemory: bounded, and aligned for O_DIRECT."""
 
 import asyncio
 import contextlib

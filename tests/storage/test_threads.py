@@ -1,4 +1,4 @@
-"""Threads: whatever happens to the caller, the function runs to its end."""
+"""Threads: a function runs to its end, also when its caller is cancelled."""
 
 import asyncio
 import subprocess

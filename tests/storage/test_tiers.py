@@ -1,4 +1,4 @@
-"""TieredBackend keeps every promise of `Backend`, over whatever tiers."""
+"""TieredBackend keeps every promise of `Backend`, over tiers of any kind."""
 
 from typing import ClassVar
 

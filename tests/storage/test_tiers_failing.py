@@ -1,4 +1,4 @@
-"""Tiers that fail, hang or lie, and the end of all of them."""
+"""Tiers that fail, hang or return wrong bytes, and the closing of all of them."""
 
 import asyncio
 import logging

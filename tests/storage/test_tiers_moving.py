@@ -1,4 +1,4 @@
-"""What moves from tier to tier, when, and through how much memory."""
+"""Moves between tiers: which blocks, when, and through how much memory."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The tiers that people use keep every promise of `Backend`."""
+"""Tiers of host memory and files keep every promise of `Backend`."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The suite and the state machine catch backends that are wrong, each by the test for it."""
+"""Conformance suite and state machine: each fault of a backend is caught by the test for it."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The reference model passes the suite that it is the reference of."""
+"""DictBackend: the reference model passes the conformance suite itself."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The fake agent holds transfers in flight, fails them and loses peers, as tests tell it."""
+"""Fake transfer agent: holds transfers in flight, fails them and loses peers, as tests order."""
 
 import asyncio
 from collections.abc import AsyncIterator

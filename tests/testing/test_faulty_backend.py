@@ -1,4 +1,4 @@
-"""FaultyBackend: what was asked for goes wrong, and nothing else."""
+"""FaultyBackend: injects the ordered faults, and no others."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What the strategies draw can be used where it is meant to be used."""
+"""Hypothesis strategies: every value that they draw is valid where it is meant to be used."""
 
 from itertools import pairwise
 

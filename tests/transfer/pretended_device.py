@@ -1,4 +1,4 @@
-"""Host memory that is said to be a device's: for what staging does, not for how bytes move."""
+"""Pretended device: host memory labelled as a device's, for tests of staging without a GPU."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""Admission: a bound on bytes, priorities, and no one forgotten."""
+"""Admission: a bound on bytes, priorities, and no starvation."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Batches: what is refused before anything moves, because blocks would be in each other's way."""
+"""Batches: those with conflicting blocks are refused before any byte moves."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""The transfer engine: one outcome per block, whatever the backend does."""
+"""Transfer engine: one outcome per block, whatever the backend does."""
 
 import asyncio
 import threading

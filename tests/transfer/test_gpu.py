@@ -1,4 +1,4 @@
-"""Caches on a GPU, moved by an engine that goes on computing."""
+"""Transfers of caches on a GPU, while the engine goes on computing."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Staging: what is where at every moment, and what becomes of it when something fails."""
+"""Staging: the place of every block at every moment, and after every failure."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,4 +1,4 @@
-"""Staging keeps every promise of `Backend`, whatever is behind it and however few the buffers."""
+"""Staging keeps every promise of `Backend`, over any backend and with few buffers."""
 
 from pathlib import Path
 from typing import ClassVar

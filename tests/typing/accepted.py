@@ -1,4 +1,4 @@
-"""What a type checker knows about the public interface; checked by mypy, never run."""
+"""Calls and types of the public interface that mypy must accept; never run."""
 
 from collections.abc import Sequence
 from typing import assert_type

@@ -1,4 +1,4 @@
-"""Calls that a type checker must refuse, each with the code of the error; never run."""
+"""Calls that mypy must reject, each with the code of the error; never run."""
 
 import torch
 

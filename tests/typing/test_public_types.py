@@ -1,4 +1,4 @@
-"""A type checker that sees kvxfer as users do knows its types and refuses wrong calls."""
+"""Public types: mypy, seeing kvxfer as users do, knows its types and rejects wrong calls."""
 
 import re
 import subprocess
