@@ -42,7 +42,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 class _LoopComplaints(logging.Handler):
-    """Collects what asyncio says about blocked loops, lost exceptions and destroyed tasks."""
+    """Log handler for asyncio's complaints: blocked loops, lost exceptions and destroyed tasks."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -32,7 +32,7 @@ class Pool:
     """Memory in two regions that touch.
 
     Attributes:
-        address: Of the first byte.
+        address: Address of the first byte.
         bytes: uint8, `(POOL_BYTES,)`.
     """
 
@@ -47,16 +47,16 @@ class Pool:
 
 
 class Peer(Protocol):
-    """The other side: an agent with the regions of a `Pool`, here or in another process."""
+    """Peer: an agent with the regions of a `Pool`, in this process or another one."""
 
     metadata: bytes
     address: int
 
     async def fill(self, seed: int) -> None:
-        """Fill its pool with the bytes of `random_bytes`."""
+        """Fill the peer's pool with the bytes of `random_bytes`."""
 
     async def content(self) -> bytes:
-        """The bytes of its pool."""
+        """Read the bytes of the peer's pool."""
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def shuffled(num_fragments: int, fragment_bytes: int, seed: int) -> Words:
 
 
 class AgentContract(ABC):
-    """Subclass it as `TestMyAgent`, and say what the two sides are."""
+    """Contract of a transfer agent; subclasses `TestMyAgent` open the two sides."""
 
     @abstractmethod
     def make_agent(self) -> TransferAgent:
@@ -87,7 +87,7 @@ class AgentContract(ABC):
 
     @abstractmethod
     def peers(self) -> AsyncIterator[Peer]:
-        """Yield a peer, and close it after."""
+        """Open a peer, and close it at the end."""
 
     @pytest.fixture
     async def peer(self) -> AsyncIterator[Peer]:

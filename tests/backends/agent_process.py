@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 class PeerProcess:
-    """A `Peer` in another process; its `pid` is of use to `os.kill` until `stop` or `kill`."""
+    """`Peer` in another process; its `pid` is valid for `os.kill` until `stop` or `kill`."""
 
     def __init__(self, nursery: "Nursery", environment: str) -> None:
         ours, theirs = socket.socketpair()
@@ -35,13 +35,13 @@ class PeerProcess:
         return await asyncio.to_thread(self._ask, "content 0\n")
 
     def stop(self) -> int:
-        """Let it end by itself, its agent left open; return its exit status."""
+        """Let the process end by itself, its agent left open; return its exit status."""
         self._answers.close()
         self._socket.close()
         return self._nursery.wait(self.pid)
 
     def kill(self) -> None:
-        """End it at once, also when it is stopped; may be called again."""
+        """Kill the process, also when it is stopped; may be called again."""
         if self._socket.fileno() != -1:
             os.kill(self.pid, signal.SIGKILL)
             self.stop()
@@ -52,7 +52,7 @@ class PeerProcess:
 
 
 class Nursery:
-    """Forks processes that have imported what they need."""
+    """Server that forks processes which have their imports already."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
@@ -70,7 +70,7 @@ class Nursery:
         return PeerProcess(self, environment)
 
     def fork(self, environment: str, connection: socket.socket) -> int:
-        """Let a process answer what is asked on a connection; return its id."""
+        """Fork a process that answers requests on a connection; return its id."""
         socket.send_fds(self._socket, [f"fork {environment}\n".encode()], [connection.fileno()])
         return int(self._answers.readline())
 
@@ -86,7 +86,7 @@ class Nursery:
 
 
 def answer(connection: socket.socket) -> None:
-    """Open an agent, and answer what is asked until there is nothing more."""
+    """Open an agent, and answer requests until the connection ends."""
     from kvxfer.backends.nixl.agent import NixlAgent
 
     peer = LocalPeer(NixlAgent())
@@ -101,7 +101,7 @@ def answer(connection: socket.socket) -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork and wait for processes until nobody asks any more."""
+    """Fork and await processes until the connection ends."""
     control.sendall(b"ready\n")
     while True:
         request, descriptors, _, _ = socket.recv_fds(control, 1024, 1)

@@ -71,14 +71,14 @@ def store_batch(backend: FileBackend, keys: Sequence[BlockKey], blocks: Descript
 
 
 def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
-    """The capacity in which exactly so many chunks of the largest group fit."""
+    """Compute the capacity in which exactly `num_blocks` chunks of the largest group fit."""
     groups = range(len(namespace.groups))
     file = max(GroupFormat(namespace, group).file_size_bytes for group in groups)
     return ByteSize(num_blocks * size_on_disk(file))
 
 
 def listed(namespace: Namespace, num_tensors: int = 160) -> Namespace:
-    """The namespace if the chunks of each group were so many tensors, or one for each byte.
+    """Make a namespace whose chunks are `num_tensors` tensors, or one for each byte.
 
     160 do not fit into one page of a header.
     """
@@ -96,13 +96,13 @@ def listed(namespace: Namespace, num_tensors: int = 160) -> Namespace:
 
 
 def path_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
-    """Where the file of a key is."""
+    """Path of a key's file."""
     name = file_name(key)
     return root / namespace.fingerprint / name[:2] / name
 
 
 def quarantine_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
-    """Where the file of a key is after it was found corrupt."""
+    """Path of a key's file in quarantine."""
     return root / namespace.fingerprint / "quarantine" / file_name(key)
 
 
@@ -120,7 +120,7 @@ def hashed_keys(num_keys: int, *, group: int = 0, first: int = 0) -> list[BlockK
 
 
 def bytes_on_disk(root: Path) -> int:
-    """Bytes of all block files below a root, unfinished and quarantined ones included."""
+    """Count the bytes of all block files below a root, unfinished and quarantined ones included."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
@@ -131,25 +131,25 @@ def bytes_on_disk(root: Path) -> int:
 
 
 def temporary_files(root: Path) -> list[Path]:
-    """Files that a writer has not given their names."""
+    """List temporary files, which have not got their names yet."""
     return sorted(root.rglob("*.safetensors.tmp"))
 
 
 def counted_bytes(backend: FileBackend) -> int:
-    """What the ledger says."""
+    """Read the bytes that the ledger counts."""
     with backend._ledger.locked():
         return backend._ledger.used
 
 
 async def until_scanned(backend: FileBackend) -> None:
-    """Wait until the backend has looked around."""
+    """Wait until the backend has scanned its store."""
     await asyncio.wrap_future(backend._scan)
 
 
 async def store(
     backend: Backend, keys: Sequence[BlockKey], blocks: Descriptors, *, version: int = 0
 ) -> list[Outcome]:
-    """Store made-up bytes, whatever becomes of them."""
+    """Store made-up bytes; ignore the outcomes."""
     sizes = blocks.block_sizes.tolist()
     payloads = [make_payload(k, size, version=version) for k, size in zip(keys, sizes, strict=True)]
     write_payloads(blocks, payloads)
@@ -159,7 +159,7 @@ async def store(
 async def load_verified(
     backend: Backend, keys: Sequence[BlockKey], blocks: Descriptors, *, version: int = 0
 ) -> list[Status]:
-    """Load, and check that whatever is done has its bytes."""
+    """Load blocks, and check the bytes of those that are `DONE`."""
     outcomes = await backend.load(keys, blocks)
     loaded = read_payloads(blocks)
     for key, outcome, payload in zip(keys, outcomes, loaded, strict=True):
@@ -208,7 +208,7 @@ def temporary_folder(file_system: str) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that an open store writes to, as an operator's `rm -r` repeated would."""
+    """Remove a folder that an open store writes to, as a repeated `rm -r` would."""
     for _ in range(100):
         with contextlib.suppress(OSError):  # what was written meanwhile is in the way
             shutil.rmtree(folder)

@@ -17,23 +17,23 @@ import_nixl(otherwise="test with sockets only")  # processes are forked from one
 
 
 class Holders:
-    """The holders of this process, by number."""
+    """Holders of this process, by number."""
 
     def __init__(self) -> None:
         self.backends: dict[int, NixlBackend] = {}
         self.num_opened = 0
 
     async def obey(self, order: dict[str, Any]) -> object:
-        """Do what is asked for, and say what came of it."""
+        """Execute an order, and return its result."""
         do = getattr(self, f"do_{order.pop('do')}")
         return await do(**order)
 
     async def do_greet(self) -> object:
-        """Say that this process is there."""
+        """Answer, to show that this process runs."""
         return "hello"
 
     async def do_open(self, namespace: Any, config: dict[str, Any]) -> object:
-        """Open a holder; return its number and where it listens."""
+        """Open a holder; return its number and its endpoint."""
         backend = NixlBackend(
             msgspec.convert(config, NixlConfig, dec_hook=lambda kind, value: kind(value)),
             msgspec.convert(namespace, Namespace),
@@ -57,11 +57,11 @@ class Holders:
         return None
 
     async def do_delete(self, holder: int, keys: list[str]) -> object:
-        """Delete blocks as eviction would."""
+        """Delete blocks, as eviction would."""
         return await self._own(holder).delete([BlockKey(bytes.fromhex(key)) for key in keys])
 
     async def do_look(self, holder: int) -> object:
-        """Say what the holder keeps, pins and serves."""
+        """Count the blocks, pins and peers of a holder."""
         own, serving = self._own(holder), self.backends[holder].holder
         assert serving is not None
         return {
@@ -79,7 +79,7 @@ class Holders:
 
 
 def serve(orders: Connection) -> None:
-    """Obey until the other end is closed."""
+    """Execute orders until the other end of the pipe is closed."""
     logging.basicConfig(level=logging.WARNING)
     asyncio.run(_obey_all(orders))
 

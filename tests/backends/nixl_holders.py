@@ -22,7 +22,7 @@ _CONTEXT.set_forkserver_preload(["tests.backends.nixl_holder_process"])
 
 
 class HolderProcess:
-    """A process with any number of holders."""
+    """Process with any number of holders."""
 
     def __init__(self) -> None:
         self._orders, theirs = _CONTEXT.Pipe()
@@ -50,7 +50,7 @@ class HolderProcess:
         os.kill(self.process.pid, number)
 
     def end(self) -> None:
-        """End the process at once, also when it is stopped or has ended."""
+        """Kill the process, also when it is stopped or has ended."""
         self._orders.close()
         self.process.kill()
         self.process.join(20)
@@ -67,7 +67,7 @@ class HolderProcess:
 
 @dataclass(frozen=True, slots=True)
 class OpenHolder:
-    """One holder of such a process."""
+    """One holder of a `HolderProcess`."""
 
     process: HolderProcess
     number: int

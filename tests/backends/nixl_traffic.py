@@ -28,10 +28,9 @@ def traffic_memory() -> BlockMemory:
 
 
 class Traffic:
-    """Loads and stores blocks without end, and checks every byte of every outcome.
+    """Traffic that loads and stores blocks without end, and checks every byte of every outcome.
 
-    Memory that an outcome calls safe is filled with canaries at once: whatever writes to it
-    later is found out.
+    Memory that an outcome calls safe is filled with canaries at once, which reveal later writes.
     """
 
     def __init__(self, backend: NixlBackend, memory: BlockMemory, rng: random.Random) -> None:
@@ -53,7 +52,7 @@ class Traffic:
             return self._settle(ids, outcomes)
 
     async def load(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        """Load keys, every other time as engines do, and compare what is said to have arrived."""
+        """Load keys, every other time as engines do, and compare the blocks that are `DONE`."""
         if self._rng.random() < 0.5:
             await self.backend.lookup(list(keys))
         async with self._memory(len(keys)) as (ids, blocks):
@@ -78,7 +77,7 @@ class Traffic:
                 tasks.create_task(work())
 
     async def check(self) -> None:
-        """Wait until all memory is quiet, and see that nothing was written late."""
+        """Wait until no transfer touches memory, and check that there was no late write."""
         await self.backend.drain()
         assert self.backend.num_quarantined_bytes == 0
         safe = sorted(self._free - self._unsafe)
@@ -94,7 +93,7 @@ class Traffic:
         yield ids, self._describe(ids)
 
     def _settle(self, ids: list[int], outcomes: list[Outcome]) -> list[Outcome]:
-        """Put canaries where it is safe; the rest is never touched again."""
+        """Fill safe memory with canaries; never use the rest again."""
         safe = [index for index, outcome in zip(ids, outcomes, strict=True) if outcome.memory_safe]
         if safe:
             self._write_canaries(safe)
@@ -112,7 +111,7 @@ class Traffic:
 async def disturb(
     traffic: Traffic, fault: Callable[[], Awaitable[None]], *, after_s: float, settle_s: float
 ) -> None:
-    """Let traffic flow, let something happen to it, and let it flow on for a while."""
+    """Run traffic, inject a fault, and run on for a while."""
     stop = asyncio.Event()
     flow = asyncio.create_task(traffic.go_on(stop))
     await asyncio.sleep(after_s)
@@ -123,7 +122,7 @@ async def disturb(
 
 
 class Relay:
-    """Stands between a peer and a holder, and changes or cuts what passes."""
+    """Proxy between a peer and a holder, which changes or cuts passing bytes."""
 
     def __init__(self, endpoint: str) -> None:
         self._host, _, self._port = endpoint.rpartition(":")
@@ -134,7 +133,7 @@ class Relay:
 
     @property
     def endpoint(self) -> str:
-        """Where to connect to instead."""
+        """Endpoint of the proxy."""
         assert self._server is not None
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 

@@ -34,12 +34,12 @@ NUM_OPEN_FRAMES = 2  # of each direction: Hello and Proof; the others are sealed
 
 Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Edit: TypeAlias = Callable[[str, int, bytes], bytes]
-"""Gets a direction (`asked` or `served`), the number of a frame in it and the frame; gives what is
-passed on instead."""
+"""Function of a direction (`asked` or `served`), the number of a frame in it and the frame; returns
+the bytes that are passed on instead."""
 
 
 class Cut(bytes):
-    """What is passed on before both directions end."""
+    """Bytes that are passed on before both directions end."""
 
 
 def hello(name: bytes, namespace: Namespace | None = NAMESPACE) -> Hello:
@@ -47,7 +47,7 @@ def hello(name: bytes, namespace: Namespace | None = NAMESPACE) -> Hello:
 
 
 class Offer:
-    """What an end would let the other reach, and whether it was asked to."""
+    """Offer of an end's memory in a handshake, with the greetings that asked for it."""
 
     def __init__(self, metadata: bytes) -> None:
         self.reach = Reach(metadata=metadata)
@@ -60,7 +60,7 @@ class Offer:
 
 @contextlib.asynccontextmanager
 async def listening(*, tls: ssl.SSLContext | None = None) -> AsyncIterator["Listener"]:
-    """A server that keeps the connections it accepts, and closes them at the end."""
+    """Server that keeps the connections it accepts, and closes them at the end."""
     listener = Listener()
     server = await asyncio.start_server(listener.accept, HOST, 0, ssl=tls)
     listener.port = server.sockets[0].getsockname()[1]
@@ -99,9 +99,9 @@ async def connected(
     edit: Edit | None = None,
     frame_timeout_s: float = 0.5,
 ) -> AsyncIterator[Ends]:
-    """Both ends of a connection; `edit` sees every frame that passes between them.
+    """Open both ends of a connection; `edit` may change every frame between them.
 
-    Whatever happens, no task is left when they are closed.
+    No task is left when they are closed.
     """
     tasks_before = asyncio.all_tasks()
     async with listening(tls=tls[1]) as listener, contextlib.AsyncExitStack() as stack:
@@ -120,7 +120,7 @@ async def connected(
 
 @contextlib.asynccontextmanager
 async def relay(port: int, edit: Edit) -> AsyncIterator[int]:
-    """Sit in front of a server and edit what passes."""
+    """Run a proxy in front of a server that edits passing frames."""
 
     async def pass_on(
         direction: str, reader: asyncio.StreamReader, to: asyncio.StreamWriter
@@ -151,7 +151,7 @@ async def relay(port: int, edit: Edit) -> AsyncIterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What one end has at the end: all that it was told, or why not."""
+    """Result of one end: all messages that it received, or its error."""
 
     greeting: Greeting | None = None
     answer: Lookup | Found | None = None
@@ -166,7 +166,7 @@ async def converse(
     offers: tuple[Offer, Offer] | None = None,
     timeout_s: float = 0.5,
 ) -> tuple[Ending, Ending]:
-    """Shake hands and exchange a question and its answer; give what became of either end."""
+    """Shake hands and exchange a request and its answer; return the result of either end."""
     offered = offers or (Offer(b"client's"), Offer(b"server's"))
 
     async def ask() -> Ending:
@@ -199,7 +199,7 @@ async def converse(
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Signs certificates for this machine, with files as `NixlConfig` wants them."""
+    """Certificate authority for this machine, with files as `NixlConfig` wants them."""
 
     folder: Path
 
@@ -211,7 +211,7 @@ class Authority:
         self._sign_peer(key)
 
     def config(self, *, ca: "Authority | None" = None) -> NixlConfig:
-        """A peer with a certificate of this authority, which trusts those of `ca`."""
+        """Configure a peer with a certificate of this authority, which trusts those of `ca`."""
         return NixlConfig(
             address=f"{HOST}:1",
             tls_cert=str(self.folder / "cert.pem"),

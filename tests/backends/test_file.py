@@ -61,7 +61,7 @@ class TestFileBackend(FileBackendTests):
 
 
 class TestFileBackendKeyed(FileBackendTests):
-    """With everything that is not the default: a secret, durable, ARC, no O_DIRECT, one thread."""
+    """Suite with options other than the defaults: secret, durable, ARC, no O_DIRECT, one thread."""
 
     fields: ClassVar[dict[str, Any]] = {
         "direct": "off",
@@ -80,7 +80,7 @@ class TestFileBackendKeyed(FileBackendTests):
 
 
 class TestFileBackendOfTensors(FileBackendTests):
-    """With files that list tensors, in headers of several pages."""
+    """Suite with files that list tensors, in headers of several pages."""
 
     stores_parts = False
 
@@ -91,7 +91,7 @@ class TestFileBackendOfTensors(FileBackendTests):
         return await super().make_bounded_backend(listed(namespace))
 
     async def test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one(self) -> None:
-        """It is not stored at all, and what follows it is."""
+        """The chunk without its head is not stored, and the one after it is."""
         memory, keys = BlockMemory([[64]], num_blocks=24, blocks_per_chunk=4), hashed_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
             source = memory.describe(0, range(7), first_block_index=1)

@@ -372,7 +372,7 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
 
 
 class Stubborn(BlockFolder):
-    """Nothing can be removed from it."""
+    """Folder from which nothing can be removed."""
 
     def remove(self, key: BlockKey) -> bool:
         raise PermissionError(13, "Permission denied")

@@ -8,7 +8,7 @@ from kvxfer.backends.file.breaker import MAX_ERRORS, PAUSE_S, CircuitBreaker
 
 
 class Clock:
-    """Time that a test moves."""
+    """Clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 0.0

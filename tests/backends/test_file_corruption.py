@@ -58,7 +58,7 @@ class Store:
         return status
 
     async def require_quarantine(self, num_corrupt: int) -> None:
-        """Check that the file is found no more, and was counted and put away."""
+        """Check that lookups miss the file, and that it was counted and quarantined."""
         assert await self.backend.lookup([self.key]) == [False]
         assert await self.load() is Status.MISSING
         assert self.backend.num_corrupt == num_corrupt

@@ -53,7 +53,7 @@ for line in sys.stdin:
 
 
 class Writers:
-    """Starts processes that store blocks, and kills them."""
+    """Processes that store blocks, started and killed."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdin
@@ -97,7 +97,7 @@ def writers() -> Iterator[Writers]:
 
 
 async def check(backend: FileBackend, keys: list[BlockKey]) -> int:
-    """Check that what is found is whole; return how many blocks that are."""
+    """Check that all found blocks are whole; return their number."""
     found = [k for k, there in zip(keys, await backend.lookup(keys), strict=True) if there]
     memory = crash_memory()
     for start in range(0, len(found), 16):

@@ -117,7 +117,7 @@ def freeze(folder: Path) -> None:
 
 
 def break_file_system(folder: Path) -> None:
-    """Let the kernel find an error, upon which it writes no more."""
+    """Let the kernel detect an error, after which it remounts the file system read-only."""
     device = Path("/dev/block") / f"{os.major(dev := folder.stat().st_dev)}:{os.minor(dev)}"
     name = device.resolve().name if device.exists() else f"loop{os.minor(dev)}"
     trigger = Path("/sys/fs/ext4") / name / "trigger_fs_error"
@@ -127,7 +127,7 @@ def break_file_system(folder: Path) -> None:
 
 
 class Clock:
-    """Time that a test moves."""
+    """Clock that a test moves."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -236,7 +236,7 @@ def run_python(code: str, *arguments: object) -> str:
 
 
 class Truncating(PosixFileIO):
-    """Cuts files off before they are read, as another program might."""
+    """I/O engine that cuts files off before they are read, as another program might."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -248,7 +248,7 @@ class Truncating(PosixFileIO):
 
 
 class Failing(PosixFileIO):
-    """What a disk with bad sectors does; there is no way to make a real one here."""
+    """I/O engine that fails like a disk with bad sectors; a real one cannot be made here."""
 
     def __init__(self) -> None:
         self.failing = True

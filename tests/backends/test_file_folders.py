@@ -47,7 +47,7 @@ async def two_backends(
 
 
 def removed_folder(root: Path, memory: BlockMemory, key: BlockKey, removed: str) -> Path:
-    """The folder of a key, of its namespace, or of all."""
+    """Folder of a key, of its namespace, or of the store."""
     path = path_of(root, memory.namespace(), key)
     return {"folder": path.parent, "namespace": path.parents[1], "root": root}[removed]
 

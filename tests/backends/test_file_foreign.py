@@ -28,7 +28,7 @@ NAMESPACE = MEMORY.namespace()
 
 
 async def fill(root: Path) -> Path:
-    """Store a block; returns the folder that its file is in."""
+    """Store a block; return the folder of its file."""
     async with open_store(root, NAMESPACE) as backend:
         await until_scanned(backend)
         (outcome,) = await store(backend, hashed_keys(1), MEMORY.describe(0, [0]))

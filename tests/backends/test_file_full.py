@@ -80,7 +80,7 @@ async def test_a_full_disk_has_room_for_a_collection_that_makes_room(tmp_path: P
 
 
 class Full(PosixFileIO):
-    """A disk with room for so many files, which it says only when they are written."""
+    """I/O engine with room for a number of files, whose lack shows only when they are written."""
 
     def __init__(self, root: Path, num_files: int, errno: int) -> None:
         self.num_failed = 0
@@ -177,7 +177,7 @@ async def test_a_call_that_wrote_some_blocks_is_no_failure_of_the_medium(tmp_pat
 
 
 class FirstOnly(PosixFileIO):
-    """What a disk with a few bad sectors does to every other file."""
+    """I/O engine that fails for every other file, like a disk with a few bad sectors."""
 
     def __init__(self) -> None:
         self._num_written = 0

@@ -76,7 +76,7 @@ OLD = (
     b'"checksum":"606576ef06cf52f8","seal":"79bbc4af20814079"},'
     b'"blocks":{"dtype":"U8","shape":[2,307],"data_offsets":[0,614]}}'
 ).ljust(PAGE_BYTES)
-"""What was written of the block below before a group could say what its chunks are."""
+"""Header of the block below, as it was written before groups could list tensors."""
 
 
 async def test_opaque_blocks_are_written_as_ever_and_old_ones_are_read(tmp_path: Path) -> None:

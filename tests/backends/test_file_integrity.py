@@ -34,7 +34,7 @@ KINDS = ["off", "fast", "keyed"]
 
 
 def secret_of(root: Path, name: str) -> Path:
-    """A file with a secret, beside the store."""
+    """Write a file with a secret, beside the store."""
     secret = root.with_name(name)
     secret.write_bytes(name.encode().ljust(32))
     return secret
@@ -69,7 +69,7 @@ def num_open() -> int:
 
 
 def forget_integrity(root: Path) -> None:
-    """Make it a store of an earlier version."""
+    """Turn a store into one of an earlier version."""
     for path in (root / NAMESPACE.fingerprint).glob("integrity.*"):
         path.unlink()
 

@@ -125,7 +125,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def open_file(folder: Path) -> Iterator[OpenFile]:
-    """Opens a new file with some content; all are closed in the end."""
+    """Function that opens a new file with some content; all are closed at the end."""
     fds: list[int] = []
 
     def open_new(content: bytes = b"", flags: int = os.O_RDWR) -> int:
@@ -140,7 +140,7 @@ def open_file(folder: Path) -> Iterator[OpenFile]:
 
 
 class Memory:
-    """Page-aligned memory, zero at first, and pieces of it."""
+    """Page-aligned memory, all zeros at first, and pieces of it."""
 
     def __init__(self, num_bytes: int) -> None:
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
@@ -150,7 +150,7 @@ class Memory:
         return self
 
     def vector(self, *pieces: tuple[int, int]) -> IOVector:
-        """Pieces by offset in this memory and length."""
+        """Make a vector of pieces from their offsets and lengths."""
         vector = np.array(pieces, np.uint64).reshape(-1, 2)
         vector[:, 0] += np.uint64(self.bytes.ctypes.data)
         return vector
@@ -160,7 +160,7 @@ class Memory:
 
 
 def scattered(num_pieces: int, seed: int = 0) -> tuple[list[tuple[int, int]], int]:
-    """Pieces of odd lengths in odd places, in no order, and the memory they need."""
+    """Draw pieces of odd lengths at odd places, in no order, and the memory that they need."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 700, num_pieces)
     starts = np.cumsum(lengths + rng.integers(0, 50, num_pieces)) - lengths
@@ -467,7 +467,7 @@ def open_or_skip(path: Path, flags: int) -> int:
 
 @pytest.fixture
 def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for a mebibyte."""
+    """Mount a file system with room for a mebibyte."""
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "kvxfer-test", str(tmp_path)],
         capture_output=True,

@@ -37,7 +37,7 @@ def write(data: bytes) -> Damage:
 
 
 def _overwrite(path: Path, data: bytes) -> None:
-    """Write in place: the file stays the one that processes have open."""
+    """Write in place: processes keep the same file open."""
     with path.open("r+b") as file:
         file.write(data)
 
@@ -51,7 +51,7 @@ def flip(bit: int) -> Damage:
 
 
 def damages(num_bytes: int) -> list[Damage]:
-    """Every bit of the leading bytes flipped, every length, noise of any length."""
+    """Damages: every bit of the leading bytes flipped, every length, noise of any length."""
     rng = random.Random(num_bytes)
     return [
         *(flip(bit) for bit in range(8 * num_bytes)),
@@ -75,7 +75,7 @@ OLD_FORMATS = [
 
 
 class Stored:
-    """Blocks that take a small part of the room, and what must always be true of them."""
+    """Store of blocks that take a small part of its capacity, with its invariants."""
 
     def __init__(self, root: Path) -> None:
         self.memory = one_page_memory()
@@ -88,7 +88,7 @@ class Stored:
         assert all(outcome.done for outcome in outcomes)
 
     async def require_all(self) -> None:
-        """Store another one, and find and load everything."""
+        """Store another block, and find and load all of them."""
         (outcome,) = await store(self.backend, [self.key], self.memory.describe(0, [40]))
         assert outcome.done, outcome
         assert await self.backend.lookup([self.key, *self.keys]) == [True] * (NUM_STORED + 1)

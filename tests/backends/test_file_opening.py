@@ -12,7 +12,7 @@ from tests.backends.file_store import one_page_memory, open_store
 
 
 def open_descriptors() -> list[str]:
-    """What this process has open, without what is gone by the time it is looked at."""
+    """List the descriptors of this process, without those that are closed meanwhile."""
     links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sorted(str(path.readlink()) for path in links)
 

@@ -42,14 +42,14 @@ def one_page_chunks() -> BlockMemory:
 
 
 class Unreadable(BlockFolder):
-    """What a bad sector does."""
+    """I/O engine that fails like a bad sector."""
 
     def open_block(self, key: BlockKey, flags: int = 0) -> int:
         raise OSError(5, os.strerror(5))
 
 
 class Swapping(PosixFileIO):
-    """Lets something happen to the files between a look at them and their reading."""
+    """I/O engine that calls a function between a look at files and their reading."""
 
     def __init__(self, swap: Callable[[], object]) -> None:
         self._swap = swap
@@ -62,7 +62,7 @@ class Swapping(PosixFileIO):
 
 
 class Vanishing(PosixFileIO):
-    """Lets something happen to the files after they were read."""
+    """I/O engine that calls a function after files were read."""
 
     def __init__(self, swap: Callable[[], object]) -> None:
         self._swap = swap

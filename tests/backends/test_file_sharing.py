@@ -71,7 +71,7 @@ async def until_ready(started: list["subprocess.Popen[str]"]) -> None:
 
 
 def bytes_at_one_moment(root: Path) -> int:
-    """Sum up the files while nobody can make room or take any; finished under one name or two."""
+    """Add up the files under the ledger's lock; those with two names count once."""
     with (root / "usage.ledger").open("rb") as ledger:
         fcntl.flock(ledger, fcntl.LOCK_EX)
         sizes: dict[int, int] = {}
@@ -87,7 +87,7 @@ def bytes_at_one_moment(root: Path) -> int:
 
 
 def watch_capacity(root: Path, capacity: int, duration_s: float) -> int:
-    """Look at a folder all the time; return how often it was full."""
+    """Watch a folder all the time; return how often it was full."""
     num_full, pause = 0, threading.Event()
     end = time.monotonic() + duration_s
     while time.monotonic() < end:
@@ -164,7 +164,7 @@ async def test_a_block_stored_since_it_was_looked_for_is_not_written_again(tmp_p
 
 
 def taken_from(ledger: Ledger, files: str) -> str:
-    """Claim files for a moment; return those that others have claimed."""
+    """Claim files for a moment; return those that other processes have claimed."""
     with ledger.claimed([file.encode() for file in files]) as taken:
         return b"".join(sorted(taken)).decode()
 

@@ -16,7 +16,7 @@ from kvxfer.units import ByteSize
 
 
 def capacity_for(namespace: Namespace, num_blocks: int) -> ByteSize:
-    """The capacity in which exactly so many chunks of the largest group fit."""
+    """Compute the capacity in which exactly `num_blocks` chunks of the largest group fit."""
     chunk = max(namespace.chunk_size_bytes(group) for group in range(len(namespace.groups)))
     size = 4096
     while True:

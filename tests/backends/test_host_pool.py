@@ -19,7 +19,7 @@ SHAPE = PoolShape(num_slots=4, num_parts=2, part_size_bytes=4096)
 
 
 class BrokenCopyEngine(CopyEngine):
-    """Dies in the middle of every copy."""
+    """Copy engine that fails in the middle of every copy."""
 
     def __init__(self) -> None:
         self.inner = CPUCopyEngine(num_threads=1)

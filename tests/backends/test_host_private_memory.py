@@ -17,7 +17,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def mapping_of(memory: PrivateMemory) -> dict[str, str]:
-    """What the kernel says of the mapping. Source: proc_pid_smaps(5)."""
+    """Read the kernel's data of the mapping. Source: proc_pid_smaps(5)."""
     address, fields = memory.region.address, dict[str, str]()
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

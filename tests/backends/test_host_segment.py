@@ -41,7 +41,7 @@ def path_of(name: str) -> Path:
 
 @contextlib.contextmanager
 def child_with(name: str) -> Iterator["subprocess.Popen[str]"]:
-    """Another process that has the segment mapped, until it is told to end."""
+    """Another process that maps the segment until it is told to end."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD, name, str(SIZE)],
         stdin=subprocess.PIPE,

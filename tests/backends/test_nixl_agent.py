@@ -45,7 +45,7 @@ class TestFakeNixlAgent(AgentContract):
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
-    """Import NIXL before an event loop runs that must not be blocked for so long."""
+    """Import NIXL beforehand: it would block an event loop for too long."""
     import_nixl(otherwise="skip these tests")
 
 
@@ -65,7 +65,7 @@ def process(nursery: Nursery) -> Iterator[PeerProcess]:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pools of the tests be several pieces, and more than what is in flight at one time."""
+    """Make pieces so small that pools are several, and more than are in flight at one time."""
     monkeypatch.setattr(agent_thread, "PIECE_BYTES", 1 << 20)
     monkeypatch.setattr(agent_thread, "PIECE_FRAGMENTS", 1000)
 
@@ -126,7 +126,7 @@ async def move(agent):
 
 
 class TestProcess:
-    """What an agent does to the process that it lives in."""
+    """Tests of an agent's effects on its own process."""
 
     def test_nothing_is_imported_before_an_agent_is_opened(self) -> None:
         child = run_child("""

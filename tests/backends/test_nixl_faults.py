@@ -214,7 +214,7 @@ async def test_frames_that_are_changed_end_the_connection_and_nothing_else(
 
 
 async def until_done(traffic: Traffic) -> None:
-    """Until the peer serves again as if nothing had been."""
+    """Wait until the peer serves again."""
     while not all(outcome.done for outcome in await traffic.store(traffic.keys)):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     while not all(outcome.done for outcome in await traffic.load(traffic.keys)):  # noqa: ASYNC110
@@ -222,7 +222,7 @@ async def until_done(traffic: Traffic) -> None:
 
 
 async def until_idle(holder: OpenHolder) -> None:
-    """Until the holder pins nothing for anybody any more; every block can be evicted again."""
+    """Wait until the holder pins no block; every block can be evicted again."""
     async with asyncio.timeout(10):
         while (seen := await asyncio.to_thread(holder.look))["peers"] or seen["pins"]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -35,7 +35,7 @@ def some_keys(num: int) -> list[BlockKey]:
 
 
 def holders(keys: list[BlockKey], endpoints: list[Endpoint], replicas: int) -> list[list[Endpoint]]:
-    """The peers of each key, the first choice first."""
+    """List the peers of each key, the first choice first."""
     return [[endpoints[peer] for peer in column] for column in rank(keys, endpoints, replicas).T]
 
 
@@ -91,7 +91,7 @@ def test_what_a_dead_peer_held_is_spread_over_all_others() -> None:
 
 
 def weight(endpoint: Endpoint, key: BlockKey) -> int:
-    """The weight in the words of the protocol, one at a time."""
+    """Compute one weight as the protocol defines it."""
     value = xxhash.xxh3_64_intdigest(str(endpoint).encode()) ^ xxhash.xxh3_64_intdigest(key)
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     value = (value ^ value >> 27) * 0x94D049BB133111EB % 2**64

@@ -26,7 +26,7 @@ SIZE = 256
 
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockKey]]:
-    """The keys of every request to keep blocks in place."""
+    """Keys of every `Pin` request."""
     asked: list[list[BlockKey]] = []
 
     async def pin(self: ServedPeer, request: object) -> object:
@@ -169,7 +169,7 @@ async def test_a_block_that_was_looked_up_is_evicted_after_others() -> None:
 
 
 def found(rows: Sequence[tuple[bool, int]], **fields: object) -> Found:
-    """The answer to a lookup of blocks that are there or not, at some offset."""
+    """Make the answer to a lookup: blocks that are there or not, at some offset."""
     offsets = np.array([offset for there, offset in rows if there], np.uint64)
     extents = Extents(
         regions=np.zeros(len(offsets), np.uint32).tobytes(),

@@ -11,7 +11,7 @@ from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
 from tests.storage.portable_workers import KEYS, NAMESPACE, Worker, make_engine, make_values
 
 LAYOUTS = ("block kv token head dim", "kv block head token dim")
-"""Of the first, no two tokens of a head are neighbours: a page is in many small pieces."""
+"""Layouts; in the first, no two tokens of a head are neighbours: a page is many small pieces."""
 
 
 @pytest.fixture

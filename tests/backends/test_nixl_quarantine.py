@@ -29,7 +29,7 @@ STUCK = {"timeout_s": 0.2, "lease_s": 4.0, "heartbeat_s": 0.5}
 
 @dataclass
 class Pair:
-    """A holder and a peer of it in one process, and the agents that they opened."""
+    """Holder and its peer in one process, and the agents that they opened."""
 
     holder: NixlBackend
     client: NixlBackend
@@ -40,7 +40,7 @@ class Pair:
     open_client: Callable[[], NixlBackend]
 
     def stalled(self, way: str) -> FakeNixlAgent:
-        """The agent that moves what is loaded."""
+        """Agent that moves loaded blocks."""
         return (self.client_agents if way == "read" else self.holder_agents)[-1]
 
 
@@ -153,7 +153,7 @@ async def test_what_a_holder_may_still_write_to_is_never_freed(
 
 
 class LandingMeanwhile(DictBackend):
-    """Lets a late transfer land between its own bytes and what is done with them."""
+    """Backend that lets a late transfer land between a load and the use of its bytes."""
 
     agent: FakeNixlAgent
     client: NixlBackend

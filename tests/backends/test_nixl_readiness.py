@@ -12,7 +12,7 @@ ANY_PORT = Endpoint("127.0.0.1", 0)
 
 
 async def ask(endpoint: Endpoint, request: bytes) -> bytes:
-    """Send a request; the status line, empty without an answer."""
+    """Send a request; return the status line, empty without an answer."""
     reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
     writer.write(request)
     answer = b""

@@ -28,7 +28,7 @@ KEYS = make_keys(6)
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
-    """Import NIXL before an event loop runs that must not be blocked for so long."""
+    """Import NIXL beforehand: it would block an event loop for too long."""
     import_nixl(otherwise="skip these tests")
 
 
@@ -49,7 +49,7 @@ async def agents(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Transfer
 
 
 def runs_of(pool: Pool, peer: LocalPeer) -> list[Run]:
-    """Runs in no order of addresses, none touching the next."""
+    """Make runs in no order of addresses, none touching the next."""
     starts = [index * 2 * RUN_BYTES for index in (3, 0, 4, 1, 2)]
     return [
         Run(words(pool.address + start), words(peer.address + start), words(RUN_BYTES))

@@ -32,14 +32,14 @@ def open_host(namespace: Namespace) -> HostBackend:
 
 
 async def store_at(address: str) -> None:
-    """Be a peer that stores a block."""
+    """Act as a peer that stores a block."""
     async with NixlBackend(NixlConfig(address=address, transport="socket"), NAMESPACE) as backend:
         (outcome,) = await backend.store(KEYS, MEMORY.describe(0, [0]))
         assert outcome.done, outcome
 
 
 class SlowHost:
-    """Opens a host backend when it is let to."""
+    """Function that opens a host backend once its gate is open."""
 
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()

@@ -15,7 +15,7 @@ from kvxfer.backends.nixl.transport import choose_transport, identify_host
 
 @pytest.fixture(autouse=True)
 def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stand in for the network cards of this machine: none."""
+    """Pretend that this machine has no network cards."""
     monkeypatch.setattr(transport, "PORTS", tmp_path)
     return tmp_path
 

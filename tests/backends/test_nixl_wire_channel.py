@@ -45,7 +45,7 @@ def secure(ends: Ends) -> None:
 
 
 async def send_large(end: FrameChannel, num: int) -> None:
-    """Send so much that the kernel's buffers do not take it, from a hundred on."""
+    """Send more than the kernel's buffers hold, in messages numbered from 100."""
     for _ in range(num):
         await end.send(LARGE)
 

@@ -50,7 +50,7 @@ GREETING = msgspec.structs.replace(HELLOS[0], nonce=bytes(32))
 
 
 async def interfered(edit: Edit) -> tuple[Ending, Ending]:
-    """What becomes of a conversation when `edit` sits in between."""
+    """Run a conversation with `edit` in between; return its results."""
     start = time.monotonic()
     async with connected(edit=edit, frame_timeout_s=TIMEOUT_S) as ends:
         endings = await converse(ends, hellos=HELLOS, timeout_s=TIMEOUT_S)
@@ -59,7 +59,7 @@ async def interfered(edit: Edit) -> tuple[Ending, Ending]:
 
 
 def require_honest(endings: tuple[Ending, Ending]) -> None:
-    """Check that each end has a typed error or exactly what the other one said."""
+    """Check that each end has a typed error or exactly the messages of the other."""
     for ending, name, answer in zip(endings, (b"s", b"c"), (FOUND, LOOKUP), strict=True):
         if ending.error is not None:
             assert isinstance(ending.error, PeerError | NamespaceMismatchError)
@@ -166,7 +166,7 @@ async def test_a_frame_that_is_left_out_is_an_error() -> None:
 
 @pytest.mark.parametrize("number", [REACH, QUESTION], ids=["reach", "question"])
 async def test_a_frame_that_is_sent_back_is_an_error(number: int) -> None:
-    """What the client said comes back as if it were the server's answer."""
+    """Send the client's own messages back as if they were the server's."""
     said: dict[int, bytes] = {}
 
     def reflect(direction: str, index: int, data: bytes) -> bytes:
@@ -260,7 +260,7 @@ def test_random_bytes_get_no_further(data: bytes, side: str) -> None:
 
 
 async def greet_stranger(side: str, data: bytes) -> PeerError:
-    """Shake hands with somebody who says this, and then nothing; give how it ends."""
+    """Shake hands with a peer that sends these bytes, and then nothing; return the error."""
     start = time.monotonic()
     async with connected(frame_timeout_s=10) as ends:
         greet, ours, stranger = greet_as_client, ends.client, ends.server

@@ -38,7 +38,7 @@ def session(role: Role, key: bytes = bytes(32)) -> Session:
 
 
 def codecs(*, serial: int | None = 0) -> tuple[FrameCodec, FrameCodec]:
-    """Both sides of a connection, with the keys of data connection `serial`, or none."""
+    """Make both sides of a connection, with the keys of data connection `serial`, or none."""
     asking, serving = FrameCodec("server"), FrameCodec("client")
     if serial is not None:
         asking.secure(session(Role.ASKING).frame_keys(serial))
@@ -47,7 +47,7 @@ def codecs(*, serial: int | None = 0) -> tuple[FrameCodec, FrameCodec]:
 
 
 def read(codec: FrameCodec, frame: bytes | bytearray) -> Request:
-    """Read a frame as whoever receives it must."""
+    """Read a frame as a receiver must."""
     body = frame[HEADER_BYTES:]
     if codec.body_size(frame[:HEADER_BYTES]) != len(body):
         raise ProtocolError(codec.peer, "the test would wait for more bytes, or leave some")

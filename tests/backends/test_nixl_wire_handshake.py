@@ -37,7 +37,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def agreed(ends: tuple[Ending, Ending]) -> bool:
-    """Whether both ends have heard everything, as it was said."""
+    """Whether both ends have received all messages unaltered."""
     asked, served = ends
     if asked.greeting is None or served.greeting is None:
         return False
@@ -85,7 +85,7 @@ async def test_who_does_not_is_refused_and_offered_nothing(
 
 
 async def test_a_client_offers_nothing_to_a_server_that_cannot_prove_itself() -> None:
-    """A server that skips the client's proof and makes one up."""
+    """Server that skips the client's proof and makes up its own."""
     offer = Offer(b"client's")
     async with connected() as ends:
         greeting = greet_as_client(ends.client, hello(b"client"), secret=SECRET, reach=offer)

@@ -26,7 +26,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Signs certificates that nobody trusts."""
+    """Certificate authority that no peer trusts."""
     return Authority(tmp_path_factory.mktemp("tls") / "stranger")
 
 
@@ -91,7 +91,7 @@ async def test_an_older_tls_is_refused(authority: Authority) -> None:
 
 
 async def test_encryption_alone_is_not_authentication(authority: Authority) -> None:
-    """A server that asks for no certificate does not know whom it talks to."""
+    """A server that asks for no certificate cannot authenticate its clients."""
     blind = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     config = authority.config()
     blind.load_cert_chain(config.tls_cert, config.tls_key)

@@ -25,7 +25,7 @@ def crash_memory() -> BlockMemory:
 
 
 def shared_memory() -> BlockMemory:
-    """Caches for those who share a folder."""
+    """Caches for processes that share a folder."""
     return BlockMemory([[12 << 10]], num_blocks=16)
 
 
@@ -64,7 +64,7 @@ async def hammer(root: Path, capacity: int, num_keys: int, seed: int) -> None:
 
 
 class Counting(PosixFileIO):
-    """Counts the files that it writes."""
+    """I/O engine that counts the files that it writes."""
 
     def __init__(self) -> None:
         self.num_written = 0
@@ -75,7 +75,7 @@ class Counting(PosixFileIO):
 
 
 async def store_once(root: Path, num_keys: int) -> None:
-    """Store some keys when somebody says so, and say how many are there and were written."""
+    """Store some keys on request, and report how many are stored and how many were written."""
     memory, keys = crash_memory(), hashed_keys(num_keys)
     async with open_store(root, memory.namespace(), write_threads=1) as backend:
         counting = backend._files.file_io = Counting()

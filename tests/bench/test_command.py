@@ -19,7 +19,7 @@ FREE = Row(case="free", value=1234567.0, unit="us", baseline=1.0, ratio=0.01, sp
 
 
 class PretendedBench(ModuleType):
-    """A benchmark that has been run already."""
+    """Benchmark with given results."""
 
     def __init__(self, rows: list[Row]) -> None:
         super().__init__("kvxfer.bench.copy")

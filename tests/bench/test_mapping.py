@@ -22,7 +22,7 @@ def engine() -> Iterator[CPUCopyEngine]:
 
 
 def elements(engine: Engine, workers: list[Worker]) -> torch.Tensor:
-    """What the moved blocks of all workers hold, `(layer, kv, head, token, dim)`."""
+    """Read the moved blocks of all workers, `(layer, kv, head, token, dim)`."""
     return torch.cat([elements_of_worker(engine, worker) for worker in workers], dim=2)
 
 
@@ -37,7 +37,7 @@ def elements_of_worker(engine: Engine, worker: Worker) -> torch.Tensor:
 
 
 def others_of_worker(engine: Engine, worker: Worker) -> torch.Tensor:
-    """All blocks that are not moved."""
+    """Read all blocks that are not moved."""
     axis = engine.layout.split().index("block")
     layers = torch.stack(list(worker.tensors.values()))
     moved = set(worker.block_ids.tolist())

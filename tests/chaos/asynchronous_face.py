@@ -13,16 +13,16 @@ from tests.chaos.session import DEFAULT_TIMEOUT_S, HANG_S, Session
 
 NUM_TASKS = 3
 RECOVERY_S = 45.0
-"""Until blocks are taken again: after errors, files are not written to for half a minute."""
+"""Seconds until stores succeed again: after errors, the circuit breaker pauses writes for 30."""
 
 T = TypeVar("T")
 
 
 class AsynchronousFace:
-    """Draws operations and awaits them.
+    """Asynchronous face: draws operations and awaits them.
 
     Args:
-        session: The engine and all about it.
+        session: Session of the engine.
     """
 
     def __init__(self, session: Session) -> None:
@@ -45,7 +45,7 @@ class AsynchronousFace:
         await self._within("aclose", self._engine.aclose(), 0.0)
 
     async def _recover(self) -> None:
-        """See that an engine which lived through all this takes blocks; nothing disturbs it now."""
+        """Check that the engine still stores blocks, now without disturbances."""
         until, problem = time.monotonic() + RECOVERY_S, ""
         while time.monotonic() < until:
             if (batch := self._session.draw_batch("store")) is None:
@@ -112,7 +112,7 @@ class AsynchronousFace:
             report(Kind.EXCEPTION, f"a lookup of {len(keys)} keys gave {found}")
 
     async def _drain(self, parts: list[Part]) -> None:
-        """Take blocks back that may still be touched; nothing new begins meanwhile."""
+        """Reclaim blocks of unsafe outcomes, once drained; nothing new begins meanwhile."""
         self._num_draining += 1
         self._calm.clear()
         await self._within("drain", self._engine.drain(), DEFAULT_TIMEOUT_S)

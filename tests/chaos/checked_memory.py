@@ -29,10 +29,10 @@ LEGAL = {
 
 @dataclass(frozen=True)
 class Part:
-    """The blocks of one key in a batch.
+    """Blocks of one key in a batch.
 
     Attributes:
-        expected: What the key stands for, as far as the blocks hold it.
+        expected: Bytes of the key, as far as the blocks hold them.
     """
 
     key: BlockKey
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments of a store or load, and what belongs to each key."""
+    """Arguments of a store or load, with the blocks of each key."""
 
     direction: Direction
     block_ids: list[list[int]]
@@ -58,21 +58,20 @@ class Batch:
 
 
 class CheckedMemory:
-    """Caches full of canaries, and the books of who may touch which block.
+    """Caches full of canaries, with a record of the call that may touch each block.
 
-    A block that is lent to a call comes back with its outcome, and is looked at then. What is
-    not lent holds canaries: whoever writes there is found out when the block is lent next, or
-    at the end.
+    A block that is lent to a call comes back with its outcome, and is checked then. A block that is
+    not lent holds canaries: a write there is detected when the block is lent next, or at the end.
 
     Args:
-        shape: What the blocks look like.
-        rng: Chooses.
-        counts: Where operations and outcomes are counted.
+        shape: Shape of the blocks.
+        rng: Random numbers for the choices.
+        counts: Counts of operations and outcomes, updated here.
         parts: Whether parts of chunks are stored and loaded, too.
 
     Attributes:
         caches: The caches.
-        tiers: Where the blocks are kept, for reports.
+        tiers: Tiers that keep the blocks, for reports.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class CheckedMemory:
     def settle(
         self, batch: Batch, outcomes: Sequence[Outcome], *, cancelled: bool = False
     ) -> list[Part]:
-        """Check what a call made of a batch; return what may still be touched."""
+        """Check the outcomes and bytes of a batch; return the blocks that may still be touched."""
         if len(outcomes) != len(batch.parts):
             report(Kind.EXCEPTION, f"{len(outcomes)} outcomes for {len(batch.parts)} keys")
             return batch.parts
@@ -145,13 +144,13 @@ class CheckedMemory:
         return unsafe
 
     def give_back(self, parts: Sequence[Part]) -> None:
-        """Take blocks back that nobody touches any more."""
+        """Reclaim blocks that no call touches any more."""
         for part in parts:
             write_payloads(part.blocks, [bytes([CANARY]) * len(part.expected)])
             self._free[part.group] |= set(part.block_ids)
 
     def check(self) -> None:
-        """See that nothing was written where nobody was to write."""
+        """Check that the canaries of all blocks that are not lent are intact."""
         for group, free in enumerate(self._free):
             for block_id in sorted(free):
                 blocks = self._memory.describe(group, [block_id])
@@ -162,7 +161,7 @@ class CheckedMemory:
         self._require_gaps()
 
     def _draw_left_out(self) -> int:
-        """Draw how many blocks at one end of a chunk are not in a batch."""
+        """Draw the number of blocks at one end of a chunk that are left out of a batch."""
         if not self._has_parts or self._rng.random() < 0.7:
             return 0
         return self._rng.randrange(self._shape.blocks_per_chunk)
@@ -183,7 +182,7 @@ class CheckedMemory:
         return parts
 
     def _judge(self, direction: Direction, outcome: Outcome, *, cancelled: bool) -> None:
-        """Compare an outcome with what the interface says of outcomes."""
+        """Check an outcome against the rules of the interface."""
         legal = outcome.status in LEGAL[direction]
         legal &= cancelled or outcome.status is not Status.CANCELLED
         legal &= outcome.memory_safe or not outcome.done or direction is Direction.STORE
@@ -204,7 +203,7 @@ class CheckedMemory:
             report(Kind.WRONG, f"{state}: {where}: {self._tell(found, part.expected)}")
 
     def _require_gaps(self) -> None:
-        """See that nothing was written between blocks."""
+        """Check that the bytes between blocks are intact."""
         for tensor, storage in zip(self.caches.tensors, self._memory._storages, strict=True):
             padding = storage.numpy()[:, tensor.page_size_bytes - 4 :]
             if (padding != CANARY).any():
@@ -213,7 +212,7 @@ class CheckedMemory:
                 padding[:] = CANARY
 
     def _tell(self, found: bytes, expected: bytes = b"") -> str:
-        """Describe bytes that should not be where they are: whose they are, if anybody's."""
+        """Describe unexpected bytes: the key that they belong to, if there is one."""
         told = [f"{found.count(CANARY)} of {len(found)} bytes are canaries"]
         if len(found) == len(expected):
             differ = np.flatnonzero(np.frombuffer(found, "u1") != np.frombuffer(expected, "u1"))

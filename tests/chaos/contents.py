@@ -14,12 +14,12 @@ NUM_KEYS = 40
 
 @dataclass(frozen=True)
 class Shape:
-    """A pretended model: what its blocks look like.
+    """Shape of a pretended model's blocks.
 
     All shapes have the same keys, and different bytes under each.
 
     Attributes:
-        number: Which shape it is.
+        number: Number of the shape.
         page_sizes_bytes: For each KV-cache group the pages of a block.
         blocks_per_chunk: Blocks stored under one key.
         num_blocks: Blocks of each group in a worker's caches.
@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def namespace(self) -> Namespace:
-        """What `connect` is told; it fills in the groups."""
+        """Namespace for `connect`, which fills in the groups."""
         return Namespace(model=f"chaos/{self.number}")
 
     def open_memory(self) -> BlockMemory:

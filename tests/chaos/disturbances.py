@@ -38,18 +38,18 @@ WEIGHTS = {
     "gc": 2,
     "fsck": 2,
 }
-"""How often each disturbance happens, as against the others."""
+"""Relative frequency of each disturbance."""
 
 Undo = tuple[float, Callable[[], None]]
 
 
 @dataclass
 class Scene:
-    """What there is to disturb.
+    """Scene of a chaos run: the processes, disks and folders to disturb.
 
     Attributes:
-        workers: Engines.
-        holders: `kvxfer serve`.
+        workers: Engine processes.
+        holders: Processes of `kvxfer serve`.
         roots: Folders of `file://`.
         disk: A small file system that is filled at times; None where there is none.
         run_command: Runs a command of kvxfer at the side.
@@ -64,13 +64,13 @@ class Scene:
 
 @dataclass
 class Disturber:
-    """Disturbs at random.
+    """Random disturbances of a scene.
 
     Args:
-        scene: What there is.
-        rng: Chooses.
+        scene: The scene.
+        rng: Random numbers for the choices.
         without: Names of disturbances that are left out.
-        counts: How often each happened.
+        counts: Counts of each disturbance, updated here.
     """
 
     scene: Scene
@@ -79,7 +79,7 @@ class Disturber:
     counts: Counter[str] = field(default_factory=Counter)
 
     def disturb(self) -> Undo | None:
-        """Do something; return after how many seconds what is to be done about it, if anything."""
+        """Make one disturbance; return how to undo it, and when; None without undo."""
         names = [name for name in WEIGHTS if name not in self.without]
         if not names:
             return None
@@ -184,7 +184,7 @@ class Disturber:
         return self.rng.uniform(0.05, MAX_STOP_S), lambda: stopped.signal(signal.SIGCONT)
 
     def _flip(self, pattern: str) -> bool:
-        """Flip some bits of a file, or write something else over a few bytes, where it lies."""
+        """Flip some bits of a file, or overwrite a few bytes, in place."""
         if (path := self._choose(pattern)) is None:
             return False
         size = path.stat().st_size

@@ -22,7 +22,7 @@ COUNTS = "counts "
 
 
 class Kind(enum.StrEnum):
-    """What must not happen."""
+    """Fault: an event that must not happen."""
 
     WRONG = "wrong"
     HANG = "hang"
@@ -45,12 +45,12 @@ def begin_log() -> None:
 
 
 def report(kind: Kind, text: str, *, exc: BaseException | None = None) -> None:
-    """Say what happened that must not."""
+    """Report a fault."""
     logger.critical("%s: %s", kind, text.replace("\n", " | "), exc_info=exc)
 
 
 def report_hang(what: str, loops: Iterable[AbstractEventLoop | None]) -> NoReturn:
-    """Say that a call does not end and where everything stands, and end the process."""
+    """Report a call that does not end, with all stacks, and end the process."""
     report(Kind.HANG, what)
     for loop in loops:
         if loop is not None:
@@ -61,19 +61,19 @@ def report_hang(what: str, loops: Iterable[AbstractEventLoop | None]) -> NoRetur
 
 
 def report_counts(counts: Counter[str]) -> None:
-    """Add to what the conductor has counted, and begin anew."""
+    """Report the counts to the conductor, and reset them."""
     logger.info("%s%s", COUNTS, json.dumps(counts))
     counts.clear()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a record is not just the tale of a backend that is gone, as it may be here."""
+    """Whether a log record is unexpected: about another error than a backend that is gone."""
     exc = record.exc_info[1] if record.exc_info else None
     return not isinstance(exc, BackendUnavailableError)
 
 
 def _print_awaited(task: Task[Any]) -> None:
-    """Print a task and everything that it waits for, coroutine by coroutine."""
+    """Print a task and the chain of coroutines that it waits for."""
     sys.stderr.write(f"{task.get_name()}:\n")
     awaited: Any = task.get_coro()
     while awaited is not None:

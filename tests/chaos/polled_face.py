@@ -18,14 +18,14 @@ STEP_S = 0.02
 
 @dataclass
 class Running:
-    """A job or a call that has not ended."""
+    """Job or call that has not ended."""
 
     limit: float
     cancel: float | None
     is_cancelled: bool = False
 
     def is_due(self) -> bool:
-        """Whether it is to be cancelled now."""
+        """Whether to cancel it now."""
         due = self.cancel is not None and not self.is_cancelled and time.monotonic() >= self.cancel
         self.is_cancelled |= due
         return due
@@ -37,10 +37,10 @@ class Running:
 
 
 class PolledFace:
-    """Submits jobs and polls for their end.
+    """Polled face: submits jobs and polls for their end.
 
     Args:
-        session: The engine and all about it.
+        session: Session of the engine.
     """
 
     def __init__(self, session: Session) -> None:
@@ -70,7 +70,7 @@ class PolledFace:
             report(Kind.EXCEPTION, f"{len(self._jobs)} jobs have no end after close()")
 
     def _begin(self) -> None:
-        """Submit something, if not enough is on its way."""
+        """Submit a job, unless enough are in flight."""
         if len(self._jobs) + len(self._calls) >= MAX_JOBS:
             return
         operation = self._session.draw_operation()
@@ -106,7 +106,7 @@ class PolledFace:
         return Running(now + limit_s + HANG_S, None if cancel_s is None else now + cancel_s)
 
     def _poll(self) -> None:
-        """Wait a moment for what is on its way, and take what ended."""
+        """Wait a moment for jobs in flight, and take those that ended."""
         with self._session.watched():
             self._engine.wait(list(self._jobs)[:1], timeout_s=STEP_S)
             for job_id, (_, running) in self._jobs.items():

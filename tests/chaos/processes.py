@@ -26,10 +26,10 @@ _CONTEXT.set_forkserver_preload(["tests.chaos.worker", "tests.chaos.processes"])
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that must not happen, and did.
+    """Fault found in a log: an event that must not happen.
 
     Attributes:
-        where: Name of the process's log.
+        where: Name of the log.
     """
 
     kind: Kind
@@ -38,13 +38,13 @@ class Fault:
 
 
 class ChaosProcess:
-    """A process that is disturbed, and whose log is read as it grows.
+    """Process to disturb, whose log is read as it grows.
 
     Args:
         name: Name, also of its log.
         logs: Folder of the logs.
-        main: What it does; returns its exit status.
-        arguments: Of `main`.
+        main: Function that it runs; returns its exit status.
+        arguments: Arguments of `main`.
         expected: Exit statuses with which it may end by itself, none by default.
     """
 
@@ -74,7 +74,7 @@ class ChaosProcess:
         return not self._process.is_alive()
 
     def expect_end(self, *statuses: int) -> None:
-        """From now on it may end with these."""
+        """Allow these exit statuses from now on."""
         self._expected |= set(statuses)
 
     def signal(self, number: signal.Signals) -> None:
@@ -85,12 +85,12 @@ class ChaosProcess:
             self.killed |= number is signal.SIGKILL
 
     def kill(self) -> None:
-        """End it at once, also when it is stopped."""
+        """Kill it, also when it is stopped."""
         self.signal(signal.SIGKILL)
         self._process.join(20)
 
     def read_log(self, counts: Counter[str]) -> list[Fault]:
-        """Read what is new in the log: add to the counts, and return the faults."""
+        """Read new lines of the log: add to the counts, and return the faults."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._read)
@@ -110,7 +110,7 @@ class ChaosProcess:
         return faults
 
     def judge_end(self, counts: Counter[str]) -> list[Fault]:
-        """Read the rest of the log of an ended process, and say whether it had a reason to end."""
+        """Read the rest of an ended process's log; add a fault if its exit status is unexpected."""
         faults, status = self.read_log(counts), self._process.exitcode
         excused = self.killed or self._is_faulty or status in self._expected
         # A command that looks after files may say so, and that it can do nothing.
@@ -133,7 +133,7 @@ def _enter(log: Path, main: Callable[..., int], arguments: tuple[Any, ...]) -> N
 
 
 def _end_with(parent: Any) -> None:
-    """Do not outlive a conductor that was killed."""
+    """Make the kernel end this process when the conductor is killed."""
     parent.join()
     os._exit(1)
 

@@ -37,24 +37,25 @@ STEP_S = 0.05
 TOLD_EVERY_S = 10.0
 DISTURBED_EVERY_S = 0.4
 END_S = 180.0
-"""What the end of a run may take: processes end by themselves, and all blocks are read again."""
+"""Seconds that the end of a run may take: processes end by themselves, and all blocks are read
+again."""
 
 IN_WORKERS = (CANCEL, SHORT_TIMEOUT, PARTS, "reopen")
 HOLDERS = ((0, False), (0, True), (1, True), (2, False))
-"""For each holder the shape of its blocks, and whether it keeps them in files, too."""
+"""Shape of the blocks of each holder, and whether it keeps them in files, too."""
 
 SHOWN_FAULTS = 3
 
 
 class Conductor:
-    """One run from its beginning to its verdict.
+    """Chaos run, from its start to its verdict.
 
     Args:
-        seed: Of everything that is drawn.
+        seed: Seed of all random numbers.
         num_workers: Engine processes at one time.
-        direction: Who moves blocks between workers and peers.
+        direction: Side that moves blocks between workers and peers.
         without: Names of disturbances that are left out.
-        folder: Where files and logs are.
+        folder: Folder of files and logs.
         disk: A small file system to fill, if there is one.
     """
 
@@ -95,7 +96,7 @@ class Conductor:
         self.faults: list[Fault] = []
 
     def run(self, seconds: float) -> None:
-        """Disturb for some time, then let everything end and look at all blocks once more."""
+        """Disturb for some time, then let all processes end and read all blocks once more."""
         started = time.monotonic()
         told = next_at = started
         while (now := time.monotonic()) < started + seconds:
@@ -114,7 +115,7 @@ class Conductor:
         self._end()
 
     def print_table(self) -> None:
-        """Print what happened."""
+        """Print the counts and faults."""
         disturbances = self._disturber.counts + Counter(
             {name: number for name, number in self.counts.items() if name in IN_WORKERS}
         )
@@ -135,13 +136,13 @@ class Conductor:
         print(self._summary())
 
     def close(self) -> None:
-        """End every process that is still there."""
+        """Kill every process that still runs."""
         for process in [*self._scene.workers, *self._scene.holders, *self._side]:
             process.kill()
 
     @property
     def verdict(self) -> int:
-        """Exit status: 0 when nothing happened that must not, and blocks were loaded."""
+        """Compute the exit status: 0 without faults, if blocks were loaded."""
         return 1 if self.faults or not self.counts["checked DONE"] else 0
 
     def _summary(self) -> str:
@@ -156,7 +157,7 @@ class Conductor:
         )
 
     def _look_after(self) -> None:
-        """Read all logs, and start again what has ended."""
+        """Read all logs, and restart processes that have ended."""
         for process in [*self._scene.workers, *self._scene.holders, *self._side]:
             self.faults += process.read_log(self.counts)
         for index, process in enumerate(self._scene.workers):
@@ -242,7 +243,7 @@ class Conductor:
         return self._start(f"holder{number}", run_command, "serve", *options)
 
     def _start_command(self, *arguments: str) -> None:
-        """Start a command that looks after a store; what is bad there is not its fault."""
+        """Start a maintenance command on a store; it may find faults there."""
         command = self._start(arguments[0], run_command, *arguments, expected={0, 1})
         self._side.append(command)
 
@@ -254,7 +255,7 @@ class Conductor:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; 1 when something happened that must not."""
+    """Run; return 1 when there was a fault."""
     arguments = _parse(argv)
     seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
     without = frozenset(filter(None, arguments.without.split(",")))

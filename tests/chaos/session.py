@@ -17,8 +17,8 @@ from tests.chaos.contents import Shape
 from tests.chaos.faults import report_counts
 
 HANG_S = 30.0
-"""What a call may take beyond its deadline. Processes are stopped for a few seconds at most, and
-the machine may be busy."""
+"""Seconds that a call may take beyond its deadline. Processes are stopped for a few seconds at
+most, and the machine may be busy."""
 
 DEFAULT_TIMEOUT_S = 10.0
 COUNTS_EVERY_S = 1.0
@@ -27,7 +27,7 @@ CANCEL, SHORT_TIMEOUT = "cancel", "short-timeout"
 
 @dataclass
 class Session:
-    """An engine, the caches that it moves blocks of, and until when.
+    """Session: an engine, the caches of its blocks, and its deadline.
 
     Attributes:
         without: Disturbances that are left out.
@@ -45,7 +45,7 @@ class Session:
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is more to be done; tells the conductor that this process lives."""
+        """Whether the session goes on; tells the conductor that this process is alive."""
         now = time.monotonic()
         if now > self._reported + COUNTS_EVERY_S:
             self._reported = now
@@ -54,7 +54,7 @@ class Session:
         return now < self.until and not self.stopping.is_set()
 
     def draw_operation(self) -> str:
-        """Draw what to do next."""
+        """Draw the next operation."""
         names, weights = ("store", "load", "lookup", "delete"), (40, 45, 10, 2)
         return self.rng.choices(names, weights)[0]
 
@@ -75,7 +75,7 @@ class Session:
         return self.rng.choice((None, 5.0))
 
     def draw_cancellation(self) -> float | None:
-        """Draw after how many seconds a call is cancelled, None for never."""
+        """Draw the seconds after which a call is cancelled, None for never."""
         if CANCEL in self.without or self.rng.random() > 0.1:
             return None
         self.counts[CANCEL] += 1
@@ -83,7 +83,7 @@ class Session:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """End the process with all stacks when what is inside blocks the thread for too long."""
+        """End the process, with all stacks, when the context blocks the thread for too long."""
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         yield
         faulthandler.cancel_dump_traceback_later()

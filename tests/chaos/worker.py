@@ -43,13 +43,13 @@ RECOVERY_S = 20.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a worker is to do.
+    """Orders of a worker.
 
     Attributes:
-        seed: Of everything that it draws.
-        folders: Where it may keep files, as URLs without options that are its own to choose.
-        holders: For each shape the addresses of the peers that hold its blocks.
-        direction: Who moves blocks between it and the peers.
+        seed: Seed of its random numbers.
+        folders: Folders for its files, as URLs without the options that it draws itself.
+        holders: Addresses of the peers that hold the blocks of each shape.
+        direction: Side that moves blocks between it and the peers.
         without: Disturbances that it leaves out.
     """
 
@@ -89,7 +89,7 @@ def main(plan: Plan) -> int:
 def open_engine(
     plan: Plan, shape: Shape, memory: CheckedMemory, rng: random.Random
 ) -> TransferEngine | None:
-    """Open an engine over tiers at random; None when one of them is not to be had now."""
+    """Open an engine over random tiers; None when one of them is unavailable now."""
     urls = [draw_url(tier, plan, shape, rng) for tier in rng.choice(TIERS)]
     memory.tiers = " ".join(urls)
     try:
@@ -133,7 +133,7 @@ def draw_url(tier: str, plan: Plan, shape: Shape, rng: random.Random) -> str:
 
 
 def sweep(plan: Plan, shape: Shape) -> int:
-    """Load every key from every folder and peer there is, and see that each takes new blocks."""
+    """Load every key from every folder and peer, and check that each stores new blocks."""
     begin_log()
     rng, counts = random.Random(plan.seed), Counter[str]()
     for url in [
@@ -150,7 +150,7 @@ def sweep(plan: Plan, shape: Shape) -> int:
 
 
 async def _sweep_url(url: str, shape: Shape, memory: CheckedMemory) -> None:
-    """Nothing disturbs any more: within some time a store must be DONE."""
+    """Check that a store is `DONE` within some time, without disturbances."""
     until = time.monotonic() + RECOVERY_S
     problem = ""
     while time.monotonic() < until:

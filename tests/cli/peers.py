@@ -28,7 +28,7 @@ RETRY_S = 0.05
 
 
 class ServeProcess:
-    """A running `kvxfer serve`, as its log tells of it."""
+    """Running `kvxfer serve`, observed through its log."""
 
     def __init__(self, *options: str) -> None:
         self.said: list[str] = []
@@ -50,7 +50,7 @@ class ServeProcess:
         raise AssertionError(f"{pattern!r} is not in:\n{''.join(self.said)}")
 
     def readiness(self) -> int:
-        """Ask whether it is ready; the HTTP status."""
+        """Ask whether it is ready; return the HTTP status."""
         try:
             with urllib.request.urlopen(self.ready_url, timeout=LIMIT_S) as response:  # noqa: S310
                 status: int = response.status
@@ -60,20 +60,20 @@ class ServeProcess:
         return status
 
     def wait(self) -> int:
-        """Read the rest of the log and give the exit status."""
+        """Read the rest of the log; return the exit status."""
         assert self.process.stderr is not None
         self.said += self.process.stderr
         return self.process.wait(LIMIT_S)
 
     def end(self) -> int:
-        """Ask it to end, wait until it has, and give the exit status."""
+        """Ask it to end, and wait; return the exit status."""
         self.process.terminate()
         return self.wait()
 
 
 @contextlib.contextmanager
 def serving(*options: str) -> Iterator[ServeProcess]:
-    """A peer that is killed at the end if it is still there, and never crashed."""
+    """Run a peer, kill it at the end if it still runs, and check that it did not crash."""
     peer = ServeProcess(*options)
     try:
         yield peer
@@ -92,7 +92,7 @@ def namespace(model: str = "example/model") -> Namespace:
 
 @contextlib.asynccontextmanager
 async def connected(config: NixlConfig) -> AsyncIterator[NixlBackend]:
-    """A backend that has reached its peers, on however busy a machine."""
+    """Open a backend and wait until it has reached its peers."""
     async with NixlBackend(config, namespace()) as backend:
         async with asyncio.timeout(LIMIT_S):
             while not _is_connected(backend):
@@ -109,7 +109,7 @@ async def store(backend: NixlBackend) -> list[Outcome]:
 
 
 async def load(backend: NixlBackend) -> list[bytes | None]:
-    """Load all blocks; None for those that are not done."""
+    """Load all blocks; None for those that are not `DONE`."""
     blocks = BlockMemory(PAGES, num_blocks=NUM_BLOCKS).describe(0, range(NUM_BLOCKS))
     outcomes = await backend.load(KEYS, blocks)
     pairs = zip(outcomes, read_payloads(blocks), strict=True)

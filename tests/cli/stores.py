@@ -26,14 +26,14 @@ def flip(path: Path, offset: int) -> None:
 
 
 def break_seal(path: Path) -> None:
-    """Say something else in the header, in the right form."""
+    """Replace text in the header, keeping its form."""
     data = path.read_bytes()
     assert data.count(b'"start":"0"') == 1
     path.write_bytes(data.replace(b'"start":"0"', b'"start":"1"'))
 
 
 class Store:
-    """The root of a store, and what was stored."""
+    """Store for tests: its root, and the stored keys."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -89,7 +89,7 @@ class Store:
 
     @property
     def counted_bytes(self) -> int:
-        """What the ledger says."""
+        """Read the bytes that the ledger counts."""
         ledger = Ledger(self.root)
         try:
             with ledger.locked():

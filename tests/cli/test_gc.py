@@ -22,7 +22,7 @@ DAY_S = 86400
 
 
 def age(store: Store, namespace: Namespace) -> None:
-    """Let block i have been used i days ago."""
+    """Date the last use of block i back by i days."""
     for number, key in enumerate(store.keys):
         used = time.time() - number * DAY_S - 60
         os.utime(store.path(namespace, key), (used, used))

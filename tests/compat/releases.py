@@ -21,12 +21,12 @@ DIRECTORY = REPOSITORY / "build" / "compat"
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A published release.
+    """Published release of vLLM.
 
     Attributes:
         number: Its version.
-        has_spec: Whether its offloading interface is the one that the spec speaks; connectors'
-            hooks are understood in any case.
+        has_spec: Whether the spec supports its offloading interface; connectors' hooks are
+            supported in any case.
         has_engine: Whether it runs with the torch of the tests.
     """
 
@@ -36,7 +36,7 @@ class Release:
 
     @property
     def folder(self) -> Path:
-        """Where it is installed."""
+        """Folder that it is installed in."""
         return DIRECTORY / self.number
 
     @property
@@ -45,7 +45,7 @@ class Release:
         return os.environ | {"PYTHONPATH": str(self.folder), "PYTHONHASHSEED": "0"}
 
     def install(self) -> None:
-        """Install it unless it is there; the folder appears in one step."""
+        """Install it unless it is installed; the folder appears in one step."""
         if self.folder.exists():
             return
         DIRECTORY.mkdir(parents=True, exist_ok=True)
@@ -81,4 +81,4 @@ RELEASES = (
     Release("0.30.0"),
     Release("0.31.0"),
 )
-"""Older than the one that all other tests run with."""
+"""Releases older than the one of all other tests."""

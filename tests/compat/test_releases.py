@@ -11,7 +11,7 @@ from tests.compat.releases import RELEASES, REPOSITORY, Release
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(1800)]
 
 ENGINES = ["gemma3-one-1-1", "llama-several-2-2"]
-"""Six groups in one process; two workers in processes of their own, two blocks a chunk."""
+"""End-to-end cases: six groups in one process; two workers in processes, two blocks a chunk."""
 
 
 @pytest.fixture(params=RELEASES, ids=lambda release: release.number)

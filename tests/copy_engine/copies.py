@@ -17,7 +17,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One side of a copy: a buffer, and where in it each fragment begins."""
+    """One side of a copy: a buffer, and the offset of each fragment in it."""
 
     buffer: Bytes
     starts: list[int]
@@ -45,15 +45,15 @@ class Copy:
         )
 
     def fragments(self) -> FragmentPairs:
-        """What the engine makes of it."""
+        """Descriptors of both sides, for the engine."""
         return pair_fragments(*self.describe())
 
     def pieces(self) -> tuple[Pieces, Pieces]:
-        """The same, as the methods take it."""
+        """Arrays of both sides, for the engine's methods."""
         return cpu._sides(self.fragments())
 
     def expected(self) -> tuple[Bytes, Bytes]:
-        """Both buffers as a loop over the fragments leaves them."""
+        """Compute both buffers by a loop over the fragments."""
         source, destination = self.source.buffer.copy(), self.destination.buffer.copy()
         for start, end, length in zip(
             self.source.starts, self.destination.starts, self.lengths, strict=True
@@ -62,7 +62,7 @@ class Copy:
         return source, destination
 
     def check(self, run: Callable[[], None]) -> None:
-        """Run it, and compare every byte of both buffers with what should be there."""
+        """Run the copy, and compare every byte of both buffers with the expected ones."""
         source, destination = self.expected()
         run()
         assert np.array_equal(self.destination.buffer, destination)

@@ -66,7 +66,7 @@ SIZES = st.sampled_from([1, 3, 64, 100, 192, 4096, 8 * KIB, 12 * KIB, 32 * KIB, 
 
 @st.composite
 def copies(draw: st.DrawFn) -> Copy:
-    """Fragments of one size, sometimes with a few of another among them."""
+    """Draw fragments of one size, sometimes with a few of another among them."""
     size, other = draw(SIZES), draw(SIZES)
     most = max(1, min(MAX_FRAGMENTS, MAX_TOTAL_BYTES // size))
     count = draw(st.sampled_from([1, 2, 1 + most // 2, most]))
@@ -125,7 +125,7 @@ def test_the_two_sides_may_cut_a_block_differently(
 
 
 def places(scattered: ScatteredBlocks) -> list[int]:
-    """Where in its buffer every byte of a batch is, in payload order."""
+    """Compute the offset in its buffer of every byte of a batch, in payload order."""
     blocks, base = scattered.blocks, scattered.buffer.ctypes.data
     return [
         address - base + offset
@@ -228,7 +228,7 @@ def test_shares_are_about_equal_and_together_move_every_byte_once(
 
 
 def move_of_every_byte(fragments: FragmentPairs) -> NDArray[np.uint64]:
-    """Source and destination address of each byte, uint64 `(2, num_bytes)`."""
+    """Compute source and destination address of each byte, uint64 `(2, num_bytes)`."""
     counts = fragments.lengths.astype(np.int64)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     sides = (fragments.sources, fragments.destinations)
@@ -236,7 +236,7 @@ def move_of_every_byte(fragments: FragmentPairs) -> NDArray[np.uint64]:
 
 
 class RecordingEngine(CPUCopyEngine):
-    """Copies piece by piece, as the given function says."""
+    """Copy engine that copies piece by piece with a given function."""
 
     def __init__(self, method: Method) -> None:
         super().__init__(num_threads=NUM_THREADS)

@@ -29,7 +29,7 @@ def table(to_device: int, to_host: int) -> MethodTable:
 
 
 class Clock:
-    """Times as of a device whose methods take equally long at `crossovers`, some of them wrong.
+    """Make times of a device whose methods take equally long at `crossovers`, some of them wrong.
 
     All measurements copy the same amount: a kernel takes equally long for any size, and a batch
     equally long for each fragment, as the driver's does for small ones.

@@ -28,7 +28,7 @@ def pieces(side: Side, lengths: Sequence[int]) -> Pieces:
 
 @st.composite
 def nested(draw: st.DrawFn, counts: Sequence[int], length: int) -> NDArray[np.int64]:
-    """Where pieces begin that are evenly apart along each axis, forwards or backwards.
+    """Draw starts of pieces that are evenly apart along each axis, forwards or backwards.
 
     Each axis is any number of bytes wider than what is inside of it; which axis is inside of
     which does not follow from their order.
@@ -47,7 +47,7 @@ def nested(draw: st.DrawFn, counts: Sequence[int], length: int) -> NDArray[np.in
 
 @st.composite
 def copies(draw: st.DrawFn) -> Copy:
-    """Nests on both sides, sometimes with a piece that lies elsewhere or is shorter."""
+    """Draw nests on both sides, sometimes with a piece that lies elsewhere or is shorter."""
     counts, length = draw(st.lists(COUNTS, min_size=1, max_size=3)), draw(LENGTHS)
     starts = [draw(nested(counts, length)) for _ in range(2)]
     lengths = [length] * len(starts[0])

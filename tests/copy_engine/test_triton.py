@@ -30,7 +30,7 @@ NO_STREAM = 0
 def lay_out(
     lengths: Sequence[int], residues: Sequence[int], generator: np.random.Generator
 ) -> Side:
-    """Random bytes; each fragment, in any order, so far behind a multiple of 16, with gaps."""
+    """Lay fragments out in random bytes, in any order, at residues modulo 16, with gaps."""
     starts = [0] * len(lengths)
     position = 32
     for index in generator.permutation(len(lengths)).tolist():
@@ -72,7 +72,7 @@ def test_every_alignment_of_either_side_is_copied() -> None:
 
 @pytest.fixture
 def store_widths(monkeypatch: pytest.MonkeyPatch) -> set[int]:
-    """Bytes of the stores that threads made; each access is checked to be aligned.
+    """Collect the bytes of stores of single threads; check that each access is aligned.
 
     A GPU stops for good at one that is not, and a CPU does not mind.
     """

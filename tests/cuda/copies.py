@@ -122,7 +122,7 @@ def copy(
     way: Way,
     fragments: Columns,
 ) -> None:
-    """Copy fragments and compare all of the destination, what is between them included."""
+    """Copy fragments and compare the whole destination, bytes between them included."""
     from_, to, lengths = fragments
     sides = ("device", "host") if way is Way.TO_HOST else ("host", "device")
     host, on_device = memory.host.copy(), memory.on_device
@@ -142,7 +142,7 @@ class _Mark:
 
 @contextmanager
 def computing(memory: Memory, byte: int) -> Iterator["_Mark"]:
-    """Have the device write one byte everywhere, again and again; a mark behind all that."""
+    """Have the device fill memory with a byte, again and again, and then pass a mark."""
     driver = CudaDriver(0)
     compute, event = driver.open_stream(), driver.open_event()
     fresh = np.frombuffer(mmap.mmap(-1, NUM_BYTES), np.uint8)
@@ -161,7 +161,7 @@ def computing(memory: Memory, byte: int) -> Iterator["_Mark"]:
 
 
 class CopyContract:
-    """What copies do on any GPU, the simulated one included. Subclasses have a fixture `gpu`."""
+    """Tests of copies on any GPU, the simulated one included. Subclasses have a fixture `gpu`."""
 
     @pytest.fixture
     def memory(self, gpu: Gpu) -> Memory:
@@ -176,12 +176,12 @@ class CopyContract:
 
     @pytest.fixture
     def kernel(self) -> FragmentKernel:
-        """What copies small fragments."""
+        """Kernel that copies small fragments."""
         return FragmentKernel(torch.device("cuda", 0))
 
     @pytest.fixture
     def small(self, memory: Memory, kernel: FragmentKernel) -> Iterator[CudaCopyEngine]:
-        """An engine to which every fragment is small."""
+        """Copy engine that copies every fragment by the kernel."""
         engine = CudaCopyEngine(0, ALWAYS, kernel)
         engine.attach([memory.region])
         yield engine

@@ -20,8 +20,8 @@ class EngineCaches:
     """Caches of three layers, block-first, filled with random bytes.
 
     Attributes:
-        caches: What kvxfer sees of them.
-        tensors: What the engine registered.
+        caches: The canonical caches.
+        tensors: The tensors that the engine registered.
     """
 
     def __init__(self, gpu: SimulatedGpu, *, device_index: int = 0) -> None:
@@ -50,6 +50,6 @@ class EngineCaches:
 
     @property
     def blocks(self) -> NDArray[np.uint8]:
-        """What is on the device now: `(layers, blocks, bytes of a page)`."""
+        """Read the device's present bytes: `(layers, blocks, bytes of a page)`."""
         layers = [self._gpu.read(each.data_ptr(), each.nbytes) for each in self.tensors.values()]
         return np.frombuffer(b"".join(layers), np.uint8).reshape(len(layers), NUM_BLOCKS, -1)

@@ -8,7 +8,7 @@ from cuda.bindings import driver
 
 
 class Gpu:
-    """Takes memory of the GPUs that the driver has, and reads and writes it, plainly and slowly."""
+    """GPU memory for tests: allocated, read and written through the driver, plainly and slowly."""
 
     def __init__(self) -> None:
         self._allocated: list[tuple[int, int]] = []
@@ -19,14 +19,14 @@ class Gpu:
         ]
 
     def release(self) -> None:
-        """Give back what was taken."""
+        """Free all allocations."""
         for device_index, address in self._allocated:
             with self._current(device_index):
                 self._call("cuMemFree", address)
         self._allocated.clear()
 
     def allocate(self, num_bytes: int, *, device_index: int = 0) -> int:
-        """Memory of a device, filled with zeros; its address."""
+        """Allocate memory of a device, filled with zeros; return its address."""
         with self._current(device_index):
             address = int(self._call("cuMemAlloc", num_bytes))
         self._allocated.append((device_index, address))
@@ -34,12 +34,12 @@ class Gpu:
         return address
 
     def write(self, address: int, data: bytes) -> None:
-        """Change the memory of a device."""
+        """Write memory of a device."""
         with self._current(0):
             self._call("cuMemcpyHtoD", address, data, len(data))
 
     def read(self, address: int, num_bytes: int) -> bytes:
-        """What is in the memory of a device."""
+        """Read memory of a device."""
         data = bytearray(num_bytes)
         with self._current(0):
             self._call("cuMemcpyDtoH", data, address, num_bytes)

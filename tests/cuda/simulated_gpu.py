@@ -35,7 +35,7 @@ def build(folder: Path) -> Path:
 
 
 class SimulatedGpu(Gpu):
-    """Steers the simulated driver, and reaches the memory of its devices as nobody else can."""
+    """Control of the simulated driver, with access to the memory of its devices."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -47,16 +47,16 @@ class SimulatedGpu(Gpu):
         self._library.sim_set(name.encode(), ctypes.c_long(value))
 
     def get(self, name: str) -> int:
-        """What the driver counted; see `sim_get`."""
+        """Read a count of the driver; see `sim_get`."""
         return int(self._library.sim_get(name.encode()))
 
     def wait_for_more(self, name: str, than: int) -> None:
-        """Block until the driver counted more than that."""
+        """Block until a count of the driver is above a value."""
         while self.get(name) <= than:
             pass
 
     def reset(self) -> None:
-        """Free what was allocated and behave well again."""
+        """Free all allocations and reset the driver's behaviour."""
         for name, value in DEFAULTS.items():
             self.set(name, value)
         for device_index in (0, 1):
@@ -64,7 +64,7 @@ class SimulatedGpu(Gpu):
         self.release()
 
     def tensor(self, *shape: int, dtype: torch.dtype, device_index: int = 0) -> torch.Tensor:
-        """A tensor of device memory, filled with zeros: to read an element kills the process."""
+        """Make a tensor of device memory, all zeros: reading an element kills the process."""
         num_elements = int(torch.Size(shape).numel())
         address = self.allocate(num_elements * dtype.itemsize, device_index=device_index)
         memory = (ctypes.c_char * (num_elements * dtype.itemsize)).from_address(address)
@@ -73,12 +73,12 @@ class SimulatedGpu(Gpu):
 
 
 def say_on_device(tensor: torch.Tensor, device_index: int) -> torch.Tensor:
-    """The same tensor, which says that its memory is that of a GPU."""
+    """Make the same tensor, labelled as memory of a GPU."""
     return tensor.as_subclass((_TensorOfDevice0, _TensorOfDevice1)[device_index])
 
 
 class _TensorOfDevice0(torch.Tensor):
-    """What a build of torch without CUDA cannot make: a tensor that says it is on a GPU."""
+    """Tensor labelled as on a GPU, which a build of torch without CUDA cannot make."""
 
     device = torch.device("cuda", 0)
 

@@ -38,7 +38,7 @@ from tests.cuda.simulated_gpu import SimulatedGpu
 
 
 class KernelOfTheDriver:
-    """Stands for the kernel: copies the fragments of its table, which nobody may change before."""
+    """Stand-in for the kernel: copies the fragments of its table, which must not change before."""
 
     def __init__(self, driver: CudaDriver) -> None:
         self.driver = driver
@@ -76,7 +76,7 @@ def engine(gpu: SimulatedGpu, memory: Memory) -> Iterator[CudaCopyEngine]:
 class TestSimulatedGpu(CopyContract):
     @pytest.fixture(autouse=True)
     def slow(self, gpu: SimulatedGpu) -> None:
-        """What a stream was given happens when the call has long returned."""
+        """Work of a stream runs long after the call has returned."""
         gpu.set("delay_us", 20)
 
     @pytest.fixture

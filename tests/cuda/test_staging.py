@@ -39,7 +39,7 @@ def compute(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> Iterator["Com
 
 
 class Compute:
-    """What an engine has its GPU do: a torch without CUDA has no streams of its own."""
+    """Compute stream of an engine: a torch without CUDA has no streams."""
 
     def __init__(self) -> None:
         self.driver = CudaDriver(0)
@@ -72,7 +72,7 @@ def engine_caches(gpu: SimulatedGpu, compute: Compute) -> EngineCaches:
 
 
 class HeldBackend(DictBackend):
-    """Holds stores and loads while its gate is closed; open at first."""
+    """Backend that holds stores and loads while its gate is closed; open at first."""
 
     def __init__(self) -> None:
         super().__init__(DictConfig(), NAMESPACE)
@@ -112,14 +112,14 @@ async def until(condition: Callable[[], object]) -> None:
 def moved(
     before: NDArray[np.uint8], sources: Sequence[int], targets: Sequence[int]
 ) -> NDArray[np.uint8]:
-    """What is in the caches once blocks were stored from some places and loaded into others."""
+    """Compute the caches after blocks were stored from some places and loaded into others."""
     expected = before.copy()
     expected[:, list(targets)] = before[:, list(sources)]
     return expected
 
 
 def change_last_byte(folder: Path, key: BlockKey) -> None:
-    """Let the file of a block be another one than was stored."""
+    """Replace the file of a block."""
     (path,) = (path for path in folder.rglob("*.safetensors") if key.hex() in path.name)
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

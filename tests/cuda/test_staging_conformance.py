@@ -27,7 +27,7 @@ Move = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outc
 
 
 class StagedFromMirror(StagedBackend):
-    """Moves the blocks of a test, which are in host memory, from and to a mirror on the device."""
+    """Backend that moves a test's blocks, in host memory, by way of a mirror on the device."""
 
     def __init__(self, gpu: SimulatedGpu, inner: Backend, namespace: Namespace) -> None:
         sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]

@@ -71,7 +71,7 @@ def measure(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> npt.NDA
 def expect(
     planes: tuple[PackedPlane, PackedPlane], tokens: int, head_dim: int
 ) -> npt.NDArray[np.int32]:
-    """Say from digits what `measure` has to find."""
+    """Compute from digits the result that `measure` must have."""
     ids = element_ids(tokens, head_dim).numpy()
     by_block = ids.reshape(2, NUM_BLOCKS, tokens, NUM_HEADS, head_dim).transpose(1, 3, 0, 2, 4)
     packed = []
@@ -106,7 +106,7 @@ def swapped(digits: Digits) -> Digits:
 
 
 def grouped(digits: Digits) -> Digits:
-    """The same elements, in groups of two of what is innermost."""
+    """Regroup the elements in pairs along the innermost axis."""
     *outer, (axis, step, size) = digits
     return ((axis, 2 * step, size // 2), *outer, (axis, step, 2))
 
@@ -125,7 +125,7 @@ def test_a_wrong_digit_is_found_out(part: int, change: Any) -> None:
 
 
 def test_digits_of_one_axis_count_together() -> None:
-    """Pairs of dimensions inside groups of four tokens."""
+    """Regroup the elements in pairs of dimensions inside groups of four tokens."""
     plane = PackedPlane((("token", 4, 3), ("dim", 2, 5), ("token", 1, 4), ("dim", 1, 2)))
     places = np.arange(12 * 10).reshape(12, 10).reshape(3, 4, 5, 2).transpose(0, 2, 1, 3).ravel()
     token, dim = plane.elements().T
@@ -146,7 +146,7 @@ def test_quantized_caches_and_blocks_that_the_kernel_cannot_read_are_opaque(isa:
 
 
 def make_layer(dtype: torch.dtype, head_dim: int, tokens: int) -> tuple[Any, str]:
-    """A layer of the CPU attention as an engine makes it, and the ISA that its metadata is for."""
+    """Make a layer of the CPU attention as an engine does, with the ISA of its metadata."""
     config = VllmConfig(cache_config=CacheConfig(block_size=tokens))
     config.model_config = SimpleNamespace(  # a real one starts a process that imports a model
         dtype=dtype,

@@ -51,7 +51,7 @@ SECOND_GROUP_ID = 2 if HAS_GROUP_IDS else 1
 
 @dataclass
 class Scheduler:
-    """A manager, the pool behind it, and workers that do what they are told."""
+    """Manager, the pool behind it, and workers that execute its jobs."""
 
     manager: KVXferOffloadingManager
     pool: HostPool
@@ -274,7 +274,7 @@ def as_released(config_class: Any, **values: object) -> Any:
 
 
 class Engine:
-    """One scheduler and its workers with two groups, as vLLM builds them."""
+    """Build a scheduler and its workers with two groups, as vLLM does."""
 
     def __init__(self, world_size: int) -> None:
         backend = {"type": "host", "capacity": "1MiB"}

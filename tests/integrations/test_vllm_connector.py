@@ -42,7 +42,7 @@ with_names = pytest.mark.skipif(not LAYOUTS_ARE_NAMED, reason="layouts have no n
 
 
 class Connector(KVCacheHooks, KVConnectorBase_V1):  # type: ignore[misc] # it is Any here
-    """A connector that keeps what it is told."""
+    """Connector that keeps the arguments of its hooks."""
 
     def __init__(self, caches: Caches) -> None:
         super().__init__(caches.vllm_config, KVConnectorRole.WORKER, caches.config)
@@ -57,14 +57,14 @@ Connector.__abstractmethods__ = frozenset()  # what it would load and store is n
 
 @pytest.fixture(params=["NHD", "HND"])
 def stride_order(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What backends without named layouts read."""
+    """Backend without named layouts."""
     backend_utils.set_kv_cache_layout(request.param)
     yield request.param
     backend_utils.set_kv_cache_layout(None)
 
 
 def vllms_own(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
-    """The worker of vLLM's own connector, and what it canonicalizes to."""
+    """Worker of vLLM's own connector, and its canonical caches."""
     layers = caches.vllm_config.compilation_config.static_forward_context
     for name, value in {
         "get_layers_from_vllm_config": layers,
@@ -163,7 +163,7 @@ def test_a_backend_that_does_not_say_where_layers_are_is_refused() -> None:
 
 
 class SimpleBackend:
-    """States a shape and no order."""
+    """Backend that declares a shape and no stride order."""
 
     @staticmethod
     def get_kv_cache_shape(

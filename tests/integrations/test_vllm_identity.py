@@ -32,7 +32,7 @@ Change = Callable[[Any], None]
 
 
 class HFConfig:
-    """The configuration of a model, as transformers has it."""
+    """Make the configuration of a model, as transformers has it."""
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {

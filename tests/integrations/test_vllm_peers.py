@@ -32,7 +32,7 @@ LISTENING = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20), transpo
 
 
 class PeerThread:
-    """A stand-alone peer with an event loop of its own."""
+    """Stand-alone peer with an event loop of its own."""
 
     def __init__(self) -> None:
         self._thread = LoopThread("peer")

@@ -22,7 +22,7 @@ PAGE_BYTES = 2 * TOKENS * DIM * 4  # of one head
 
 
 def worker_pages(heads: int, **fields: Any) -> WorkerPages:
-    """Keys transposed, values not, for each head one after the other, as on a CPU."""
+    """Layout of a CPU: keys transposed, values not, one head after the other."""
     plane = TOKENS * DIM * 4
     head = Digit("head", heads, 2 * plane)
     boxes = (
@@ -80,7 +80,7 @@ def page_of(row: np.ndarray[Any, Any], mapping: PageMapping) -> bytes:
 
 
 def fill_row(world_size: int, blocks_per_chunk: int) -> np.ndarray[Any, Any]:
-    """A row of workers that keep the same model's values."""
+    """Make a row of workers that keep the same model's values."""
     shape = row_shape(world_size, blocks_per_chunk)
     row = np.full(shape.slot_size_bytes, 255, np.uint8)
     values = np.arange(2 * HEADS * blocks_per_chunk * TOKENS * DIM, dtype=np.float32)

@@ -41,7 +41,7 @@ NAMESPACE = Namespace(model="model", groups=(GroupIdentity(page_sizes_bytes=(ROW
 
 
 class Tiers:
-    """vLLM's manager over its CPU tier and a `KVXferTier`, in place of a scheduler."""
+    """vLLM's manager over its CPU tier and a `KVXferTier`, driven in place of a scheduler."""
 
     def __init__(self, name: str, backend: Backend | str) -> None:
         region = SharedOffloadRegion(name, NUM_CHUNKS, None, ROW_BYTES, ROW_BYTES)

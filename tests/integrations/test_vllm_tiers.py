@@ -43,7 +43,7 @@ def make_namespace() -> Namespace:
 
 
 class KeepingBackend(DictBackend):
-    """Keeps its blocks when it is closed, as a disk does, and can be opened again."""
+    """Backend that keeps its blocks when it is closed, as a disk does, and can be opened again."""
 
     def __init__(self) -> None:
         super().__init__(DictConfig(), make_namespace())
@@ -63,7 +63,7 @@ class KeepingBackend(DictBackend):
 
 @dataclass
 class Scheduler:
-    """A manager of two tiers with a fresh host pool, driven as vLLM does."""
+    """Manager of two tiers with a fresh host pool, driven as by vLLM."""
 
     manager: TieredOffloadingManager
     pool: HostPool
@@ -96,7 +96,7 @@ class Scheduler:
         return results
 
     def resolve(self, keys: Sequence[BlockKey], req_id: str = "request") -> list[LookupResult]:
-        """Step until the request need not wait any more."""
+        """Step until the lookup of a request is answered."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             results = self.lookup(keys, req_id)
@@ -112,11 +112,11 @@ class Scheduler:
             assert time.monotonic() < deadline
 
     def settle(self) -> None:
-        """Step until every chunk is below, and may be evicted."""
+        """Step until every chunk is in the lower tier, and may be evicted."""
         self.until(lambda: self.index.num_evictable == len(self.index))
 
     def forget(self) -> None:
-        """Evict everything from host memory, without a word to the tier below."""
+        """Evict everything from host memory, without telling the tier below."""
         self.settle()
         assert len(self.index.remove(self.index.keys())) > 0
 
@@ -285,7 +285,7 @@ def test_a_prompt_larger_than_host_memory_is_promoted_up_to_where_it_fits(start:
 
 
 def test_two_requests_that_do_not_both_fit_do_not_evict_each_other_for_ever(start: Start) -> None:
-    """The second got the slot that the first left, and waits no longer for more."""
+    """The second chunk gets the slot that the first left, and waits no longer for more."""
     backend, one, two = KeepingBackend(), keys_of(3), keys_of(3, first=10)
     start(backend, num_slots=16).store([*one, *two])
     scheduler = start(backend)
@@ -406,7 +406,7 @@ def test_after_a_reset_nothing_of_before_is_found_and_what_is_stored_then_is(
 def test_what_was_stored_after_a_reset_is_not_taken_for_that_of_the_next_engine(
     start: Start,
 ) -> None:
-    """The weights may have been changed in memory; the next engine reads those on disk."""
+    """Weights may have been changed in memory; the next engine reads those on disk."""
     backend, keys = KeepingBackend(), keys_of(2)
     before = start(backend)
     before.manager.reset_cache()

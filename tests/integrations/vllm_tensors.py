@@ -39,19 +39,19 @@ STATES = interface.MambaSpec(
 
 
 def backend(name: str) -> Any:
-    """The class of an attention backend."""
+    """Make the class of an attention backend."""
     module, _, class_name = name.rpartition(".")
     return getattr(importlib.import_module(f"vllm.v1.attention.backends.{module}"), class_name)
 
 
 @dataclass
 class Caches:
-    """What a worker's connector is made with and told.
+    """Arguments of a worker's connector, and of its registration of caches.
 
     Attributes:
         config: vLLM's `KVCacheConfig`.
-        vllm_config: What connectors read of a `VllmConfig`.
-        tensors: What is registered for each layer.
+        vllm_config: Fields of a `VllmConfig` that connectors read.
+        tensors: Registered tensor of each layer.
     """
 
     config: Any

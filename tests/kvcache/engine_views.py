@@ -21,7 +21,7 @@ def engine_view(
     offset: int = 0,
     block_stride: int | None = None,
 ) -> torch.Tensor:
-    """A tensor whose shape has the axes of `logical` and whose memory has those of `physical`.
+    """Make a tensor whose shape has the axes of `logical` and whose memory those of `physical`.
 
     Args:
         physical: Axes, outermost first in memory.
@@ -53,7 +53,7 @@ NHD = "block kv token head dim"
 
 
 def config_of(*groups: tuple[KVCacheSpec, str], **options: Any) -> KVCacheConfig:
-    """A config of groups whose layers are the letters of a word."""
+    """Make a config of groups whose layers are the letters of a word."""
     return KVCacheConfig(
         options.pop("num_blocks", NUM_BLOCKS),
         tuple(KVCacheGroup(spec, tuple(names)) for spec, names in groups),
@@ -77,12 +77,12 @@ def nhd(**options: Any) -> torch.Tensor:
 
 
 def packed_row(layers: int, *, page: int = PAGE, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
-    """One allocation in which every block has the pages of all layers."""
+    """Make one allocation in which every block has the pages of all layers."""
     return torch.zeros(num_blocks, layers, page, dtype=torch.int8)
 
 
 def page_view(row: torch.Tensor, layer: int, *, offset: int = 0) -> torch.Tensor:
-    """The NHD view of one layer in a packed row."""
+    """View one layer in a packed row as NHD."""
     num_blocks, layers, page = row.shape
     return (
         row.view(torch.float16)
@@ -103,7 +103,7 @@ MAMBA = MambaSpec(
 def states(
     spec: MambaSpec, raw: torch.Tensor, *, offset: int = 0, num_blocks: int = NUM_BLOCKS
 ) -> list[torch.Tensor]:
-    """States over one raw allocation, one page after the other."""
+    """View states over one raw allocation, one page after the other."""
     tensors, start = [], offset
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         strides = (spec.page_size_bytes // dtype.itemsize, *torch.empty(shape).stride())

@@ -49,7 +49,7 @@ for latents those of DeepSeek-V2-Lite: 27 layers, 576 wide, 64 tokens in a block
 
 
 def layout_page() -> dict[str, str]:
-    """Every file of the page: its path below docs/, and its text."""
+    """Make every file of the page: its path below docs/, and its text."""
     files = {f"{IMAGES}/{picture_name(each)}.svg": picture(each) for each in LAYOUT_ZOO}
     sections = [INTRODUCTION]
     for engine, entries in groupby(LAYOUT_ZOO, key=lambda each: each.engine):
@@ -59,7 +59,7 @@ def layout_page() -> dict[str, str]:
 
 
 def section(entry: EngineLayout) -> str:
-    """What there is to say of one layout."""
+    """Describe one layout."""
     allocations = f", one allocation for each {' and '.join(entry.allocations.split())}"
     lines = [
         f"### {entry.name}" + "\n",
@@ -74,7 +74,7 @@ def section(entry: EngineLayout) -> str:
 
 
 def in_pieces(entry: EngineLayout) -> str:
-    """How many pieces a block of the example is in, and how large they are."""
+    """Count the pieces of a block of the example, and their sizes."""
     model = EXAMPLE_LATENTS if entry.content == "latents" else EXAMPLE
     (form,) = model.spec.cache_tensors
     pieces = entry.runs_per_block(
@@ -90,7 +90,7 @@ def in_pieces(entry: EngineLayout) -> str:
 
 
 def told(entry: EngineLayout) -> bool:
-    """Whether strides alone do not say which layout it is."""
+    """Whether strides alone leave the layout ambiguous."""
     if entry.content == "states":
         return False
     engine = AttentionEngine(entry)
@@ -102,14 +102,14 @@ def told(entry: EngineLayout) -> bool:
 
 
 def picture_name(entry: EngineLayout) -> str:
-    """The same for layouts that look the same."""
+    """Name the picture of a layout; layouts that look the same share one."""
     memory = entry.memory.replace("*", " ").split()
     parts = [entry.allocations.split(), memory] if entry.allocations else [memory]
     return "--".join("-".join(part) for part in parts)
 
 
 def picture(entry: EngineLayout) -> str:
-    """One block in memory, as SVG."""
+    """Draw one block in memory as SVG."""
     sizes = DRAWN_LATENTS if entry.content == "latents" else DRAWN
     if "kernel" in entry.order:
         sizes = DRAWN_KERNEL_BLOCKS
@@ -133,7 +133,7 @@ def picture(entry: EngineLayout) -> str:
 def _bar(
     outside: dict[str, int], inside: list[str], sizes: dict[str, int], x: int, content: str
 ) -> tuple[list[str], int]:
-    """The cells of one allocation and the lines under the block's pieces; and its width."""
+    """Draw the cells of one allocation, and lines under the block's pieces; return its width."""
     places = [
         outside | dict(zip(inside, at, strict=True))
         for at in product(*(range(sizes[axis]) for axis in inside))
@@ -164,7 +164,7 @@ def _bar(
 
 
 def write() -> None:
-    """Write the page and its pictures, and remove pictures that are no longer of any layout."""
+    """Write the page and its pictures, and remove pictures of layouts that are gone."""
     files = layout_page()
     for path in (DOCS / IMAGES).glob("*.svg"):
         if f"{IMAGES}/{path.name}" not in files:

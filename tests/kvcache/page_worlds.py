@@ -20,7 +20,7 @@ class PageTensor:
     """Reference of one tensor of portable pages.
 
     Attributes:
-        name: Of the tensor.
+        name: Name of the tensor.
         values: Integers, `(head, token, dim)`, or `(token, dim)` of latents; all tokens.
     """
 
@@ -29,13 +29,13 @@ class PageTensor:
 
 
 class World:
-    """Keys and values, or latents, of every layer, head and token of a model.
+    """World: keys and values, or latents, of every layer, head and token of a model.
 
     Args:
         positions: For each group the position of each of its layers in a block.
         num_heads: KV heads of the whole model; 1 beside latents.
         num_tokens: Tokens.
-        options: More of the specs: `dtype`, `head_dim`, `head_dim_v`, `quantization`.
+        options: More fields of the specs: `dtype`, `head_dim`, `head_dim_v`, `quantization`.
         latents: Whether there is one latent per token.
     """
 
@@ -69,11 +69,11 @@ class World:
     def spec(
         self, tokens_per_block: int, num_kv_heads: int, *, padding_factor: int = 0
     ) -> AttentionSpec:
-        """What a worker with so many heads keeps of every layer.
+        """Make the spec of every layer of a worker with `num_kv_heads`.
 
         Args:
-            tokens_per_block: Of its own.
-            num_kv_heads: Of its own.
+            tokens_per_block: Tokens in a block of the worker.
+            num_kv_heads: KV heads of the worker.
             padding_factor: Elements of padding for each K or V, head and token.
         """
         spec: AttentionSpec = (
@@ -89,11 +89,11 @@ class World:
         return replace(spec, page_size_padded=spec.page_size_bytes + padding)
 
     def layer_number(self, group: int, layer: int) -> int:
-        """The number in a layer's name: groups take turns."""
+        """Compute the number in a layer's name: groups take turns."""
         return FIRST_LAYER + layer * len(self.positions) + group
 
     def tensors(self, group: int) -> list[PageTensor]:
-        """The tensors of a group's portable pages, in their order there."""
+        """List the tensors of a group's portable pages, in their order there."""
         found = []
         for layer, values in enumerate(self.values[group]):
             start = 0
@@ -105,7 +105,7 @@ class World:
         return found
 
     def pages(self, group: int, tokens_per_page: int, num_shards: int = 1) -> NDArray[np.uint8]:
-        """All portable pages, uint8, `(num_pages, page_size_bytes)`, by plain indexing."""
+        """Compute all portable pages, uint8, `(num_pages, page_size_bytes)`, by plain indexing."""
         pages = []
         for start in range(0, self.num_tokens, tokens_per_page):
             tokens, page = slice(start, start + tokens_per_page), b""
@@ -122,11 +122,11 @@ class World:
 
 
 class StateWorld:
-    """States of recurrent layers; every block holds some, of as many tokens as it likes.
+    """World of recurrent layers: every block holds states, of any number of tokens.
 
     Args:
-        shapes: Of each state, of the whole model.
-        dtypes: Of each state.
+        shapes: Shape of each state, in the whole model.
+        dtypes: Type of each state.
         head_axes: Axis along which workers divide each state.
         num_layers: Layers.
         num_blocks: Blocks that hold states.
@@ -153,7 +153,7 @@ class StateWorld:
         self.num_blocks = num_blocks
 
     def spec(self, tp_size: int, *, padding_bytes: int = 0) -> MambaSpec:
-        """What each of so many workers keeps of every layer."""
+        """Make the spec of every layer of one of `tp_size` workers."""
         shapes = tuple(
             tuple(n // tp_size if axis == head else n for axis, n in enumerate(shape))
             for shape, head in zip(self.shapes, self.head_axes, strict=True)
@@ -162,7 +162,7 @@ class StateWorld:
         return replace(spec, page_size_padded=spec.page_size_bytes + padding_bytes)
 
     def pages(self) -> NDArray[np.uint8]:
-        """All portable pages, uint8, `(num_blocks, page_size_bytes)`, by plain indexing."""
+        """Compute all portable pages, uint8, `(num_blocks, page_size_bytes)`, by plain indexing."""
         return np.stack(
             [
                 np.frombuffer(
@@ -179,6 +179,6 @@ class StateWorld:
 
 
 def integers(dtype: torch.dtype) -> np.dtype[Any]:
-    """The type of integers that has as many bytes."""
+    """Find the type of integers with as many bytes."""
     name = str(INTEGERS[dtype.itemsize]).removeprefix("torch.")
     return np.dtype(name)

@@ -36,11 +36,11 @@ GARBAGE = 0x7F  # four of them are a float32 of 3e38: whoever reads one, sees it
 
 @dataclass(eq=False)
 class Request:
-    """One request: its tokens and, per KV-cache group, the blocks that hold them.
+    """Request: its tokens and, per KV-cache group, the blocks that hold them.
 
     Attributes:
         tokens: The prompt, then what was generated.
-        logits: Those that each generated token was taken from.
+        logits: Logits from which each generated token was chosen.
         num_computed: Tokens whose keys and values are in the blocks.
         block_ids: For each group; the null block where the window has moved on.
     """
@@ -57,7 +57,7 @@ class Request:
 
 @dataclass(frozen=True)
 class GroupMetadata:
-    """What the attention of one group's layers is told about a batch; all on the device."""
+    """Metadata of a batch for the attention of one group's layers; all on the device."""
 
     batch: TokenBatch
     block_table: torch.Tensor
@@ -66,7 +66,7 @@ class GroupMetadata:
 
 
 class PagedBuilder(AttentionMetadataBuilder[GroupMetadata]):
-    """Serves any group; group 0 puts decodes first."""
+    """Metadata builder of any group; group 0 puts decodes first."""
 
     def __init__(self, tokens_per_kernel_block: int) -> None:
         self.tokens_per_kernel_block = tokens_per_kernel_block
@@ -82,7 +82,7 @@ class PagedBuilder(AttentionMetadataBuilder[GroupMetadata]):
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A layer's view of the cache, axes `block kv token head dim`, and its group's metadata."""
+    """Layer's view of the cache, axes `block kv token head dim`, and its group's metadata."""
 
     view: torch.Tensor
     group: int
@@ -141,7 +141,7 @@ AttentionInterface.register(PAGED_ATTENTION, paged_attention)
 def cache_config(
     model_config: Any, *, num_blocks: int, tokens_per_block: int, layers_per_group: int
 ) -> KVCacheConfig:
-    """Groups of at most so many layers of one kind, and positions that the groups share."""
+    """Plan groups of at most `layers_per_group` layers of one kind, which share positions."""
     kinds = getattr(model_config, "layer_types", None)
     kinds = kinds or ["full_attention"] * model_config.num_hidden_layers
     shape = {
@@ -169,7 +169,7 @@ def cache_config(
 
 
 class PagedRunner:
-    """Generates greedily for several requests at once, each of them in a row of the batch."""
+    """Runner that generates greedily for several requests at once, one per row of the batch."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class PagedRunner:
         return request
 
     def step(self, max_tokens_per_request: int) -> None:
-        """Compute the next tokens of every request; those that are up to date generate one."""
+        """Compute pending tokens of every request; requests without any generate one."""
         lens = [min(len(r.tokens) - r.num_computed, max_tokens_per_request) for r in self.rows]
         for row, (request, num_tokens) in enumerate(zip(self.rows, lens, strict=True)):
             self._allocate(row, request.num_computed + num_tokens)
@@ -247,7 +247,7 @@ class PagedRunner:
             self._free_outside_of_windows(row)
 
     def preempt(self, request: Request, engine: TransferEngine) -> list[BlockKey]:
-        """Store a request's blocks, fill them with garbage and give them to the others."""
+        """Store a request's blocks, fill them with garbage and free them for other requests."""
         keys, block_ids = self._keys(request), self._used(request)
         self._transfer(engine, engine.submit_store(keys, block_ids))
         freed = sorted(request.blocks_in_use)
@@ -261,7 +261,7 @@ class PagedRunner:
         return keys
 
     def resume(self, request: Request, engine: TransferEngine) -> None:
-        """Load the blocks of a request that was preempted into blocks that are free now."""
+        """Load the blocks of a preempted request into free blocks."""
         keys = self._keys(request)
         request.block_ids = [
             [self.free_blocks.popleft() if block != NULL_BLOCK_ID else block for block in ids]
@@ -296,7 +296,7 @@ class PagedRunner:
         return [[block for block in ids if block != NULL_BLOCK_ID] for ids in request.block_ids]
 
     def _keys(self, request: Request) -> list[BlockKey]:
-        """Name every block by the tokens up to its end, or those that there are of the last."""
+        """Make the key of every block from all tokens up to its end; the last may be partial."""
         keys = []
         for group, ids in enumerate(request.block_ids):
             tokens_per_block = self.config.groups[group].spec.tokens_per_block
@@ -328,7 +328,7 @@ def one_thread() -> Iterator[None]:
 def generate_unpaged(
     model: Any, prompt: Sequence[int], num_tokens: int
 ) -> tuple[list[int], torch.Tensor]:
-    """What transformers itself generates: the tokens with the prompt, and logits `(n, vocab)`."""
+    """Generate with transformers itself: the tokens with the prompt, and logits `(n, vocab)`."""
     model.set_attn_implementation("sdpa")
     model.generation_config.eos_token_id = None
     output = model.generate(

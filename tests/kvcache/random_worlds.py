@@ -16,17 +16,17 @@ TP_SIZES = (1, 2, 4, 8)
 MAX_WORKERS = 8
 MIN_TOKENS, KERNEL_BLOCKS = 8, 2
 GROUPS = ([(0, 1)], [(0, 1)], [(0, 1)], [(0,)], [(0, 1), (1,)], [(0, 1), (1, 0)])
-"""For each group the positions of its layers; groups lie over each other."""
+"""Positions of each group's layers; groups share positions."""
 DTYPES = (torch.float8_e4m3fn, torch.int8, torch.float16, torch.bfloat16, torch.float32)
 
 
 def divisors(number: int, at_least: int = 1) -> list[int]:
-    """Divisors of a number, rising."""
+    """List the divisors of a number, rising."""
     return [each for each in range(at_least, number + 1) if number % each == 0]
 
 
 def random_world(rng: np.random.Generator) -> World:
-    """Any model: one or several groups, latents, K and V of unequal width, scales, dtypes."""
+    """Draw any model: one or several groups, latents, K and V of unequal width, scales, dtypes."""
     kind = rng.choice(["kv", "unequal", "latents"], p=[0.6, 0.15, 0.25])
     dtype = DTYPES[rng.integers(len(DTYPES))]
     options: dict[str, Any] = {"head_dim": int(rng.integers(1, 6)), "dtype": dtype}
@@ -45,7 +45,7 @@ def random_world(rng: np.random.Generator) -> World:
 
 
 def layouts_of(world: World) -> list[EngineLayout]:
-    """The layouts that can keep a world."""
+    """List the layouts that can keep a world."""
     content = "latents" if world.latents else "keys and values"
     unequal = len({width for _, width in world.parts}) > 1
     return [
@@ -56,7 +56,7 @@ def layouts_of(world: World) -> list[EngineLayout]:
 
 
 def random_shard(rng: np.random.Generator, num_heads: int) -> WorkerShard:
-    """Any parallelism that a model allows."""
+    """Draw any parallelism that a model allows."""
     sizes = [tp for tp in TP_SIZES if max(tp, num_heads) % min(tp, num_heads) == 0]
     tp_size = int(rng.choice(sizes))
     pcp_size = 2 if tp_size < MAX_WORKERS and rng.random() < 0.2 else 1
@@ -71,7 +71,7 @@ def random_shard(rng: np.random.Generator, num_heads: int) -> WorkerShard:
 
 
 def random_options(rng: np.random.Generator, world: World, entry: EngineLayout) -> EngineOptions:
-    """An engine of a layout with any parallelism, blocks, padding and kernel blocks."""
+    """Draw an engine of a layout with any parallelism, blocks, padding and kernel blocks."""
     fitting: list[int] = []
     while not fitting:
         shard = random_shard(rng, world.num_heads)
@@ -116,7 +116,7 @@ def _turns_fit(shard: WorkerShard, kernel_tokens: int) -> bool:
 
 
 def random_page(rng: np.random.Generator, world: World, *engines: EngineOptions) -> int | None:
-    """Tokens of a page that all engines can be mapped to, None when there is no such page."""
+    """Compute the tokens of a page that all engines can be mapped to; None without such a page."""
     fitting = [
         tokens
         for tokens in divisors(world.num_tokens, at_least=MIN_TOKENS)
