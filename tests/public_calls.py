@@ -41,7 +41,7 @@ TABLE: dict[str, Any] = {
 
 
 class Builder(kvxfer.AttentionMetadataBuilder[int]):
-    """An attention backend that wants nothing."""
+    """Attention backend without requirements."""
 
     def build(
         self, batch: kvxfer.TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -92,7 +92,7 @@ async def call() -> bool:
 
 
 class Valid(NamedTuple):
-    """What makes the object whose method is called, if any, and the arguments."""
+    """Valid call: its arguments, and a function that makes the object of a method."""
 
     arguments: dict[str, Any]
     of: Callable[[], Any] | None = None
@@ -257,9 +257,9 @@ VALID_CALLS = VALID_SPECS | VALID_LAYOUTS | VALID_TABLES | VALID_CACHES | VALID_
 
 
 def public_callables() -> dict[str, Callable[..., Any]]:
-    """Functions, constructors and methods with arguments, by name.
+    """Collect functions, constructors and methods with arguments, by name.
 
-    Not errors and enums, which the library makes itself; not what others are to implement.
+    Not errors and enums, which the library makes itself, and not methods for implementors.
     """
     found: dict[str, Callable[..., Any]] = {}
     for name in public.__all__:

@@ -49,7 +49,8 @@ OF_THE_RIGHT_KIND = {
     "[[]]",
     "a tensor",
 }
-"""What some arguments may be, and still fits no other one: an error may name that one instead."""
+"""Values that are valid alone but conflict with another argument, which an error may name
+instead."""
 
 
 def pairs() -> list[Any]:
@@ -62,7 +63,7 @@ def pairs() -> list[Any]:
 
 
 def run(name: str, arguments: dict[str, Any]) -> None:
-    """Make a call on a fresh object, wait for what has to be waited for, close what was opened."""
+    """Make a call on a fresh object, await its result, and close the object."""
     make = VALID_CALLS[name].of
     owner = make() if make else None
     function = getattr(owner, name.rpartition(".")[2]) if make else public_callables()[name]
@@ -92,7 +93,7 @@ def test_a_wrong_argument_is_used_or_named_with_its_value(name: str, argument: s
 
 
 def fault_of(name: str, argument: str, what: str) -> str:
-    """What is wrong with how a call takes a wrong value; empty if nothing is."""
+    """Describe what is wrong with a call's treatment of a wrong value; empty if nothing is."""
     wrong = WRONG_VALUES[what]()
     arguments = VALID_CALLS[name].arguments | {argument: wrong}
     try:
@@ -109,7 +110,7 @@ def fault_of(name: str, argument: str, what: str) -> str:
 
 
 def parts_of(value: Any) -> Iterator[Any]:
-    """A value, what is in it, and the plain number that it is: an error may show any of them."""
+    """List a value, its elements and its plain number: an error may show any of them."""
     yield value
     if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
         yield value.item()

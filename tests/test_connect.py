@@ -23,7 +23,7 @@ from kvxfer.units import ByteSize
 
 PAGES = [[96, 33], [64]]
 KEYS = [make_block_key(f"block-{index}".encode(), 0) for index in range(3)]
-"""Of group 0."""
+"""Keys of group 0."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def memory() -> BlockMemory:
 
 
 def named(memory: BlockMemory) -> CanonicalKVCaches:
-    """The caches of `memory` as an engine that names its layers registers them."""
+    """Make the caches of `memory` as an engine that names its layers registers them."""
     groups = [
         [
             replace(ref, layer_names=(f"layers.{ref.tensor_idx}",), layout="token dim")
@@ -246,7 +246,7 @@ def test_a_namespace_that_contradicts_the_caches_is_refused_by_field(memory: Blo
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a package of someone else that brings the backend `dict`."""
+    """Install a foreign package with the backend `dict`."""
     metadata = tmp_path / "third_party-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
@@ -338,7 +338,7 @@ def test_of_several_the_one_that_names_no_backend_is_told(
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch, installed: None) -> list[Backend]:
-    """The `dict` backends that were closed."""
+    """List of the `dict` backends that were closed."""
     closed: list[Backend] = []
 
     async def aclose(self: DictBackend) -> None:

@@ -30,7 +30,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution, and with the wheel that was built from it."""
+    """Build the source distribution and, from it, the wheel; return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -38,7 +38,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def clean_python(distributions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Python with the wheel installed, which sees the dependencies but not the checkout.
+    """Make a Python with the wheel installed, which sees the dependencies but not the checkout.
 
     The packages of this environment are put at the end of its path as a plain folder, whose .pth
     files - the editable install of the checkout is one - are not read.

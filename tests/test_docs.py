@@ -37,7 +37,7 @@ def run_blocks(page: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def other_terminal(page: Path) -> Iterator[None]:
-    """Run the peer that the page about peers begins with, as a reader has it meanwhile."""
+    """Run the peer that the page about peers starts first."""
     if page.name != "peers.md":
         yield
         return

@@ -23,10 +23,10 @@ from kvxfer.transfer.engine import TransferEngine
 
 PAGE_BYTES = 16 << 10
 STRIDE_BYTES = 48 << 20
-"""From block to block: that of the largest int8 ends 6 GiB further on."""
+"""Bytes from block to block: the block of the largest int8 ends 6 GiB further on."""
 NUM_BLOCKS = 128
 MAP_NORESERVE = 0x4000
-"""Of Linux; Python 3.11 does not name it."""
+"""Flag of Linux's mmap, which Python 3.11 does not name."""
 INTEGER_TYPES: list[Any] = [np.dtype(code).type for code in np.typecodes["AllInteger"]]
 DESCRIPTOR_TYPES = {
     "addresses": np.uint64,
@@ -43,7 +43,7 @@ def test_every_width_of_integers_is_tried() -> None:
 
 @pytest.fixture(scope="module")
 def far_caches() -> CanonicalKVCaches:
-    """Blocks gigabytes apart, in memory that is promised and never touched."""
+    """Caches with blocks gigabytes apart, in memory that is mapped and never touched."""
     reserved = mmap.mmap(-1, NUM_BLOCKS * STRIDE_BYTES, mmap.MAP_PRIVATE | MAP_NORESERVE)
     whole = torch.frombuffer(reserved, dtype=torch.int8)
     rows = whole.as_strided((NUM_BLOCKS, PAGE_BYTES), (STRIDE_BYTES, 1))
@@ -122,7 +122,7 @@ def test_a_chunk_larger_than_any_memory_is_refused(far_caches: CanonicalKVCaches
 
 
 def descriptors(**changed: Any) -> Descriptors:
-    """Two blocks of two pieces each."""
+    """Make two blocks of two pieces each."""
     fields: dict[str, Any] = {
         "addresses": [100, 200, 300, 400],
         "lengths": [8, 8, 8, 8],

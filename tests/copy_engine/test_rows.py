@@ -30,8 +30,8 @@ def pieces(side: Side, lengths: Sequence[int]) -> Pieces:
 def nested(draw: st.DrawFn, counts: Sequence[int], length: int) -> NDArray[np.int64]:
     """Draw starts of pieces that are evenly apart along each axis, forwards or backwards.
 
-    Each axis is any number of bytes wider than what is inside of it; which axis is inside of
-    which does not follow from their order.
+    Each axis is any number of bytes wider than what is inside of it; the nesting of axes does not
+    follow from their order.
     """
     starts = np.zeros(counts, np.int64)
     reach = length

@@ -104,7 +104,7 @@ def keys_of(count: int, *, first: int = 0) -> list[BlockKey]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop turn until something holds; the test's own time limit ends a wait in vain."""
+    """Let the loop turn until a condition holds; the test's time limit ends a wait in vain."""
     while not condition():  # noqa: ASYNC110 - threads change it, too
         await asyncio.sleep(0)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DIRECTORY = "KVXFER_E2E_AUDIT_DIRECTORY"
-"""Environment variable: where the audit writes."""
+"""Environment variable: directory that the audit writes to."""
 HOOKS = "KVXFER_E2E_AUDIT_HOOKS"
 """Environment variable: values of `Hook`, separated by commas."""
 
@@ -16,24 +16,25 @@ DIE = "die"
 
 
 class Hook(enum.Enum):
-    """A fault to inject."""
+    """Fault to inject."""
 
     FLIP_LOADED_BIT = "flip-loaded-bit"
-    """Flip one bit of a device page after each load, before anyone looks at it."""
+    """Flip one bit of a device page after each load, before it is compared."""
     EVICT_BEFORE_LOAD = "evict-before-load"
     """Store into the pool until it refuses, between the lookup of a prefix and its load."""
     DIE_WHILE_LENDING = "die-while-lending"
-    """Once there is a file `DIE`, be killed when a peer was sent chunks and not told so yet."""
+    """Once there is a file `DIE`, kill the process when a peer was sent chunks and not told so
+    yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What the audit saw.
+    """Report of an audit.
 
     Attributes:
         num_stored: Pages whose store was submitted, over all ranks.
         num_loaded: Pages that were loaded and compared, over all ranks.
-        different: Pages that were loaded and are not what was stored.
+        different: Pages that were loaded with other bytes than were stored.
         unknown: Pages that were loaded and never stored.
         ranks: Ranks that loaded pages.
         groups: Groups of which pages were loaded.
@@ -56,12 +57,12 @@ class Audit:
 
     @property
     def clean(self) -> bool:
-        """Whether pages were loaded, and each of them is what was stored."""
+        """Whether pages were loaded, each with the bytes that were stored."""
         return self.num_loaded > 0 and not self.different and not self.unknown
 
 
 def read(directory: Path) -> Audit:
-    """Read what the audits of one engine's processes wrote."""
+    """Read the reports of all processes of one engine."""
     lines = [
         json.loads(line)
         for path in sorted(directory.glob("*.jsonl"))

@@ -51,14 +51,14 @@ class _Log:
 
 @dataclass(frozen=True, slots=True)
 class _NamedSpec(LoadStoreSpec):
-    """The spec of the audited manager, and the keys that it stands for."""
+    """Spec of the audited manager, with the keys of its blocks."""
 
     inner: LoadStoreSpec
     keys: Sequence[Key]
 
 
 class _Forwarding:
-    """Has every attribute of what it wraps."""
+    """Wrapper that passes every attribute of the wrapped object through."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -113,7 +113,7 @@ class _AuditedManager(_Forwarding):
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """One block of one group: the same block of every layer in it."""
+    """Block of one group: the same block of every layer in it."""
 
     key: Key
     index_in_chunk: int
@@ -222,7 +222,7 @@ class _AuditedWorker(_Forwarding):
 
 
 class _BitFlippingWorker(_Forwarding):
-    """Flips a bit of the first page of every load, as a broken copy would."""
+    """Worker that flips a bit of the first page of every load, as a broken copy would."""
 
     def __init__(self, inner: Any, caches: Any) -> None:
         super().__init__(inner)
@@ -249,7 +249,7 @@ class _BitFlippingWorker(_Forwarding):
 
 
 class _DyingLender(Lender):
-    """Kills its process when blocks were lent, before their borrower can know that it has them."""
+    """Lender that kills its process when blocks were lent, before their borrower can know it."""
 
     def __init__(self, inner: Lender) -> None:
         self.region = inner.region
@@ -311,7 +311,7 @@ def _descriptors_per_block(caches: Any) -> list[int]:
 
 
 def _digests_of(rank: int) -> Iterator[tuple[tuple[Key, int], str]]:
-    """What a rank stored, that of an earlier engine included: it may come back from files."""
+    """Read the pages that a rank stored, those of an earlier engine included: files keep them."""
     for path in sorted(Path(os.environ[DIRECTORY]).glob(f"rank{rank}-*.jsonl")):
         for line in path.read_text().splitlines():
             for key, index, digest in json.loads(line).get("digests", ()):

@@ -34,7 +34,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AuditedEngine]:
-    """One engine in one process for the tests of a module that leave it as they found it."""
+    """Start one engine in one process, shared by tests of a module that leave it unchanged."""
     engines = _engines(lambda: tmp_path_factory.mktemp("audit"))
     yield next(engines)("llama", kv_cache_memory_bytes=32 << 20, max_model_len=2048)
     next(engines, None)

@@ -26,11 +26,11 @@ VOCAB_SIZE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model folder and what it is made from.
+    """Model folder, and its ingredients.
 
     Attributes:
         name: Folder name.
-        inputs: What the folder depends on; it is made again when this changes.
+        inputs: Inputs of the folder; it is made again when they change.
         write: Fills an empty folder.
     """
 

@@ -30,7 +30,7 @@ make_prompts = functools.partial(random_prompts, 2, shared_tokens=SHARED_TOKENS,
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start an engine that is told what those before it stored, to compare pages with."""
+    """Start an engine that knows the pages stored by earlier ones, to compare with."""
     engines: list[AuditedEngine] = []
     sizes: dict[str, Any] = {"kv_cache_memory_bytes": 32 << 20, "max_model_len": 2048}
 

@@ -36,12 +36,12 @@ NUM_BLOCKS = 3
 TOKENS = NUM_BLOCKS * BLOCK_TOKENS
 MAX_TOKENS = 12
 KV_TOLERANCE = 1e-3
-"""Both engines compute in float32 and add up in another order: 1e-4 apart when it was measured."""
+"""Tolerance: both engines compute in float32 and sum in another order; measured were 1e-4."""
 VLLM_CPU_AXES = {"k": ("head", "dim", "token")}
 
 
 class Transformers:
-    """The model in transformers, one sequence at a time, without pages."""
+    """Model in transformers, one sequence at a time, without pages."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -52,7 +52,7 @@ class Transformers:
         self.heads, self.dim = config.num_key_value_heads, config.head_dim
 
     def generate(self, prompt: Sequence[int], past: Any = None) -> list[int]:
-        """Greedy tokens after a prompt, of which `past` may have a part."""
+        """Generate greedily after a prompt, of which `past` may have a part."""
         output = self.model.generate(
             torch.tensor([prompt]),
             past_key_values=past,
@@ -63,18 +63,18 @@ class Transformers:
         return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
     def compute(self, prompt: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of every layer, `(heads, tokens, dim)`."""
+        """Compute keys and values of every layer, `(heads, tokens, dim)`."""
         with torch.inference_mode():
             past = self.model(torch.tensor([prompt])).past_key_values
         return [(layer.keys[0], layer.values[0]) for layer in past.layers]
 
     def empty(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Room for keys and values of every layer."""
+        """Allocate memory for keys and values of every layer."""
         shape = (self.heads, TOKENS, self.dim)
         return [(torch.zeros(shape), torch.zeros(shape)) for _ in self.names]
 
     def past(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Keys and values as the model takes them."""
+        """Convert keys and values to the model's own form."""
         from transformers import DynamicCache
 
         past = DynamicCache()
@@ -85,7 +85,7 @@ class Transformers:
     def canonicalize(
         self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> CanonicalKVCaches:
-        """The same memory as blocks of vLLM's size."""
+        """View the memory as blocks of vLLM's size."""
         spec = FullAttentionSpec(
             tokens_per_block=BLOCK_TOKENS,
             num_kv_heads=self.heads,
@@ -126,7 +126,7 @@ def run_vllm(tmp_path: Path, files: Path, name: str) -> AbstractContextManager[A
 
 
 def block_keys(prompt: Sequence[int]) -> list[BlockKey]:
-    """What vLLM calls the blocks of a prompt."""
+    """Compute vLLM's keys of a prompt's blocks."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core import kv_cache_utils
 
@@ -141,7 +141,7 @@ def block_keys(prompt: Sequence[int]) -> list[BlockKey]:
 
 
 def read_namespace(files: Path) -> Namespace:
-    """What vLLM's pages must agree on, as it wrote it down; the groups follow from a mapping."""
+    """Read the namespace of vLLM's pages, as it wrote it; the groups follow from a mapping."""
     (path,) = files.glob("*/namespace.json")
     found = msgspec.json.decode(path.read_bytes(), type=Namespace)
     return msgspec.structs.replace(found, groups=())

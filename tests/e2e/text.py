@@ -41,7 +41,7 @@ def prompts(tokenizer_file: Path, number: int, *, shared_tokens: int) -> list[li
 
 
 def _texts() -> Iterator[str]:
-    """The documentation, and then what the source says in its docstrings."""
+    """Read the documentation, and then the docstrings of the source."""
     for path in [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]:
         yield path.read_text(encoding="utf-8")
     for path in sorted((REPOSITORY / "kvxfer").rglob("*.py")):

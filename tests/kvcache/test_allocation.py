@@ -44,7 +44,7 @@ NHD_PAGE = "block kv token head dim"
 
 @st.composite
 def models(draw: st.DrawFn) -> dict[str, Any]:
-    """Any model: groups of any family and number of layers, with kernel blocks of their own."""
+    """Draw any model: groups of any family and number of layers, each with kernel blocks."""
     latent = draw(st.integers(0, 4)) == 0
     backend = LATENT if latent else draw(st.sampled_from(BACKENDS))
     tokens, padding = draw(st.sampled_from([6, 12])), draw(st.sampled_from([0, 0, 12]))
@@ -84,7 +84,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def slow_offset(model: dict[str, Any], group: int, name: str, at: dict[str, int]) -> int:
-    """Byte of a row at which an element lies, axis by axis from the inside."""
+    """Compute the byte of a row at which an element lies, axis by axis from the inside."""
     config, backend = model["config"], model["backends"][group]
     spec = config.groups[group].spec
     sizes = dict(zip(backend.axes, at["shape"], strict=True))  # type: ignore[call-overload]
@@ -129,7 +129,7 @@ def test_an_element_is_found_where_a_slow_reference_says(
 
 
 def registered_layout(backend: AttentionLayout) -> str | None:
-    """Axes of one layer in memory, where its page is one piece of the row."""
+    """List the axes of one layer in memory, where its page is one piece of the row."""
     assert backend.memory is not None
     axes = backend.memory.split()
     return " ".join(axis for axis in axes if axis != "layer") if axes[1] == "layer" else None

@@ -41,7 +41,7 @@ MAMBA = MambaSpec(tokens_per_block=16, shapes=((PAGE // 2,),), dtypes=(torch.flo
 
 @dataclass(frozen=True)
 class Odd:
-    """A backend that contradicts itself, or the spec."""
+    """Attention backend that contradicts itself, or the spec."""
 
     axes: tuple[str, ...] = ("block", "token", "dim")
     shape: tuple[int, ...] = ()
@@ -61,7 +61,7 @@ def config_of(**changes: Any) -> KVCacheConfig:
 def only_refusal(
     config: KVCacheConfig, backends: list[AttentionBackend] | None = None, **options: Any
 ) -> AllocationRefusal:
-    """The one reason, which the error has as well."""
+    """Get the only reason, and check that the error has it, too."""
     backends = backends or [NHD] * len(config.groups)
     (refusal,) = why_not_canonical(config, backends, **options)
     with pytest.raises(AllocationRefusedError) as caught:

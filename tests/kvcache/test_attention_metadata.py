@@ -46,7 +46,7 @@ class OneTableBuilder(PlainBuilder):
 
 
 def make_tables(num_groups: int, num_requests: int = 0) -> MultiGroupBlockTable:
-    """Tables in which request r has block `1 + r + 10 * group`."""
+    """Make tables in which request r has block `1 + r + 10 * group`."""
     tables = MultiGroupBlockTable(
         config_of(*((SPEC, letter) for letter in "abc"[:num_groups]), num_blocks=40),
         max_num_requests=MAX_REQUESTS,

@@ -39,7 +39,7 @@ def config_of(*groups: tuple[KVCacheSpec, str], num_blocks: int = NUM_BLOCKS) ->
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Every byte of the storage, also those that no view shows."""
+    """View every byte of the storage, also those in no view."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
@@ -162,7 +162,7 @@ def rows(
     names: str = "a",
     num_blocks: int = NUM_BLOCKS,
 ) -> CanonicalKVCaches:
-    """Caches with one tensor and ref for each byte offset."""
+    """Make caches with one tensor and ref for each byte offset."""
     raw = storage_bytes(tensor).view(torch.int8)
     views = [raw.as_strided((num_blocks, page), (stride, 1), start) for start in starts]
     return CanonicalKVCaches(

@@ -36,7 +36,7 @@ def ids_of(num_blocks: int) -> st.SearchStrategy[Ids]:
 
 
 class BlockTableMachine(RuleBasedStateMachine):
-    """Drives the tables of three groups, and for each row of each a plain list of block ids."""
+    """State machine of the tables of three groups, against a plain list of block ids per row."""
 
     @initialize(full=st.sampled_from([2, 4, 8]), window=st.sampled_from([1, 2, 4]))
     def make(self, full: int, window: int) -> None:
@@ -119,7 +119,7 @@ class BlockTableMachine(RuleBasedStateMachine):
             assert padding.tolist() == [PAD_SLOT] * (MAX_BATCHED_TOKENS - len(positions))
 
     def slot(self, group: int, row: int, place: int) -> int:
-        """The slot of a token: where it would lie if all blocks lay one after the other."""
+        """Compute the slot of a token: its index if all blocks lay one after the other."""
         if isinstance(SPECS[group], MambaSpec):
             return PAD_SLOT
         tokens_per_block = SPECS[group].tokens_per_block

@@ -63,7 +63,7 @@ def make_ours(kernel_tokens: tuple[int, ...] = TOKENS_PER_BLOCK) -> MultiGroupBl
 
 
 def draw_requests(data: st.DataObject) -> tuple[list[list[list[int]]], list[list[int]]]:
-    """For each request its block ids per group, and the positions of its tokens in the batch."""
+    """Draw each request's block ids per group, and the positions of its tokens in the batch."""
     num_requests = data.draw(st.integers(1, MAX_REQUESTS))
     blocks, positions = [], []
     for _ in range(num_requests):

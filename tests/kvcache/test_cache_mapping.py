@@ -43,7 +43,7 @@ def caches_of(
     spec: KVCacheSpec = SPEC,
     kernel_blocks_per_block: int = 1,
 ) -> CanonicalKVCaches:
-    """A worker whose layers have tensors of one layout."""
+    """Make a worker whose layers have tensors of one layout."""
     config = KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(spec, tuple(names)),))
     kv_caches = {
         name: torch.zeros(_shape(layout, spec.for_layer(name), kernel_blocks_per_block)).to(

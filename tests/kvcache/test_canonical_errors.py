@@ -232,7 +232,7 @@ def test_pages_that_touch_the_pages_of_others_are_apart() -> None:
 
 
 def keys_and_values(first: int, last: int) -> list[torch.Tensor]:
-    """Keys at the start of a storage and values that many elements further on."""
+    """Make keys at the start of a storage, and values a number of elements further on."""
     shape, strides = (NUM_BLOCKS, 16, 3, 8), (384, 24, 8, 1)
     storage = torch.zeros(3 * NUM_BLOCKS * 384, dtype=torch.float16)
     return [storage.as_strided(shape, strides, offset) for offset in (first, last)]

@@ -29,7 +29,7 @@ LAYOUTS = [
 
 @st.composite
 def engines(draw: st.DrawFn) -> dict[str, Any]:
-    """Any engine: layers one by one or interleaved, kernel blocks, padding, offset, permutation."""
+    """Draw any engine: layers one by one or interleaved, kernel blocks, padding, offset, order."""
     layout = draw(st.sampled_from(LAYOUTS))
     return {
         "layout": layout,
@@ -48,7 +48,7 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def slow_page(layout: str, sizes: dict[str, int], ratio: int) -> list[dict[str, int]]:
-    """Every element of every block and half, one by one, in the order in which memory has them."""
+    """List every element of every block and half, one by one, in the order of memory."""
     axes = [axis for each in layout.split() for axis in each.split("*")]
     order = []
     for index in product(*(range(sizes[axis]) for axis in axes)):
@@ -111,7 +111,7 @@ def test_an_element_is_found_where_a_slow_reference_says(
 def register(
     engine: dict[str, Any], sizes: dict[str, int], padded: int, names: str
 ) -> dict[str, torch.Tensor]:
-    """Tensors of an engine, each in its own allocation or interleaved in one."""
+    """Allocate the tensors of an engine, each by itself or interleaved in one."""
     layout, logical, dtype = engine["layout"], engine["logical"], engine["dtype"]
     outer = layout.startswith("kv")
     if not engine["interleaved"] or outer:

@@ -28,7 +28,7 @@ MAX_BLOCKS = 12
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one call of `describe` is given."""
+    """Arguments of one call of `describe`."""
 
     caches: CanonicalKVCaches
     group: int
@@ -48,7 +48,7 @@ class Case:
 
 @st.composite
 def columns(draw: st.DrawFn) -> list[CanonicalKVCacheTensor]:
-    """Views of the same rows, some of them side by side, some with bytes between them."""
+    """Draw views of the same rows, some of them side by side, some with bytes between them."""
     num_blocks = draw(st.integers(1, MAX_BLOCKS))
     sizes = st.tuples(st.sampled_from([0, 0, 0, 5]), st.integers(1, MAX_PAGE_BYTES))
     spans = []
@@ -69,7 +69,7 @@ def columns(draw: st.DrawFn) -> list[CanonicalKVCacheTensor]:
 
 @st.composite
 def keys_and_values(draw: st.DrawFn) -> list[CanonicalKVCacheTensor]:
-    """Two halves of one storage: the pages of all keys, then those of all values."""
+    """Make two halves of one storage: the pages of all keys, then those of all values."""
     num_blocks, page = draw(st.integers(1, MAX_BLOCKS)), draw(st.integers(1, MAX_PAGE_BYTES))
     halves = random_bytes(2 * num_blocks * page).view(2, num_blocks, page)
     return [CanonicalKVCacheTensor(half, page) for half in halves]
@@ -77,7 +77,7 @@ def keys_and_values(draw: st.DrawFn) -> list[CanonicalKVCacheTensor]:
 
 @st.composite
 def canonical_caches(draw: st.DrawFn) -> CanonicalKVCaches:
-    """Several storages, and groups that refer to some of their tensors, in part un-padded."""
+    """Draw several storages, and groups that refer to some of their tensors, partly un-padded."""
     tensors: list[CanonicalKVCacheTensor] = []
     for storage in draw(st.lists(columns() | keys_and_values(), min_size=1, max_size=3)):
         tensors += storage
@@ -126,7 +126,7 @@ def num_blocks_of(caches: CanonicalKVCaches, group: int) -> int:
 
 
 def expected_chunks(case: Case) -> list[tuple[int, bytes]]:
-    """Where each chunk begins in its payload, and its bytes, read from the tensors."""
+    """Read each chunk's start in its payload, and its bytes, from the tensors."""
     refs = case.caches.group_data_refs[case.group]
     block_size_bytes = sum(ref.page_size_bytes for ref in refs)
     chunks: dict[int, tuple[int, bytes]] = {}
@@ -141,7 +141,7 @@ def expected_chunks(case: Case) -> list[tuple[int, bytes]]:
 
 
 def pieces_of(blocks: Descriptors, block: int) -> list[tuple[int, int]]:
-    """Addresses and lengths of one block."""
+    """List addresses and lengths of one block."""
     first, last = blocks.block_offsets[block : block + 2].tolist()
     return list(
         zip(blocks.addresses[first:last].tolist(), blocks.lengths[first:last].tolist(), strict=True)
@@ -149,7 +149,7 @@ def pieces_of(blocks: Descriptors, block: int) -> list[tuple[int, int]]:
 
 
 def read(blocks: Descriptors) -> list[tuple[int, bytes]]:
-    """As `expected_chunks`, through the descriptors."""
+    """Read the same as `expected_chunks`, through the descriptors."""
     return [
         (begin, b"".join(ctypes.string_at(*piece) for piece in pieces_of(blocks, block)))
         for block, begin in enumerate(blocks.payload_starts.tolist())
@@ -159,7 +159,7 @@ def read(blocks: Descriptors) -> list[tuple[int, bytes]]:
 def row_caches(
     spans: list[tuple[int, int]], *, num_blocks: int = 8, stride: int = 32
 ) -> CanonicalKVCaches:
-    """One group whose refs are the columns `(start, stop)` of one storage."""
+    """Make one group whose refs are the columns `(start, stop)` of one storage."""
     storage = random_bytes(num_blocks * stride).view(num_blocks, stride)
     tensors = [CanonicalKVCacheTensor(storage[:, a:b], b - a) for a, b in spans]
     refs = [CanonicalKVCacheRef(index, b - a) for index, (a, b) in enumerate(spans)]
@@ -167,7 +167,7 @@ def row_caches(
 
 
 def batch(lengths: list[int], block_offsets: list[int]) -> Descriptors:
-    """Pieces of made-up memory, none of which touch."""
+    """Make pieces of made-up memory, none of which touch."""
     sizes = np.array(lengths, np.uint64)
     return Descriptors(
         addresses=np.cumsum(sizes) + np.arange(len(lengths), dtype=np.uint64),
@@ -414,13 +414,13 @@ def test_a_group_without_refs_is_an_error() -> None:
 
 @st.composite
 def two_sides(draw: st.DrawFn) -> tuple[ScatteredBlocks, ScatteredBlocks]:
-    """The same blocks in two buffers, each cut and scattered in its own way."""
+    """Draw the same blocks in two buffers, each cut and scattered in its own way."""
     source = draw(scattered_blocks())
     return source, draw(scattered_blocks(source.blocks.block_sizes.tolist()))
 
 
 def byte_addresses(blocks: Descriptors) -> list[int]:
-    """The address of every byte of a batch, in payload order."""
+    """List the address of every byte of a batch, in payload order."""
     return [
         address + offset
         for block in range(blocks.num_blocks)

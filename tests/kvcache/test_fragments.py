@@ -12,7 +12,7 @@ GAPS = st.lists(st.sampled_from([0, 0, 8]), min_size=40, max_size=40)
 
 
 def place(sizes: list[int], gaps: list[int]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-    """Fragments of these sizes in a row, with gaps between them: addresses and lengths."""
+    """Make fragments of these sizes in a row, with gaps: addresses and lengths."""
     lengths = np.array(sizes, np.uint64)
     ends = np.cumsum(lengths + np.array(gaps[: len(sizes)], np.uint64), dtype=np.uint64)
     return np.uint64(4096) + ends - lengths, lengths

@@ -75,7 +75,7 @@ DTYPES = [torch.float8_e4m3fn, torch.int8, torch.float16, torch.bfloat16, torch.
 
 @st.composite
 def positions(draw: st.DrawFn) -> list[tuple[int, ...]]:
-    """Of the layers of each group. Layers share memory, in one group as well as across groups."""
+    """Draw positions of each group's layers. Layers share memory, within and across groups."""
     num_positions = draw(st.integers(1, 4))
     one = st.integers(0, num_positions - 1)
     groups = draw(st.lists(st.lists(one, min_size=1, max_size=4), min_size=1, max_size=3))
@@ -84,7 +84,7 @@ def positions(draw: st.DrawFn) -> list[tuple[int, ...]]:
 
 
 def families(entry: EngineLayout, common: dict[str, Any], num_kv_heads: int) -> list[AttentionSpec]:
-    """Specs whose pages are alike."""
+    """Draw specs whose pages are alike."""
     if entry.content == "latents":
         return [MLASpec(**common), SlidingWindowMLASpec(**common, sliding_window=5)]
     common = common | {"num_kv_heads": num_kv_heads}
@@ -98,7 +98,7 @@ def families(entry: EngineLayout, common: dict[str, Any], num_kv_heads: int) -> 
 
 @st.composite
 def attention_engines(draw: st.DrawFn, entry: EngineLayout) -> AttentionEngine:
-    """An engine of the zoo for any model: family, dtype, heads, padding, kernel blocks, sharing."""
+    """Draw an engine of any model: family, dtype, heads, padding, kernel blocks, sharing."""
     ratio, num_kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     tokens, dim = ratio * draw(st.integers(1, 3)), draw(st.integers(1, 4))
     dtype = draw(st.sampled_from(DTYPES))
@@ -123,7 +123,7 @@ def attention_engines(draw: st.DrawFn, entry: EngineLayout) -> AttentionEngine:
 
 @st.composite
 def state_engines(draw: st.DrawFn, entry: EngineLayout) -> StateEngine:
-    """An engine of the zoo for any recurrent model: states, dtypes, padding, sharing."""
+    """Draw an engine of any recurrent model: states, dtypes, padding, sharing."""
     inner = st.lists(st.integers(1, 3), max_size=2)
     shapes = [(*draw(inner), 4) for _ in range(draw(st.integers(1, 3)))]  # states stay aligned
     dtypes = [draw(st.sampled_from(DTYPES)) for _ in shapes]
@@ -157,7 +157,7 @@ def test_an_element_is_where_the_order_of_axes_predicts(
 
 
 TOLD = {"layer_first", "page_first", "page_first_direct", "page_head"}
-"""SGLang's host pools of keys and values: their owner has to say which one it is."""
+"""SGLang's host pools of keys and values: only their owner can tell them apart."""
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=named)

@@ -34,7 +34,7 @@ KEYS_AND_VALUES = FullAttentionSpec(
 
 
 def filled_layer(kind: str) -> Any:
-    """A layer of transformers with 40 tokens of two sequences in it."""
+    """Make a layer of transformers with 40 tokens of two sequences."""
     options = {
         "DynamicLayer": {},
         "StaticLayer": {"max_cache_len": 6 * TOKENS},

@@ -22,7 +22,7 @@ def box_of(*digits: Digit, first: int = 0) -> PageBox:
 
 
 def places(box: PageBox) -> dict[int, int]:
-    """Index along `token` of each element, and where it is."""
+    """List each element's index along `token`, and its offset."""
     found = {}
     for values in product(*(range(digit.size) for digit in box.digits)):
         pairs = list(zip(values, box.digits, strict=True))
@@ -32,7 +32,7 @@ def places(box: PageBox) -> dict[int, int]:
 
 
 def narrow(box: PageBox, start: int, stop: int) -> dict[int, int] | None:
-    """The places of the tokens from `start` to `stop`; None where they are no box."""
+    """List the places of the tokens from `start` to `stop`; None where they are not a box."""
     try:
         narrowed = box.narrowed("token", start, stop)
     except PageMappingError:
@@ -42,7 +42,7 @@ def narrow(box: PageBox, start: int, stop: int) -> dict[int, int] | None:
 
 @st.composite
 def boxes(draw: st.DrawFn) -> PageBox:
-    """Any box of tokens: up to three digits, with tokens of others between their steps."""
+    """Draw any box of tokens: up to three digits, with other tokens between their steps."""
     digits: list[Digit] = []
     step = extent = 1
     for _ in range(draw(st.integers(1, 3))):

@@ -24,7 +24,7 @@ HEAD = TOKENS * DIM * 2  # bytes of one head of a page's keys
 def mappings_of(
     name: str, shard: WorkerShard, *, tokens_per_block: int = TOKENS, **options: Any
 ) -> list[PageMapping]:
-    """The mappings of all workers of an engine of vLLM."""
+    """Make the mappings of all workers of an engine of vLLM."""
     entry: EngineLayout = next(entry for entry in ZOO if entry.name == name)
     world = World(
         np.random.default_rng(0),
@@ -45,7 +45,7 @@ def runs_of(mapping: PageMapping) -> list[tuple[int, CopyRun]]:
 
 
 def expanded(fragments: Fragments) -> list[list[int]]:
-    """The fragments that runs stand for, one by one."""
+    """List the fragments of runs, one by one."""
     return [
         [
             block,
@@ -59,7 +59,7 @@ def expanded(fragments: Fragments) -> list[list[int]]:
 
 
 def fewest_runs(rows: list[list[int]]) -> int:
-    """How few runs of neighbours fragments are, by trying every end of every run."""
+    """Compute the fewest runs of neighbouring fragments, by trying every end of every run."""
     best = [0]
     for stop in range(1, len(rows) + 1):
         found = stop

@@ -48,7 +48,7 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def gemma() -> Any:
-    """Two full layers and three sliding ones: three groups, the last with a single layer."""
+    """Model of two full layers and three sliding ones: three groups, the last with one layer."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     torch.manual_seed(20)
@@ -113,7 +113,7 @@ def generate_with_preemptions(
     *,
     max_tokens_per_request: int,
 ) -> list[Request]:
-    """Every second step, load what was stored two steps ago and store another request."""
+    """Generate; every second step, load the request stored two steps ago and store another."""
     requests = [runner.add(prompt) for prompt in prompts]
     away: Request | None = None
     num_resumed = 0
@@ -176,7 +176,7 @@ def test_llama_generates_as_unpaged_while_its_blocks_come_and_go(
 def generate_after_one_preemption(
     runner: PagedRunner, engine: TransferEngine, spoil: Callable[[PagedRunner, Request], None]
 ) -> torch.Tensor:
-    """Logits of one request that was away once, and whose blocks were spoiled when it was back."""
+    """Compute logits of a request that was preempted once, and whose loaded blocks were spoiled."""
     request = runner.add(PROMPTS[0])
     while len(request.logits) < 4:
         runner.step(max_tokens_per_request=12)
@@ -194,7 +194,7 @@ def flip_one_bit(runner: PagedRunner, request: Request, group: int) -> None:
 
 
 def put_a_wrong_block(runner: PagedRunner, request: Request, group: int) -> None:
-    """Let a block stand where another one should."""
+    """Swap a block for another one."""
     ids = request.block_ids[group]
     ids[-2] = ids[-3]
     runner.block_tables.add_row(request.block_ids, 0)

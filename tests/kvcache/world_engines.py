@@ -24,15 +24,15 @@ from tests.kvcache.zoo_states import StateEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How an engine keeps a world.
+    """Plan of an engine that keeps a world.
 
     Attributes:
-        entry: Its layout.
-        shard: Its parallelism; the rank does not matter.
-        tokens_per_block: Of one worker.
+        entry: Layout of its cache.
+        shard: Parallelism; the rank does not matter.
+        tokens_per_block: Tokens in a block of one worker.
         kernel_blocks_per_block: Where its layout has kernel blocks.
         padding_factor: See `World.spec`.
-        prefix: What its names of layers begin with.
+        prefix: Prefix of its layers' names.
         allocate: Let kvxfer allocate the caches, canonically.
     """
 
@@ -46,13 +46,13 @@ class EngineOptions:
 
     @property
     def tokens_per_kernel_block(self) -> int:
-        """Tokens that are one piece in every layout."""
+        """Count the tokens that are one piece in every layout."""
         slots = "block*token" in self.entry.memory
         return 1 if slots else self.tokens_per_block // self.kernel_blocks_per_block
 
     @property
     def span(self) -> int:
-        """Tokens of a block of all workers."""
+        """Count the tokens of a block of all workers."""
         return self.tokens_per_block * self.shard.num_token_shares
 
     def can_be_mapped(self, tokens_per_page: int) -> bool:
@@ -67,11 +67,11 @@ class EngineOptions:
 
 
 class Worker:
-    """One worker of an engine, with zeros in its caches.
+    """Worker of an engine, with zeros in its caches.
 
     Attributes:
-        shard: Which worker.
-        caches: Its canonical caches.
+        shard: Shard of the worker.
+        caches: Canonical caches of the worker.
     """
 
     shard: WorkerShard
@@ -79,16 +79,16 @@ class Worker:
     _tensors: list[torch.Tensor]
 
     def contents(self) -> list[Values]:
-        """What each tensor holds once every block is where it belongs, by plain indexing."""
+        """Compute each tensor's values with every block in its place, by plain indexing."""
         raise NotImplementedError
 
     def fill(self) -> None:
-        """Write what the engine would have written."""
+        """Write the world as the engine would."""
         for tensor, content in zip(self._tensors, self.contents(), strict=True):
             as_integers(tensor).copy_(torch.from_numpy(content))
 
     def check(self) -> None:
-        """Compare every tensor with what the engine would have written, and nothing else."""
+        """Check that every tensor holds the world as the engine would write it, and no more."""
         used: dict[int, int] = {}
         for tensor, content in zip(self._tensors, self.contents(), strict=True):
             np.testing.assert_array_equal(as_integers(tensor).numpy(), content)
@@ -102,11 +102,11 @@ class Worker:
 
 
 class AttentionWorker(Worker):
-    """One worker that keeps a part of a `World`.
+    """Worker that keeps a part of a `World`.
 
     Args:
-        block_ids: Of each group, those that hold the tokens in order.
-        num_blocks: All blocks of the worker.
+        block_ids: For each group the blocks that hold the tokens, in order.
+        num_blocks: Number of all blocks of the worker.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class AttentionWorker(Worker):
         ]
 
     def contents(self) -> list[Values]:
-        """What each tensor holds once every block is where it belongs, by plain indexing."""
+        """Compute each tensor's values with every block in its place, by plain indexing."""
         pool = self._pool()
         if not self._options.allocate:
             return [self._content(pool, index) for index in self._engine.tensors]
@@ -173,7 +173,7 @@ class AttentionWorker(Worker):
         return [as_integers(view).numpy() for view in views]
 
     def _content(self, pool: Values, index: tuple[int, ...]) -> Values:
-        """What one registered tensor holds of `(position, block, width, head, token)`."""
+        """Select one registered tensor's part of `(position, block, width, head, token)`."""
         engine = self._engine
         outside = (*engine.entry.allocations.split(), *engine.steps)
         at: dict[str, Any] = dict(zip(outside, index, strict=True))
@@ -190,7 +190,7 @@ class AttentionWorker(Worker):
         return content.reshape(engine.tensors[index].shape)
 
     def _pool(self) -> Values:
-        """What this worker keeps, `(position, block, width, head, token)`, zero where nothing."""
+        """Compute this worker's part, `(position, block, width, head, token)`, zero elsewhere."""
         world, tokens = self._world, self._options.tokens_per_block
         first_head = self.shard.rank % self.shard.tp_size * world.num_heads // self.shard.tp_size
         heads = slice(first_head, first_head + self._num_heads)
@@ -215,7 +215,7 @@ class AttentionWorker(Worker):
         return pool
 
     def _keeps(self, token: int) -> bool:
-        """Whether this worker keeps a token, as vLLM deals them out."""
+        """Whether this worker keeps a token, by vLLM's distribution."""
         shard = self.shard
         pcp_rank, dcp_rank = shard.rank // shard.tp_size, shard.rank % shard.dcp_size
         turn = token // shard.interleave_tokens % (shard.pcp_size * shard.dcp_size)
@@ -223,7 +223,7 @@ class AttentionWorker(Worker):
 
 
 class StateWorker(Worker):
-    """One worker that keeps a part of a `StateWorld`."""
+    """Worker that keeps a part of a `StateWorld`."""
 
     def __init__(
         self,
@@ -247,7 +247,7 @@ class StateWorker(Worker):
         self._tensors = [state for name in names for state in kv_caches[name]]
 
     def contents(self) -> list[Values]:
-        """What each tensor holds once every block is where it belongs, by plain indexing."""
+        """Compute each tensor's values with every block in its place, by plain indexing."""
         contents = []
         for states in self._world.values:
             for values, head in zip(states, self._world.head_axes, strict=True):
@@ -261,11 +261,11 @@ class StateWorker(Worker):
 
 @dataclass(frozen=True, slots=True)
 class WorldEngine:
-    """All workers of an engine.
+    """Engine: all of its workers.
 
     Attributes:
-        block_ids: Of each group, those that hold the tokens in order.
-        workers: By their rank.
+        block_ids: For each group the blocks that hold the tokens, in order.
+        workers: Workers, by rank.
     """
 
     block_ids: list[list[int]]
@@ -288,7 +288,7 @@ def start_engine(rng: np.random.Generator, world: World, options: EngineOptions)
 def rename_layers(
     config: KVCacheConfig, names: Sequence[Sequence[str]]
 ) -> tuple[KVCacheConfig, dict[str, str]]:
-    """The same plan with other names for the layers of each group, and new names by old ones."""
+    """Rename the layers of each group in a plan; return the new names by old ones, too."""
     renamed = {
         old: new
         for group, each in zip(config.groups, names, strict=True)
@@ -303,12 +303,12 @@ def rename_layers(
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers."""
+    """View memory as integers."""
     return tensor.view(INTEGERS[tensor.element_size()])
 
 
 def part_of_pages(mapping: PageMapping, pages: NDArray[np.uint8]) -> Descriptors:
-    """What a worker holds of each portable page, as pieces of these pages."""
+    """List the pieces of each portable page that a worker holds."""
     num_pages, page_bytes = pages.shape
     of_block = mapping.pages
     chosen = [of_block[index % len(of_block)] for index in range(num_pages)]
@@ -331,11 +331,11 @@ def part_of_pages(mapping: PageMapping, pages: NDArray[np.uint8]) -> Descriptors
 
 @dataclass(frozen=True, slots=True)
 class MappedEngine:
-    """An engine and the mappings of its workers.
+    """Engine with the mappings of its workers.
 
     Attributes:
         engine: The engine.
-        mappings: Of each worker, one per group.
+        mappings: Mappings of each worker, one per group.
     """
 
     engine: WorldEngine
@@ -347,11 +347,11 @@ class MappedEngine:
         return cls(engine, [map_caches(w.caches, w.shard, **options) for w in engine.workers])
 
     def of_group(self, group: int) -> list[PageMapping]:
-        """The mappings of a group, by rank."""
+        """List the mappings of a group, by rank."""
         return [each[group] for each in self.mappings]
 
     def write(self, group: int, num_pages: int, copies: CPUCopyEngine) -> NDArray[np.uint8]:
-        """Pages as the workers store them, each those whose turn it is."""
+        """Store pages from the workers, each page from the worker whose turn it is."""
         pages = np.zeros((num_pages, self.mappings[0][group].page.num_bytes), np.uint8)
         for mappings, blocks in zip(self.mappings, self._describe(group), strict=True):
             turns = [page for page in range(num_pages) if mappings[group].writes(page)]

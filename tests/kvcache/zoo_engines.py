@@ -19,17 +19,17 @@ from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, KVCacheSpec, M
 ZOO = [entry for entry in LAYOUT_ZOO if entry.content != "states"]
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""By their size in bytes."""
+"""Integer types by their size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ZooGroup:
-    """A KV-cache group.
+    """KV-cache group of an engine of the zoo.
 
     Attributes:
-        spec: What each of its layers keeps.
-        positions: For each layer the position of a block at which it keeps that. Layers at one
-            position share memory, in one group as well as across groups.
+        spec: Spec of each of its layers.
+        positions: Position in a block of each layer's page. Layers at one position share memory, in
+            one group as well as across groups.
     """
 
     spec: KVCacheSpec
@@ -37,20 +37,20 @@ class ZooGroup:
 
     @property
     def used_positions(self) -> tuple[int, ...]:
-        """Each position once, in the order of the layers."""
+        """List each position once, in the order of the layers."""
         return tuple(dict.fromkeys(self.positions))
 
 
 class ZooEngine(ABC):
-    """An engine with zeros in its cache, whose elements are numbered.
+    """Engine with zeros in its cache, whose elements are numbered.
 
     Attributes:
-        entry: How it keeps its cache.
+        entry: Layout of its cache.
         groups: Its groups.
         num_positions: Positions of a block.
-        config: What it plans.
-        kv_caches: What it registers: the tensors of each layer, or one of all layers.
-        layouts: Its word for their layout.
+        config: Its cache config.
+        kv_caches: Tensors that it registers: those of each layer, or one of all layers.
+        layouts: Layouts that it declares for them.
         num_elements: Elements in all of its cache.
     """
 
@@ -76,7 +76,7 @@ class ZooEngine(ABC):
 
     @property
     def positions(self) -> dict[str, int]:
-        """The position of each layer."""
+        """List the position of each layer."""
         return {n: i for i, names in enumerate(self.config.shared_tensors) for n in names}
 
     @abstractmethod
@@ -85,25 +85,25 @@ class ZooEngine(ABC):
 
     @abstractmethod
     def block_of(self, element: int) -> int:
-        """The block that an element is in."""
+        """Find the block that an element is in."""
 
     @abstractmethod
     def bytes_of(self, element: int, group: int) -> range:
-        """Which bytes of the group's block an element is; none where the group has no part in it.
+        """Find the bytes of an element in the group's block; none where the group has no part.
 
-        Said by the order of axes alone, from the outermost inwards.
+        Computed from the order of axes alone, from the outermost inwards.
         """
 
 
 class AttentionEngine(ZooEngine):
-    """An engine that keeps keys and values, or latents.
+    """Engine that keeps keys and values, or latents.
 
     Groups differ in nothing that the layout shows.
 
     Attributes:
-        dtype: Of an element.
+        dtype: Type of an element.
         sizes: Size of every axis of the layout.
-        strides: Of every axis of an allocation, elements.
+        strides: Stride of every axis of an allocation, elements.
         tensors: Every registered tensor by its index along the axes that are not in its shape.
     """
 
@@ -135,7 +135,7 @@ class AttentionEngine(ZooEngine):
         self.layouts = dict.fromkeys(self.kv_caches, entry.layout)
 
     def _strides(self) -> tuple[dict[str, int], int]:
-        """Of each axis of an allocation, and the elements of all of it, padding included."""
+        """Compute the strides of an allocation's axes, and all its elements, padding included."""
         block = next(axis for axis in self.entry.memory.split() if axis.startswith("block"))
         *_, step = factors(block)
         num_steps = prod(self.sizes[axis] for axis in factors(block)[1:])
@@ -154,7 +154,7 @@ class AttentionEngine(ZooEngine):
         return strides, dense
 
     def _is_next_to_blocks(self, inside: Sequence[str]) -> bool:
-        """Whether nothing is between blocks and layers, so that padding is between layers."""
+        """Whether no axis is between blocks and layers, so that padding is between layers."""
         return prod(self.sizes[axis] for axis in inside[: inside.index("layer")]) == 1
 
     def _make_tensors(self, num_elements: int) -> dict[tuple[int, ...], torch.Tensor]:
@@ -188,7 +188,7 @@ class AttentionEngine(ZooEngine):
         return {name: entries[position] for name, position in self.positions.items()}
 
     def layer_view(self, layer_name: str) -> torch.Tensor:
-        """The one tensor of a layer, or its part of the tensor of all layers."""
+        """Get the only tensor of a layer, or its part of the tensor of all layers."""
         if "layer" not in self.shape:
             view: torch.Tensor = self.kv_caches[layer_name]
             return view
@@ -203,7 +203,7 @@ class AttentionEngine(ZooEngine):
             tensor.copy_(torch.from_numpy(numbers(self.sizes, self.shape, at)).view(tensor.shape))
 
     def fill(self) -> None:
-        """Write anything, through the registered tensors."""
+        """Write random values, through the registered tensors."""
         generator = torch.Generator().manual_seed(len(self.tensors))
         for tensor in self.tensors.values():
             tensor.view(INTEGERS[tensor.element_size()]).random_(generator=generator)
@@ -220,11 +220,11 @@ class AttentionEngine(ZooEngine):
         tensor.view(INTEGERS[tensor.element_size()])[index].bitwise_not_()
 
     def block_of(self, element: int) -> int:
-        """The block that an element is in."""
+        """Find the block that an element is in."""
         return self._at(element)["block"]
 
     def bytes_of(self, element: int, group: int) -> range:
-        """Which bytes of the group's block an element is."""
+        """Find the bytes of an element in the group's block."""
         at, order, used = self._at(element), self.entry.order, self.groups[group].used_positions
         outside, inside = order[: order.index("block")], order[order.index("block") + 1 :]
         if "layer" in self.shape:  # no layer has a place before it is known where they all are
@@ -245,14 +245,14 @@ class AttentionEngine(ZooEngine):
         return range(start, start + self.dtype.itemsize)
 
     def _at(self, element: int) -> dict[str, int]:
-        """Where an element is along each axis."""
+        """Compute the index of an element along each axis."""
         order = self.entry.order
         places = np.unravel_index(element, [self.sizes[axis] for axis in order])
         return {axis: int(place) for axis, place in zip(order, places, strict=True)}
 
 
 def with_kernel_blocks(entry: EngineLayout) -> EngineLayout:
-    """The same with kernel blocks, where it has a block to itself."""
+    """Make the same engine with kernel blocks, where it has a block to itself."""
     if "block" not in entry.shape.split():
         return entry
     cut = {"block": "block*kernel"}
@@ -280,7 +280,7 @@ def factors(axes: str) -> list[str]:
 def numbers(
     sizes: Mapping[str, int], axes: Sequence[str], at: Mapping[str, int]
 ) -> NDArray[np.int32]:
-    """A number for each element, which says where it belongs whatever the order of axes."""
+    """Number each element by its place, whatever the order of axes."""
     result = np.zeros([sizes[axis] for axis in axes], np.int32)
     for place, name in enumerate(("layer", "block", "kv", "kernel", "token", "head", "dim")):
         weight = 10**place

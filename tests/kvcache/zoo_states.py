@@ -12,7 +12,7 @@ from tests.kvcache.zoo_engines import INTEGERS, ZooEngine, ZooGroup
 
 
 class StateEngine(ZooEngine):
-    """An engine of recurrent layers."""
+    """Engine of recurrent layers."""
 
     def __init__(self, entry: EngineLayout, groups: Sequence[ZooGroup], *, num_blocks: int) -> None:
         super().__init__(entry, groups, num_blocks)
@@ -32,14 +32,14 @@ class StateEngine(ZooEngine):
         self.kv_caches = {n: self._at_position[p] for n, p in self.positions.items()}
 
     def _slots(self) -> list[list[torch.Tensor]]:
-        """One allocation for a state of all layers."""
+        """Make one allocation per state, for all layers."""
         shapes = zip(self.spec.shapes, self.spec.dtypes, strict=True)
         leading = (self.num_positions, self.config.num_blocks)
         states = [torch.zeros((*leading, *shape), dtype=dtype) for shape, dtype in shapes]
         return [[state[position] for state in states] for position in range(self.num_positions)]
 
     def _pages(self) -> list[list[torch.Tensor]]:
-        """One allocation for each layer, whose pages have the states side by side."""
+        """Make one allocation per layer, whose pages have the states side by side."""
         num_blocks, page = self.config.num_blocks, self.spec.page_size_bytes
         layers = []
         for _ in range(self.num_positions):
@@ -59,11 +59,11 @@ class StateEngine(ZooEngine):
         tensor.view(INTEGERS[tensor.element_size()])[block].view(-1)[index].bitwise_not_()
 
     def block_of(self, element: int) -> int:
-        """The block that an element is in."""
+        """Find the block that an element is in."""
         return self._at(element)[1]
 
     def bytes_of(self, element: int, group: int) -> range:
-        """Which bytes of the group's block an element is: layer by layer, state by state."""
+        """Find the bytes of an element in the group's block: layer by layer, state by state."""
         position, _, state, index = self._at(element)
         used = self.groups[group].used_positions
         if position not in used:
@@ -74,7 +74,7 @@ class StateEngine(ZooEngine):
         return range(start, start + item)
 
     def _at(self, element: int) -> tuple[int, int, int, int]:
-        """Position, block, state and index within the state."""
+        """Compute position, block, state and index within the state."""
         row, inside = divmod(element, len(self._elements))
         position, block = divmod(row, self.config.num_blocks)
         return position, block, *self._elements[inside]

@@ -26,7 +26,7 @@ KEYS = make_keys(8)
 
 
 def open_host(namespace: Namespace, num_blocks: int) -> HostBackend:
-    """Open a host backend in which exactly so many chunks of the largest group fit."""
+    """Open a host backend in which exactly `num_chunks` chunks of the largest group fit."""
     chunk = max(namespace.chunk_size_bytes(group) for group in range(len(namespace.groups)))
     slot = -(-chunk // 4096) * 4096 + 32
     shape = PoolShape.fit(
@@ -41,7 +41,7 @@ def open_dict(namespace: Namespace, max_blocks: int | None = None) -> DictBacken
 
 
 class Recorder(DictBackend):
-    """Keeps books of what is asked of it."""
+    """Backend that records its calls."""
 
     def __init__(self, namespace: Namespace, max_blocks: int | None = None) -> None:
         super().__init__(DictConfig(max_blocks=max_blocks), namespace)
@@ -78,7 +78,7 @@ class Recorder(DictBackend):
 
 @dataclasses.dataclass
 class Opened:
-    """Two tiers, the lower one with faults to be switched on, and the backend over them."""
+    """Two tiers, the lower one with faults on demand, and the backend over them."""
 
     backend: TieredBackend
     first: HostBackend
@@ -93,7 +93,7 @@ class Opened:
         error: float = 0.0,
         failure: float = 0.0,
     ) -> None:
-        """Let these operations of the lower tier go wrong from now on."""
+        """Let these operations of the lower tier fail from now on."""
         self.faults.rates = FaultRates(
             operations=frozenset(operations), hang=hang, stuck=stuck, error=error, failure=failure
         )

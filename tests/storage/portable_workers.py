@@ -26,7 +26,7 @@ AXES = ("block", "kv", "head", "token", "dim")
 
 @dataclass
 class Worker:
-    """One worker of an engine, its caches filled with its part of a model's values."""
+    """Worker of an engine, its caches filled with its part of a model's values."""
 
     shard: WorkerShard
     layout: str
@@ -45,13 +45,13 @@ class Worker:
         return torch.stack(layers)
 
     def part(self, values: torch.Tensor) -> torch.Tensor:
-        """What a worker keeps of the values of all heads."""
+        """Select a worker's part of the values of all heads."""
         heads = max(1, HEADS // self.shard.tp_size)
         first = self.shard.rank * HEADS // self.shard.tp_size
         return values[:, :, first : first + heads]
 
     def fill(self, values: torch.Tensor) -> None:
-        """Put the worker's part of the values into its caches."""
+        """Write the worker's part of the values into its caches."""
         part = self.part(values)
         for layer, view in zip(part, self.views.values(), strict=True):
             named = view.permute([self.layout.split().index(axis) for axis in AXES])

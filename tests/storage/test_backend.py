@@ -52,7 +52,7 @@ def test_what_is_no_key_is_refused() -> None:
 
 
 class CountedKey(bytes):
-    """A key that counts how often keys are hashed and compared."""
+    """Key that counts how often keys are hashed and compared."""
 
     steps = 0
 

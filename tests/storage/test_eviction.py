@@ -19,7 +19,7 @@ def key(number: int) -> BlockKey:
 
 
 class Cache:
-    """A cache of single keys over a policy: what a reader would have, with nothing held."""
+    """Cache of single keys over a policy, with nothing held."""
 
     def __init__(self, policy: EvictionPolicy, num_slots: int) -> None:
         self.policy = policy
@@ -43,7 +43,7 @@ class Cache:
 
 
 class PaperARC:
-    """Figure 4 of the paper, line by line, with lists (least recently used first)."""
+    """ARC of figure 4 of the paper, line by line, with lists (least recently used first)."""
 
     def __init__(self, num_slots: int) -> None:
         self.c = num_slots

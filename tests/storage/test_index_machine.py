@@ -21,7 +21,7 @@ def key(number: int) -> BlockKey:
 
 
 class Block:
-    """One block of the model: whether it is being stored, and a pin count."""
+    """Block of the model: whether it is being stored, and a pin count."""
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
@@ -30,7 +30,7 @@ class Block:
 
 
 class BlockIndexMachine(RuleBasedStateMachine):
-    """Drives an index and a model that counts everything anew after every step."""
+    """State machine of an index, and a model that counts everything anew after every step."""
 
     policy_type: Callable[[int], EvictionPolicy]
     keys = st.lists(st.integers(0, 7).map(key), max_size=6)

@@ -18,7 +18,7 @@ from kvxfer.testing.payloads import read_payloads, write_payloads
 
 
 async def quiet_at_once() -> None:
-    """Nothing outlives its call."""
+    """No transfer outlives its call."""
 
 
 @pytest.mark.parametrize("max_bytes", [1, 4096, 100_000, 1 << 20])
@@ -138,7 +138,7 @@ def test_buffers_that_one_event_loop_waited_for_serve_the_next_one() -> None:
 
 
 class Gate:
-    """What `drain` waits for."""
+    """Future that `drain` waits for."""
 
     def __init__(self) -> None:
         self.opened = asyncio.Event()

@@ -13,7 +13,7 @@ TIMEOUT_S = 10.0
 
 
 class Gate:
-    """A blocking function that can be watched and let through."""
+    """Blocking function that can be observed and released."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()

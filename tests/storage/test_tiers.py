@@ -37,7 +37,7 @@ async def corrupt_everywhere(backend: Backend, key: BlockKey) -> None:
 
 
 class TestHostOverDict(BackendTests):
-    """The lower tier takes nothing when the backend has to be bounded: the first is the bound."""
+    """Suite whose bounded backends store in the first tier only."""
 
     max_blocks = 5
 
@@ -52,7 +52,7 @@ class TestHostOverDict(BackendTests):
 
 
 class TestSmallHostOverShelf(TestHostOverDict):
-    """Most blocks are below only, and pass through buffers that hold one or two of them."""
+    """Suite with most blocks only in the lower tier, by way of buffers of one or two blocks."""
 
     persistent = True
 
@@ -66,7 +66,7 @@ class TestSmallHostOverShelf(TestHostOverDict):
 
 
 class TestThreeTiers(TestHostOverDict):
-    """The first tier takes nothing, the second is the bound."""
+    """Suite whose first tier stores nothing; the second is the bound."""
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         tiers = [open_dict(namespace, 0), open_host(namespace, 64), open_dict(namespace)]
@@ -78,7 +78,7 @@ class TestThreeTiers(TestHostOverDict):
 
 
 class TestTiersOverAWrappedTier(WrapperTests):
-    """What is found in the second tier is loaded into staging memory, also of the third one."""
+    """Blocks found in the second tier are loaded into staging memory, also of the third one."""
 
     moving = frozenset({"lookup", "load", "store"})
 
@@ -87,7 +87,7 @@ class TestTiersOverAWrappedTier(WrapperTests):
 
 
 class TestTiersOverAHost(WrapperTests):
-    """What the host takes is carried down in its own time."""
+    """Blocks that the host stores are carried down later."""
 
     moving = frozenset({"lookup", "load"})
 

@@ -41,7 +41,7 @@ def memory() -> BlockMemory:
 
 
 class Answering(DictBackend):
-    """Answers every load with one outcome."""
+    """Backend that answers every load with one outcome."""
 
     def __init__(self, namespace: Namespace, outcome: Outcome) -> None:
         super().__init__(None, namespace)
@@ -88,7 +88,7 @@ async def test_memory_that_is_not_safe_is_not_given_to_another_tier(memory: Bloc
 
 
 class Unsafe(DictBackend):
-    """Leaves memory in use until it is told that it is quiet."""
+    """Backend that leaves memory in use until the test ends its transfers."""
 
     def __init__(self, config: None, namespace: Namespace) -> None:
         super().__init__(config, namespace)
@@ -343,7 +343,7 @@ async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiers have little time, so that what hangs is given up soon."""
+    """Shorten the deadlines of tiers, so that hanging calls are given up soon."""
     monkeypatch.setattr(tier, "MOVE_TIMEOUT_S", 0.5)
     monkeypatch.setattr(tier, "PAUSE_S", 0.05)
 

@@ -29,7 +29,7 @@ LIMIT_S = 15.0
 
 
 class TestHostOverFiles(BackendTests):
-    """Chunks of the large batches do not all fit into the first tier."""
+    """Suite in which chunks of the large batches do not all fit into the first tier."""
 
     persistent = True
 
@@ -80,7 +80,7 @@ TestHostOverFilesStateMachine.settings = settings(max_examples=10, stateful_step
 
 
 class HungMetadata:
-    """Lets `stat` hang below one folder, as a file server does that is gone."""
+    """`stat` that hangs below one folder, like a file server that is gone."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.answers = threading.Event()

@@ -18,14 +18,14 @@ from kvxfer.testing.payloads import copy_blocks, flip_bit, read_payloads, write_
 
 
 class Unordered(DictBackend):
-    """Returns outcomes and answers in the order of the keys' bytes."""
+    """Faulty backend that returns outcomes and answers in the order of the keys' bytes."""
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         return await super().lookup(sorted(keys))
 
 
 class Overrunning(DictBackend):
-    """Writes whole pages, padding included."""
+    """Faulty backend that writes whole pages, padding included."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().load(keys, blocks)
@@ -42,7 +42,7 @@ class Overrunning(DictBackend):
 
 
 class Scribbling(DictBackend):
-    """Clears the memory of a block that is not there."""
+    """Faulty backend that clears the memory of a missing block."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().load(keys, blocks)
@@ -54,7 +54,7 @@ class Scribbling(DictBackend):
 
 
 class Overwriting(DictBackend):
-    """Replaces the bytes of a present key."""
+    """Faulty backend that replaces the bytes of a present key."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if blocks.num_blocks == len(keys) and not self._door.closed:
@@ -64,7 +64,7 @@ class Overwriting(DictBackend):
 
 
 class Shadowing(DictBackend):
-    """Keeps what is there of a chunk, whatever part of it."""
+    """Faulty backend that keeps a present chunk, whatever part of it is there."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         new = [index for index, key in enumerate(keys) if key not in self._blocks]
@@ -74,7 +74,7 @@ class Shadowing(DictBackend):
 
 
 class Groupless(DictBackend):
-    """Forgets which group a key belongs to."""
+    """Faulty backend that ignores the group of a key."""
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         deleted = await super().delete(keys)
@@ -84,7 +84,7 @@ class Groupless(DictBackend):
 
 
 class Headless(DictBackend):
-    """Ignores where in a chunk a block belongs."""
+    """Faulty backend that ignores the place of a block in its chunk."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         blocks.payload_starts[:] = 0
@@ -92,7 +92,7 @@ class Headless(DictBackend):
 
 
 class Trusting(DictBackend):
-    """Does not look at the batch before it moves it."""
+    """Faulty backend that does not check a batch before it moves it."""
 
     def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
         super().__init__(config, namespace)
@@ -100,7 +100,7 @@ class Trusting(DictBackend):
 
 
 class OpenDoor(Door):
-    """Lets everything in, always."""
+    """Faulty backend that never refuses a block."""
 
     def check(self) -> None:
         pass
@@ -110,7 +110,7 @@ class OpenDoor(Door):
 
 
 class Shared(DictBackend):
-    """Keeps the blocks of all namespaces in one place."""
+    """Faulty backend that keeps the blocks of all namespaces in one place."""
 
     everything: ClassVar[dict[BlockKey, object]] = {}
 
@@ -120,7 +120,7 @@ class Shared(DictBackend):
 
 
 class Hoarding(DictBackend):
-    """Keeps every descriptor it was given."""
+    """Faulty backend that keeps every descriptor."""
 
     def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
         super().__init__(config, namespace)
@@ -132,7 +132,7 @@ class Hoarding(DictBackend):
 
 
 class Racing(DictBackend):
-    """Loads whatever one key holds when another task came in between."""
+    """Faulty backend that loads into another task's memory when one comes in between."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         self.latest = blocks
@@ -141,7 +141,7 @@ class Racing(DictBackend):
 
 
 class Rigid(DictBackend):
-    """Loads only into as many fragments as there were."""
+    """Faulty backend that loads only into as many fragments as were stored."""
 
     def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
         super().__init__(config, namespace)
@@ -158,7 +158,7 @@ class Rigid(DictBackend):
 
 
 class Abandoning(DictBackend):
-    """Leaves a task behind that goes on writing when its caller was cancelled."""
+    """Faulty backend whose task goes on writing after its caller was cancelled."""
 
     def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
         super().__init__(config, namespace)
@@ -179,7 +179,7 @@ class Abandoning(DictBackend):
 
 
 class Busy(DictBackend):
-    """Refuses a block that another task is storing."""
+    """Faulty backend that refuses a block that another task is storing."""
 
     def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
         super().__init__(config, namespace)
@@ -195,7 +195,7 @@ class Busy(DictBackend):
 
 
 class Underfoot(DictBackend):
-    """Reuses the memory of a deleted block that somebody is loading."""
+    """Faulty backend that reuses the memory of a deleted block while a task loads it."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         found = [self._blocks.get(key) for key in keys]
@@ -213,7 +213,7 @@ class Underfoot(DictBackend):
 
 
 class Boasting(DictBackend):
-    """Says that it removed what was not there."""
+    """Faulty backend that reports missing blocks as deleted."""
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         await super().delete(keys)
@@ -221,14 +221,14 @@ class Boasting(DictBackend):
 
 
 class Disorderly(DictBackend):
-    """Says what it removed in an order of its own."""
+    """Faulty backend that reports deletions in another order."""
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         return sorted(await super().delete(keys), reverse=True)
 
 
 class Tearing(DictBackend):
-    """Makes blocks visible before their bytes are there."""
+    """Faulty backend that makes blocks visible before their bytes are there."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         half = copy_blocks(blocks)
@@ -242,7 +242,7 @@ class Tearing(DictBackend):
 
 
 class Unchecked(DictBackend):
-    """Loads what the medium returns."""
+    """Faulty backend that does not verify loaded bytes."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().load(keys, blocks)
@@ -250,7 +250,7 @@ class Unchecked(DictBackend):
 
 
 class Forgetful(DictBackend):
-    """Loses the block that was stored first when there are four."""
+    """Faulty backend that loses the first stored block when there are four."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().store(keys, blocks)
@@ -260,14 +260,14 @@ class Forgetful(DictBackend):
 
 
 class Boundless(DictBackend):
-    """Takes no notice of its bound."""
+    """Faulty backend that ignores its bound."""
 
     def _make_room(self, batch: Sequence[BlockKey]) -> bool:
         return True
 
 
 class BitFlipping(DictBackend):
-    """Flips a bit of the last block it loads."""
+    """Faulty backend that flips a bit of the last block of a load."""
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = await super().load(keys, blocks)
@@ -311,7 +311,7 @@ CAUGHT_BY = [
 
 
 class SuiteOf(BackendTests):
-    """The suite, run on a backend that should not pass it."""
+    """Conformance suite, run on a backend that must not pass it."""
 
     max_blocks = 5
 

@@ -27,7 +27,7 @@ class TestDictBackend(BackendTests):
 
 
 class KeptBackend(DictBackend):
-    """Keeps the blocks of a namespace on a shelf when it is closed."""
+    """DictBackend that keeps the blocks of a namespace when it is closed."""
 
     def __init__(self, shelf: dict[str, Blocks], namespace: Namespace) -> None:
         super().__init__(None, namespace)

@@ -13,7 +13,7 @@ from tests.backends.agent_contract import LocalPeer, Pool, random_bytes, words
 
 
 class Sides:
-    """An agent, a peer that it knows, and a transfer of two fragments between them."""
+    """Agent, a peer added to it, and a transfer of two fragments between them."""
 
     def __init__(self) -> None:
         self.agent, self.pool = FakeNixlAgent(), Pool()

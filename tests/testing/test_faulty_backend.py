@@ -30,7 +30,7 @@ PAYLOADS = [make_payload(key, BLOCK_SIZE_BYTES) for key in KEYS]
 
 
 class TestFaultyBackendWithoutFaults(BackendTests):
-    """A wrapper in which nothing goes wrong is as good as what it wraps."""
+    """Suite on a wrapper without faults, which must pass like the wrapped backend."""
 
     max_blocks = 5
     rates = FaultRates()

@@ -19,20 +19,20 @@ TIMEOUT_S = 10.0
 
 
 def on_device(blocks: Descriptors) -> Descriptors:
-    """The same blocks, as if a device held them."""
+    """Relabel blocks as if a device held them."""
     return dataclasses.replace(blocks, device=DEVICE)
 
 
 class PretendedCopyEngine(CopyEngine):
-    """Copies between a device and the host, holds copies at a gate, and fails.
+    """Copy engine between a device and the host, with a gate that holds copies, and errors.
 
     Attributes:
-        gate: Copies begin while it is open, as it is at first.
+        gate: Event without which no copy begins; set at first.
         error: Raised by every copy, if any.
-        begun: Bytes of each copy that began, in order.
-        host_addresses: Where on the host these were from or to.
-        attached: What was attached.
-        closed: Whether it was closed.
+        begun: Bytes of each copy that has begun, in order.
+        host_addresses: Host addresses of these copies.
+        attached: Attached regions.
+        closed: Whether the engine was closed.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class PretendedCopyEngine(CopyEngine):
 
 
 class StagedFromDevice(StagedBackend):
-    """Staging for callers that say of a device's memory that it is the host's."""
+    """Staging for callers that label a device's memory as the host's."""
 
     def __init__(self, inner: Backend, namespace: Namespace, *, staging_bytes: int) -> None:
         sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]

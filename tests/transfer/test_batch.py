@@ -33,13 +33,13 @@ K0, K1 = make_block_key(b"first", 0), make_block_key(b"second", 1)
 
 
 def overlaid(*, null_block_id: int | None = None) -> CanonicalKVCaches:
-    """Two groups whose blocks are the same bytes."""
+    """Make two groups whose blocks are the same bytes."""
     config = KVCacheConfig(NUM_BLOCKS, GROUPS, (("a", "b"),), null_block_id=null_block_id)
     return allocate_canonical(config, [LAYOUT, LAYOUT]).caches
 
 
 def three_groups() -> CanonicalKVCaches:
-    """Group 1 shares a tensor with each of its neighbours, which share none."""
+    """Make three groups; group 1 shares a tensor with either neighbour, which share none."""
     tensors = [
         CanonicalKVCacheTensor(torch.zeros(NUM_BLOCKS, 8, dtype=torch.int8), 8) for _ in range(2)
     ]

@@ -30,7 +30,7 @@ PAGE_BYTES = 1024
 
 
 class GatedBackend(DictBackend):
-    """Holds every call at a gate, in the order in which they came, and counts bytes in flight.
+    """Backend that holds every call at a gate, in order of arrival, and counts bytes in flight.
 
     A call that is cancelled leaves only when its gate opens, as a thread in a copy would.
     """
@@ -66,7 +66,7 @@ class GatedBackend(DictBackend):
 
 
 class ShortBackend(DictBackend):
-    """Forgets the outcome of the last block."""
+    """Backend that omits the outcome of the last block."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         return (await super().store(keys, blocks))[:-1]
@@ -97,7 +97,7 @@ def keys_of(count: int, *, group: int = 0, first: int = 0) -> list[BlockKey]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop turn until something holds; the test's own time limit ends a wait in vain."""
+    """Let the loop turn until a condition holds; the test's time limit ends a wait in vain."""
     while not condition():  # noqa: ASYNC110 - other threads change it, too
         await asyncio.sleep(0)
 

@@ -47,7 +47,7 @@ def fill(memory: BlockMemory) -> list[bytes]:
 
 @pytest.fixture
 def stopped() -> asyncio.AbstractEventLoop:
-    """An event loop that nobody runs."""
+    """Event loop that no thread runs."""
     return asyncio.new_event_loop()
 
 
@@ -176,7 +176,7 @@ async def test_a_lookup_that_is_not_answered_in_time_is_a_miss(
 
 
 class Unflushed(DictBackend):
-    """Has what it was given on the disk only when it is told so."""
+    """Backend whose `flush` ends only when the test says so."""
 
     def __init__(self, memory: BlockMemory) -> None:
         super().__init__(DictConfig(), memory.namespace())
@@ -195,7 +195,7 @@ async def test_flushing_says_whether_all_is_kept_in_time(memory: BlockMemory) ->
 
 
 class Stuck(DictBackend):
-    """Neither moves anything nor closes."""
+    """Backend whose calls and close never end."""
 
     def __init__(self, memory: BlockMemory) -> None:
         super().__init__(DictConfig(), memory.namespace())
@@ -227,7 +227,7 @@ async def test_closing_ends_in_time_and_says_what_it_left(
 
 
 class Gates(DictBackend):
-    """Lets each key pass when its own gate is opened."""
+    """Backend with a gate for each key."""
 
     def __init__(self, memory: BlockMemory) -> None:
         super().__init__(DictConfig(), memory.namespace())

@@ -32,14 +32,14 @@ LOST = DeviceLostError(0, "cuEventQuery", "CUDA_ERROR_ECC_UNCORRECTABLE")
 
 
 class HeldBackend(DictBackend):
-    """Holds stores and loads at a gate and says of blocks what it is told to.
+    """Backend that holds stores and loads at a gate, and returns given outcomes.
 
     Attributes:
-        gate: What calls wait for, after they have done their work.
-        given: What to say of a key instead of the truth; its memory is written over.
+        gate: Event that calls wait for, after they have done their work.
+        given: Outcome to return for a key instead of the real one; its memory is overwritten.
         calls: Keys of each call, in order.
-        addresses: Of every block that it was given.
-        quiet: What `drain` waits for.
+        addresses: Addresses of every described block.
+        quiet: Event that `drain` waits for.
         waits: Whether a cancelled call ends only when its gate opens.
     """
 
@@ -100,7 +100,7 @@ class HeldBackend(DictBackend):
 
 
 class Staged:
-    """A pretended device, a backend that is held, and the staging between."""
+    """Pretended device, a backend with a gate, and the staging between them."""
 
     def __init__(self) -> None:
         self.memory = BlockMemory([[BLOCK_BYTES - 96, 96]], num_blocks=32)
@@ -112,7 +112,7 @@ class Staged:
 
     @property
     def num_waiting(self) -> int:
-        """Parts that wait for a buffer."""
+        """Count the parts that wait for a buffer."""
         return len(self.backend._staging._waiting)
 
     def blocks(self, num_blocks: int, *, first: int = 0) -> Descriptors:
@@ -142,13 +142,13 @@ async def staged() -> AsyncIterator[Staged]:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let the loop turn until something holds; the test's own time limit ends a wait in vain."""
+    """Let the loop turn until a condition holds; the test's time limit ends a wait in vain."""
     while not condition():  # noqa: ASYNC110 - threads change it, too
         await asyncio.sleep(0)
 
 
 async def settled() -> None:
-    """Give everything that could go on a chance to."""
+    """Let the loop turn often enough for every task that can go on."""
     for _ in range(50):
         await asyncio.sleep(0.0002)
 

@@ -46,7 +46,7 @@ class TestStagedDictBackend(BackendTests):
 
 
 class TestStagedDictBackendThroughFewBuffers(TestStagedDictBackend):
-    """A large batch is then several to the backend, which may evict one for the next."""
+    """Suite in which a large batch is several to the backend, which may evict one for the next."""
 
     max_blocks = None
     staging_bytes = FEW_BYTES
@@ -74,7 +74,7 @@ class TestStagedFileBackend(BackendTests):
 
 
 class TestStagedTiers(BackendTests):
-    """Host memory over files: the tiers' own staging memory comes after this one."""
+    """Suite over host memory and files, whose tiers have staging memory of their own."""
 
     @pytest.fixture(autouse=True)
     def _place(self, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def a_store_is_awaited(engine: kvxfer.TransferEngine, key: kvxfer.BlockKey) -> N
 
 
 class Incomplete(kvxfer.Backend):
-    """Lacks every method."""
+    """Backend without any method."""
 
 
 def a_backend_has_every_method() -> None:
