@@ -114,7 +114,7 @@ class BlockCheck:
 
     def _verify(self, fd: int, block: FoundBlock) -> Verdict:
         if block.misplaced:
-            raise BlockFileError(f"no lookup finds it in the folder {block.folder!r}")
+            raise BlockFileError(f"lookups do not find it in the folder {block.folder!r}")
         # Verify the bytes on the disk, not those in the page cache.
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         head, num_bytes = read_header(fd)

@@ -37,7 +37,7 @@ class GroupFormat:
             raise InvalidArgumentError(
                 f"groups[{group}].tensors",
                 f"{len(self._tensors)} tensors",
-                f"what a header of {MAX_HEADER_BYTES} bytes can list",
+                f"as many as a header of {MAX_HEADER_BYTES} bytes can list",
             )
 
     def tensors(self, num_bytes: int) -> tuple[StoredTensor, ...]:

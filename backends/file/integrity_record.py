@@ -177,7 +177,7 @@ def require_secret(folder: BlockFolder, digester: Digester, blocks: Iterable[Fou
     verdicts = [_holds(head, digester) for head in heads if _kind_in(head) is Integrity.KEYED]
     if not any(verdicts) and (said or verdicts):
         where = folder.root / folder.fingerprint
-        wanted = f"the one that blocks in {where} are sealed with; to give them up, remove it"
+        wanted = f"the one that sealed the blocks in {where}; to give these up, remove it"
         raise InvalidArgumentError("secret_file", "another secret", wanted)
 
 

@@ -32,5 +32,7 @@ def read_namespace(folder: BlockFolder) -> Namespace:
     except msgspec.MsgspecError as exc:
         raise BlockFileError(f"{NAMESPACE_FILE} is damaged: {exc}") from exc
     if namespace.fingerprint != folder.fingerprint:
-        raise BlockFileError(f"{NAMESPACE_FILE} is damaged or that of {namespace.fingerprint}")
+        raise BlockFileError(
+            f"{NAMESPACE_FILE} is damaged, or that of namespace {namespace.fingerprint}"
+        )
     return namespace

@@ -172,7 +172,7 @@ class AgentThread:
         if peer.name in {self._name, *self._remotes}:
             raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
         if not self._free_slots:
-            raise PeerLostError(peer.name, f"{NUM_SLOTS} others were added that do not answer")
+            raise PeerLostError(peer.name, f"{NUM_SLOTS} other new peers do not answer")
         regions = Regions(peer.regions)
         try:
             name = self._agent.add_remote_agent(peer.opaque).decode()
@@ -180,7 +180,7 @@ class AgentThread:
             raise PeerLostError(peer.name, f"it cannot be reached ({exc})") from exc
         except self._errors as exc:
             raise InvalidArgumentError(
-                "metadata", peer.opaque[:16], f"what NIXL can read ({exc})"
+                "metadata", peer.opaque[:16], f"metadata that NIXL can read ({exc})"
             ) from exc
         self._remotes.add(name)
         slot = self._free_slots.pop()

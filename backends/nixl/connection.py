@@ -289,7 +289,7 @@ class Connection:
         if isinstance(answer, answer_type):
             return answer
         wanted, given = answer_type.__name__, type(answer).__name__
-        error = ProtocolError(str(self.endpoint), f"answered {given} where {wanted} was asked for")
+        error = ProtocolError(str(self.endpoint), f"answered {given}, expected {wanted}")
         self._channel.cut(error)
         raise error
 
@@ -317,7 +317,7 @@ class Connection:
                 await asyncio.sleep(config.heartbeat_s)
                 self._ping()
                 await self._channel.drain()
-            silent = PeerTimeoutError(str(self.endpoint), "a sign of life", config.lease_s)
+            silent = PeerTimeoutError(str(self.endpoint), "a heartbeat", config.lease_s)
             self._channel.cut(silent)
 
     def _end(self, error: KVXferError) -> None:

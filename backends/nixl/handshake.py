@@ -176,7 +176,7 @@ class _Handshake:
         """Refuse to leave this machine with neither a secret nor TLS."""
         local = self._channel.local.is_loopback and self._channel.peer.is_loopback
         if not (self._secret or self._channel.has_verified_certificate or local):
-            ours = "neither a secret nor TLS, which beyond loopback addresses is needed"
+            ours = "neither a secret nor TLS; one is needed beyond loopback addresses"
             raise HandshakeError(self._peer, "authentication", ours, self._peer)
 
     def require_same_namespace(self, theirs: Hello) -> None:

@@ -99,7 +99,7 @@ class Mover(ABC):
 
     def _require_number(self, given: int, wanted: int) -> None:
         if given != wanted:
-            detail = f"gave {given} of what there must be {wanted}"
+            detail = f"sent {given} answers where {wanted} are needed"
             raise ProtocolError(str(self._connection.endpoint), detail)
 
 

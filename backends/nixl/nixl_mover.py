@@ -32,7 +32,7 @@ have room for them, with blocks padded to multiples of 4096 bytes: see
 LAST_RUN_BYTES = 6 << 20
 """Most bytes of such a request that are verified after all have arrived."""
 
-_GONE = Outcome(Status.FAILED, reason="the block went after it was looked up")
+_GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
 """Not `MISSING`, which promises that its memory was not written."""
 
 

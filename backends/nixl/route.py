@@ -88,9 +88,7 @@ class Route:
             if self._closed:
                 raise ClosedError(f"route to {self.endpoint}")
             if time.monotonic() < self._retry_at and self._failure is not None:
-                raise PeerClosedError(
-                    str(self.endpoint), f"not tried again yet after: {self._failure}"
-                )
+                raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._connection, self._mover = opened = await self._connect()
             return opened
 

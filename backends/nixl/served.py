@@ -178,7 +178,7 @@ class ServedPeer:
                 await pin.aclose()
             await self._channel.send(Unpinned(request_id=number, held=pin is not None))
         elif number in self._jobs or number in self._pins:
-            await self._refuse(number, f"request {number} is not over")
+            await self._refuse(number, f"request {number} has not ended")
         elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
             await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
         else:
@@ -297,7 +297,9 @@ class ServedPeer:
 
     def _require_link(self) -> Link:
         if self._link is None:
-            raise InvalidArgumentError("request", "Push, Pull or Probe", "one that sockets can do")
+            raise InvalidArgumentError(
+                "request", "Push, Pull or Probe", "a request that sockets can carry out"
+            )
         return self._link
 
     async def _refuse(self, number: int, reason: str) -> None:

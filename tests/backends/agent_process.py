@@ -1,6 +1,6 @@
 """Processes with a transfer agent, for tests: forked, so that none starts an interpreter.
 
-`python -m tests.backends.agent_process FD` forks one whenever it is asked to on that socket.
+`python -m tests.backends.agent_process FD` forks one at each request on that socket.
 """
 
 import asyncio

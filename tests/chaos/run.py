@@ -2,7 +2,8 @@
 
 Workers use engines at random, holders keep blocks for them, and the conductor kills and stops both,
 fills disks and flips bits. Every block that is DONE is compared with what its key stands for, all
-memory is watched, and every call must end. The seed chooses what is done; when, the machine does.
+memory is watched, and every call must end. The seed chooses the operations, the machine their
+timing.
 """
 
 # ruff: noqa: T201 - it is a command line

@@ -114,7 +114,7 @@ def test_a_file_where_no_lookup_finds_it_is_put_in_quarantine(
     path = store.path(namespace, store.keys[0])
     path.rename(path.parent.parent / "01" / path.name)
     assert main(["fsck", str(store.root), "--repair"]) == 1
-    assert f"01/{path.name}: no lookup finds it in the folder '01'" in capsys.readouterr().out
+    assert f"01/{path.name}: lookups do not find it in the folder '01'" in capsys.readouterr().out
     assert store.quarantined() == {path.name}
     assert main(["fsck", str(store.root)]) == 0
 
