@@ -96,7 +96,7 @@ class GarbageCollection:
         require_store(self._tree)
         temporary = {path for path, _ in self._tree.abandoned()}
         found = list(self._tree.blocks())
-        quarantined, old, excess, num_bytes_left = self._going(found)
+        quarantined, old, excess, num_bytes_left = self._choose_blocks(found)
         going = {block.path for block in (*quarantined, *old, *excess)} | temporary
         kept = {
             path.partition("/")[0]
@@ -121,7 +121,7 @@ class GarbageCollection:
         try:
             return Ledger(self._tree.root)
         except OSError as exc:
-            quarantined, old, excess, _ = self._going(list(self._tree.blocks()))
+            quarantined, old, excess, _ = self._choose_blocks(list(self._tree.blocks()))
             going = {"num_quarantined": quarantined, "num_old": old, "num_excess": excess}
             first = [(name, blocks[0]) for name, blocks in going.items() if blocks]
             if exc.errno not in FULL_ERRORS or not first:
@@ -133,7 +133,7 @@ class GarbageCollection:
                 self._removed.num_bytes += size_on_disk(block.num_bytes)
         return Ledger(self._tree.root)
 
-    def _going(
+    def _choose_blocks(
         self, found: Sequence[FoundBlock]
     ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock], int]:
         """Choose blocks to remove: quarantined, old and excess ones; count the bytes that stay."""
