@@ -153,7 +153,7 @@ class BlockReader:
                 return MISSING
             files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
         except OtherIntegrityError as exc:
-            return self._refuse(exc)
+            return self._note_other_integrity(exc)
         except BlockFileError as exc:
             if not files.record.is_ours():
                 return OTHER_SECRET
@@ -179,7 +179,7 @@ class BlockReader:
         check_data(header, digester, [data])
         return header.start
 
-    def _refuse(self, exc: OtherIntegrityError) -> Outcome:
+    def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
         """Leave a block to engines of its integrity, and note that kind for lookups."""
         with contextlib.suppress(OSError):
             self._files.record.note(exc.said)
