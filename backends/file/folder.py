@@ -113,7 +113,7 @@ class BlockFolder:
         """
         self._folders.renew(file_name(key)[:2], create=True)
 
-    def place(self, key: BlockKey, temporary: str) -> NewFile:
+    def locate_new(self, key: BlockKey, temporary: str) -> NewFile:
         """Get the place of a key's file, for making it; makes the folder if need be.
 
         That the folder was removed meanwhile shows only when the file is made: see `renew`.

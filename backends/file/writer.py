@@ -121,7 +121,7 @@ class BlockWriter:
             try:
                 if renew:
                     folder.renew(key)
-                placed[index] = folder.place(key, temporary_name(owner, next(self._numbers)))
+                placed[index] = folder.locate_new(key, temporary_name(owner, next(self._numbers)))
             except OSError as exc:
                 results[index] = exc
         written = self._files.file_io.write_named(

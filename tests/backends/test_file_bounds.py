@@ -340,7 +340,7 @@ def make_space(root: Path, *, num_files: int, eviction: PolicyName = "lru") -> S
 
 
 def write_file(space: Space, key: BlockKey) -> None:
-    file = space._folder.place(key, "temporary")
+    file = space._folder.locate_new(key, "temporary")
     os.close(os.open(file.name, CREATE_FLAGS, dir_fd=file.folder_fd))
 
 

@@ -136,7 +136,7 @@ async def test_what_a_living_writer_has_not_finished_is_left_alone(tmp_path: Pat
     async with open_store(tmp_path, memory.namespace()) as backend:
         await store(backend, keys[:1], memory.describe(0, [0]))
         ledger = backend._ledger
-        file = backend._folder.place(keys[1], temporary_name(ledger.owner, 1 << 30))
+        file = backend._folder.locate_new(keys[1], temporary_name(ledger.owner, 1 << 30))
         with ledger.claimed(file_ids(fingerprint, keys[1:2])):
             os.close(os.open(file.temporary, CREATE_FLAGS, dir_fd=file.folder_fd))
             async with open_store(tmp_path, memory.namespace()) as other:
