@@ -231,7 +231,7 @@ class FileBackend(Backend):
         """Write blocks that are not there; see `StoreBatch.write`."""
         batch = self._batch(keys, blocks)
         try:
-            with self._watched():
+            with self._noting_write():
                 return await self._share(self._writers, self._num_writers, batch.write, blocks)
         except BaseException:
             await self._removers.run(batch.give_back)
@@ -274,7 +274,7 @@ class FileBackend(Backend):
             await asyncio.sleep(BUSY_PAUSE_S)
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _noting_write(self) -> Iterator[None]:
         """Note since when a write has been waiting for the disk."""
         began = time.monotonic()
         self._writing_since.append(began)
