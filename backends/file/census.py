@@ -1,4 +1,4 @@
-"""Recount of a store's bytes, for commands that store nothing."""
+"""Recount of a store's bytes in its ledger, for `kvxfer fsck` and `kvxfer gc`."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Index of a store's files in memory, in the order of eviction."""
+"""In-memory index of a store's files, in the order of eviction."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Check of every block in a store."""
+"""Check of every block in a store, for `kvxfer fsck`."""
 
 import functools
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Garbage collection of a store."""
+"""Garbage collection of a store, for `kvxfer gc`."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Inspection of one block file, in a store or outside."""
+"""Inspection of one block file, in a store or outside, for `kvxfer inspect`."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Usage of a store: blocks and bytes per namespace."""
+"""Usage of a store: blocks and bytes per namespace, for `kvxfer ls`."""
 
 import contextlib
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Directory of peers."""
+"""Directory of peers: the endpoints at which blocks are held."""
 
 from collections.abc import Sequence
 from typing import Protocol

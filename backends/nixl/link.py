@@ -1,4 +1,4 @@
-"""Link to one peer's memory, by NIXL."""
+"""Link to one peer's memory, by NIXL: reads, writes, and verification run by run."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Messages between peers.
+"""Messages between peers, and the version of their protocol.
 
 Every message is a tagged struct in one frame of MessagePack. Arrays of numbers travel as their
 little-endian bytes. Unknown fields are refused, so any change of a message needs a new

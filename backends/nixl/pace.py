@@ -1,4 +1,4 @@
-"""Pace of polling: the pause between two polls."""
+"""Pace of polling: the pause between two polls of NIXL's transfers."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Served peer: answers its requests, and keeps its pins."""
+"""Served peer: a holder's answers to one peer's requests, and its pins."""
 
 import asyncio
 import contextlib

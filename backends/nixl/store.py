@@ -1,4 +1,4 @@
-"""Block store of a holder."""
+"""Block store of a holder: the backend, lender and hasher of its blocks."""
 
 from dataclasses import dataclass
 
