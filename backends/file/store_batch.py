@@ -18,7 +18,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
-PART = Outcome(Status.FAILED, reason="part of a chunk: files of this group hold whole chunks")
+PART = Outcome(Status.FAILED, reason="a part of a chunk: files of this group hold whole chunks")
 
 
 class StoreBatch:
