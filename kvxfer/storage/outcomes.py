@@ -1,4 +1,4 @@
-"""What is said of a block that several places were asked for."""
+"""Outcomes of one block from several backends or shards, combined into one."""
 
 import dataclasses
 
@@ -15,6 +15,9 @@ _TELLING = {
 
 
 def more_telling(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
-    """The outcome that says more, `one` of two that say as much, with this word on the memory."""
+    """Return the more informative of two outcomes, with `memory_safe`; `one` if they rank alike.
+
+    A corrupt block ranks above a failed one, and that above a missing one; `DONE` ranks highest.
+    """
     telling = max(one, other, key=lambda outcome: _TELLING[outcome.status])
     return dataclasses.replace(telling, memory_safe=memory_safe)

@@ -187,7 +187,7 @@ async def test_blocks_that_fail_on_their_way_down_are_logged_once(
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 2
     assert "store of 8 of 8 blocks failed: injected failure" in warnings[0]
-    assert "tier 1: 8 blocks were not carried there" in warnings[1]  # when it is closed
+    assert "tier 1: 8 blocks were not written back there" in warnings[1]  # when it is closed
 
 
 async def test_a_lower_tier_that_gives_too_few_outcomes_has_failed(memory: BlockMemory) -> None:
@@ -437,7 +437,7 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
     await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
     await give_way(3)
     await backend.aclose()
-    assert "1 blocks were not carried" in caplog.text
+    assert "1 blocks were not written back" in caplog.text
     assert "not closed after 0.5 s" in caplog.text
     assert "staging memory is still in use" in caplog.text
     quiet.set()

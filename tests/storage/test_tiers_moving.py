@@ -323,4 +323,4 @@ async def test_of_too_many_blocks_that_wait_the_oldest_are_not_carried(
         await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.backend._cascade.settle()
         assert tiers.lower.stored == KEYS[5:]
-    assert "5 blocks are not carried" in caplog.text
+    assert "5 blocks are not written back" in caplog.text
