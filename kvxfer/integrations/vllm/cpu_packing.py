@@ -1,4 +1,4 @@
-"""How vLLM's CPU attention arranges the keys and the values of a block: as data.
+"""CPU packing: the order of keys and values within a block of vLLM's CPU attention, as data.
 
 In the cache of a layer, `(num_blocks, num_kv_heads, tokens_per_block, 2 * head_dim)`, a head of a
 block is a plane of keys and then a plane of values, whatever the last dimension says. What order
@@ -23,7 +23,7 @@ ISA_QUESTION = ("dtype", "block_size", "head_size", "kv_cache_dtype")
 
 @dataclass(frozen=True, slots=True)
 class PackedPlane:
-    """The order in memory of the keys, or of the values, of one head in one block.
+    """Order in memory of the keys, or of the values, of one head in one block.
 
     An element's token is the sum of value times step over the digits `token`, and so is its
     dimension; its place is what the values of all digits count, the last one fastest.
@@ -35,7 +35,7 @@ class PackedPlane:
     digits: tuple[tuple[str, int, int], ...]
 
     def elements(self) -> npt.NDArray[np.int64]:
-        """Token and dimension of each place, in order of memory: `(places, 2)`."""
+        """List the token and the dimension of each place, in order of memory: `(places, 2)`."""
         elements = np.zeros((1, 2), np.int64)
         for axis, step, size in self.digits:
             values = np.zeros((size, 2), np.int64)
@@ -47,7 +47,7 @@ class PackedPlane:
 def cpu_packing(
     isa: str, *, tokens_per_block: int, head_dim: int, itemsize: int
 ) -> tuple[PackedPlane, PackedPlane] | None:
-    """Say how the keys and the values of one head lie in a block of the CPU attention.
+    """Return the order of the keys and of the values of one head in a block of the CPU attention.
 
     The same instruction set is compiled several times, for AVX2, AVX-512 and other processors:
     `kernel_packs_as` proves the answer for the kernel of this process.
