@@ -1,4 +1,4 @@
-"""The other process of `kvxfer bench nixl`."""
+"""Far process of `kvxfer bench nixl`: the peer that blocks are loaded from and stored to."""
 
 import asyncio
 import contextlib
@@ -20,10 +20,10 @@ PROGRESS_PERIOD_S = 1e-3
 
 
 class FarProcess:
-    """A process that does what it is asked for, one thing after the other.
+    """Far process, which runs one command after the other.
 
     Args:
-        environment: Set in it before NIXL is imported.
+        environment: Environment variables that are set in it before NIXL is imported.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
@@ -48,10 +48,10 @@ class FarProcess:
         self._process.join()
 
     def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of `_Far` there; blocks.
+        """Call a method of `_Far` in the process; blocks.
 
         Raises:
-            RuntimeError: It failed.
+            RuntimeError: The method failed.
         """
         self._orders.send((method, arguments))
         answer, error = self._orders.recv()
@@ -61,7 +61,7 @@ class FarProcess:
 
 
 class _Far:
-    """What there is in the process."""
+    """State of the far process, and the commands that it runs."""
 
     def __init__(self) -> None:
         self._memory = allocate(seed=1)
@@ -70,7 +70,7 @@ class _Far:
         self._holder: NixlBackend | None = None
 
     async def open_holder(self, namespace: Namespace) -> str:
-        """Hold blocks; return where."""
+        """Open a holder of blocks; return its endpoint."""
         config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(HOLDER_BYTES))
         self._holder = NixlBackend(config, namespace)
         await self._holder.start()
@@ -78,32 +78,32 @@ class _Far:
         return str(self._holder.holder.endpoint)
 
     async def close_holder(self) -> None:
-        """Hold them no more."""
+        """Close the holder."""
         assert self._holder is not None
         await self._holder.aclose()
         self._holder = None
 
     async def open_raw(self, name: str, own_progress: bool) -> tuple[bytes, int]:  # noqa: FBT001
-        """Open an agent of NIXL; return how it is reached."""
+        """Open a NIXL agent; return its metadata and the address of its memory."""
         self._raw = RawAgent(name, self._memory, own_progress=own_progress)
         if not own_progress:
             self._progress = asyncio.create_task(self._make_progress(self._raw))
         return self._raw.reach
 
     async def rest_raw(self) -> None:
-        """Let that agent be reached by those that are connected only."""
+        """Stop the agent's progress: only agents that are connected reach it from now on."""
         if self._progress is not None:
             self._progress.cancel()
             await asyncio.wait([self._progress])
             self._progress = None
 
     async def close_raw(self) -> None:
-        """Close that agent."""
+        """Close the NIXL agent."""
         await self.rest_raw()
         self._raw = None
 
     async def connect_raw(self, reach: tuple[bytes, int], fragment_bytes: int) -> None:
-        """Let that agent move fragments of a size from and to another one."""
+        """Connect the NIXL agent to another one, for fragments of a size."""
         assert self._raw is not None
         self._raw.connect(reach)
         self._raw.prepare(fragment_bytes)
@@ -126,7 +126,7 @@ class _Far:
         return time.process_time()
 
     async def aclose(self) -> None:
-        """Close what is open."""
+        """Close the agent and the holder."""
         await self.close_raw()
         if self._holder is not None:
             await self._holder.aclose()
@@ -150,6 +150,6 @@ async def _obey(orders: Connection) -> None:
             method, arguments = await loop.run_in_executor(None, orders.recv)
             try:
                 orders.send((await getattr(far, method)(*arguments), ""))
-            except Exception as exc:  # noqa: BLE001 - told to who asked
+            except Exception as exc:  # noqa: BLE001 - raised in the process that asked
                 orders.send((None, repr(exc)))
     await far.aclose()

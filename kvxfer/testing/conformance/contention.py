@@ -1,4 +1,4 @@
-"""Conformance: many tasks at once, and cancelled ones."""
+"""Conformance tests of concurrent and cancelled calls."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -22,7 +22,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 
 class ContentionTests(BackendSuite):
-    """Concurrency and cancellation."""
+    """Tests of concurrency and cancellation."""
 
     async def test_many_tasks_at_once_never_get_wrong_bytes(self) -> None:
         memory = make_memory()
@@ -94,7 +94,7 @@ class ContentionTests(BackendSuite):
                 await give_way(turns)
                 await cancel(load)
                 quiet = read_payloads(tails(target))
-                # Takes as long as what may have been left behind.
+                # Takes as long as a transfer that the cancelled call may have abandoned.
                 outcomes = await backend.load(keys, elsewhere)
                 assert statuses(outcomes) == [Status.DONE] * 8, "a cancelled load did harm"
                 assert read_payloads(elsewhere) == payloads

@@ -1,4 +1,4 @@
-"""Conformance: what was stored is loaded."""
+"""Conformance tests of stores and loads."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -19,7 +19,7 @@ from kvxfer.testing.payloads import read_payloads, write_payloads
 
 
 class MovingTests(BackendSuite):
-    """Store and load, whole chunks and parts of them."""
+    """Tests of store and load, of whole chunks and parts of them."""
 
     async def test_what_was_stored_is_loaded_bit_for_bit(self) -> None:
         memory, keys = make_memory(), make_keys(8)

@@ -1,4 +1,4 @@
-"""Conformance: who sees which block, and for how long."""
+"""Conformance tests of the visibility of blocks: lookup, delete, namespaces, closing."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -33,11 +33,11 @@ from kvxfer.testing.payloads import read_payloads
 
 
 class Owner:
-    """Something whose lifetime can be watched."""
+    """Object whose lifetime can be observed."""
 
 
 class SeeingTests(BackendSuite):
-    """Lookup, delete, misuse, namespaces, and the end of a backend."""
+    """Tests of lookup, delete, misuse, namespaces, and closing."""
 
     async def test_lookup_answers_in_the_order_of_the_keys(self) -> None:
         memory, keys = make_memory(), make_keys(20)
@@ -128,7 +128,7 @@ class SeeingTests(BackendSuite):
 
     async def test_what_was_stored_outlives_the_backend(self) -> None:
         if not self.persistent:
-            pytest.skip("this backend keeps nothing when it is closed")
+            pytest.skip("this backend is not persistent")
         memory, keys = make_memory(), make_keys(4)
         async with await self.make_backend(memory.namespace()) as backend:
             payloads = await store_made_up(backend, keys, memory.describe(0, range(4)))
