@@ -34,7 +34,7 @@ def require_integer(
 
     Args:
         name: The argument, for the error.
-        value: What the caller passed.
+        value: Value that the caller passed.
         minimum: Smallest number that is accepted.
         maximum: Largest number that is accepted.
         expected: Description of accepted values for the error; by default the bounds.
@@ -195,7 +195,7 @@ def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> 
 
     Args:
         name: The argument, for the error.
-        values: What the caller passed.
+        values: Value that the caller passed.
         dtype: Type to convert to, of 64 bits.
 
     Raises:

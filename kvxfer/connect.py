@@ -1,4 +1,4 @@
-"""Connections: backends named by URLs or mappings, opened, and a transfer engine on top of them."""
+"""Entry point `connect`: opens backends named by URLs or mappings, and an engine on top of them."""
 
 import asyncio
 import importlib.metadata

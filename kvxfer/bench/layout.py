@@ -1,4 +1,4 @@
-"""Benchmark of layouts: bytes of one I/O and descriptors of a transfer, by way of allocation."""
+"""Benchmark of layouts: bytes of one I/O and descriptors of a transfer, by kind of allocation."""
 
 import mmap
 import statistics

@@ -19,8 +19,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         baseline: Median of the baseline's rounds, measured in the same run.
         ratio: Median over the rounds of ours against the baseline in the same round.
         spread: Half the distance between the quartiles of that ratio.
-        goal: What the ratio should be, `>= 0.9`, `<= 1.1` or `= 1 ± 0.02`; empty when there is no
-            goal.
+        goal: Bound on the ratio, `>= 0.9`, `<= 1.1` or `= 1 ± 0.02`; empty without a goal.
     """
 
     case: str

@@ -43,8 +43,8 @@ class TieredBackend(Backend):
     A key that any tier has is not stored again: no two tiers hold different bytes of one key,
     as long as every tier answers lookups.
 
-    Every key is a miss in a tier that raises, and the others go on. So it is in a lower tier that
-    hangs: a lookup there ends after `lookup_timeout_s`, and the tier is not used for a while.
+    While a tier raises, or a lower tier hangs, every key is a miss there, and the others work on.
+    A lookup in a hanging tier ends after `lookup_timeout_s`, and the tier is not used for a while.
     Blocks that a tier missed meanwhile are written back when it works again, as long as the tier
     above still has them.
 
