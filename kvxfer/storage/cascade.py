@@ -56,11 +56,11 @@ class Cascade:
         claims: Claims on keys; each key is claimed while it is written back.
 
     Attributes:
-        carriers: One for each tier below the first, in order.
+        queues: One for each tier below the first, in order.
     """
 
     def __init__(self, tiers: Sequence[Tier], staging: StagingMemory, claims: KeyClaims) -> None:
-        self.carriers = [Carrier(tiers, target, staging, claims) for target in tiers[1:]]
+        self.queues = [WriteBackQueue(tiers, target, staging, claims) for target in tiers[1:]]
 
     def add(
         self, source: int, keys: Sequence[BlockKey], blocks: Descriptors, *, is_new: bool
@@ -78,26 +78,26 @@ class Cascade:
             _Pending(key, source, start, num_bytes, is_new)
             for key, start, num_bytes in zip(keys, starts, sizes, strict=True)
         ]
-        for carrier in self.carriers[source:]:
-            carrier.add(pending)
+        for queue in self.queues[source:]:
+            queue.add(pending)
 
     async def settle(self) -> None:
         """Wait until every tier below has the queued blocks, or fails and waits for a retry."""
-        for carrier in self.carriers:
-            await carrier.settle()
+        for queue in self.queues:
+            await queue.settle()
 
     async def flush(self) -> None:
         """Wait until every tier below has the queued blocks, however long one of them fails."""
-        for carrier in self.carriers:
-            await carrier.flush()
+        for queue in self.queues:
+            await queue.flush()
 
     async def cancel(self) -> None:
         """Stop writing back; staging buffers in use are drained in the background."""
-        for carrier in self.carriers:
-            await carrier.cancel()
+        for queue in self.queues:
+            await queue.cancel()
 
 
-class Carrier:
+class WriteBackQueue:
     """Write-back queue of one tier: copies blocks of the tiers above, a staging buffer at a time.
 
     The queue holds keys, never bytes: a block that its tier evicts before its turn is not written
@@ -137,7 +137,7 @@ class Carrier:
         self._drop_oldest(len(self._pending) - self.max_pending)
         if self._pending and (self._worker is None or self._worker.done()):
             self._settled.clear()
-            self._worker = asyncio.create_task(self._carry_all())
+            self._worker = asyncio.create_task(self._write_back_all())
 
     async def settle(self) -> None:
         """Wait until the queue is empty, or the tier failed and its retry is due later."""
@@ -158,14 +158,14 @@ class Carrier:
             self._worker.cancel()
             await finish(asyncio.gather(self._worker, return_exceptions=True))
 
-    async def _carry_all(self) -> None:
+    async def _write_back_all(self) -> None:
         try:
             while self._pending:
                 batch = self._next_batch()
                 async with self._claims.acquire([block.key for block in batch]):
                     # A key that was stored again meanwhile is queued again, with its new bytes.
                     batch = [one for one in batch if self._pending.get(one.key) is one]
-                    failed = await self._carry(batch) if batch else []
+                    failed = await self._write_back(batch) if batch else []
                 for block in batch:
                     if self._pending.get(block.key) is block:
                         del self._pending[block.key]
@@ -176,7 +176,7 @@ class Carrier:
         finally:
             self._settled.set()
 
-    async def _carry(self, batch: Sequence[_Pending]) -> list[_Pending]:
+    async def _write_back(self, batch: Sequence[_Pending]) -> list[_Pending]:
         """Copy a batch; return the blocks to retry."""
         known = await self._target.lookup([block.key for block in batch if not block.is_new])
         batch = [block for block in batch if block.key not in known]
@@ -195,15 +195,15 @@ class Carrier:
                 return []
             keys, blocks = [keys[index] for index in there], staged.blocks.take(there)
             stored = await staged.move(self._target.store_in_time, keys, blocks)
-        carried = [batch[index] for index in there]
+        attempted = [batch[index] for index in there]
         failed = [
             block
-            for block, outcome in zip(carried, stored, strict=True)
+            for block, outcome in zip(attempted, stored, strict=True)
             if outcome.status in {Status.FAILED, Status.TIMED_OUT}
         ]
         if not self._num_failures:
             failed = [replace(block, num_failures=block.num_failures + 1) for block in failed]
-        self._num_failures = self._num_failures + 1 if len(failed) == len(carried) else 0
+        self._num_failures = self._num_failures + 1 if len(failed) == len(attempted) else 0
         return [block for block in failed if block.num_failures < MAX_ATTEMPTS]
 
     async def _pause(self) -> None:

@@ -451,8 +451,8 @@ async def test_what_a_tier_missed_while_it_failed_is_carried_when_it_works_again
     memory: BlockMemory,
 ) -> None:
     async with opened(memory) as tiers:
-        [carrier] = tiers.backend._cascade.carriers
-        carrier.first_pause_s = 0.0
+        [queue] = tiers.backend._cascade.queues
+        queue.first_pause_s = 0.0
         tiers.fail(*Operation, error=1.0)
         payloads = await store_made_up(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
         await tiers.backend._cascade.settle()
@@ -481,8 +481,8 @@ async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockM
     namespace = memory.namespace()
     lower = Picky(None, namespace)
     async with TieredBackend([open_host(namespace, 8), lower], namespace) as backend:
-        [carrier] = backend._cascade.carriers
-        carrier.first_pause_s = 0.0
+        [queue] = backend._cascade.queues
+        queue.first_pause_s = 0.0
         await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
         await backend._cascade.settle()
         await store_made_up(backend, KEYS[1:], memory.describe(0, range(1, 8)))

@@ -318,8 +318,8 @@ async def test_of_too_many_blocks_that_wait_the_oldest_are_not_carried(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(memory) as tiers:
-        [carrier] = tiers.backend._cascade.carriers
-        carrier.max_pending = 3
+        [queue] = tiers.backend._cascade.queues
+        queue.max_pending = 3
         await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.backend._cascade.settle()
         assert tiers.lower.stored == KEYS[5:]
