@@ -4,7 +4,7 @@ import dataclasses
 
 from kvxfer.storage.backend import Outcome, Status
 
-_TELLING = {
+_RANKS = {
     Status.MISSING: 0,
     Status.CANCELLED: 1,
     Status.TIMED_OUT: 1,
@@ -14,10 +14,10 @@ _TELLING = {
 }
 
 
-def more_telling(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
+def pick_outcome(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
     """Return the more informative of two outcomes, with `memory_safe`; `one` if they rank alike.
 
     A corrupt block ranks above a failed one, and that above a missing one; `DONE` ranks highest.
     """
-    telling = max(one, other, key=lambda outcome: _TELLING[outcome.status])
-    return dataclasses.replace(telling, memory_safe=memory_safe)
+    chosen = max(one, other, key=lambda outcome: _RANKS[outcome.status])
+    return dataclasses.replace(chosen, memory_safe=memory_safe)

@@ -14,7 +14,7 @@ from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import DONE, Backend, Outcome
 from kvxfer.storage.door import Door
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
-from kvxfer.storage.outcomes import more_telling
+from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.portable_namespace import shard_groups
 
 _Ask = Callable[[Sequence[BlockKey]], Coroutine[Any, Any, list[bool]]]
@@ -162,5 +162,5 @@ def _worst(outcomes: Sequence[Outcome]) -> Outcome:
         return DONE
     safe, worst = all(outcome.memory_safe for outcome in outcomes), missed[0]
     for outcome in missed:
-        worst = more_telling(worst, outcome, memory_safe=safe)
+        worst = pick_outcome(worst, outcome, memory_safe=safe)
     return worst

@@ -19,7 +19,7 @@ from kvxfer.storage.cascade import Cascade
 from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.door import Door
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.outcomes import more_telling
+from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
 from kvxfer.storage.tier import LOOKUP_TIMEOUT_S, Tier
 
@@ -321,7 +321,7 @@ class TieredBackend(Backend):
 def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
     """Keep each block's more informative outcome, with the memory safety of its last tier."""
     for index, outcome in zip(indices, given, strict=True):
-        outcomes[index] = more_telling(outcomes[index], outcome, memory_safe=outcome.memory_safe)
+        outcomes[index] = pick_outcome(outcomes[index], outcome, memory_safe=outcome.memory_safe)
 
 
 def _may_go_on(outcome: Outcome) -> bool:
