@@ -75,7 +75,7 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._left: set[asyncio.Future[Any]] = set()
+        self._abandoned: set[asyncio.Future[Any]] = set()
         self._late: set[asyncio.Future[Any]] = set()
 
     @property
@@ -83,7 +83,7 @@ class Calls:
         """Calls that exceeded their deadline and have not ended since."""
         return len(self._late)
 
-    async def within(self, timeout_s: float | None, call: Awaitable[T]) -> T:
+    async def wait_for(self, timeout_s: float | None, call: Awaitable[T]) -> T:
         """Wait for a call, but no longer than `timeout_s`; without a limit for None.
 
         Raises:
@@ -96,27 +96,27 @@ class Calls:
         try:
             await asyncio.wait([task], timeout=timeout_s)
         except asyncio.CancelledError:
-            self.leave(task)
+            self.abandon(task)
             raise
         if task.done():
             return task.result()
         self._late.add(task)
-        self.leave(task)
+        self.abandon(task)
         raise TimeoutError
 
-    def leave(self, call: "asyncio.Future[Any]") -> None:
+    def abandon(self, call: "asyncio.Future[Any]") -> None:
         """Cancel a call and abandon it; only `drain` waits for it."""
         call.cancel()
-        self._left.add(call)
+        self._abandoned.add(call)
         call.add_done_callback(self._end)
 
     async def drain(self) -> None:
         """Wait for the end of the calls that were abandoned until now."""
-        if self._left:
-            await asyncio.wait(self._left)
+        if self._abandoned:
+            await asyncio.wait(self._abandoned)
 
     def _end(self, call: "asyncio.Future[Any]") -> None:
-        self._left.discard(call)
+        self._abandoned.discard(call)
         self._late.discard(call)
         if not call.cancelled():
             call.exception()  # fetched, or asyncio reports it as never retrieved

@@ -108,7 +108,7 @@ class Tier:
     async def aclose(self) -> None:
         """Close the backend; after `CLOSE_TIMEOUT_S` the call is abandoned."""
         try:
-            await self._calls.within(CLOSE_TIMEOUT_S, self.backend.aclose())
+            await self._calls.wait_for(CLOSE_TIMEOUT_S, self.backend.aclose())
         except TimeoutError:
             logger.warning("%s: not closed after %g s", self._name, CLOSE_TIMEOUT_S)
 
@@ -121,7 +121,7 @@ class Tier:
     async def _ask(self, what: str, timeout_s: float | None, call: Awaitable[T]) -> T | None:
         """Await an answer; None when the backend fails or is late."""
         try:
-            return await self._calls.within(timeout_s, call)
+            return await self._calls.wait_for(timeout_s, call)
         except Exception as exc:
             if timeout_s is not None and type(exc) is TimeoutError:
                 self._note_silence(what, timeout_s)
@@ -133,7 +133,7 @@ class Tier:
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         try:
-            return list(await self._calls.within(MOVE_TIMEOUT_S, move(keys, blocks)))
+            return list(await self._calls.wait_for(MOVE_TIMEOUT_S, move(keys, blocks)))
         except TimeoutError:
             self._note_silence(f"moving {len(keys)} blocks", MOVE_TIMEOUT_S)
         reason = f"{self._name} took longer than {MOVE_TIMEOUT_S:g} s"

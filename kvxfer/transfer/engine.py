@@ -347,14 +347,14 @@ class TransferEngine:
 
     async def _lookup(self, keys: Sequence[BlockKey], timeout_s: float | None) -> list[bool]:
         try:
-            return await self._calls.within(timeout_s, self.backend.lookup(keys))
+            return await self._calls.wait_for(timeout_s, self.backend.lookup(keys))
         except TimeoutError:
             logger.warning("lookup of %d blocks: no answer in %s s", len(keys), timeout_s)
             return [False] * len(keys)
 
     async def _flush(self, timeout_s: float | None) -> bool:
         try:
-            await self._calls.within(timeout_s, self.backend.flush())
+            await self._calls.wait_for(timeout_s, self.backend.flush())
         except TimeoutError:
             return False
         return True
@@ -368,7 +368,7 @@ class TransferEngine:
                 await self._mover.until_handed_back(CLOSE_TIMEOUT_S / 2)
                 if self._submitted_calls:
                     await asyncio.wait(self._submitted_calls, timeout=CLOSE_TIMEOUT_S / 4)
-                await self._calls.within(CLOSE_TIMEOUT_S, self._reach.aclose())
+                await self._calls.wait_for(CLOSE_TIMEOUT_S, self._reach.aclose())
                 await self._mover.drain()
         except TimeoutError:
             text = "not closed after %g s: %d transfers are abandoned"
