@@ -182,7 +182,7 @@ class WriteBackQueue:
         batch = [block for block in batch if block.key not in known]
         if not batch:
             return []
-        if not self._target.answers:
+        if not self._target.is_available:
             self._num_failures += 1
             return list(batch)
         source = self._tiers[batch[0].source]

@@ -58,17 +58,17 @@ class Tier:
         self._lookup_timeout_s = lookup_timeout_s
         self._name = f"tier {index} ({type(backend).__name__})"
         self._calls = Calls()
-        self._silent_until = 0.0
+        self._suspended_until = 0.0
         self._share = asyncio.Semaphore(num_buffers)
 
     @property
-    def answers(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the backend may be called: no late call runs, and `PAUSE_S` is over."""
-        return not self._calls.num_late and time.monotonic() >= self._silent_until
+        return not self._calls.num_late and time.monotonic() >= self._suspended_until
 
     async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Look up which of `keys` are present; none when the backend fails or is late."""
-        if not keys or not self.answers:
+        if not keys or not self.is_available:
             return set()
         what = f"lookup of {len(keys)} blocks"
         found = await self._ask(what, self._lookup_timeout_s, self.backend.lookup(keys))
@@ -95,7 +95,7 @@ class Tier:
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`; False for every key when the backend fails or is late."""
         deleted = None
-        if self.answers:
+        if self.is_available:
             what = f"delete of {len(keys)} blocks"
             deleted = await self._ask(what, MOVE_TIMEOUT_S, self.backend.delete(keys))
         return deleted or [False] * len(keys)
@@ -124,7 +124,7 @@ class Tier:
             return await self._calls.wait_for(timeout_s, call)
         except Exception as exc:
             if timeout_s is not None and type(exc) is TimeoutError:
-                self._note_silence(what, timeout_s)
+                self._suspend(what, timeout_s)
             else:
                 logger.warning("%s: %s failed", self._name, what, exc_info=True)
         return None
@@ -135,7 +135,7 @@ class Tier:
         try:
             return list(await self._calls.wait_for(MOVE_TIMEOUT_S, move(keys, blocks)))
         except TimeoutError:
-            self._note_silence(f"moving {len(keys)} blocks", MOVE_TIMEOUT_S)
+            self._suspend(f"moving {len(keys)} blocks", MOVE_TIMEOUT_S)
         reason = f"{self._name} took longer than {MOVE_TIMEOUT_S:g} s"
         return [Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)] * len(keys)
 
@@ -143,9 +143,9 @@ class Tier:
         self, verb: str, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         """Move a batch and log its failures once; after a missed deadline every load is a miss."""
-        if not self.answers:
-            silent = Outcome(Status.TIMED_OUT, reason=f"{self._name} does not answer")
-            return [MISSING if verb == "load" else silent] * len(keys)
+        if not self.is_available:
+            unavailable = Outcome(Status.TIMED_OUT, reason=f"{self._name} does not answer")
+            return [MISSING if verb == "load" else unavailable] * len(keys)
         name = f"{self._name}: {verb}"
         move: Move = self.backend.store if verb == "store" else self.backend.load
         outcomes = await call_backend(move, keys, blocks, name=name)
@@ -155,7 +155,7 @@ class Tier:
             logger.warning(text, name, len(reasons), len(keys), reasons[0])
         return outcomes
 
-    def _note_silence(self, what: str, timeout_s: float) -> None:
-        self._silent_until = time.monotonic() + PAUSE_S
+    def _suspend(self, what: str, timeout_s: float) -> None:
+        self._suspended_until = time.monotonic() + PAUSE_S
         text = "%s: %s took longer than %g s; the tier is not used for %g s"
         logger.warning(text, self._name, what, timeout_s, PAUSE_S)

@@ -371,7 +371,7 @@ async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended
     hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
     slow = tier.Tier(1, hanging, lookup_timeout_s=0.01)
     assert await slow.lookup(KEYS) == set()
-    assert not slow.answers
+    assert not slow.is_available
     assert await slow.load(KEYS[:1], memory.describe(0, [0])) == [Outcome(Status.MISSING)]
     [outcome] = await slow.store(KEYS[:1], memory.describe(0, [0]))
     assert outcome.status is Status.TIMED_OUT
