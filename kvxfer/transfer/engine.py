@@ -365,7 +365,7 @@ class TransferEngine:
             call.cancel()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._mover.until_handed_back(CLOSE_TIMEOUT_S / 2)
+                await self._mover.wait_until_idle(CLOSE_TIMEOUT_S / 2)
                 if self._submitted_calls:
                     await asyncio.wait(self._submitted_calls, timeout=CLOSE_TIMEOUT_S / 4)
                 await self._calls.wait_for(CLOSE_TIMEOUT_S, self._reach.aclose())

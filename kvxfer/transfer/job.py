@@ -61,7 +61,7 @@ class Job:
 
     Attributes:
         deadline: Deadline on the clock of `time.monotonic`, None for no limit.
-        entered: Per block, whether it was passed to the backend.
+        in_backend: Per block, whether it was passed to the backend.
         outcomes: Per block, None until it has one.
     """
 
@@ -71,11 +71,11 @@ class Job:
     blocks: Descriptors
     deadline: float | None
     submitted: float = field(default_factory=time.monotonic)
-    entered: list[bool] = field(init=False)
+    in_backend: list[bool] = field(init=False)
     outcomes: list[Outcome | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.entered = [False] * len(self.keys)
+        self.in_backend = [False] * len(self.keys)
         self.outcomes = [None] * len(self.keys)
 
     @property
@@ -95,7 +95,7 @@ class Job:
         """Set the outcome of blocks that have none; memory passed to the backend is not safe."""
         for index, outcome in enumerate(self.outcomes):
             if outcome is None:
-                safe = not self.entered[index]
+                safe = not self.in_backend[index]
                 self.outcomes[index] = Outcome(status, memory_safe=safe, reason=reason)
 
     def finished(self) -> FinishedJob:

@@ -60,7 +60,7 @@ class JobMover:
             job.end(status, reason)
         return list(job.finished().outcomes)
 
-    async def until_handed_back(self, timeout_s: float) -> None:
+    async def wait_until_idle(self, timeout_s: float) -> None:
         """Wait until the backend moves no piece, but no longer than `timeout_s`."""
         if self._moving:
             await asyncio.wait(self._moving, timeout=timeout_s)
@@ -74,19 +74,19 @@ class JobMover:
 
     async def _move(self, job: Job, piece: Piece) -> None:
         async with self._admission.admit(job.direction, piece.num_bytes):
-            outcomes = await self._hand_over(job, piece)
+            outcomes = await self._pass_to_backend(job, piece)
         for index, outcome in enumerate(outcomes, piece.start):
             if job.outcomes[index] is None:
                 job.outcomes[index] = outcome
         if not all(outcome.memory_safe for outcome in outcomes):
             self._settle(job)
 
-    async def _hand_over(self, job: Job, piece: Piece) -> Sequence[Outcome]:
+    async def _pass_to_backend(self, job: Job, piece: Piece) -> Sequence[Outcome]:
         """Pass a piece to the backend, unless the serving engine freed its memory meanwhile."""
         keys = job.keys[piece.start : piece.stop]
         if change := self._memory.describe_change():
             return [Outcome(Status.FAILED, reason=change)] * len(keys)
-        job.entered[piece.start : piece.stop] = [True] * len(keys)
+        job.in_backend[piece.start : piece.stop] = [True] * len(keys)
         move = self._backend.load if job.direction is Direction.LOAD else self._backend.store
         try:
             return await call_backend(move, keys, job.blocks.select(piece.start, piece.stop))
