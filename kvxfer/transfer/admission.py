@@ -41,21 +41,21 @@ class Admission:
         num_bytes = min(num_bytes, self._max_bytes)
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, next(self._order), num_bytes, turn))
-        self._let_in()
+        self._admit_waiting()
         try:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # admitted at the same moment: release its bytes
                 self._bytes_in_flight -= num_bytes
-            self._let_in()
+            self._admit_waiting()
             raise
         try:
             yield
         finally:
             self._bytes_in_flight -= num_bytes
-            self._let_in()
+            self._admit_waiting()
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting:
             _, _, num_bytes, turn = self._waiting[0]
             if not turn.cancelled():
