@@ -21,7 +21,7 @@ from kvxfer.testing import (
     FaultyBackend,
     Operation,
 )
-from kvxfer.testing.conformance.suite import cancel, give_way, statuses, store_made_up
+from kvxfer.testing.conformance.suite import cancel, statuses, store_made_up, yield_to_loop
 from tests.storage.opened_tiers import (
     KEYS,
     load_from,
@@ -235,7 +235,7 @@ async def test_a_cancelled_load_waits_for_the_lower_tier_to_let_go(memory: Block
         load = asyncio.ensure_future(tiers.backend.load(KEYS, memory.describe(0, range(8, 16))))
         await tiers.faults.until_waiting()
         load.cancel()
-        await give_way(10)
+        await yield_to_loop(10)
         assert not load.done()
         tiers.faults.release()
         await cancel(load)
@@ -258,7 +258,7 @@ async def test_closing_waits_for_calls_and_for_what_they_stored(memory: BlockMem
     async with opened(memory) as tiers:
         blocks = memory.describe(0, range(8))
         store = asyncio.create_task(store_made_up(tiers.backend, KEYS, blocks))
-        await give_way(3)
+        await yield_to_loop(3)
         await tiers.backend.aclose()
         await store
         assert tiers.lower.stored == KEYS
@@ -270,7 +270,7 @@ async def test_a_cancelled_close_gives_up_what_hangs_and_still_closes(memory: Bl
         await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.faults.until_waiting()
         close = asyncio.create_task(tiers.backend.aclose())
-        await give_way(10)
+        await yield_to_loop(10)
         assert not close.done()
         close.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -435,7 +435,7 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
 
     backend = TieredBackend([open_host(namespace, 8), Unclosable(None, namespace)], namespace)
     await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
-    await give_way(3)
+    await yield_to_loop(3)
     await backend.aclose()
     assert "1 blocks were not written back" in caplog.text
     assert "not closed after 0.5 s" in caplog.text
@@ -497,7 +497,7 @@ async def test_flushing_waits_for_every_tier(memory: BlockMemory) -> None:
         await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.faults.until_waiting()
         flush = asyncio.ensure_future(tiers.backend.flush())
-        await give_way(10)
+        await yield_to_loop(10)
         assert not flush.done()
         tiers.faults.release()
         await flush

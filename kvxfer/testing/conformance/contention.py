@@ -10,13 +10,13 @@ from kvxfer.testing.conformance.suite import (
     BackendSuite,
     assert_done_are,
     cancel,
-    give_way,
     make_keys,
     make_large_memory,
     make_memory,
     statuses,
     store_made_up,
     tails,
+    yield_to_loop,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
@@ -91,7 +91,7 @@ class ContentionTests(BackendSuite):
             for turns in range(12):
                 write_payloads(target, [bytes(len(payload)) for payload in payloads])
                 load = asyncio.ensure_future(backend.load(keys, target))
-                await give_way(turns)
+                await yield_to_loop(turns)
                 await cancel(load)
                 quiet = read_payloads(tails(target))
                 # Takes as long as a transfer that the cancelled call may have abandoned.
@@ -110,7 +110,7 @@ class ContentionTests(BackendSuite):
                 payloads = [make_payload(key, size) for key in keys]
                 write_payloads(blocks, payloads)
                 store = asyncio.ensure_future(backend.store(keys, blocks))
-                await give_way(turns)
+                await yield_to_loop(turns)
                 await cancel(store)
                 ends = tails(blocks)  # the memory is ours again
                 write_payloads(ends, [bytes(n) for n in ends.block_sizes.tolist()])

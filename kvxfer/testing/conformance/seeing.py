@@ -22,12 +22,12 @@ from kvxfer.storage.backend import Status
 from kvxfer.testing.conformance.suite import (
     BackendSuite,
     assert_done_are,
-    give_way,
     make_keys,
     make_large_memory,
     make_memory,
     statuses,
     store_made_up,
+    yield_to_loop,
 )
 from kvxfer.testing.payloads import read_payloads
 
@@ -69,7 +69,7 @@ class SeeingTests(BackendSuite):
             target = memory.describe(0, range(8, 16))
             for turns in range(4):
                 load = asyncio.ensure_future(backend.load(keys, target))
-                await give_way(turns)
+                await yield_to_loop(turns)
                 deleted = await backend.delete(keys)
                 outcomes = await load
                 assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}

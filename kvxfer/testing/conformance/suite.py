@@ -109,7 +109,7 @@ def tails(blocks: Descriptors) -> Descriptors:
     )
 
 
-async def give_way(turns: int) -> None:
+async def yield_to_loop(turns: int) -> None:
     """Yield to the event loop `turns` times."""
     for _ in range(turns):
         await asyncio.sleep(0)
