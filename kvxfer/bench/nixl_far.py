@@ -28,7 +28,7 @@ class FarProcess:
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
-        self._orders, theirs = context.Pipe()
+        self._commands, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, dict(environment or {})), daemon=True
         )
@@ -44,7 +44,7 @@ class FarProcess:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._orders.close()
+        self._commands.close()
         self._process.join()
 
     def ask(self, method: str, *arguments: object) -> Any:
@@ -53,8 +53,8 @@ class FarProcess:
         Raises:
             RuntimeError: The method failed.
         """
-        self._orders.send((method, arguments))
-        answer, error = self._orders.recv()
+        self._commands.send((method, arguments))
+        answer, error = self._commands.recv()
         if error:
             raise RuntimeError(f"{method} failed in the other process: {error}")
         return answer
@@ -90,7 +90,7 @@ class _Far:
             self._progress = asyncio.create_task(self._make_progress(self._raw))
         return self._raw.reach
 
-    async def rest_raw(self) -> None:
+    async def stop_raw_progress(self) -> None:
         """Stop the agent's progress: only agents that are connected reach it from now on."""
         if self._progress is not None:
             self._progress.cancel()
@@ -99,7 +99,7 @@ class _Far:
 
     async def close_raw(self) -> None:
         """Close the NIXL agent."""
-        await self.rest_raw()
+        await self.stop_raw_progress()
         self._raw = None
 
     async def connect_raw(self, reach: tuple[bytes, int], fragment_bytes: int) -> None:
@@ -137,19 +137,19 @@ class _Far:
             await asyncio.sleep(PROGRESS_PERIOD_S)
 
 
-def _serve(orders: Connection, environment: dict[str, str]) -> None:
+def _serve(commands: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    asyncio.run(_obey(orders))
+    asyncio.run(_run_commands(commands))
 
 
-async def _obey(orders: Connection) -> None:
+async def _run_commands(commands: Connection) -> None:
     far = _Far()
     loop = asyncio.get_running_loop()
     with contextlib.suppress(EOFError):
         while True:
-            method, arguments = await loop.run_in_executor(None, orders.recv)
+            method, arguments = await loop.run_in_executor(None, commands.recv)
             try:
-                orders.send((await getattr(far, method)(*arguments), ""))
+                commands.send((await getattr(far, method)(*arguments), ""))
             except Exception as exc:  # noqa: BLE001 - raised in the process that asked
-                orders.send((None, repr(exc)))
+                commands.send((None, repr(exc)))
     await far.aclose()

@@ -151,7 +151,7 @@ class Near:
         raw = Raw(self, agent)
         try:
             await asyncio.to_thread(raw.connect)
-            await self._ask("rest_raw")
+            await self._ask("stop_raw_progress")
             yield raw
         finally:
             await self._ask("close_raw")
