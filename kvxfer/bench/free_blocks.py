@@ -35,7 +35,9 @@ class FreeBlocks:
         self._ids.extend(block_ids[::-1].tolist())
 
 
-def serve(num_blocks: int, num_requests: int, blocks_per_request: int) -> Iterator[BlockIds]:
+def assign_blocks(
+    num_blocks: int, num_requests: int, blocks_per_request: int
+) -> Iterator[BlockIds]:
     """Yield the blocks of each request; a prompt is computed while the one before is sent.
 
     Args:

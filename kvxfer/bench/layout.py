@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvxfer.bench.free_blocks import BlockIds, serve
+from kvxfer.bench.free_blocks import BlockIds, assign_blocks
 from kvxfer.bench.models import KIB, MODELS, PublishedModel
 from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.kvcache.allocation import allocate_canonical
@@ -114,7 +114,7 @@ def _transfers(
     before = BlockDescriber(registered, blocks_per_chunk=blocks_per_request)
     after = BlockDescriber(allocated, blocks_per_chunk=blocks_per_request)
     num_blocks = allocated.tensors[0].tensor.shape[0]
-    requests = list(serve(num_blocks, workload.num_requests, blocks_per_request))
+    requests = list(assign_blocks(num_blocks, workload.num_requests, blocks_per_request))
     tokens = f"{workload.tokens_per_request} tokens of {model.name}"
     case = f"{workload.num_requests} x {tokens}, {num_blocks} blocks"
     goal = "" if workload.reused else AS_PUBLISHED
