@@ -134,7 +134,7 @@ class Worker:
         return self._plain.describe(0, self.block_ids), self._slots
 
 
-def start(
+def make_workers(
     case: Case, *, num_layers: int, num_tokens: int
 ) -> tuple[torch.Tensor, list[Worker], list[Worker]]:
     """Make memory for the portable pages of a case, and the workers that write and read them."""
@@ -184,7 +184,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def _measure(engine: CopyEngine, case: Case, *, num_layers: int, rounds: int) -> list[Row]:
-    pages, writers, readers = start(case, num_layers=num_layers, num_tokens=NUM_TOKENS)
+    pages, writers, readers = make_workers(case, num_layers=num_layers, num_tokens=NUM_TOKENS)
     steps: list[tuple[str, list[Worker], list[Worker], str]] = [
         ("written", writers, [], case.write_goal),
         ("read", [], readers, case.read_goal),
