@@ -146,19 +146,19 @@ def why_not_canonical(
     """
     request = AllocationRequest.of(config, backends, tokens_per_kernel_block)
     return (
-        *_of_connector(
+        *_refusals_of_connector(
             request,
             wanted=require_flag("wants_cross_layer_blocks", wants_cross_layer_blocks),
             hybrid_supported=require_flag("supports_hybrid_groups", supports_hybrid_groups),
         ),
-        *_of_layers(request),
-        *_of_tensors(request),
-        *_of_backends(request),
-        *_of_kernel_blocks(request),
+        *_refusals_of_layers(request),
+        *_refusals_of_tensors(request),
+        *_refusals_of_backends(request),
+        *_refusals_of_kernel_blocks(request),
     )
 
 
-def _of_connector(
+def _refusals_of_connector(
     request: AllocationRequest, *, wanted: bool, hybrid_supported: bool
 ) -> Iterator[AllocationRefusal]:
     num_groups = len(request.config.groups)
@@ -170,7 +170,7 @@ def _of_connector(
         )
 
 
-def _of_layers(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+def _refusals_of_layers(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     _, first_name, first = next(request.layers())
     for group, name, spec in request.layers():
         if not isinstance(spec, AttentionSpec):
@@ -184,7 +184,7 @@ def _of_layers(request: AllocationRequest) -> Iterator[AllocationRefusal]:
             )
 
 
-def _of_tensors(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+def _refusals_of_tensors(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     config, positions = request.config, request.positions
     if not positions:
         yield AllocationRefusal(
@@ -215,7 +215,7 @@ def _of_tensors(request: AllocationRequest) -> Iterator[AllocationRefusal]:
             )
 
 
-def _of_backends(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+def _refusals_of_backends(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     orders = [memory_axes(backend) for backend in request.backends]
     stated = [(group, axes) for group, axes in enumerate(orders) if axes is not None]
     for group, axes in enumerate(orders):
@@ -237,7 +237,7 @@ def _of_backends(request: AllocationRequest) -> Iterator[AllocationRefusal]:
             )
 
 
-def _of_kernel_blocks(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+def _refusals_of_kernel_blocks(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     for group, each in enumerate(request.config.groups):
         tokens, kernel_tokens = each.spec.tokens_per_block, request.tokens_per_kernel_block[group]
         if tokens % kernel_tokens:
@@ -247,10 +247,10 @@ def _of_kernel_blocks(request: AllocationRequest) -> Iterator[AllocationRefusal]
         for name in each.layer_names:
             spec = each.spec.for_layer(name)
             if isinstance(spec, AttentionSpec):
-                yield from _of_page(request, group, name, spec)
+                yield from _refusals_of_page(request, group, name, spec)
 
 
-def _of_page(
+def _refusals_of_page(
     request: AllocationRequest, group: int, layer_name: str, spec: AttentionSpec
 ) -> Iterator[AllocationRefusal]:
     """Check that a page divides into equal kernel blocks of whole elements, in backend's shape."""
