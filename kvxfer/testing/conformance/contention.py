@@ -54,7 +54,7 @@ class ContentionTests(BackendSuite):
                 for worker in range(16):
                     tasks.create_task(work(worker))
 
-    async def test_two_tasks_that_store_one_key_both_learn_that_it_is_there(self) -> None:
+    async def test_concurrent_stores_of_one_key_are_all_done(self) -> None:
         memory, keys = make_memory(), make_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
             blocks = memory.describe(0, [0, 1])
@@ -66,7 +66,7 @@ class ContentionTests(BackendSuite):
             assert statuses(await backend.load(keys, target)) == [Status.DONE, Status.DONE]
             assert read_payloads(target) == payloads
 
-    async def test_tasks_that_store_a_part_and_the_whole_both_learn_what_is_there(self) -> None:
+    async def test_concurrent_stores_of_a_part_and_the_whole_are_both_done(self) -> None:
         self.require_parts()
         memory, [key] = make_memory(blocks_per_chunk=4), make_keys(1)
         payload = make_payload(key, memory.chunk_size_bytes(0))

@@ -51,9 +51,7 @@ class WrapperTests(ABC):
         """Open the backend around `inner`, which alone keeps the stored blocks."""
 
     @pytest.mark.parametrize("call", ["load", "store", "lookup"])
-    async def test_memory_that_may_still_be_touched_is_given_to_nobody_else(
-        self, call: str
-    ) -> None:
+    async def test_unsafe_memory_is_not_used_again_before_it_is_drained(self, call: str) -> None:
         if call not in self.moving:
             pytest.skip(f"its {call} moves no bytes")
         memory = make_memory()
