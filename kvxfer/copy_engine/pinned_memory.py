@@ -109,4 +109,4 @@ def _move_to_node(region: MemoryRegion, node: int) -> None:
     )
     if refused:
         reason = os.strerror(ctypes.get_errno())
-        logger.info("host memory stays where it is instead of on node %d: %s", node, reason)
+        logger.info("host memory was not moved to NUMA node %d: %s", node, reason)

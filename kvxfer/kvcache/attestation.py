@@ -153,7 +153,7 @@ def _attest_block(
         )
     if not torch.equal(found, expected):
         first = int((found != expected).nonzero()[0])
-        raise AttestationError(layer.name, block_id, f"byte {first} of the page is another one")
+        raise AttestationError(layer.name, block_id, f"byte {first} of the page is not as written")
 
 
 def _place(view: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int]:

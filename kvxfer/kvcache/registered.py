@@ -132,7 +132,7 @@ def _read_layer(
     forms = _forms(tensors, spec, name)
     layout = layouts.get(name)
     if layout is not None and len({form.layouts for form in forms}) > 1:
-        raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: tensors have their own")
+        raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: its tensors differ")
     readings = []
     for tensor, form in zip(tensors, forms, strict=True):
         padded = spec.page_size_bytes if len(forms) == 1 else None

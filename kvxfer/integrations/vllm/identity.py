@@ -53,7 +53,7 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
         InvalidArgumentError: The revision of the weights is unknown, or adapters are loaded.
     """
     if vllm_config.lora_config is not None:
-        rule = "no LoRA: its keys name an adapter's folder and not what is in it"
+        rule = "an engine without LoRA, whose keys name an adapter's folder and not its weights"
         raise InvalidArgumentError("backend", "a tier below host memory", rule)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = _describe(model) | {
@@ -157,7 +157,7 @@ def _receive_identity(name: str, rank: int) -> WorkerIdentity:
     finally:
         segment.close()
     if not any(encoded):
-        rule = "an engine whose workers say what their model is; keep to host:// alone"
+        rule = "workers that published their model's identity; use host:// alone"
         raise InvalidArgumentError("backend", "a tier below host memory", rule)
     text = zlib.decompressobj().decompress(encoded)
     return msgspec.json.decode(text, type=WorkerIdentity, dec_hook=_decode_dtype)
@@ -199,7 +199,7 @@ def _find_revision(model: Any) -> str:
     else:
         revision = model.revision or _hash_files(path)
     if not revision:
-        rule = f"given for {str(path)!r}: nothing else tells its weights from other ones"
+        rule = f"a revision of the weights at {str(path)!r}, which has no commit or weight file"
         raise InvalidArgumentError("revision", revision, rule)
     return str(revision)
 

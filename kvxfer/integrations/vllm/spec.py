@@ -141,7 +141,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
     def _identify(self, caches: OurCaches) -> WorkerIdentity:
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None:
-            rule = "host:// alone: vLLM does not say what its model is"
+            rule = "host:// alone, since vLLM does not tell its model's configuration"
             raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
         return WorkerIdentity(
             model=identify_model(vllm_config),

@@ -86,7 +86,7 @@ class KVXferTier(SecondaryTierManager):
         )
         if not isinstance(backend, Backend):
             if not revision:
-                rule = "what tells this model from others: its commit, quantization, overrides"
+                rule = "a name for this model: its commit, quantization, overrides"
                 raise InvalidArgumentError("revision", revision, rule)
             backend_type, backend_config = parse_backend(backend)
             backend = backend_type(backend_config, namespace)
