@@ -1,4 +1,4 @@
-"""Move KV-cache blocks of serving engines to any medium, whatever their layout."""
+"""KV-cache blocks of serving engines, moved to any medium, whatever their layout."""
 
 import importlib
 import sys
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class _Package(ModuleType):
-    """Imports the names of `kvxfer.public` when one is asked for; `kvxfer --help` needs none."""
+    """Package that imports its public names at their first use; `kvxfer --help` needs none."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__") and name != "__all__":
@@ -24,7 +24,7 @@ class _Package(ModuleType):
         return self.__dict__[name]
 
     def __setattr__(self, name: str, value: object) -> None:
-        # `connect` is the function, also after somebody imported the module of that name.
+        # `connect` stays the function, also after the module of that name was imported.
         if name != "connect" or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 

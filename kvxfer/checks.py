@@ -1,8 +1,7 @@
 """Checks of arguments at the public boundary, where they become plain values.
 
-Numbers come in any width: what computed with a caller's `np.int8` would overflow. So a number is
-converted here, once, and nothing behind a public function sees another type than `int`, `float`
-or an int64 array.
+A computation in a caller's `np.int8` would overflow. So a number is converted here, once, and
+nothing behind a public function sees another type than `int`, `float` or an int64 array.
 """
 
 import operator
@@ -31,14 +30,14 @@ def require_integer(
     maximum: int = INT64_MAX,
     expected: str = "",
 ) -> int:
-    """Convert a whole number of any type, such as `np.int8(3)`; a bool is none.
+    """Convert a whole number of any type, such as `np.int8(3)`; a bool is refused.
 
     Args:
         name: The argument, for the error.
-        value: What the caller passed.
+        value: Value that the caller passed.
         minimum: Smallest number that is accepted.
         maximum: Largest number that is accepted.
-        expected: What is accepted, in words, where there is more to say than the bounds.
+        expected: Description of accepted values for the error; by default the bounds.
 
     Raises:
         InvalidArgumentError: `value` is not a whole number, or out of bounds.
@@ -66,10 +65,10 @@ def set_counts(instance: object, *names: str, optional: bool = False) -> None:
     Args:
         instance: The dataclass.
         names: Its fields.
-        optional: They may be None.
+        optional: Whether the fields may be None.
 
     Raises:
-        InvalidArgumentError: One is not a positive integer.
+        InvalidArgumentError: A field is not a positive integer.
     """
     for name in names:
         value = getattr(instance, name)
@@ -78,7 +77,7 @@ def set_counts(instance: object, *names: str, optional: bool = False) -> None:
 
 
 def require_timeout(name: str, value: object) -> float | None:
-    """Convert seconds that something may take; None stays None, for as long as it takes.
+    """Convert a timeout in seconds; None stays None: no limit.
 
     Raises:
         InvalidArgumentError: `value` is neither None nor a real number of at least 0.
@@ -88,12 +87,12 @@ def require_timeout(name: str, value: object) -> float | None:
     seconds: Any = value if isinstance(value, Real) else -1
     if isinstance(value, bool) or not seconds >= 0:
         raise InvalidArgumentError(name, value, "seconds, 0 or more, or None")
-    # What is longer than the platform can wait, infinity too, is as long as that.
+    # Infinity, too: the platform cannot wait longer than this.
     return float(min(seconds, threading.TIMEOUT_MAX))
 
 
 def require_text(name: str, value: object) -> str:
-    """Check a text that is to be written in UTF-8.
+    """Check a text, which must be encodable as UTF-8.
 
     Raises:
         InvalidArgumentError: `value` is not text, or has half of a surrogate pair.
@@ -108,7 +107,7 @@ def require_text(name: str, value: object) -> str:
 
 
 def require_texts(name: str, values: Any) -> tuple[str, ...]:
-    """Check a sequence of texts; one text is none, although it is one of its letters.
+    """Check a sequence of texts; a single text, a sequence of letters, is refused.
 
     Raises:
         InvalidArgumentError: `values` is not a sequence, or an element is not text.
@@ -118,7 +117,7 @@ def require_texts(name: str, values: Any) -> tuple[str, ...]:
 
 
 def require_flag(name: str, value: object) -> bool:
-    """Check a yes or no.
+    """Check a boolean.
 
     Raises:
         InvalidArgumentError: `value` is not a bool.
@@ -139,10 +138,10 @@ def require_instance(name: str, value: object, kind: type) -> None:
 
 
 def require_iterable(name: str, value: Iterable[T]) -> list[T]:
-    """Take the elements of an argument, whatever holds them.
+    """Convert any iterable argument to a list.
 
     Raises:
-        InvalidArgumentError: Nothing in it can be taken.
+        InvalidArgumentError: `value` is not iterable.
     """
     try:
         return list(value)
@@ -151,12 +150,12 @@ def require_iterable(name: str, value: Iterable[T]) -> list[T]:
 
 
 def require_sequence(name: str, value: Any, expected: str = "a sequence") -> None:
-    """Check that an argument has elements that can be counted and read again.
+    """Check that an argument is a sequence: its elements can be counted and read repeatedly.
 
-    A list, a tuple, an array; neither text nor a generator, which a second look finds empty.
+    A list, a tuple, an array; neither text nor a generator, which is empty after its first use.
 
     Raises:
-        InvalidArgumentError: It has not.
+        InvalidArgumentError: `value` is not a sequence.
     """
     if isinstance(value, (list, tuple)):
         return
@@ -169,8 +168,8 @@ def require_instances(name: str, values: Any, kind: type, *, at_least_one: bool 
     """Check the type of every element of a sequence.
 
     Raises:
-        InvalidArgumentError: `values` is not a sequence, or an element is not a `kind`; or there
-            is none where there must be `at_least_one`.
+        InvalidArgumentError: `values` is not a sequence, or an element is not a `kind`; or it is
+            empty in spite of `at_least_one`.
     """
     require_sequence(name, values, f"a sequence, each element {_one(kind)}")
     if at_least_one and not len(values):
@@ -183,7 +182,7 @@ def require_one_per_group(name: str, values: Any, num_groups: int, *, what: str 
     """Check that a sequence has an element for each KV-cache group.
 
     Raises:
-        InvalidArgumentError: It is not a sequence, or has more or fewer.
+        InvalidArgumentError: `values` is not a sequence, or has more or fewer elements.
     """
     expected = f"{what} for each of {num_groups} groups"
     require_sequence(name, values, expected)
@@ -192,16 +191,16 @@ def require_one_per_group(name: str, values: Any, num_groups: int, *, what: str 
 
 
 def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> NDArray[Any]:
-    """Convert whole numbers in one dimension, of whatever type; no copy where none is needed.
+    """Convert a one-dimensional array of whole numbers of any type; copies only if it must.
 
     Args:
         name: The argument, for the error.
-        values: What the caller passed.
+        values: Value that the caller passed.
         dtype: Type to convert to, of 64 bits.
 
     Raises:
-        InvalidArgumentError: `values` has another number of dimensions, or something in it is not
-            a whole number, or does not fit the type.
+        InvalidArgumentError: `values` has another number of dimensions, or an element is not a
+            whole number, or does not fit the type.
     """
     wanted = "integers in one dimension"
     try:
@@ -219,12 +218,12 @@ def require_integers(name: str, values: ArrayLike, *, dtype: Any = np.int64) -> 
 
 
 def find_repeated(values: Iterable[T]) -> T | None:
-    """The first value that is there more than once, or None; each is hashed once."""
+    """Find the first value that occurs more than once; None without one. Hashes each value once."""
     return next((value for value, count in Counter(values).items() if count > 1), None)
 
 
 def _index(value: Any) -> int | None:
-    """The whole number that a value is; None when it is none."""
+    """Read a value as a whole number; None when it is not one."""
     if isinstance(value, (bool, np.bool_)):
         return None
     try:

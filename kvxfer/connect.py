@@ -1,4 +1,4 @@
-"""The front door: configuration to backend to engine."""
+"""Entry point `connect`: opens backends named by URLs or mappings, and an engine on top of them."""
 
 import asyncio
 import importlib.metadata
@@ -30,7 +30,7 @@ BackendChoice: TypeAlias = str | Mapping[str, Any]
 
 
 class BackendType(Protocol):
-    """What an entry point of the group `kvxfer.backends` names: a backend and its configuration.
+    """Backend class or factory, as an entry point of the group `kvxfer.backends` names it.
 
     Attributes:
         config_type: Struct whose fields are the parameters of the backend's URL.
@@ -60,9 +60,10 @@ def connect(
             `{"type": "host", "capacity": "4GiB"}`. Several, fastest first, are the tiers of a
             `TieredBackend`.
         caches: The caches to move blocks of.
-        namespace: What the blocks are. Groups are taken from the caches when it has none.
+        namespace: Identity of the stored bytes. Its groups are taken from the caches when it has
+            none.
         blocks_per_chunk: Blocks stored under one key.
-        mappings: From `map_caches`: what is stored under a key is then a portable page, which
+        mappings: Page mappings from `map_caches`. With them each key names a portable page, which
             engines of another layout, block size or parallelism can load.
         max_bytes_in_flight: See `TransferEngine`.
         timeout_s: See `TransferEngine`.
@@ -75,7 +76,7 @@ def connect(
         InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter.
         NamespaceMismatchError: The namespace's groups are not those of the caches.
         PageMappingError: This worker holds only a part of some shard of the portable pages.
-        CapacityError: The memory or disk that was asked for is not there.
+        CapacityError: There is not as much memory or disk as was configured.
         DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
     require_instances("mappings", mappings, PageMapping)
@@ -86,8 +87,8 @@ def connect(
         opened = open_backend(backend, complete)
         undo.callback(_close, [opened])
         if len(mappings):
-            # Below portable pages each shard has a place of its own in a staging buffer, and what
-            # is another worker's turn to store is not copied at all.
+            # Staging is below the portable backend, so that each shard has a place of its own in a
+            # buffer, and shards that another worker stores are not copied at all.
             shard_bytes = max(complete.chunk_size_bytes(g) for g in range(len(complete.groups)))
             staged = stage(opened, caches, shard_bytes, undo, staging_bytes=staging_bytes)
             opened = PortableBackend(staged, mappings)
@@ -109,7 +110,7 @@ def open_backend(backend: BackendChoice | Sequence[BackendChoice], namespace: Na
 
     Args:
         backend: As in `connect`.
-        namespace: What the blocks are, groups included.
+        namespace: Identity of the stored bytes, groups included.
 
     Returns:
         The backend; a `TieredBackend` when there are several.
@@ -117,7 +118,7 @@ def open_backend(backend: BackendChoice | Sequence[BackendChoice], namespace: Na
     Raises:
         InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter; nothing
             is left open.
-        CapacityError: The memory or disk that was asked for is not there; nothing is left open.
+        CapacityError: There is not as much memory or disk as was configured; nothing is left open.
     """
     parsed = [parse_backend(choice) for choice in _choices(backend)]
     opened: list[Backend] = []
@@ -150,11 +151,11 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
 def complete_namespace(
     namespace: Namespace, caches: CanonicalKVCaches, blocks_per_chunk: int
 ) -> Namespace:
-    """Add to a namespace what the caches say about the bytes of a block.
+    """Complete a namespace with the groups of the caches and the blocks per chunk.
 
     Raises:
-        NamespaceMismatchError: It says something else about its groups already.
-        InvalidArgumentError: An argument is of another type, or there are no blocks in a chunk.
+        NamespaceMismatchError: The namespace has groups already, and they differ.
+        InvalidArgumentError: An argument is of another type, or `blocks_per_chunk` is below 1.
     """
     require_instance("namespace", namespace, Namespace)
     require_instance("caches", caches, CanonicalKVCaches)
@@ -183,7 +184,7 @@ def _choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequence[Backe
 
 
 def _close(backends: Sequence[Backend]) -> None:
-    """Close backends that nobody has used yet; blocks the thread, event loop or not."""
+    """Close backends that were not used yet; blocks the thread, also within an event loop."""
 
     async def close() -> None:
         async with AsyncExitStack() as stack:
@@ -203,7 +204,7 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     if not parts.scheme:
         raise InvalidArgumentError("backend", url, form)
     if parts.fragment:
-        raise InvalidArgumentError("backend", url, f"no fragment; {parts.fragment!r} says nothing")
+        raise InvalidArgumentError("backend", url, f"no fragment such as {parts.fragment!r}")
     try:
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
     except ValueError as exc:

@@ -1,4 +1,4 @@
-"""Every error kvxfer raises. Data is in fields; the message only repeats it."""
+"""Errors of kvxfer: the data is in their fields; the message only repeats it."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def _shown(value: object) -> str:
-    """The value as code; its type alone where that cannot be, as for a number of 5000 digits."""
+    """Format a value as code; only its type where `repr` fails, as for a number of 5000 digits."""
     try:
         return repr(value)
     except Exception:  # noqa: BLE001 - whatever `__repr__` does, the argument is to be named
@@ -16,16 +16,16 @@ def _shown(value: object) -> str:
 
 
 class KVXferError(Exception):
-    """Base of every error that kvxfer raises."""
+    """Base class of every error that kvxfer raises."""
 
 
 class InvalidArgumentError(KVXferError, ValueError):
-    """Report an argument that cannot be used; nothing was read or written.
+    """Argument that cannot be used; nothing was read or written.
 
     Attributes:
         argument: Name of the argument, with an index where it is one of many.
         value: The value that was passed.
-        expected: What would have been accepted, in words.
+        expected: Description of accepted values.
     """
 
     def __init__(self, argument: str, value: object, expected: str) -> None:
@@ -36,7 +36,7 @@ class InvalidArgumentError(KVXferError, ValueError):
 
 
 class BlockIdError(InvalidArgumentError, LookupError):
-    """Report a block id that the cache does not have."""
+    """Block id that the cache does not have."""
 
     def __init__(self, group: int, block_id: int, num_blocks: int) -> None:
         self.group = group
@@ -46,7 +46,7 @@ class BlockIdError(InvalidArgumentError, LookupError):
 
 
 class DuplicateError(InvalidArgumentError):
-    """Report a key or block id that appears twice in one batch."""
+    """Key or block id that appears twice in one batch."""
 
     def __init__(
         self, argument: str, value: object, expected: str = "each value once in a batch"
@@ -55,7 +55,7 @@ class DuplicateError(InvalidArgumentError):
 
 
 class UnknownGroupError(InvalidArgumentError, LookupError):
-    """Report a KV-cache group index that the caches do not have."""
+    """KV-cache group index that the caches do not have."""
 
     def __init__(self, group: int, num_groups: int) -> None:
         self.group = group
@@ -64,7 +64,7 @@ class UnknownGroupError(InvalidArgumentError, LookupError):
 
 
 class LengthMismatchError(InvalidArgumentError):
-    """Report keys and blocks that do not match one to one."""
+    """Keys and blocks that do not match one to one."""
 
     def __init__(self, num_keys: int, num_blocks: int, rule: str) -> None:
         self.num_keys = num_keys
@@ -73,11 +73,11 @@ class LengthMismatchError(InvalidArgumentError):
 
 
 class LayoutError(KVXferError, ValueError):
-    """Base of errors about the layout of a KV-cache tensor."""
+    """Base class of errors about the layout of a KV-cache tensor."""
 
 
 class AmbiguousLayoutError(LayoutError):
-    """Report a tensor that fits two layouts; guessing would corrupt tokens.
+    """Tensor that fits two layouts; guessing would corrupt tokens.
 
     Attributes:
         layer_name: Layer whose tensor is ambiguous.
@@ -96,11 +96,11 @@ class AmbiguousLayoutError(LayoutError):
 
 
 class UnknownLayoutError(LayoutError):
-    """Report a tensor that fits no layout of its spec.
+    """Tensor that fits no layout of its spec.
 
     Attributes:
-        layer_name: Layer whose tensor was not understood.
-        expected: What was looked for, one line per layout.
+        layer_name: Layer whose tensor has an unknown layout.
+        expected: The layouts of the spec, one line for each.
         actual: Shape, stride and dtype of the tensor.
     """
 
@@ -113,12 +113,12 @@ class UnknownLayoutError(LayoutError):
 
 
 class PageMappingError(LayoutError):
-    """Report a page that cannot be rearranged into a portable one.
+    """Page that cannot be rearranged into a portable one.
 
     Attributes:
-        axis: What is in the way: an axis, or `dtype`, `encoding`, `layer`, `page`.
-        actual: What the worker has.
-        expected: What a mapping would need.
+        axis: Name of the obstacle: an axis, or `dtype`, `encoding`, `layer`, `page`.
+        actual: Value of the worker's page.
+        expected: Value that a mapping would need.
     """
 
     def __init__(self, axis: str, actual: object, expected: str) -> None:
@@ -129,7 +129,7 @@ class PageMappingError(LayoutError):
 
 
 class AllocationRefusedError(KVXferError, ValueError):
-    """Report that blocks of all layers cannot be allocated; register per-layer tensors instead.
+    """Canonical allocation that a model does not allow; register per-layer tensors instead.
 
     Attributes:
         refusals: Every condition that does not hold, as `why_not_canonical` lists them.
@@ -141,7 +141,7 @@ class AllocationRefusedError(KVXferError, ValueError):
 
 
 class SpecMergeError(KVXferError, ValueError):
-    """Report KV-cache specs that cannot be merged into one.
+    """KV-cache specs that cannot be merged into one.
 
     Attributes:
         field: The field in which they differ.
@@ -155,7 +155,7 @@ class SpecMergeError(KVXferError, ValueError):
 
 
 class AttestationError(KVXferError):
-    """Report that the canonical view does not show what the engine's view wrote."""
+    """Canonical view that does not show the bytes written through the engine's view."""
 
     def __init__(self, layer_name: str, block_id: int, detail: str) -> None:
         self.layer_name = layer_name
@@ -164,7 +164,7 @@ class AttestationError(KVXferError):
 
 
 class NamespaceMismatchError(KVXferError, ValueError):
-    """Report two namespaces that must agree and do not.
+    """Two namespaces that must agree and do not.
 
     Attributes:
         field: First field that differs, dotted where it is nested.
@@ -180,7 +180,7 @@ class NamespaceMismatchError(KVXferError, ValueError):
 
 
 class CapacityError(KVXferError, MemoryError):
-    """Report that the memory or disk a backend was configured with is not there."""
+    """Memory or disk of a backend's configured size that is not available."""
 
     def __init__(self, resource: str, needed_bytes: int, available_bytes: int) -> None:
         self.resource = resource
@@ -190,7 +190,7 @@ class CapacityError(KVXferError, MemoryError):
 
 
 class ClosedError(KVXferError, RuntimeError):
-    """Report a call on something that was closed."""
+    """Call on an object that was closed."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -198,7 +198,7 @@ class ClosedError(KVXferError, RuntimeError):
 
 
 class ForkedError(KVXferError, RuntimeError):
-    """Report a call on something that another process opened, before it was forked.
+    """Call, in a forked process, on an object that its parent opened.
 
     Attributes:
         pid: The process that opened it.
@@ -214,7 +214,7 @@ class ForkedError(KVXferError, RuntimeError):
 
 
 class EventLoopError(KVXferError, RuntimeError):
-    """Report a call that could never end, because of the event loop that has to serve it."""
+    """Call that could never end, because it waits for the event loop that has to serve it."""
 
     def __init__(self, what: str, detail: str) -> None:
         self.what = what
@@ -222,11 +222,11 @@ class EventLoopError(KVXferError, RuntimeError):
 
 
 class BackendUnavailableError(KVXferError, ConnectionError):
-    """Report a backend that is gone: no block of any batch can be served."""
+    """Backend that is gone: no block of any batch can be served."""
 
 
 class DeviceUnavailableError(KVXferError, RuntimeError):
-    """Report a GPU that copies cannot use: nothing was copied, and nothing will be.
+    """GPU that cannot be used for copies: nothing was copied, and nothing will be.
 
     Attributes:
         device_index: Ordinal of the GPU.
@@ -238,7 +238,7 @@ class DeviceUnavailableError(KVXferError, RuntimeError):
 
 
 class DeviceError(KVXferError, RuntimeError):
-    """Report a call that the driver of a GPU refused.
+    """Call that the driver of a GPU refused.
 
     Attributes:
         device_index: Ordinal of the GPU.
@@ -254,14 +254,14 @@ class DeviceError(KVXferError, RuntimeError):
 
 
 class DeviceLostError(DeviceError):
-    """Report a GPU that this process cannot use any more; only a new process can.
+    """GPU that this process cannot use any more; only a new process can.
 
-    Memory of the host that it was copying to may be written a last time.
+    Host memory that the GPU was copying to may still be written once more.
     """
 
 
 class TransferFailedError(KVXferError):
-    """Report bytes that were not all moved; the memory on this side is quiet.
+    """Transfer that did not move all its bytes; it no longer touches memory on this side.
 
     Attributes:
         peer: Name of the other side's agent.
@@ -273,11 +273,11 @@ class TransferFailedError(KVXferError):
 
 
 class PeerLostError(TransferFailedError, ConnectionError):
-    """Report a peer whose memory can no longer be reached, or never could."""
+    """Peer whose memory can no longer be reached, or never could."""
 
 
 class PeerError(KVXferError, ConnectionError):
-    """Base of errors that end a connection to a peer; no block is lost by one, only its copy.
+    """Base class of errors that end a connection to a peer; only copies of blocks are lost.
 
     Attributes:
         peer: Address of the other side.
@@ -289,14 +289,14 @@ class PeerError(KVXferError, ConnectionError):
 
 
 class PeerClosedError(PeerError):
-    """Report a connection that the other side, or the network, ended between two messages."""
+    """Connection that the other side, or the network, ended between two messages."""
 
 
 class PeerTimeoutError(PeerError, TimeoutError):
-    """Report a peer that did not say in time what it had to.
+    """Peer that did not answer within its deadline.
 
     Attributes:
-        timeout_s: How long it had.
+        timeout_s: The deadline, in seconds after the request.
     """
 
     def __init__(self, peer: str, what: str, timeout_s: float) -> None:
@@ -305,14 +305,14 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class ProtocolError(PeerError):
-    """Report bytes that no honest peer sends: cut, changed, repeated, too long or meaningless."""
+    """Message that breaks the protocol: cut, changed, repeated, too long or meaningless bytes."""
 
 
 class HandshakeError(PeerError):
-    """Report a peer that one must not talk to.
+    """Handshake that failed: the peer differs in a field that both sides must agree on.
 
     Attributes:
-        field: What the two do not agree on.
+        field: The field that differs.
         ours: Value on this side; of a secret only whether there is one.
         theirs: Value on the other side.
     """
@@ -325,7 +325,7 @@ class HandshakeError(PeerError):
 
 
 class UnsupportedEngineError(KVXferError, RuntimeError):
-    """Report a serving-engine release whose interface kvxfer does not speak.
+    """Release of a serving engine whose interface kvxfer does not support.
 
     Attributes:
         engine: Name of the engine.
@@ -341,12 +341,12 @@ class UnsupportedEngineError(KVXferError, RuntimeError):
 
 
 class BlockStateError(KVXferError, LookupError):
-    """Report a block that is not there, or not in the state that a call needs.
+    """Block that is absent, or not in the state that a call needs.
 
     Attributes:
         key: Key of the block.
         state: State the block is in, None when it is absent.
-        expected: States that would have been accepted, in words.
+        expected: Description of the states that the call accepts.
     """
 
     def __init__(self, key: bytes, state: str | None, expected: str) -> None:
@@ -357,7 +357,7 @@ class BlockStateError(KVXferError, LookupError):
 
 
 class OverlapError(LayoutError):
-    """Report layers whose pages share some bytes, but not all.
+    """Layers whose pages share some bytes, but not all.
 
     Attributes:
         layer_names: The layers.
@@ -369,7 +369,7 @@ class OverlapError(LayoutError):
 
 
 class PageBoundsError(LayoutError):
-    """Report pages that reach beyond the memory they are said to lie in.
+    """Pages that reach beyond the end of their storage.
 
     Attributes:
         layer_name: Layer whose pages these are.
@@ -388,12 +388,12 @@ class PageBoundsError(LayoutError):
 
 
 class BatchOrderError(KVXferError, ValueError):
-    """Report a KV-cache group whose attention backend wants a batch in an order it cannot have.
+    """KV-cache group whose attention backend needs a batch in an order that it cannot get.
 
     Attributes:
         group: The group.
         builder: Its metadata builder.
-        order: The order that it wants: for each place the request that is to be there.
+        order: The required order: for each position the index of the request that belongs there.
     """
 
     def __init__(self, group: int, builder: str, order: Sequence[int], detail: str) -> None:
@@ -406,12 +406,12 @@ class BatchOrderError(KVXferError, ValueError):
 
 
 class TooManyGroupsError(InvalidArgumentError):
-    """Report a model with more KV-cache groups than an attention backend serves.
+    """Model with more KV-cache groups than an attention backend supports.
 
     Attributes:
         group: The group whose backend it is.
         builder: The backend's metadata builder.
-        max_num_groups: Groups that it serves.
+        max_num_groups: Groups that the backend supports.
         num_groups: Groups of the model.
     """
 

@@ -1,4 +1,4 @@
-"""The names that examples and integrations need, as `kvxfer.NAME`."""
+"""Public names of the package, each available as `kvxfer.NAME`."""
 
 from kvxfer.connect import connect
 from kvxfer.errors import (

@@ -1,4 +1,4 @@
-"""Quantities as people write them."""
+"""Sizes and durations: parsed from text such as `4GiB` or `30d`, and formatted for people."""
 
 import re
 from typing import Self
@@ -14,11 +14,11 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
 class ByteSize(int):
-    """A number of bytes, also from text such as `4GiB`, `1.5 GB` or `65536`."""
+    """Number of bytes, also parsed from text such as `4GiB`, `1.5 GB` or `65536`."""
 
     @classmethod
     def parse(cls, text: str | int) -> Self:
-        """Read a size.
+        """Parse a size.
 
         Raises:
             InvalidArgumentError: The text is not a positive size with a known unit.
@@ -34,11 +34,11 @@ class ByteSize(int):
 
 
 class Duration(float):
-    """Seconds, also from text such as `30d`, `12h`, `90 s`."""
+    """Number of seconds, also parsed from text such as `30d`, `12h`, `90 s`."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a duration.
+        """Parse a duration.
 
         Raises:
             InvalidArgumentError: The text is not a number with a known unit.
@@ -50,7 +50,7 @@ class Duration(float):
 
 
 def format_size(num_bytes: int) -> str:
-    """Write a number of bytes as people read it: `1.2 GiB`."""
+    """Format a number of bytes with a unit: `1.2 GiB`."""
     size, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1023.95 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -58,7 +58,7 @@ def format_size(num_bytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Write a duration as people read it: `3 d`; one that is not positive is `0 s`."""
+    """Format a duration in its largest whole unit: `3 d`; one that is not positive as `0 s`."""
     for unit, length in reversed(_SECONDS.items()):
         if seconds >= length:
             return f"{seconds // length:.0f} {unit}"

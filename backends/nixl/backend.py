@@ -31,7 +31,7 @@ from kvxfer.storage.backend import MISSING, Backend, Outcome
 from kvxfer.storage.door import Door
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.outcomes import more_telling
+from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
 
 STAGING_BYTES = 64 << 20
@@ -315,4 +315,4 @@ def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outc
             outcomes[index] = outcome
         else:
             safe = before.memory_safe and outcome.memory_safe
-            outcomes[index] = more_telling(before, outcome, memory_safe=safe)
+            outcomes[index] = pick_outcome(before, outcome, memory_safe=safe)

@@ -1,4 +1,4 @@
-"""`kvxfer bench NAME`: every speed claim, as a ratio against something measured beside it."""
+"""Benchmarks `kvxfer bench NAME`: each speed claim as a ratio to a baseline of the same run."""
 
 from kvxfer.bench.command import main
 

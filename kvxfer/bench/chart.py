@@ -1,4 +1,4 @@
-"""The rows of a benchmark as a picture."""
+"""Chart of a benchmark's rows, for `kvxfer bench --chart`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     Args:
         rows: The rows, from the top down.
-        path: File to write; its suffix says in which format, e.g. `.svg`.
+        path: File to write; its suffix determines the format, e.g. `.svg`.
     """
     import matplotlib as mpl
 

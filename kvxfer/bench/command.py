@@ -1,4 +1,4 @@
-"""The `kvxfer bench` command."""
+"""Command `kvxfer bench`: runs one benchmark and prints or draws its rows."""
 
 import argparse
 import importlib
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="kvxfer bench",
-        description="Measure a part of kvxfer beside something else.",
+        description="Measure a part of kvxfer and compare it with a baseline of the same run.",
         epilog=exit_statuses("when it is done", "when a ratio misses its goal, with --check"),
     )
     parser.add_argument("name", choices=BENCHES)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """Lay rows out as a Markdown table."""
+    """Format rows as a Markdown table."""
     lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
     for row in rows:
         cells = (getattr(row, column) for column in COLUMNS)

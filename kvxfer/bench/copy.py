@@ -1,4 +1,4 @@
-"""Copies of scattered memory against one plain copy of the same bytes."""
+"""Benchmark of scattered copies on the CPU, against one plain copy of the same bytes."""
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ NUM_THREADS = 2
 KIB = 1 << 10
 FRAGMENTS = tuple(size * KIB for size in (4, 8, 16, 32, 64, 128, 256, 2048))
 SCATTERED_GOALS = {8: 0.3, 32: 0.75, 64: 0.75, 256: 0.9, 2048: 0.9}
-"""KiB to goal. Gathering and scattering have one goal for every size."""
+"""Goals by KiB of a fragment. Gathering and scattering have one goal for every size."""
 GATHER_GOAL = ">= 0.7"
 SCATTER_GOAL = ">= 0.6"
 

@@ -1,4 +1,4 @@
-"""Copies between host memory and a GPU against one plain copy of the same bytes."""
+"""Benchmark of copies between host memory and a GPU, against one plain copy of the same bytes."""
 
 import mmap
 import threading
@@ -22,18 +22,18 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 Pair: TypeAlias = tuple[Descriptors, Descriptors]
-"""Source and destination."""
+"""Source and destination of a copy."""
 
 KIB = 1 << 10
 LARGE_BYTES = 256 * KIB
 GOALS = {4: ">= 0.7", 8: "", 16: ">= 0.85", 32: "", 64: ">= 0.95", 256: ">= 0.95", 2048: ">= 0.95"}
-"""KiB of a fragment to goal."""
+"""Goals by KiB of a fragment."""
 BOTH_WAYS_GOAL = ">= 1.6"
 BESIDE_GOAL = "<= 1.05"
 
 BATCH_BUDGET_S = 100e-6
 FRAGMENT_BUDGET_S = 1e-9
-"""What the process may spend on a batch, and on each of its fragments."""
+"""Budgets of processor time for a batch, and for each of its fragments."""
 MANY_FRAGMENTS = 1 << 16
 
 MATRIX_SIZE = 8192
@@ -63,7 +63,7 @@ def run(*, quick: bool, device_index: int = 0, num_bytes: int | None = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Sides:
-    """Pinned memory and memory of the device, as large as each other."""
+    """Pinned host memory and device memory of the same size, and ways to copy between them."""
 
     gpu: CudaCopyEngine
     plain: CopyStream
@@ -72,7 +72,7 @@ class _Sides:
     num_bytes: int
 
     def pair(self, way: Way, fragment_bytes: int, count: int, *, scattered: bool) -> Pair:
-        """Source and destination, in fragments."""
+        """Describe source and destination, in fragments."""
         generator = np.random.default_rng(fragment_bytes)
         orders = [generator.permutation(count) if scattered else np.arange(count) for _ in range(2)]
         on_host = _describe(self.host_address, HOST, fragment_bytes, orders[0])
@@ -80,7 +80,7 @@ class _Sides:
         return (on_host, on_device) if way is Way.TO_DEVICE else (on_device, on_host)
 
     def copy_plainly(self, way: Way) -> None:
-        """Copy everything in one call, and wait as the engine does."""
+        """Copy all bytes in one call, and wait as the engine does."""
         addresses = [
             np.array([each], np.uint64) for each in (self.device_address, self.host_address)
         ]
@@ -94,7 +94,7 @@ class _Sides:
 def _open_side_by_side(device_index: int, num_bytes: int) -> Iterator[_Sides]:
     gpu = open_gpu(torch.device("cuda", device_index), None)
     memory = np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
-    memory[:] = 1  # the system gives it now
+    memory[:] = 1  # so that the system allocates its pages now
     try:
         gpu.attach([MemoryRegion(memory.ctypes.data, num_bytes, memory)])
         plain = CopyStream(gpu.driver)
@@ -149,7 +149,7 @@ def _measure_both_ways(sides: _Sides, rounds: int) -> Row:
 
 
 def _halves(sides: _Sides) -> tuple[Pair, Pair]:
-    """One half of the memory on its way to the device, and the other on its way to the host."""
+    """Make two copies: one half of the memory to the device, the other half to the host."""
     half = sides.num_bytes // 2 // LARGE_BYTES
     up = sides.pair(Way.TO_DEVICE, LARGE_BYTES, 2 * half, scattered=False)
     down = sides.pair(Way.TO_HOST, LARGE_BYTES, 2 * half, scattered=False)
@@ -168,7 +168,7 @@ def _at_once(gpu: CudaCopyEngine, *pairs: Pair) -> None:
 
 
 def _measure_overhead(sides: _Sides, rounds: int) -> list[Row]:
-    """Time of the processor that a batch takes, against what it may take."""
+    """Measure the processor time of a batch and of a fragment, against their budgets."""
     one = sides.pair(Way.TO_DEVICE, 16, 1, scattered=False)
     count = min(MANY_FRAGMENTS, sides.num_bytes // 16)
     many = sides.pair(Way.TO_DEVICE, 16, count, scattered=True)
@@ -186,7 +186,7 @@ def _measure_overhead(sides: _Sides, rounds: int) -> list[Row]:
             scale=1e6,
         ),
         compare(
-            "processor time of 1000 fragments more, against their budget",
+            "processor time per 1000 fragments, against its budget",
             for_each,
             [FRAGMENT_BUDGET_S] * rounds,
             unit="us",
@@ -206,19 +206,19 @@ def _processor_seconds(call: Callable[[], None], rounds: int) -> list[float]:
 
 
 def _measure_beside_compute(sides: _Sides, rounds: int) -> Row:
-    """Products of matrices with copies in both directions beside them, and without."""
+    """Measure matrix products with concurrent copies in both directions, and without."""
     size = (MATRIX_SIZE, MATRIX_SIZE)
     matrix = torch.randn(size, dtype=torch.bfloat16, device=sides.gpu.device)
     beside, alone = [], []
     for _ in range(rounds):
         beside.append(_multiply_beside_copies(matrix, sides))
         alone.append(_multiply(matrix))
-    case = "matrix products beside copies"
+    case = "matrix products during copies, against without"
     return compare(case, beside, alone, unit="ms", goal=BESIDE_GOAL, scale=1e3)
 
 
 def _multiply(matrix: torch.Tensor) -> float:
-    """Seconds of some products."""
+    """Multiply matrices some times; return the seconds it took."""
     torch.cuda.synchronize(matrix.device)
     began = time.perf_counter()
     for _ in range(NUM_PRODUCTS):

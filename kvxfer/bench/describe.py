@@ -1,4 +1,4 @@
-"""Describing blocks against vLLM's own computation of pointers."""
+"""Benchmark of describing blocks, against vLLM's own computation of pointers."""
 
 import numpy as np
 import torch

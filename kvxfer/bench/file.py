@@ -1,4 +1,4 @@
-"""Files on a real disk: against fio, vLLM's own file tier, and one call per block."""
+"""Benchmark of files on a disk, against fio, vLLM's own file tier, and one call per block."""
 
 import asyncio
 import functools
@@ -46,9 +46,9 @@ INDEX_ROUNDS = 5
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Measure stores and loads of blocks in files, checksums on, and the index made at a start.
+    """Measure stores and loads of blocks in files, with checksums, and the index built at a start.
 
-    Everything takes turns in one folder, named by the environment variable `KVXFER_BENCH_DIR`
+    All contenders take turns in one folder, named by the environment variable `KVXFER_BENCH_DIR`
     (`build/bench` by default), past the page cache where the file system allows it. Rows against
     fio are left out, with a note, where fio is not installed.
     """
@@ -68,10 +68,10 @@ def run(*, quick: bool) -> list[Row]:
 
 
 class _Bench:
-    """All contenders for blocks of one size.
+    """Contenders for blocks of one size.
 
     Args:
-        folder: Where files go.
+        folder: Folder of the files.
         block_bytes: Bytes of a block, contiguous and page-aligned as in a host pool.
         num_blocks: Blocks of a round.
     """
@@ -87,12 +87,12 @@ class _Bench:
         self._nth = count()
 
     def run(self, rounds: int) -> list[Row]:
-        """Let the contenders take turns, one round uncounted, and compare them."""
+        """Run the contenders in turns, one round uncounted, and compare them."""
         contenders = self._contenders()
         seconds: dict[str, tuple[list[float], list[float]]] = {n: ([], []) for n in contenders}
         rng = random.Random(self._block_bytes)
         for nth in range(rounds + 1):
-            # In another order each time: what one leaves to the disk is not always the same one's.
+            # In another order each time, so that one's unwritten data burdens not always the same.
             for name in rng.sample(list(contenders), len(contenders)):
                 stored, loaded = contenders[name]()
                 if nth:
@@ -189,7 +189,7 @@ class _Bench:
 
     async def _kvxfer_round(self, num_batches: int, integrity: Integrity) -> tuple[float, float]:
         keys, namespace = self._keys(), self._namespace(integrity.value)
-        # A new one, or the backend would still be looking around among what all rounds left.
+        # A new folder, or the backend would still be indexing the files of all earlier rounds.
         config = self._config(integrity)
         per_batch = self._num_blocks // num_batches
         batches = [
@@ -197,7 +197,7 @@ class _Bench:
             for start in range(0, self._num_blocks, per_batch)
         ]
         async with FileBackend(config, namespace) as backend:
-            # As in an engine that has run for a while: folders are there, threads are started.
+            # As in an engine that has run for a while: folders exist, threads are started.
             _make_folders(Path(config.path, namespace.fingerprint))
             warm = self._keys()[:NUM_THREADS]
             for move in (backend.store, backend.load):
@@ -224,7 +224,7 @@ class _Bench:
         _make_folders(root)
         view, per_batch = self._memory.data, self._num_blocks // num_batches
         pool = DualQueueThreadPool(NUM_THREADS, NUM_THREADS, thread_name_prefix="bench")
-        for job in range(2 * NUM_THREADS):  # its threads are started, too
+        for job in range(2 * NUM_THREADS):  # starts its threads, as for kvxfer
             pool.enqueue_load(job, 1, [lambda: None])
         pool.wait_idle()
         pool.get_finished()
@@ -266,7 +266,7 @@ class _Bench:
         return asyncio.run(self._aiofiles_round())
 
     async def _aiofiles_round(self) -> tuple[float, float]:
-        """What most would write: a file opened, written or read, and closed per block."""
+        """Measure the obvious code: per block a file opened, written or read, and closed."""
         folder = self._folder / "aiofiles"
         folder.mkdir(exist_ok=True)
         paths = [folder / key.hex() for key in self._keys()]
@@ -303,7 +303,7 @@ class _Bench:
     def _config(self, integrity: Integrity = Integrity.FAST) -> FileConfig:
         return FileConfig(
             path=str(self._folder / f"kvxfer {self._block_bytes} {next(self._nth)}"),
-            capacity=ByteSize(1 << 40),  # what is stored is emptied behind the backend's back
+            capacity=ByteSize(1 << 40),  # the benchmark empties the files itself
             integrity=integrity,
             read_threads=NUM_THREADS,
             write_threads=NUM_THREADS,
@@ -325,7 +325,7 @@ class _Bench:
 
 
 def _measure_index(root: Path, num_blocks: int) -> list[Row]:
-    """Measure how long a backend takes to learn what is there, every inode in the page cache."""
+    """Measure the rebuild of a backend's index, with every inode in the page cache."""
     namespace = Namespace(model="bench", groups=(GroupIdentity(page_sizes_bytes=(64 * KIB,)),))
     config = FileConfig(path=str(root), capacity=ByteSize(1 << 40))
     _make_folders(root / namespace.fingerprint)
@@ -335,7 +335,7 @@ def _measure_index(root: Path, num_blocks: int) -> list[Row]:
 
     async def rebuild() -> None:
         async with FileBackend(config, namespace):
-            pass  # it is not closed before it has looked around
+            pass  # closing waits until the index is complete
 
     def walk() -> int:
         return sum(
@@ -363,7 +363,7 @@ def _measure_index(root: Path, num_blocks: int) -> list[Row]:
 
 
 def _reset_peak_rss() -> int:
-    """Forget the peak of this process's memory; return what it has now, in bytes."""
+    """Reset the peak of this process's memory; return its present size in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _peak_rss()
 
@@ -375,26 +375,26 @@ def _peak_rss() -> int:
 
 
 def _paths(config: FileConfig, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[Path]:
-    """Where `FileBackend` keeps the blocks."""
+    """List the paths of blocks' files in a `FileBackend`."""
     for key in keys:
         name = file_name(key)
         yield Path(config.path, namespace.fingerprint, name[:2], name)
 
 
 def _make_folders(parent: Path) -> None:
-    """Make all the folders that block files are in."""
+    """Make all folders for block files."""
     for byte in range(256):
         (parent / f"{byte:02x}").mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def _settle() -> None:
-    """Let the disk finish what the last contender left to it."""
+    """Sync the data that the last contender left unwritten, and pause."""
     os.sync()
     time.sleep(SETTLE_S)
 
 
 def _empty(paths: Iterable[Path]) -> None:
-    """Free the room of files, but keep them.
+    """Truncate files instead of removing them.
 
     Without a journal ext4 searches past every inode that was freed in the last minutes when it
     makes a file, which would burden the next contender.

@@ -1,4 +1,4 @@
-"""Throughput of a disk as fio sees it."""
+"""Throughput of a disk as measured by fio, the baseline of the file benchmark."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ DEPTH = 16
 
 
 class FioMissingError(RuntimeError):
-    """Report that fio, the baseline of the disk benchmarks, is not installed."""
+    """Missing fio, the baseline of the disk benchmarks: it is not installed."""
 
 
 class _Direction(msgspec.Struct):
@@ -30,7 +30,7 @@ def seconds(folder: Path, *, direction: str, block_bytes: int, total_bytes: int)
     """Time the better of one file at depth 16 and 16 jobs with a file each; io_uring, O_DIRECT.
 
     Args:
-        folder: Where the files go; those of a read are laid out first, which does not count.
+        folder: Folder of the files; those of a read are written first, which does not count.
         direction: `read` or `write`.
         block_bytes: Bytes of an I/O.
         total_bytes: Bytes of all files together.

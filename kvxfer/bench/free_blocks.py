@@ -1,4 +1,4 @@
-"""The free blocks of an engine: which ids a request gets, and so which of them are neighbours."""
+"""Queue of free blocks, as in vLLM: the block ids that requests get, neighbours or not."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ BlockIds = NDArray[np.int64]
 
 
 class FreeBlocks:
-    """The queue from which vLLM takes blocks, with its prefix cache on.
+    """Queue from which vLLM takes blocks, with its prefix cache on.
 
     Blocks are taken from its head, and the full ones of a request go back to its end, last block
-    first: what begins a prompt is the likeliest to be asked for again. Block 0 is the null block.
+    first: the beginning of a prompt is the likeliest prefix hit. Block 0 is the null block.
 
     Args:
         num_blocks: Blocks of the cache.
@@ -23,24 +23,26 @@ class FreeBlocks:
         self._ids = deque(range(1, num_blocks))
 
     def take(self, count: int) -> BlockIds:
-        """The blocks of a new request, in its order.
+        """Take the blocks of a new request, in its order.
 
         Raises:
-            IndexError: So many are not free.
+            IndexError: There are not as many free blocks.
         """
         return np.array([self._ids.popleft() for _ in range(count)], np.int64)
 
     def give_back(self, block_ids: BlockIds) -> None:
-        """Take back the blocks of a request, given in its order."""
+        """Return the blocks of a request, given in its order, to the queue."""
         self._ids.extend(block_ids[::-1].tolist())
 
 
-def serve(num_blocks: int, num_requests: int, blocks_per_request: int) -> Iterator[BlockIds]:
-    """Hand out the blocks of each request; a prompt is computed while the one before is sent.
+def assign_blocks(
+    num_blocks: int, num_requests: int, blocks_per_request: int
+) -> Iterator[BlockIds]:
+    """Yield the blocks of each request; a prompt is computed while the one before is sent.
 
     Args:
         num_blocks: Blocks of the cache, all free at first.
-        num_requests: Requests, none of which has a prefix in common with another.
+        num_requests: Number of requests, without common prefixes.
         blocks_per_request: Blocks of each.
     """
     free, being_sent = FreeBlocks(num_blocks), None

@@ -1,4 +1,4 @@
-"""Bytes of one I/O and descriptors of a transfer, with and without blocks of all layers."""
+"""Benchmark of layouts: bytes of one I/O and descriptors of a transfer, by kind of allocation."""
 
 import mmap
 import statistics
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvxfer.bench.free_blocks import BlockIds, serve
+from kvxfer.bench.free_blocks import BlockIds, assign_blocks
 from kvxfer.bench.models import KIB, MODELS, PublishedModel
 from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.kvcache.allocation import allocate_canonical
@@ -21,21 +21,21 @@ AS_PUBLISHED = "= 1 ± 0.02"
 PER_TRANSFER = "descriptors/transfer"
 
 CACHE_BYTES = 68 << 30
-"""What an H100 of 80 GB has left for the cache of a small model."""
+"""Memory for the cache of a small model on an H100 of 80 GB."""
 MAP_NORESERVE = 0x4000
-"""Of Linux; `mmap` does not have it. Memory that nobody touches is then not counted either."""
+"""Flag of Linux that Python's `mmap` lacks: memory that is not touched is not reserved either."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts whose blocks are sent from prefill to decode, and what was published of them.
+    """Workload: prompts whose blocks are sent from prefill to decode, and published figures.
 
     Attributes:
-        num_requests: Requests, all different.
+        num_requests: Number of requests, all different.
         tokens_per_request: Tokens of each prompt.
         registered: Published descriptors of a transfer with a tensor for each layer.
-        allocated: The same with blocks of all layers.
-        reused: The requests have more blocks than the cache, so that blocks come back in between.
+        allocated: Published descriptors of a transfer with blocks of all layers.
+        reused: Whether the requests have more blocks than the cache, so that blocks are reused.
     """
 
     num_requests: int
@@ -52,18 +52,18 @@ WORKLOADS = (
     Workload(128, 10240, 34000.0, 422.0, reused=True),
 )
 """Source: https://github.com/vllm-project/vllm/pull/30207, prefill to decode over NIXL on H100.
-Which blocks a reused cache hands out depends on all that went before; there the drop is held to."""
+The block ids from a reused cache depend on all requests before; there only the drop has a goal."""
 
 
 def run(*, quick: bool) -> list[Row]:
-    """Reproduce what was published of blocks of all layers; the baseline is the published figure.
+    """Reproduce published figures of blocks of all layers, which are the baseline.
 
-    Sizes are read off the descriptors of tiny caches of the models' shapes, made both ways.
+    Sizes are those of the descriptors of tiny caches of the models' shapes, made both ways.
 
     Descriptors of a transfer are those of a cache as large as an H100's, in memory that is
-    reserved and never touched, for the block ids that vLLM's queue of free blocks hands out. The
-    payload of a transfer is its blocks in order, and neighbours in it merge. The baseline of the
-    drop and of the times is the cache with a tensor for each layer.
+    reserved and never touched, for block ids from vLLM's queue of free blocks. The payload of a
+    transfer is its blocks in order, and neighbours in it merge. The baseline of the drop and of
+    the times is the cache with a tensor for each layer.
     """
     rows = [row for model in MODELS for row in io_sizes(model)]
     (model,) = (each for each in MODELS if each.name == WORKLOAD_MODEL)
@@ -74,7 +74,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def io_sizes(model: PublishedModel) -> list[Row]:
-    """Bytes of each descriptor of a block, with a tensor for each layer and allocated, in KiB."""
+    """Measure KiB of each descriptor of a block: a tensor for each layer, and blocks of all."""
     spec, num_blocks = model.spec, NUM_TINY_BLOCKS
     config = _config(model, num_blocks)
     shape = model.backend.cache_shape(spec, num_blocks)
@@ -85,7 +85,7 @@ def io_sizes(model: PublishedModel) -> list[Row]:
     allocated = allocate_canonical(config, [model.backend]).caches
     return [
         _io_size(model, "a tensor for each layer", registered, model.registered_bytes),
-        _io_size(model, "allocated", allocated, model.allocated_bytes),
+        _io_size(model, "blocks of all layers", allocated, model.allocated_bytes),
     ]
 
 
@@ -109,12 +109,12 @@ def _transfers(
     *,
     rounds: int,
 ) -> list[Row]:
-    """Rows of one workload: descriptors both ways; in a reused cache also the drop and the time."""
+    """Measure one workload: descriptors both ways; in a reused cache also the drop and the time."""
     blocks_per_request = -(-workload.tokens_per_request // model.spec.tokens_per_block)
     before = BlockDescriber(registered, blocks_per_chunk=blocks_per_request)
     after = BlockDescriber(allocated, blocks_per_chunk=blocks_per_request)
     num_blocks = allocated.tensors[0].tensor.shape[0]
-    requests = list(serve(num_blocks, workload.num_requests, blocks_per_request))
+    requests = list(assign_blocks(num_blocks, workload.num_requests, blocks_per_request))
     tokens = f"{workload.tokens_per_request} tokens of {model.name}"
     case = f"{workload.num_requests} x {tokens}, {num_blocks} blocks"
     goal = "" if workload.reused else AS_PUBLISHED
@@ -127,7 +127,7 @@ def _transfers(
             goal=goal,
         ),
         _beside_published(
-            f"{case}, allocated",
+            f"{case}, blocks of all layers",
             _descriptors_per_transfer(after, requests),
             workload.allocated,
             unit=PER_TRANSFER,
@@ -147,7 +147,7 @@ def _transfers(
         *rows,
         _drop(f"{case}, drop", before, after, requests, goal=drop),
         _drop(f"{tokens}, shuffled blocks, drop", before, after, [shuffled], goal=of_a_block),
-        compare(f"{case}, time to describe the last", ours, theirs, unit="us", scale=1e6),
+        compare(f"{case}, time to describe one transfer", ours, theirs, unit="us", scale=1e6),
     ]
 
 
@@ -179,7 +179,7 @@ def _descriptors_per_transfer(describer: BlockDescriber, requests: Sequence[Bloc
 def _caches_in_reserved_memory(
     model: PublishedModel,
 ) -> tuple[CanonicalKVCaches, CanonicalKVCaches]:
-    """The model's caches as an H100 has them: a tensor for each layer, and blocks of all layers."""
+    """Make the model's caches of an H100: a tensor for each layer, and blocks of all layers."""
     spec, num_layers = model.spec, model.num_layers
     num_blocks = CACHE_BYTES // (num_layers * spec.page_size_bytes)
     config = _config(model, num_blocks)

@@ -1,4 +1,4 @@
-"""Transfers through portable pages against transfers of the same bytes as they are."""
+"""Benchmark of transfers through portable pages, against those of the same blocks unmapped."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ from kvxfer.kvcache.worker_shard import WorkerShard
 
 NUM_THREADS = 2
 NUM_KV_HEADS, HEAD_DIM = 8, 128
-"""Those of Llama-3.1-8B."""
+"""KV heads and their width in Llama-3.1-8B."""
 NUM_TOKENS = 1024
 SPARE = 3
-"""Halves of the moved blocks that fit a cache, in which they are scattered."""
+"""Size of a cache in halves of the moved blocks, which are scattered in it."""
 
 NHD = "kv block token head dim"
 HND = "kv block head token dim"
@@ -34,7 +34,7 @@ PACKED = "block head token kv*dim"
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """How an engine keeps a model: on how many workers, in which layout, in which blocks."""
+    """Engine: the layout of its caches, its number of workers, and the size of its blocks."""
 
     layout: str
     tp_size: int = 1
@@ -43,7 +43,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Two engines that have portable pages between them, and what their ratios should be."""
+    """Case: two engines that exchange portable pages, and goals of their ratios."""
 
     name: str
     writer: Engine
@@ -72,11 +72,11 @@ CASES = (
 
 
 class Worker:
-    """One worker of an engine: its blocks, scattered in its cache, and its part of the pages.
+    """Worker of an engine: its blocks, scattered in its cache, and its part of the pages.
 
     Args:
-        engine: How the engine keeps the model.
-        rank: This worker.
+        engine: Layout, workers and blocks of the engine.
+        rank: Rank of this worker.
         pages: Memory for all portable pages, `(num_pages, page_size_bytes)`, int8.
         num_layers: Layers of the model.
         tokens_per_page: Tokens of a portable page.
@@ -128,16 +128,16 @@ class Worker:
         )
 
     def describe(self, *, mapped: bool) -> tuple[Descriptors, Descriptors]:
-        """The worker's blocks, and its part of the pages or as many slots for blocks."""
+        """Describe the worker's blocks, and its part of the pages or plain slots for blocks."""
         if mapped:
             return self._mapped.describe(0, self.block_ids), self._parts
         return self._plain.describe(0, self.block_ids), self._slots
 
 
-def start(
+def make_workers(
     case: Case, *, num_layers: int, num_tokens: int
 ) -> tuple[torch.Tensor, list[Worker], list[Worker]]:
-    """Memory for the portable pages of a case, the workers that write and those that read."""
+    """Make memory for the portable pages of a case, and the workers that write and read them."""
     engines = case.writer, case.reader
     tokens_per_page = max(engine.tokens_per_block for engine in engines)
     token_bytes = 2 * num_layers * NUM_KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
@@ -156,7 +156,7 @@ def start(
 def transfer(
     engine: CopyEngine, writers: Sequence[Worker], readers: Sequence[Worker], *, mapped: bool
 ) -> None:
-    """Copy the blocks of some workers to the pages, or slots, and from there to those of others."""
+    """Copy blocks of the writers to the pages, or slots, and from there to the readers' blocks."""
     for worker in writers:
         blocks, host = worker.describe(mapped=mapped)
         engine.copy(blocks, host)
@@ -169,7 +169,7 @@ def run(*, quick: bool) -> list[Row]:
     """Measure describing blocks and copying them to and from portable pages in host memory.
 
     The workers of an engine move their parts of all pages one after the other. Baseline: they
-    move the same blocks as they are, to and from slots one after the other in the same memory.
+    move the same blocks unmapped, to and from consecutive slots in the same memory.
     """
     engine = CPUCopyEngine(num_threads=NUM_THREADS)
     num_layers, rounds = (8, 7) if quick else (16, 31)
@@ -184,7 +184,7 @@ def run(*, quick: bool) -> list[Row]:
 
 
 def _measure(engine: CopyEngine, case: Case, *, num_layers: int, rounds: int) -> list[Row]:
-    pages, writers, readers = start(case, num_layers=num_layers, num_tokens=NUM_TOKENS)
+    pages, writers, readers = make_workers(case, num_layers=num_layers, num_tokens=NUM_TOKENS)
     steps: list[tuple[str, list[Worker], list[Worker], str]] = [
         ("written", writers, [], case.write_goal),
         ("read", [], readers, case.read_goal),
@@ -203,7 +203,7 @@ def _measure(engine: CopyEngine, case: Case, *, num_layers: int, rounds: int) ->
 
 
 def _describe_parts(pages: torch.Tensor, mapping: PageMapping) -> Descriptors:
-    """A worker's part of every page, in as many pieces as it is."""
+    """Describe a worker's part of every page, in its pieces."""
     offsets, lengths, counts = [], [], []
     for index in range(len(pages)):
         fragments = mapping.pages[index % mapping.pages_per_block]

@@ -1,4 +1,4 @@
-"""Models whose sizes of I/O were published: their shapes, and what was said of them."""
+"""Models with published sizes of one I/O: their shapes, and these figures."""
 
 from dataclasses import dataclass
 
@@ -15,15 +15,15 @@ LATENTS = AttentionLayout("block token dim", "block layer token dim")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedModel:
-    """The KV cache of a model on one worker, in 16 bits, beside the published sizes of its I/O.
+    """Model with published sizes of its I/O: its KV cache on one worker, in 16 bits.
 
     Attributes:
-        name: The model, and the tensor parallelism that was assumed.
+        name: Name of the model, and the tensor parallelism that was assumed.
         num_layers: Layers with a cache.
         spec: The cache of one layer.
         registered_bytes: Published size of one I/O with a tensor for each layer.
         allocated_bytes: Published size of one I/O with blocks of all layers.
-        remark: Why the published sizes are not those of the model; empty where they are.
+        remark: Reason why the published sizes are not those of the model; empty if they are.
     """
 
     name: str
@@ -35,12 +35,12 @@ class PublishedModel:
 
     @property
     def backend(self) -> AttentionLayout:
-        """K and V outermost in a layer's tensor, as FlashAttention had them; or latents."""
+        """Attention layout: K and V outermost, as FlashAttention had them; or latents."""
         return LATENTS if isinstance(self.spec, MLASpec) else KEYS_FIRST
 
     @property
     def shape(self) -> str:
-        """Everything that the sizes follow from, in words."""
+        """Shape that determines the sizes, in words."""
         heads = f"{self.spec.num_kv_heads} x {self.spec.head_dim}"
         return f"{self.num_layers} layers of {heads}, {self.spec.tokens_per_block} tokens a block"
 

@@ -1,4 +1,4 @@
-"""Blocks of another process: against NIXL itself, sockets, UCX over TCP, and kvcr."""
+"""Benchmark of blocks at a peer, against NIXL itself, plain sockets, UCX over TCP, and kvcr."""
 
 import asyncio
 import importlib.util
@@ -37,7 +37,7 @@ MODELS = {
 """Bytes of a page, and pages of a block: keys and values of every layer."""
 
 WAYS: tuple[tuple[Direction, Operation, str], ...] = (
-    ("read", "READ", "read by who asks"),
+    ("read", "READ", "read by the requester"),
     ("write", "WRITE", "written by the holder"),
 )
 
@@ -45,8 +45,8 @@ WAYS: tuple[tuple[Direction, Operation, str], ...] = (
 def run(*, quick: bool) -> list[Row]:
     """Measure loads from and stores to another process, in batches of 64 MiB.
 
-    Checksums are made and verified unless a case says otherwise. Rows against kvcr are left out,
-    with a note, where it is not installed.
+    Checksums are made and verified except in cases "not verified". Rows against kvcr are left
+    out, with a note, where it is not installed.
 
     Raises:
         RuntimeError: A block did not arrive, or the other process failed.
@@ -76,7 +76,7 @@ async def _run(rounds: int) -> list[Row]:
 
 
 async def _against_raw(near: Near, goal: str, rounds: int) -> list[Row]:
-    """Whole batches against the operation of NIXL that moves the same bytes the same way."""
+    """Compare whole batches with NIXL's operation that moves the same bytes in the same way."""
     rows = []
     async with near.raw() as raw:
         for integrity, checked in ((Integrity.FAST, ""), (Integrity.OFF, ", not verified")):
@@ -87,7 +87,7 @@ async def _against_raw(near: Near, goal: str, rounds: int) -> list[Row]:
                     rows.append(_row(case, *await in_turn(contenders, rounds=rounds), goal=goal))
         async with near.backend() as backend:
             contenders = [near.loading(backend, looked_up=False), raw.moving("READ")]
-            case = f"load {near.size}, not looked up, against NIXL READ"
+            case = f"load {near.size}, without a lookup, against NIXL READ"
             rows.append(_row(case, *await in_turn(contenders, rounds=rounds)))
             contenders = [near.storing(backend), raw.moving("WRITE")]
             case = f"store {near.size} against NIXL WRITE"
@@ -96,7 +96,7 @@ async def _against_raw(near: Near, goal: str, rounds: int) -> list[Row]:
 
 
 async def _staged(near: Near, rounds: int) -> list[Row]:
-    """Memory that was not attached, which blocks reach by way of memory that is."""
+    """Compare memory that was not attached, and needs staging buffers, with attached memory."""
     async with near.backend() as attached, near.backend(attached=False) as staged:
         return [
             _row(
@@ -108,17 +108,17 @@ async def _staged(near: Near, rounds: int) -> list[Row]:
 
 
 async def _one_block(near: Near, rounds: int) -> list[Row]:
-    """The middle latency of single blocks."""
+    """Measure the median latency of single blocks."""
     rows = []
     async with near.raw() as raw:
         for integrity, checked in ((Integrity.FAST, ""), (Integrity.OFF, ", not verified")):
             for direction, operation, way in WAYS:
-                case = f"load one of 2048 KiB, {way}{checked}, against NIXL {operation}"
+                case = f"load one block of 2048 KiB, {way}{checked}, against NIXL {operation}"
                 async with near.backend(direction=direction, integrity=integrity) as backend:
                     load = near.loading(backend, near.blocks.select(0, 1))
                     contenders = [load, raw.moving(operation, num_blocks=1)]
                     rows.append(await _compare_singles(case, contenders, rounds))
-        case = "load one of 2048 KiB, not looked up, against NIXL READ"
+        case = "load one block of 2048 KiB, without a lookup, against NIXL READ"
         async with near.backend() as backend:
             load = near.loading(backend, near.blocks.select(0, 1), looked_up=False)
             contenders = [load, raw.moving("READ", num_blocks=1)]
@@ -139,7 +139,7 @@ def _median(contender: Contender) -> Contender:
 
 
 async def _disturbance(near: Near, rounds: int) -> list[Row]:
-    """What others on the event loop notice of batches, and what an idle backend costs."""
+    """Measure the event loop's lag during batches, and the processor time of an idle backend."""
     async with near.backend() as backend:
         cases = {"load": near.loading(backend), "store": near.storing(backend)}
         rows = []
@@ -151,8 +151,9 @@ async def _disturbance(near: Near, rounds: int) -> list[Row]:
         near_began, far_began = time.process_time(), await near.far_cpu_seconds()
         await asyncio.sleep(IDLE_S)
         near_s, far_s = time.process_time() - near_began, await near.far_cpu_seconds() - far_began
-    for who, seconds in (("a backend with one peer", near_s), ("a holder with one peer", far_s)):
-        case = f"processor of {who}, idle, against 0.05 cores"
+    idle = ("an idle backend with one peer", near_s), ("an idle holder with one peer", far_s)
+    for who, seconds in idle:
+        case = f"processor time of {who}, against 0.05 cores"
         cores, limit = [seconds / IDLE_S], [IDLE_LIMIT_CORES]
         rows.append(compare(case, cores, limit, unit="cores", goal="<= 1.0"))
     return rows
@@ -170,7 +171,7 @@ async def _longest_lag(move: Contender) -> float:
 
 
 async def _against_sockets(near: Near, rounds: int) -> list[Row]:
-    """Blocks through sockets, against one plain connection and against UCX over TCP."""
+    """Compare blocks through sockets with one plain connection and with UCX over TCP."""
     rows = []
     async with (
         near.backend(transport="socket") as backend,
@@ -191,7 +192,7 @@ async def _against_sockets(near: Near, rounds: int) -> list[Row]:
 
 
 async def _against_kvcr(near: Near, rounds: int) -> list[Row]:
-    """Kvcr copies within one process, without checksums, where we go to another one."""
+    """Compare with kvcr, which copies within one process and without checksums."""
     if not importlib.util.find_spec("kvcr"):
         sys.stderr.write("kvcr is not installed: its rows are left out\n")
         return []
@@ -215,7 +216,7 @@ async def _against_kvcr(near: Near, rounds: int) -> list[Row]:
 
 
 async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -> list[Row]:
-    """Blocks in one piece against blocks in a page for each layer."""
+    """Compare blocks in one piece with blocks in a page for each layer."""
     pages = near.described(page_bytes)
     counts = f"{len(near.blocks)} pieces against {len(pages)} pages of {page_bytes // KIB} KiB"
     async with (

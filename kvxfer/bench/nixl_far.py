@@ -1,4 +1,4 @@
-"""The other process of `kvxfer bench nixl`."""
+"""Far process of `kvxfer bench nixl`: the peer that blocks are loaded from and stored to."""
 
 import asyncio
 import contextlib
@@ -20,15 +20,15 @@ PROGRESS_PERIOD_S = 1e-3
 
 
 class FarProcess:
-    """A process that does what it is asked for, one thing after the other.
+    """Far process, which runs one command after the other.
 
     Args:
-        environment: Set in it before NIXL is imported.
+        environment: Environment variables that are set in it before NIXL is imported.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         context = multiprocessing.get_context("spawn")
-        self._orders, theirs = context.Pipe()
+        self._commands, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve, args=(theirs, dict(environment or {})), daemon=True
         )
@@ -44,24 +44,24 @@ class FarProcess:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._orders.close()
+        self._commands.close()
         self._process.join()
 
     def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of `_Far` there; blocks.
+        """Call a method of `_Far` in the process; blocks.
 
         Raises:
-            RuntimeError: It failed.
+            RuntimeError: The method failed.
         """
-        self._orders.send((method, arguments))
-        answer, error = self._orders.recv()
+        self._commands.send((method, arguments))
+        answer, error = self._commands.recv()
         if error:
             raise RuntimeError(f"{method} failed in the other process: {error}")
         return answer
 
 
 class _Far:
-    """What there is in the process."""
+    """State of the far process, and the commands that it runs."""
 
     def __init__(self) -> None:
         self._memory = allocate(seed=1)
@@ -70,7 +70,7 @@ class _Far:
         self._holder: NixlBackend | None = None
 
     async def open_holder(self, namespace: Namespace) -> str:
-        """Hold blocks; return where."""
+        """Open a holder of blocks; return its endpoint."""
         config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(HOLDER_BYTES))
         self._holder = NixlBackend(config, namespace)
         await self._holder.start()
@@ -78,32 +78,32 @@ class _Far:
         return str(self._holder.holder.endpoint)
 
     async def close_holder(self) -> None:
-        """Hold them no more."""
+        """Close the holder."""
         assert self._holder is not None
         await self._holder.aclose()
         self._holder = None
 
     async def open_raw(self, name: str, own_progress: bool) -> tuple[bytes, int]:  # noqa: FBT001
-        """Open an agent of NIXL; return how it is reached."""
+        """Open a NIXL agent; return its metadata and the address of its memory."""
         self._raw = RawAgent(name, self._memory, own_progress=own_progress)
         if not own_progress:
             self._progress = asyncio.create_task(self._make_progress(self._raw))
         return self._raw.reach
 
-    async def rest_raw(self) -> None:
-        """Let that agent be reached by those that are connected only."""
+    async def stop_raw_progress(self) -> None:
+        """Stop the agent's progress: only agents that are connected reach it from now on."""
         if self._progress is not None:
             self._progress.cancel()
             await asyncio.wait([self._progress])
             self._progress = None
 
     async def close_raw(self) -> None:
-        """Close that agent."""
-        await self.rest_raw()
+        """Close the NIXL agent."""
+        await self.stop_raw_progress()
         self._raw = None
 
     async def connect_raw(self, reach: tuple[bytes, int], fragment_bytes: int) -> None:
-        """Let that agent move fragments of a size from and to another one."""
+        """Connect the NIXL agent to another one, for fragments of a size."""
         assert self._raw is not None
         self._raw.connect(reach)
         self._raw.prepare(fragment_bytes)
@@ -126,7 +126,7 @@ class _Far:
         return time.process_time()
 
     async def aclose(self) -> None:
-        """Close what is open."""
+        """Close the agent and the holder."""
         await self.close_raw()
         if self._holder is not None:
             await self._holder.aclose()
@@ -137,19 +137,19 @@ class _Far:
             await asyncio.sleep(PROGRESS_PERIOD_S)
 
 
-def _serve(orders: Connection, environment: dict[str, str]) -> None:
+def _serve(commands: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    asyncio.run(_obey(orders))
+    asyncio.run(_run_commands(commands))
 
 
-async def _obey(orders: Connection) -> None:
+async def _run_commands(commands: Connection) -> None:
     far = _Far()
     loop = asyncio.get_running_loop()
     with contextlib.suppress(EOFError):
         while True:
-            method, arguments = await loop.run_in_executor(None, orders.recv)
+            method, arguments = await loop.run_in_executor(None, commands.recv)
             try:
-                orders.send((await getattr(far, method)(*arguments), ""))
-            except Exception as exc:  # noqa: BLE001 - told to who asked
-                orders.send((None, repr(exc)))
+                commands.send((await getattr(far, method)(*arguments), ""))
+            except Exception as exc:  # noqa: BLE001 - raised in the process that asked
+                commands.send((None, repr(exc)))
     await far.aclose()

@@ -1,4 +1,4 @@
-"""kvcr, a runner over NIXL that keeps blocks in host memory, where it is installed."""
+"""Contender kvcr, a runner over NIXL that keeps blocks in host memory; optional."""
 
 import hashlib
 import itertools
@@ -17,14 +17,14 @@ TIMEOUT_MS = 10_000
 
 
 class KVCRPool:
-    """Blocks in a pool of kvcr; deposited and delivered within this process.
+    """Pool of blocks in kvcr; deposited and delivered within this process.
 
     Args:
-        memory: Where blocks come from and go to.
+        memory: Memory that blocks are stored from and loaded to.
         block_bytes: Bytes of a block.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: kvcr is not installed.
     """
 
     def __init__(self, memory: NDArray[np.uint8], block_bytes: int) -> None:
@@ -67,7 +67,7 @@ class KVCRPool:
         self._wait(self._kvcr.deposit(self._blocks))
 
     async def deposit(self) -> float:
-        """Store other blocks, in place of those before; return the seconds it took."""
+        """Store new blocks in place of the stored ones; return the seconds it took."""
         self._blocks = self._new_blocks()
         began = time.perf_counter()
         self._wait(self._kvcr.deposit(self._blocks))
@@ -80,7 +80,7 @@ class KVCRPool:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """Stop its threads."""
+        """Stop kvcr's threads."""
         self._kvcr.close()
 
     def _new_blocks(self) -> dict[Any, list[Any]]:
@@ -101,7 +101,7 @@ class KVCRPool:
                     if not all(each.success for each in results.values()):
                         raise RuntimeError(f"kvcr failed: {results}")
                     return
-            time.sleep(0)  # as the others do: lets its thread run
+            time.sleep(0)  # lets kvcr's thread run, as the other contenders do
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""What `kvxfer bench nixl` lets compete, as seen from this process."""
+"""Near process of `kvxfer bench nixl`: the contenders that move blocks from and to a peer."""
 
 import asyncio
 import contextlib
@@ -36,20 +36,20 @@ PAUSE_S = 0.02
 UCX_OVER_TCP = {"UCX_TLS": "tcp,self"}
 
 Contender = Callable[[], Awaitable[float]]
-"""Moves a batch, and returns the seconds it took."""
+"""Contender: moves a batch, and returns the seconds it took."""
 
 
 class Near:
-    """Memory of this process, and ways to move it from and to the other one.
+    """Near process: its memory, and contenders that move it from and to the far process.
 
     Args:
-        far: The other process.
+        far: The far process.
         block_bytes: Bytes of a block.
 
     Attributes:
         block_bytes: As given.
         num_blocks: Blocks of a batch.
-        blocks: All of them, in an order in which no two touch on both sides.
+        blocks: All blocks, in an order in which no two touch on both sides.
     """
 
     def __init__(self, far: FarProcess, block_bytes: int) -> None:
@@ -66,7 +66,7 @@ class Near:
 
     @contextlib.asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """Let the other process hold the blocks that are loaded."""
+        """Make the far process hold the blocks that contenders load."""
         groups = (GroupIdentity(page_sizes_bytes=(self.block_bytes,)),)
         self._namespace = Namespace(model="bench", groups=groups)
         self._endpoint = await self._ask("open_holder", self._namespace)
@@ -87,7 +87,7 @@ class Near:
         integrity: Integrity = Integrity.FAST,
         attached: bool = True,
     ) -> AsyncIterator[NixlBackend]:
-        """Open a backend that keeps its blocks in the other process."""
+        """Open a backend that keeps its blocks in the far process."""
         config = NixlConfig(
             address=self._endpoint,
             transport=transport,
@@ -105,15 +105,15 @@ class Near:
 
     @property
     def size(self) -> str:
-        """How many blocks of how many bytes, for people."""
+        """Number and size of the blocks, in words."""
         return f"{self.num_blocks} x {self.block_bytes // 1024} KiB"
 
     def loading(
         self, backend: NixlBackend, blocks: Descriptors | None = None, *, looked_up: bool = True
     ) -> Contender:
-        """Load the leading blocks that the other process holds; all of them by default.
+        """Make a contender that loads the leading blocks of the far process; by default all.
 
-        They are looked up first, as engines do, and the clock starts after that.
+        Unless `looked_up` is False, they are looked up first, as engines do; that does not count.
         """
         wanted = self.blocks if blocks is None else blocks
         keys = self._loaded_keys[: wanted.num_blocks]
@@ -130,7 +130,7 @@ class Near:
         return load
 
     def storing(self, backend: NixlBackend) -> Contender:
-        """Store blocks that the other process does not hold yet."""
+        """Make a contender that stores blocks that the far process does not hold yet."""
 
         async def store() -> float:
             keys = self._make_keys()
@@ -151,14 +151,14 @@ class Near:
         raw = Raw(self, agent)
         try:
             await asyncio.to_thread(raw.connect)
-            await self._ask("rest_raw")
+            await self._ask("stop_raw_progress")
             yield raw
         finally:
             await self._ask("close_raw")
 
     @contextlib.asynccontextmanager
     async def plain(self) -> AsyncIterator[tuple[Contender, Contender]]:
-        """Open one TCP connection; what loads and what stores over it."""
+        """Open one TCP connection; yield contenders that load and store over it."""
         port = await self._ask("serve_plain", self.block_bytes)
         client = PlainClient(port, self._memory, self.block_bytes, self._order.tolist())
 
@@ -190,17 +190,17 @@ class Near:
         """Open a pool of kvcr in this process.
 
         Raises:
-            ImportError: It is not installed.
+            ImportError: kvcr is not installed.
         """
         with contextlib.closing(KVCRPool(self._memory, self.block_bytes)) as pool:
             yield pool
 
     async def far_cpu_seconds(self) -> float:
-        """Processor time of the other process so far."""
+        """Ask for the processor time of the far process so far."""
         return float(await self._ask("cpu_seconds"))
 
     def described(self, page_bytes: int) -> Descriptors:
-        """Every block in pages of a size, as when each layer has a tensor of its own."""
+        """Describe every block in pages of a size, as with a tensor for each layer."""
         near, _ = self.fragments(page_bytes)
         pages = self.block_bytes // page_bytes
         return Descriptors(
@@ -213,7 +213,7 @@ class Near:
         )
 
     def fragments(self, fragment_bytes: int) -> tuple[Indices, Indices]:
-        """Fragments of all blocks here and there, a layer's in a row; no two touch twice."""
+        """List fragments of all blocks on both sides, layer by layer; no two touch on both."""
         layers = np.arange(self.block_bytes // fragment_bytes) * self.num_blocks
         near = (self._order[:, None] + layers).ravel().astype(np.int32)
         far = (np.arange(self.num_blocks)[:, None] + layers).ravel().astype(np.int32)
@@ -224,7 +224,7 @@ class Near:
         self._memory[:] = 0
         _require_done(await backend.load(self._loaded_keys, self.blocks))
         if xxhash.xxh3_64_digest(self._memory.data) != expected:
-            raise RuntimeError("other bytes came back than were stored")
+            raise RuntimeError("the loaded bytes are not those that were stored")
 
     def _make_keys(self) -> list[BlockKey]:
         nth = f"{self.block_bytes} {next(self._nth)} ".encode()
@@ -236,11 +236,11 @@ class Near:
 
 
 class Raw:
-    """NIXL itself between the two processes.
+    """Contender NIXL itself, between the two processes.
 
     Args:
-        near: Whose blocks to move.
-        agent: That moves them, connected.
+        near: Near process whose blocks are moved.
+        agent: Agent that moves them, connected.
     """
 
     def __init__(self, near: Near, agent: RawAgent) -> None:
@@ -248,7 +248,7 @@ class Raw:
         self._agent = agent
 
     def connect(self) -> None:
-        """Move a block, as NIXL connects when it first moves something; blocks.
+        """Move a first block, upon which NIXL connects; blocks.
 
         The other side must make progress meanwhile.
         """
@@ -264,7 +264,7 @@ class Raw:
         fragment_bytes: int | None = None,
         num_blocks: int | None = None,
     ) -> Contender:
-        """Move leading blocks in fragments of a size; all of them, in one each, by default."""
+        """Make a contender that moves leading blocks in fragments; by default all, unfragmented."""
         size = fragment_bytes or self._near.block_bytes
         ours, theirs = self._near.fragments(size)
         count = (num_blocks or self._near.num_blocks) * (self._near.block_bytes // size)
@@ -279,9 +279,9 @@ class Raw:
 
 
 async def in_turn(contenders: Sequence[Contender], *, rounds: int) -> list[list[float]]:
-    """Seconds of each contender in each round; one round is not counted.
+    """Measure the seconds of each contender in each round; one round is not counted.
 
-    They take turns, after a pause in which what the last one has left comes to rest.
+    They take turns, each after a pause in which background work of the last one can end.
     """
     seconds: list[list[float]] = [[] for _ in contenders]
     for nth in range(rounds + 1):

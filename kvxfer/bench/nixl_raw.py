@@ -1,4 +1,4 @@
-"""What others would move blocks with: NIXL itself, and one TCP connection."""
+"""Baselines of `kvxfer bench nixl`: NIXL itself, and one plain TCP connection."""
 
 import socket
 import threading
@@ -13,7 +13,7 @@ from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.backends.nixl_module import import_nixl
 
 TOTAL_BYTES = 64 << 20
-"""Of a batch, and of the memory on either side."""
+"""Bytes of a batch, and of the memory on either side."""
 
 SEND, RECEIVE, TAKEN = b"s", b"r", b"t"
 
@@ -22,7 +22,7 @@ Operation = Literal["READ", "WRITE"]
 
 
 def allocate(seed: int) -> NDArray[np.uint8]:
-    """Allocate `TOTAL_BYTES`, in such pages as a holder's blocks are in, with random bytes."""
+    """Allocate `TOTAL_BYTES` of random bytes, in the same kind of pages as a holder's blocks."""
     memory = PrivateMemory(TOTAL_BYTES).memory
     words = memory.view(np.uint64)
     words[:] = np.random.default_rng(seed).integers(0, 1 << 63, len(words), np.uint64)
@@ -30,13 +30,13 @@ def allocate(seed: int) -> NDArray[np.uint8]:
 
 
 class RawAgent:
-    """NIXL as its documentation uses it: lists are prepared once, a batch is a list of indices.
+    """NIXL agent used as documented: lists are prepared once, a batch is a list of indices.
 
     Args:
-        name: Of the agent.
-        memory: What it may move; kept.
-        own_progress: Whether NIXL runs a thread that makes progress. Where memory is reached by
-            the kernel the side that is reached needs none but when connecting.
+        name: Name of the agent.
+        memory: Memory that it may move; kept alive.
+        own_progress: Whether NIXL runs a thread that makes progress. Where the kernel copies
+            between processes, the passive side needs one only while connecting.
     """
 
     def __init__(self, name: str, memory: NDArray[np.uint8], *, own_progress: bool) -> None:
@@ -51,11 +51,11 @@ class RawAgent:
 
     @property
     def reach(self) -> tuple[bytes, int]:
-        """What a peer needs to `connect`."""
+        """Metadata and address that a peer needs to `connect`."""
         return self.agent.get_agent_metadata(), self._memory.ctypes.data
 
     def connect(self, reach: tuple[bytes, int]) -> None:
-        """Get to know the peer."""
+        """Add the peer by its metadata."""
         metadata, self._their_address = reach
         self._peer = self.agent.add_remote_agent(metadata).decode()
 
@@ -76,10 +76,10 @@ class RawAgent:
         """Move fragments; blocks, and polls without a pause.
 
         Args:
-            operation: Which way.
-            fragment_bytes: Of the lists that the indices are of.
-            ours: Indices on this side.
-            theirs: Their counterparts.
+            operation: Direction of the transfer.
+            fragment_bytes: Fragment size of the prepared lists.
+            ours: Indices of fragments on this side.
+            theirs: Indices of their counterparts at the peer.
         """
         local, remote = self._lists[fragment_bytes]
         handle = self.agent.make_prepped_xfer(operation, local, ours, remote, theirs)
@@ -88,10 +88,10 @@ class RawAgent:
             state = self.agent.check_xfer_state(handle)
         handle.release()
         if state != "DONE":
-            raise RuntimeError(f"NIXL says {state} of a {operation}")
+            raise RuntimeError(f"NIXL ended a {operation} in state {state}")
 
     def make_progress(self) -> None:
-        """Let NIXL answer what a peer that connects asks for."""
+        """Let NIXL answer a peer that connects."""
         self.agent.get_new_notifs()
 
     def _rows(self, address: int, fragment_bytes: int) -> NDArray[np.uint64]:
@@ -103,11 +103,11 @@ class RawAgent:
 
 
 class PlainServer:
-    """Sends and receives memory over one TCP connection, as most would write it.
+    """Server that sends and receives memory over one TCP connection, in the obvious way.
 
     Args:
-        memory: Sent, and received into, in blocks.
-        block_bytes: Of one call.
+        memory: Memory that is sent, and received into, in blocks.
+        block_bytes: Bytes of one call.
     """
 
     def __init__(self, memory: NDArray[np.uint8], block_bytes: int) -> None:
@@ -134,13 +134,13 @@ class PlainServer:
 
 
 class PlainClient:
-    """The other end.
+    """Client of a `PlainServer`.
 
     Args:
-        port: Of a `PlainServer` on this machine.
-        memory: Received into, and sent.
-        block_bytes: Of one call.
-        order: Numbers of the blocks in which they are moved.
+        port: Port of the server on this machine.
+        memory: Memory that is received into, and sent.
+        block_bytes: Bytes of one call.
+        order: Order in which the blocks are moved.
     """
 
     def __init__(
@@ -152,20 +152,20 @@ class PlainClient:
         self._views = [views[index] for index in order]
 
     def load(self) -> None:
-        """Receive everything."""
+        """Receive all blocks."""
         self._socket.sendall(SEND)
         for view in self._views:
             _receive(self._socket, view)
 
     def store(self) -> None:
-        """Send everything, and wait until it was taken."""
+        """Send all blocks, and wait until the server has received them."""
         self._socket.sendall(RECEIVE)
         for view in self._views:
             self._socket.sendall(view)
         self._socket.recv(1)
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._socket.close()
 
 

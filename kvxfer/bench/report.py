@@ -1,4 +1,4 @@
-"""The form every benchmark reports in."""
+"""Rows of benchmarks: a measured case and its ratio to a baseline, by paired rounds."""
 
 import statistics
 import time
@@ -10,17 +10,16 @@ PAUSE_S = 0.01
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured case beside its baseline.
+    """Measured case and its baseline.
 
     Attributes:
-        case: What was measured.
+        case: Name of the case.
         value: Median of our rounds.
         unit: Unit of `value` and `baseline`.
         baseline: Median of the baseline's rounds, measured in the same run.
         ratio: Median over the rounds of ours against the baseline in the same round.
         spread: Half the distance between the quartiles of that ratio.
-        goal: What the ratio should be, `>= 0.9`, `<= 1.1` or `= 1 ± 0.02`; empty when there is no
-            goal.
+        goal: Bound on the ratio, `>= 0.9`, `<= 1.1` or `= 1 ± 0.02`; empty without a goal.
     """
 
     case: str
@@ -33,7 +32,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def meets_goal(self) -> bool:
-        """Whether the ratio is what it should be."""
+        """Whether the ratio meets the goal."""
         if not self.goal:
             return True
         sign, limit, *tolerance = self.goal.split()
@@ -53,10 +52,10 @@ def compare(
     goal: str = "",
     scale: float = 1.0,
 ) -> Row:
-    """Make a row of paired rounds; times `scale` for display.
+    """Make a row of paired rounds; `scale` converts seconds to the unit.
 
-    A goal `>=` asks for speed: the ratio is the baseline's time over ours. A goal `<=` asks for
-    little time: the ratio is ours over the baseline's.
+    For a goal `>=` the ratio is one of speed: the baseline's time over ours. For a goal `<=` it is
+    one of time: ours over the baseline's.
     """
     pairs = list(zip(ours, baseline, strict=True))
     faster = not goal.startswith("<=")
@@ -74,10 +73,10 @@ def compare(
 
 
 def time_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:
-    """Seconds of each call in each round; one round is not counted.
+    """Measure the seconds of each call in each round; one round is not counted.
 
-    The calls take turns, so that what disturbs the machine disturbs them alike, after a pause,
-    since OpenMP's threads go on spinning for a while after a call and would hinder the next.
+    The calls take turns, so that other load disturbs them alike, each after a pause, since
+    OpenMP's threads go on spinning for a while after a call and would slow the next.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for nth in range(rounds + 1):

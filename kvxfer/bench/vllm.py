@@ -1,4 +1,4 @@
-"""A real vLLM engine: first token from host memory, and what offloading costs when it is no use."""
+"""Benchmark of a real vLLM engine: first token of a hit, and throughput without a hit."""
 
 import os
 import random
@@ -33,7 +33,7 @@ def run(*, quick: bool) -> list[Row]:
     Raises:
         FileNotFoundError: There is no model.
         EngineDiedError: An engine did not start, or failed.
-        RuntimeError: What should have been a hit was none, or the reverse.
+        RuntimeError: A prefix was a hit that should have been a miss, or the reverse.
     """
     model = Path(os.environ.get(MODEL_VARIABLE, DEFAULT_MODEL))
     if not (model / "config.json").exists():
@@ -69,7 +69,7 @@ def _first_token(engine: EngineProcess, prompt: list[int], *, quick: bool) -> li
             device += [pair[1] for pair in pairs]
             computed.append(in_computing)
     per_round = [statistics.median(host[at : at + 3]) for at in range(0, len(host), 3)]
-    case = f"first token of {len(prompt)}, host hit against"
+    case = f"first token of {len(prompt)} tokens, host hit against"
     return [
         compare(f"{case} device hit", host, device, unit="ms", goal="<= 1.1", scale=1e3),
         compare(
@@ -92,12 +92,12 @@ def _throughput(
             taken = one.generate(batch, max_tokens=OUTPUT_TOKENS)
             if nth:
                 seconds[one].append(max(generation.last_token_s for generation in taken))
-        engines.reverse()  # whoever is first finds a colder machine
+        engines.reverse()  # the first one in a round finds a colder machine
     if engine.metrics()[hits] != before:
         raise RuntimeError("fresh prompts hit the cache")
     num_tokens = NUM_PROMPTS * (BATCH_TOKENS + OUTPUT_TOKENS)
     return compare(
-        "throughput without a hit, offloading against not",
+        "throughput without a hit, with offloading against without",
         seconds[engine],
         seconds[plain],
         unit="ms/token",
@@ -107,7 +107,7 @@ def _throughput(
 
 
 class _Source:
-    """Random prompts that share no block with those of another source."""
+    """Source of random prompts that share no block with those of another source."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

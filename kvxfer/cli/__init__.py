@@ -1,4 +1,4 @@
-"""The `kvxfer` command."""
+"""Command `kvxfer`, which runs its subcommands."""
 
 import argparse
 import importlib
@@ -16,16 +16,14 @@ _COMMANDS = {
     "ls": ("kvxfer.cli.ls", "list the namespaces of a file store"),
     "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
     "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
-    "gc": ("kvxfer.cli.gc", "remove what nobody needs from a file store"),
+    "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a file store"),
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status.
-
-    What cannot be done is said in one line.
+    """Run one subcommand and return its exit status; an error is printed as one line.
 
     Args:
         argv: Arguments after the program's name; those of the process when it is None.
@@ -33,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="kvxfer",
         description="Move KV-cache blocks.",
-        epilog=exit_statuses("when all is well", "when a command found something bad"),
+        epilog=exit_statuses("when all is well", "when a command found a bad block"),
     )
     version = importlib.metadata.version("kvxfer")
     parser.add_argument("--version", action="version", version=f"kvxfer {version}")
@@ -42,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=purpose, add_help=False)
     arguments, rest = parser.parse_known_args(argv)
     name = arguments.command
-    # Benchmarks import engines where they are installed: only what is run is imported.
+    # Only the command that is run is imported: benchmarks import engines, which is slow.
     command = importlib.import_module(_COMMANDS[name][0])
     try:
         status: int = command.main(rest)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough; nothing more must reach the pipe
+    except BrokenPipeError:  # the reader closed the pipe; nothing more must be written to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:

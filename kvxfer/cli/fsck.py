@@ -1,4 +1,4 @@
-"""The `kvxfer fsck` command."""
+"""Command `kvxfer fsck`: verifies every block of a file store."""
 
 import argparse
 from collections import Counter
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Something that is wrong, and where, below the root."""
+    """Bad file of a store: its path below the root, and the reason."""
 
     path: str
     reason: str
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """What a check found, in numbers of files; `bad` is none of the others."""
+    """Result of a check, in numbers of files; those in `bad` are in no other number."""
 
     good: int = 0
     keyed: int = 0
@@ -41,18 +41,18 @@ def main(argv: Sequence[str]) -> int:
     """Verify every block of a store.
 
     Returns:
-        1 when something is bad, also when it was repaired; 0 otherwise.
+        1 when a file is bad, also when it was repaired; 0 otherwise.
     """
     parser = argparse.ArgumentParser(
         prog="kvxfer fsck",
         description="Verify every block of a file store.",
-        epilog=exit_statuses("when nothing is bad", "when something is, also when it was repaired"),
+        epilog=exit_statuses("when no file is bad", "when one is, also when it was repaired"),
     )
     parser.add_argument("path", type=Path, help="root of the store")
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="put bad files in quarantine, remove temporary ones, recount the bytes",
+        help="put bad files in quarantine, remove temporary files, recount the bytes",
     )
     parser.add_argument("--secret-file", default="", help="secret that every block is sealed with")
     parser.add_argument("--json", action="store_true", help="print an object")
@@ -76,7 +76,7 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
     report = Report(quarantined=check.num_quarantined, remarks=list(check.remarks()))
     counts: Counter[Verdict] = Counter()
     total = sum(block.num_bytes for block in check.found)
-    # `disable=None`: no bar where nobody looks at one.
+    # `disable=None`: no progress bar unless the output is a terminal.
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
 
         def note(problem: Problem) -> None:

@@ -1,4 +1,4 @@
-"""The `kvxfer gc` command."""
+"""Command `kvxfer gc`: removes stale files and old blocks from a file store."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,20 +13,22 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Remove what nobody needs from a store; return 0."""
+    """Remove stale files and old blocks from a store; return 0."""
     parser = argparse.ArgumentParser(
         prog="kvxfer gc",
-        description="Remove temporary files of dead writers, what is in quarantine, namespaces "
+        description="Remove temporary files of dead writers, files in quarantine, namespaces "
         "without blocks, and blocks beyond the given bounds.",
         epilog=exit_statuses("when it is done"),
     )
     parser.add_argument("path", type=Path, help="root of the store")
-    parser.add_argument("--capacity", metavar="SIZE", help="how much may stay, such as 20GiB")
     parser.add_argument(
-        "--max-age", metavar="AGE", help="how long a block may stay unused, such as 30d"
+        "--capacity", metavar="SIZE", help="evict old blocks down to this size, such as 20GiB"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="remove nothing, and say what would be removed"
+        "--max-age", metavar="AGE", help="remove blocks that were unused for longer, such as 30d"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="remove nothing, only print what would be removed"
     )
     arguments = parser.parse_args(argv)
 

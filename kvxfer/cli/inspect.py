@@ -1,4 +1,4 @@
-"""The `kvxfer inspect` command."""
+"""Command `kvxfer inspect`: shows the header and the integrity of one block file."""
 
 import argparse
 import sys
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show what a block file holds.
+    """Show the content of a block file.
 
     Returns:
         1 when it is not a block file, or a seal or a checksum does not hold; 0 otherwise.
     """
     parser = argparse.ArgumentParser(
         prog="kvxfer inspect",
-        description="Show what a block file holds, and whether it is whole.",
+        description="Show the content of a block file, and whether it is intact.",
         epilog=exit_statuses(
-            "when it is whole", "when it is no block file, or its seal or checksum does not hold"
+            "when it is intact", "when it is no block file, or its seal or checksum does not hold"
         ),
     )
     parser.add_argument("file", type=Path)

@@ -1,4 +1,4 @@
-"""The `kvxfer ls` command."""
+"""Command `kvxfer ls`: lists the namespaces of a file store."""
 
 import argparse
 import time
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _format_table(usages: "Sequence[NamespaceUsage]") -> str:
-    """Lay namespaces out in columns, and a total below."""
+    """Format namespaces as a table, with a total below."""
     now = time.time()
     rows = [COLUMNS, *(_row(usage, now) for usage in usages), _total(usages, now)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]

@@ -1,4 +1,4 @@
-"""The `kvxfer serve` command."""
+"""Command `kvxfer serve`: a stand-alone peer that holds blocks for other processes."""
 
 import argparse
 import asyncio
@@ -25,16 +25,19 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Hold blocks for other processes until a signal comes; return 0."""
+    """Hold blocks for other processes until SIGTERM or SIGINT; return 0."""
     parser = argparse.ArgumentParser(
         prog="kvxfer serve",
         description="Hold blocks for engines that name this process as nixl://HOST:PORT. The first "
-        "one settles which model they are of. SIGTERM or Ctrl-C ends it when nothing is being "
-        "moved any more, a second one at once.",
-        epilog=exit_statuses("when it was asked to end"),
+        "engine that connects determines the model. SIGTERM or Ctrl-C ends the process once no "
+        "block is being moved any more, a second signal at once.",
+        epilog=exit_statuses("when a signal ended it"),
     )
     parser.add_argument(
-        "--listen", required=True, metavar="HOST:PORT", help="where peers connect; port 0: any"
+        "--listen",
+        required=True,
+        metavar="HOST:PORT",
+        help="address that peers connect to; port 0 chooses a free port",
     )
     parser.add_argument(
         "--capacity", required=True, metavar="SIZE", help="host memory for blocks, such as 8GiB"
@@ -44,11 +47,14 @@ def main(argv: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="URL",
-        help="where blocks are kept as well, such as file:///var/cache/kv?capacity=200GiB; "
+        help="tier below host memory, such as file:///var/cache/kv?capacity=200GiB; "
         "may be given several times, fastest first",
     )
     parser.add_argument(
-        "--secret-file", default="", metavar="FILE", help="what all peers know; KVXFER_SECRET else"
+        "--secret-file",
+        default="",
+        metavar="FILE",
+        help="file with the secret that all peers share; default: the variable KVXFER_SECRET",
     )
     for name, content in (
         ("cert", "certificate of this process"),
@@ -60,16 +66,18 @@ def main(argv: Sequence[str]) -> int:
         "--transport",
         default="auto",
         choices=TRANSPORTS,
-        help="what moves blocks; auto, the default, chooses for each peer",
+        help="transport of blocks; auto, the default, chooses one for each peer",
     )
     parser.add_argument(
-        "--ready", metavar="HOST:PORT", help="answer GET /ready there: 200, or 503 while draining"
+        "--ready",
+        metavar="HOST:PORT",
+        help="address that answers GET /ready: 200, or 503 while draining",
     )
     parser.add_argument(
         "--drain-timeout",
         default="20s",
         metavar="TIME",
-        help="how long it waits at its end for blocks that are being moved; default 20s",
+        help="time to wait at the end for blocks that are being moved; default 20s",
     )
     arguments = parser.parse_args(argv)
 
@@ -79,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     from kvxfer.connect import open_backend, parse_backend
 
     for tier in arguments.tier:
-        parse_backend(tier)  # what is wrong with it is said now, not when the first peer comes
+        parse_backend(tier)  # reports a bad URL now, not when the first peer connects
     capacity = ByteSize.parse(arguments.capacity)
     config = NixlConfig(
         listen=arguments.listen,

@@ -2,18 +2,18 @@
 
 
 def exit_statuses(done: str, bad: str = "") -> str:
-    """Say in the help of a command what its exit statuses mean.
+    """Format the meaning of a command's exit statuses for its help.
 
     Args:
-        done: When it is 0.
-        bad: When it is 1, if it ever is.
+        done: Condition of status 0.
+        bad: Condition of status 1; empty if there is none.
     """
-    statuses = [f"0 {done}", f"1 {bad}" if bad else "", "2 when it cannot do what it was asked to"]
+    statuses = [f"0 {done}", f"1 {bad}" if bad else "", "2 when the command failed"]
     return f"exit status: {'; '.join(filter(None, statuses))}"
 
 
 def printable(text: str) -> str:
-    """Escape text of files that anybody may have written: what is not shown but obeyed."""
+    """Escape control characters, which a terminal would obey, in text of untrusted files."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )

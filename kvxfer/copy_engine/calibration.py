@@ -1,4 +1,4 @@
-"""Finds out at start-up how a GPU copies fragments of each size fastest."""
+"""Calibration at start-up: measures which method copies fragments of a size fastest on a GPU."""
 
 import mmap
 import time
@@ -22,9 +22,9 @@ BY_METHOD = {
 
 
 def measure_methods(device_index: int, kernel: FragmentKernel) -> MethodTable:
-    """Copy scattered fragments of several sizes by each method, and see what is faster.
+    """Measure by which method scattered fragments of several sizes are copied faster.
 
-    Takes 8 MiB of both memories for as long.
+    Uses 8 MiB of host and of device memory meanwhile.
 
     Raises:
         DeviceUnavailableError: There is no such GPU, or no driver.

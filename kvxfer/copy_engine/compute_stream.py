@@ -1,4 +1,4 @@
-"""Compute streams: what an engine has its GPU do, which copies are ordered after."""
+"""Compute streams: the GPU work of a serving engine, marked so that copies wait for it."""
 
 import contextlib
 import weakref
@@ -13,12 +13,12 @@ from kvxfer.kvcache.stream_mark import StreamMark
 
 
 class ComputeStream:
-    """Marks what a device was given to do so far, on the stream that torch uses.
+    """Source of marks on torch's current stream of a device; copies wait for such a mark.
 
-    May be used from several threads. Events are used again when the mark that had them is garbage.
+    May be used from several threads. An event is reused once the mark that had it is garbage.
 
     Args:
-        driver: Of the device; not closed with the stream.
+        driver: Driver of the device; not closed with the stream.
         device: The device.
     """
 
@@ -29,7 +29,7 @@ class ComputeStream:
         self._closed = False
 
     def mark(self) -> StreamMark:
-        """Mark the end of what is on the calling thread's current stream; does not block.
+        """Mark the end of the work on the calling thread's current stream; does not block.
 
         Raises:
             DeviceError: The driver refused.
@@ -41,13 +41,13 @@ class ComputeStream:
         except IndexError:
             event = self._driver.open_event()
         mark = _Mark(event)
-        # Garbage is collected in any thread, at any moment: no lock may be needed for it.
+        # Garbage is collected in any thread, at any moment, so `_take_back` must take no lock.
         weakref.finalize(mark, self._take_back, event).atexit = False
         self._driver.record(event, stream)
         return mark
 
     def close(self) -> None:
-        """Let go of the events, those of marks in use as soon as they are garbage."""
+        """Destroy the events, those of marks in use as soon as they are garbage."""
         self._closed = True
         while self._idle:
             self._close_event(self._idle.pop())

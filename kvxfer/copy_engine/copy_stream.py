@@ -1,4 +1,4 @@
-"""A stream of a GPU that copies one batch after the other."""
+"""Copy streams: GPU streams that copy one batch after the other."""
 
 import mmap
 import threading
@@ -16,19 +16,19 @@ from kvxfer.kvcache.fragments import Addresses
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6
-"""Between two looks at an event."""
+"""Pauses between two queries of an event; each is twice as long as the one before."""
 
 TABLE_FRAGMENTS = 1 << 16
 
 
 class FragmentTable:
-    """Where fragments are, in memory that a kernel can read.
+    """Table of fragments' addresses and lengths, in pinned memory that a kernel can read.
 
     Args:
-        driver: The GPU of the kernel.
+        driver: Driver of the kernel's GPU.
 
     Attributes:
-        is_pinned: Whether there is such memory.
+        is_pinned: Whether the memory could be pinned.
     """
 
     def __init__(self, driver: CudaDriver) -> None:
@@ -38,19 +38,19 @@ class FragmentTable:
         self.is_pinned = self._memory.is_pinned
 
     def fill(self, *columns: Addresses) -> NDArray[np.uint64]:
-        """Sources, destinations and lengths, at most `TABLE_FRAGMENTS`, as `(3, n)`."""
+        """Fill in sources, destinations and lengths, at most `TABLE_FRAGMENTS`, as `(3, n)`."""
         table = self._values[: 3 * len(columns[0])].reshape(3, -1)
         for row, column in zip(table, columns, strict=True):
             row[:] = column
         return table
 
     def close(self) -> None:
-        """Unpin."""
+        """Unpin the memory."""
         self._memory.close()
 
 
 class CopyStream:
-    """Batches of one direction, in order; each caller waits for its own.
+    """Stream for the batches of one direction, in order; each caller waits for its own.
 
     Args:
         driver: The GPU.
@@ -65,19 +65,19 @@ class CopyStream:
 
     @contextmanager
     def batch(self, marks: Sequence[int]) -> Iterator["Batch"]:
-        """Have the stream to oneself to give it work; ends when that work is done.
+        """Lock the stream to enqueue one batch; at the end of the context wait for that batch.
 
-        What was given to it before an error ends, too, before the error is raised.
+        On an error, copies that were enqueued before it end before it is raised.
 
         Args:
-            marks: Events that the work has to wait for.
+            marks: Events that the batch has to wait for.
 
         Raises:
-            DeviceLostError: Nobody can say what became of the work.
+            DeviceLostError: The end of the batch cannot be observed.
         """
         try:
             event = self._events.pop()
-        except IndexError:  # more batches at a time than ever before
+        except IndexError:  # more concurrent batches than ever before
             event = self._driver.open_event()
         batch, recorded = Batch(self._driver, self._stream, self._tables), False
         try:
@@ -96,7 +96,7 @@ class CopyStream:
                 self._tables += batch.tables
 
     def close(self) -> None:
-        """Let go of the stream; no batch may be under way."""
+        """Destroy the stream; no batch may be under way."""
         for table in self._tables:
             table.close()
         for event in self._events:
@@ -106,7 +106,7 @@ class CopyStream:
     def _record(self, event: CudaEvent) -> None:
         try:
             self._driver.record(event, self._stream)
-        except DeviceError as exc:  # then the end of what was begun cannot be seen
+        except DeviceError as exc:  # without the event the end of the batch cannot be observed
             raise DeviceLostError(exc.device_index, exc.call, exc.code) from exc
 
     def _wait(self, event: CudaEvent) -> None:
@@ -117,11 +117,11 @@ class CopyStream:
 
 
 class Batch:
-    """What one batch needs until it is done.
+    """Batch that is being enqueued, with the resources that it needs until it is done.
 
     Attributes:
-        stream: What it is given to.
-        tables: The tables that its kernels read.
+        stream: Stream that copies it.
+        tables: Tables that its kernels read.
     """
 
     def __init__(self, driver: CudaDriver, stream: CudaStream, idle: list[FragmentTable]) -> None:
@@ -131,7 +131,7 @@ class Batch:
         self.tables: list[FragmentTable] = []
 
     def open_tables(self, num_fragments: int) -> list[FragmentTable]:
-        """Tables for so many fragments; none if no memory can be pinned for them."""
+        """Provide tables for so many fragments; none if no memory can be pinned for them."""
         for _ in range(-(-num_fragments // TABLE_FRAGMENTS)):
             table = self._idle.pop() if self._idle else FragmentTable(self._driver)
             if not table.is_pinned:

@@ -1,4 +1,4 @@
-"""Copies between host memory and host memory, on every core, without compiled code."""
+"""CPU copy engine: copies within host memory, on every core, without compiled code of our own."""
 
 import ctypes
 import os
@@ -40,7 +40,7 @@ Side = TypeVar("Side", Pieces, Descriptors)
 
 
 class CPUCopyEngine(CopyEngine):
-    """Copies host memory on all cores; the interpreter lock is free while bytes move.
+    """Copy engine for host memory, on all cores; the interpreter lock is free while bytes move.
 
     The method follows from the size of the fragments:
 

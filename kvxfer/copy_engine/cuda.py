@@ -1,4 +1,4 @@
-"""Copies between the memory of one GPU and host memory."""
+"""CUDA copy engine: copies between the memory of one GPU and host memory."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,29 +19,30 @@ from kvxfer.kvcache.fragments import firsts_of_runs
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 FEWEST_ROWS = 4
-"""Rows evenly apart that are worth a call of their own; fewer are copied one by one."""
+"""Evenly spaced rows that are worth a call of their own; fewer are copied one by one."""
 
 LONGEST_STEP = (1 << 31) - 1
-"""Between two such rows. Source: CUDA driver API, CU_DEVICE_ATTRIBUTE_MAX_PITCH of all devices."""
+"""Bytes from one such row to the next, at most.
+Source: CUDA driver API, CU_DEVICE_ATTRIBUTE_MAX_PITCH of all devices."""
 
 
 class CudaCopyEngine(CopyEngine):
-    """Copies blocks between one GPU and host memory, beside what the GPU computes.
+    """Copy engine between one GPU and host memory, concurrent with the GPU's computation.
 
     Each direction has a stream of its own, of low priority, which does one batch after the
-    other. A batch begins once the device has done what `Descriptors.after` says, and is found to
-    be over by looking at an event: nothing ever waits for the whole device. How fragments are
-    copied follows from their mean size and the direction:
+    other. A batch begins once the device has reached the mark in `Descriptors.after`, and its end
+    is observed by an event: the device as a whole is never synchronized. How fragments are copied
+    follows from their mean size and the direction:
 
     - small ones, where the host's side is pinned: one kernel for them all (`MethodTable`);
     - others, where it is pinned and the driver can (CUDA 12.8): one call for the batch;
-    - otherwise one call for each series of rows that are evenly apart, and one for each of the
-      other fragments.
+    - otherwise one call for each series of evenly spaced rows, and one for each of the other
+      fragments.
 
     Args:
         device_index: Ordinal of the GPU.
-        methods: What is small.
-        kernel: What copies small fragments; without one they go with the others.
+        methods: Table of the sizes up to which fragments count as small.
+        kernel: Kernel for small fragments; without one they are copied as the others.
 
     Attributes:
         device: The GPU.
@@ -65,7 +66,7 @@ class CudaCopyEngine(CopyEngine):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether small fragments may go by a kernel."""
+        """Whether small fragments may be copied by a kernel."""
         return self._kernel is not None
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -94,7 +95,7 @@ class CudaCopyEngine(CopyEngine):
         if self._closed:
             return
         self._closed = True
-        with suppress(DeviceLostError):  # then nothing of it is left to let go of
+        with suppress(DeviceLostError):  # a lost device has released everything
             for stream in self._streams.values():
                 stream.close()
             for memory in self._pinned:
@@ -146,7 +147,7 @@ class CudaCopyEngine(CopyEngine):
 
 
 def _split(pairs: FragmentPairs) -> tuple[list[FragmentPairs], FragmentPairs]:
-    """Series of equal fragments that are evenly apart on both sides, and all others."""
+    """Split off series of equal fragments that are evenly spaced on both sides."""
     if pairs.num_pairs < FEWEST_ROWS:
         return [], pairs
     steps = np.stack([np.diff(pairs.destinations), np.diff(pairs.sources)])

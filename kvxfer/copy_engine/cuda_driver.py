@@ -1,4 +1,4 @@
-"""One GPU as its driver offers it: memory, streams, events and copies."""
+"""Driver calls of one GPU: memory, streams, events and copies."""
 
 import contextlib
 import ctypes
@@ -19,10 +19,10 @@ CudaEvent = NewType("CudaEvent", int)
 """Handle of an event."""
 
 BATCH_VERSION = 12080
-"""The release that brought `cuMemcpyBatchAsync`; its form of the call stays in later ones.
+"""CUDA release that introduced `cuMemcpyBatchAsync`, whose signature stays in later ones.
 Source: cudaTypedefs.h, PFN_cuMemcpyBatchAsync_v12080."""
 COPY_VERSION = 4000
-"""The release whose `cuMemcpyAsync` takes any two addresses.
+"""CUDA release whose `cuMemcpyAsync` takes any two addresses.
 Source: cudaTypedefs.h, PFN_cuMemcpyAsync_v4000."""
 
 STICKY = frozenset({
@@ -44,7 +44,7 @@ STICKY = frozenset({
     "CUDA_ERROR_EXTERNAL_DEVICE",
     "CUDA_ERROR_UNKNOWN",
 })  # fmt: skip
-"""What every later call returns, too, until the process ends. Source: cuda.h, `cudaError_enum`:
+"""Errors after which every call fails until the process ends. Source: cuda.h, `cudaError_enum`:
 "leaves the process in an inconsistent state"."""
 
 _SIZES = ctypes.POINTER(ctypes.c_size_t)
@@ -66,10 +66,10 @@ _COPY = ctypes.CFUNCTYPE(
 
 
 class CudaDriver:
-    """The calls that copies to and from one GPU need, with errors that name the call.
+    """Driver calls for copies to and from one GPU; their errors name the call.
 
-    Works in the primary context of the device, as torch does, and only for as long as each call
-    takes: what is current in a thread stays so. May be used from several threads.
+    Each call makes the device's primary context, which torch uses, too, current only for its own
+    duration: the calling thread's current context is restored. May be used from several threads.
 
     Args:
         device_index: Ordinal of the device among those that the process can see.
@@ -104,7 +104,7 @@ class CudaDriver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the device that of the calling thread's calls for as long as the context lasts."""
+        """Make the device current in the calling thread for as long as the context lasts."""
         self._call("cuCtxPushCurrent", self._context)
         try:
             yield
@@ -112,44 +112,44 @@ class CudaDriver:
             self._call("cuCtxPopCurrent")
 
     def allocate(self, num_bytes: int) -> int:
-        """Take memory of the device; its address.
+        """Allocate memory of the device; return its address.
 
         Raises:
-            DeviceError: There is not as much.
+            DeviceError: The device has not as much memory.
         """
         with self.current():
             return int(self._call("cuMemAlloc", num_bytes))
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` took."""
+        """Free memory that `allocate` returned."""
         with self.current():
             self._call("cuMemFree", address)
 
     def open_stream(self) -> CudaStream:
-        """A stream of the lowest priority, which waits for no other."""
+        """Create a stream of the lowest priority, which waits for no other."""
         with self.current():
             least, _greatest = self._call("cuCtxGetStreamPriorityRange")
             flags = self._api.CUstream_flags.CU_STREAM_NON_BLOCKING
             return CudaStream(int(self._call("cuStreamCreateWithPriority", flags, least)))
 
     def close_stream(self, stream: CudaStream) -> None:
-        """Let go of a stream; what it has begun ends all the same."""
+        """Destroy a stream; work that it has begun ends all the same."""
         with self.current():
             self._call("cuStreamDestroy", stream)
 
     def open_event(self) -> CudaEvent:
-        """An event, which has passed until it is recorded."""
+        """Create an event, which counts as passed until it is recorded."""
         with self.current():
             flags = self._api.CUevent_flags.CU_EVENT_DISABLE_TIMING
             return CudaEvent(int(self._call("cuEventCreate", flags)))
 
     def close_event(self, event: CudaEvent) -> None:
-        """Let go of an event."""
+        """Destroy an event."""
         with self.current():
             self._call("cuEventDestroy", event)
 
     def record(self, event: CudaEvent, stream: CudaStream) -> None:
-        """Have the event pass once the stream has done what it was given so far."""
+        """Record an event, which passes once the stream has done all its work so far."""
         with self.current():
             self._call("cuEventRecord", event, stream)
 
@@ -157,7 +157,7 @@ class CudaDriver:
         """Whether the event has passed since it was last recorded; never blocks.
 
         Raises:
-            DeviceLostError: It never will.
+            DeviceLostError: The device is gone, and the event never passes.
         """
         with self.current():
             (result,) = self._api.cuEventQuery(event)
@@ -167,7 +167,7 @@ class CudaDriver:
             return True
 
     def wait(self, stream: CudaStream, event: CudaEvent) -> None:
-        """Have what the stream is given from now on wait for the event; blocks nothing here."""
+        """Make later work of a stream wait for an event; does not block the caller."""
         with self.current():
             self._call("cuStreamWaitEvent", stream, event, 0)
 
@@ -212,15 +212,15 @@ class CudaDriver:
         num_rows: int,
         stream: CudaStream,
     ) -> None:
-        """Begin to copy rows that are evenly apart.
+        """Begin to copy evenly spaced rows.
 
         Args:
             destination: Address of the first row.
             source: Address of the first row.
             steps: Bytes from row to row, of the destination and of the source; `row_bytes` or more.
             row_bytes: Bytes of a row.
-            num_rows: Rows.
-            stream: What copies.
+            num_rows: Number of rows.
+            stream: Stream that copies.
         """
         copy = self._api.CUDA_MEMCPY2D()
         unified = self._api.CUmemorytype.CU_MEMORYTYPE_UNIFIED
@@ -235,7 +235,7 @@ class CudaDriver:
         """Pin host memory, so that the device reads and writes it on its own.
 
         Raises:
-            DeviceError: It cannot, e.g. because the system lets no more be pinned.
+            DeviceError: The memory cannot be pinned, e.g. because of the system's limit.
         """
         with self.current():
             portable = self._api.CU_MEMHOSTREGISTER_PORTABLE
@@ -255,7 +255,7 @@ class CudaDriver:
                 (attributes.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, self.device_index),
             ):
                 result, found = self._api.cuPointerGetAttribute(attribute, address)
-                if result == self._api.CUresult.CUDA_ERROR_INVALID_VALUE:  # not CUDA's at all
+                if result == self._api.CUresult.CUDA_ERROR_INVALID_VALUE:  # unknown to CUDA
                     return False
                 self._check("cuPointerGetAttribute", result)
                 if int(found) != int(wanted):
@@ -264,21 +264,21 @@ class CudaDriver:
 
     @property
     def numa_node(self) -> int | None:
-        """The node of host memory that is nearest to the device, where the driver knows it."""
+        """NUMA node of host memory that is nearest to the device; None if unknown."""
         attribute = self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID
         result, node = self._api.cuDeviceGetAttribute(attribute, self._device)
         return int(node) if result == self._success and node >= 0 else None
 
     @property
     def reads_registered_memory(self) -> bool:
-        """Whether kernels may use the host's own addresses of registered memory."""
+        """Whether kernels may use host addresses of registered memory."""
         attribute = (
             self._api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
         )
         return bool(self._call("cuDeviceGetAttribute", attribute, self._device))
 
     def close(self) -> None:
-        """Let go of the context; may be called again."""
+        """Release the context; may be called again."""
         if self._open:
             self._open = False
             self._call("cuDevicePrimaryCtxRelease", self._device)
@@ -288,7 +288,7 @@ class CudaDriver:
         return int(self._api.CUmemorytype.CU_MEMORYTYPE_DEVICE)
 
     def _find(self, name: str, version: int) -> int:
-        """Address of a call in the form that it had in a release, 0 if the driver has none."""
+        """Find the address of a call with its signature in a release; 0 if there is none."""
         _result, address, _status = self._api.cuGetProcAddress(name.encode(), version, 0)
         return int(address or 0)
 

@@ -1,4 +1,4 @@
-"""Copies within host memory and between it and any GPU."""
+"""Device copy engine: copies within host memory, and between it and any GPU."""
 
 import threading
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 
 class DeviceCopyEngine(CopyEngine):
-    """Copies through whatever reaches both sides: the CPU, or the GPU that one side is on.
+    """Copy engine for all devices: by the CPU, or by the GPU whose memory is on one side.
 
-    A GPU is opened when its memory is attached, or first copied; until then there is nothing of
-    CUDA in the process. Host memory that was attached is pinned for every GPU that is opened.
+    A GPU is opened when its memory is attached, or first copied; until then CUDA is not loaded.
+    Host memory that was attached is pinned for every GPU that is opened.
 
     Args:
         methods: How small fragments are copied; None to measure it when a GPU is opened.
@@ -46,7 +46,7 @@ class DeviceCopyEngine(CopyEngine):
                 self._gpu(region.device).attach([region])
 
     def copy(self, source: Descriptors, destination: Descriptors) -> None:
-        """See `CopyEngine.copy`. Between two devices there is no copy."""
+        """See `CopyEngine.copy`. Copies between two GPUs are refused."""
         if source.device == destination.device == HOST:
             self._cpu.copy(source, destination)
         else:
@@ -76,7 +76,7 @@ class DeviceCopyEngine(CopyEngine):
 
 
 def open_gpu(device: torch.device, methods: MethodTable | None) -> CudaCopyEngine:
-    """The copy engine of a GPU, with a kernel where there can be one.
+    """Open the copy engine of a GPU, with a kernel for small fragments if Triton can run it.
 
     Args:
         device: The GPU, with its index.

@@ -1,4 +1,4 @@
-"""The kernel behind `FragmentKernel`; importing this module imports Triton."""
+"""Triton kernel of `FragmentKernel`; importing this module imports Triton."""
 
 from typing import Any
 
@@ -7,20 +7,20 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 TILE_BYTES = 4096
-"""What one program moves at a time where everything is a multiple of 16 bytes."""
+"""Bytes that one program moves at a time if addresses and lengths are multiples of 16."""
 
 LAUNCH_OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
-"""How it is compiled; Triton warns where nothing is said about floating point."""
+"""Compile options; without one about floating point Triton warns."""
 
 
 def compile_kernel() -> Any:
-    """The kernel for the device that is current when it is launched, compiled once for each."""
-    # Otherwise Triton compiles anew for counts of one, for multiples of 16, and for the others.
+    """Make the kernel for GPUs, compiled once for each device that it is launched on."""
+    # By default Triton compiles again for counts of one, for multiples of 16, and for others.
     return JITFunction(copy_fragments, do_not_specialize=["table", "num_fragments"])
 
 
 def interpret_kernel() -> Any:
-    """The kernel for the CPU, run by Triton's interpreter, whatever the environment says."""
+    """Make the kernel for the CPU, run by Triton's interpreter without `TRITON_INTERPRET`."""
     return InterpretedFunction(copy_fragments)
 
 
@@ -28,8 +28,8 @@ def copy_fragments(table: tl.int64, num_fragments: tl.int32) -> None:
     """Copy every fragment of a table; runs as a grid of `(rows, shares)` programs of one warp.
 
     Each row of programs takes every `rows`-th fragment, and each program of the row every
-    `shares`-th tile of that fragment. Only builtins of `triton.language` are called: its
-    standard library, `tl.cdiv` for one, is interpreted only where the environment says so.
+    `shares`-th tile of that fragment. Only builtins of `triton.language` are called: its standard
+    library, e.g. `tl.cdiv`, is interpreted only with `TRITON_INTERPRET` in the environment.
 
     Args:
         table: Address of int64 `(3, num_fragments)`: sources, destinations, bytes.
@@ -43,7 +43,7 @@ def copy_fragments(table: tl.int64, num_fragments: tl.int32) -> None:
         source = tl.load(sources + index)
         destination = tl.load(destinations + index)
         length = tl.load(lengths + index)
-        # The lowest bit that is set in any of the three is what all of them are multiples of.
+        # The lowest bit set in any of the three is the largest power of two that divides them all.
         bits = source | destination | length
         widest = tl.minimum(bits & -bits, 16)
         for exponent in tl.static_range(5):
@@ -54,8 +54,8 @@ def copy_fragments(table: tl.int64, num_fragments: tl.int32) -> None:
                 # Eight accesses of each thread are under way at a time.
                 words_per_tile = 256 * words_per_access
                 words = tl.arange(0, 512 if exponent == 4 else 256)
-                # The hint is what makes the accesses wide. It sticks to the operation that it is
-                # given: on `source` it would be believed for every width.
+                # This hint makes the accesses wide. It sticks to the value that it is given for:
+                # on `source` it would hold for every width.
                 from_ = tl.multiple_of(source.to(tl.pointer_type(word)), 1 << exponent)
                 to = tl.multiple_of(destination.to(tl.pointer_type(word)), 1 << exponent)
                 num_words = (length >> exponent) * words_per_access

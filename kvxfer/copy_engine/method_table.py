@@ -1,4 +1,4 @@
-"""Which way of copying is the faster one, by direction and size of the fragments."""
+"""Method table: the faster way to copy fragments, by direction and size."""
 
 import enum
 from collections.abc import Callable, Mapping
@@ -10,14 +10,14 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize
 
 MEASURED_BYTES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
-"""Sizes of fragments that `MethodTable.measure` asks for."""
+"""Sizes of fragments that `MethodTable.measure` measures."""
 
 ROUNDS = 3
-"""How often it asks for each."""
+"""Measurements of each size."""
 
 
 class CopyMethod(enum.Enum):
-    """What copies the fragments of a batch."""
+    """Method by which the fragments of a batch are copied."""
 
     BATCH = "batch"
     """The device's copy engines, in one call of its driver."""
@@ -26,26 +26,26 @@ class CopyMethod(enum.Enum):
 
 
 class Way(enum.Enum):
-    """Where bytes go."""
+    """Direction of a copy, seen from the GPU's memory."""
 
     TO_DEVICE = "to_device"
     TO_HOST = "to_host"
 
 
 def _default() -> Mapping[Way, int]:
-    # Source: https://github.com/vllm-project/vllm/pull/42212, measured on H100: towards the device
-    # batched copies of less than 28 KiB reach a sixth of the bus; towards the host they need no
-    # kernel. Where the two cross on another device: https://github.com/vllm-project/vllm/issues/57555
+    # Source: https://github.com/vllm-project/vllm/pull/42212, measured on H100: to the device
+    # batched copies of less than 28 KiB reach a sixth of the bus's throughput; to the host they
+    # need no kernel. Crossover on another GPU: https://github.com/vllm-project/vllm/issues/57555
     return {Way.TO_DEVICE: 28 << 10, Way.TO_HOST: 0}
 
 
 @dataclass(frozen=True, slots=True)
 class MethodTable:
-    """Which method copies fragments of a size in a direction.
+    """Table of the method that copies fragments of a size in a direction.
 
     Attributes:
-        kernel_below: For each way the mean size of fragments, in bytes, from which on they go by
-            batch; smaller ones go by kernel. 0: all by batch. By default what an H100 wants.
+        kernel_below: For each way the mean size of fragments, in bytes, below which they are
+            copied by kernel; larger ones by batch. 0: all by batch. By default measured on H100.
 
     Raises:
         InvalidArgumentError: A way is missing, or a size is negative.
@@ -58,16 +58,16 @@ class MethodTable:
             raise InvalidArgumentError("kernel_below", self.kernel_below, "0 or more for each Way")
 
     def choose(self, way: Way, fragment_bytes: float) -> CopyMethod:
-        """The method for fragments of a mean size."""
+        """Choose the method for fragments of a mean size."""
         is_small = fragment_bytes < self.kernel_below[way]
         return CopyMethod.KERNEL if is_small else CopyMethod.BATCH
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a table such as `to_device=28KiB,to_host=0`; ways not named have their default.
+        """Parse a table such as `to_device=28KiB,to_host=0`; ways not named have their default.
 
         Raises:
-            InvalidArgumentError: A way is unknown or named twice, or a size is none.
+            InvalidArgumentError: A way is unknown or named twice, or a size is not valid.
         """
         found: dict[Way, int] = {}
         for part in text.split(","):
@@ -86,13 +86,13 @@ class MethodTable:
         """Find the sizes at which the two methods take equally long.
 
         Each combination is measured three times, in rounds through all of them, and its best time
-        counts: what else the machine does only adds time, and rarely in every round. The size is
-        the one that loses the least, as the product over all sizes of how many times longer the
-        chosen method takes than the other. So a time that is wrong all the same moves it only
-        past sizes at which it matters less; on a tie, fewer sizes go by kernel.
+        counts: other load on the machine only adds time, and rarely in every round. The result is
+        the size with the least loss: the product, over all sizes, of the ratio of the chosen
+        method's time to the other's. So a wrong measurement moves the result only past sizes
+        at which the methods differ less; on a tie, fewer sizes go by kernel.
 
         Args:
-            seconds: Copies fragments of so many bytes; returns how long it took. All
+            seconds: Copies fragments of so many bytes and returns the seconds it took. All
                 measurements of one size must copy the same amount.
         """
         best: dict[tuple[Way, CopyMethod, int], float] = {}
@@ -106,7 +106,7 @@ class MethodTable:
 
 
 def _crossover(way: Way, best: Mapping[tuple[Way, CopyMethod, int], float]) -> int:
-    """The size half-way between the last that goes by kernel and the next; 0 if none does."""
+    """Find the size half-way between the last copied by kernel and the next; 0 if none is."""
     lost, least, crossover = 0.0, 0.0, 0
     for num_bytes in MEASURED_BYTES:
         by_kernel = best[way, CopyMethod.KERNEL, num_bytes]

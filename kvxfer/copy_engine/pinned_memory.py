@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes on its own."""
+"""Pinned memory: host memory that a GPU reads and writes directly."""
 
 import ctypes
 import logging
@@ -16,7 +16,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 30
-"""What is registered in one call: the driver holds the process's memory lock for as long."""
+"""Bytes registered in one call, during which the driver holds the process's memory lock."""
 
 MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call. Source: Linux, arch/x86/entry/syscalls/syscall_64.tbl and
@@ -28,18 +28,18 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall
 
 
 class PinnedMemory:
-    """One stretch of host memory, registered with a GPU and moved next to it.
+    """Region of host memory, pinned for a GPU and moved to the NUMA node next to it.
 
-    Where the system lets no more be pinned, nothing of it stays pinned, and a warning says what
-    that costs: copies go on, through buffers of the driver.
+    Where the system refuses to pin all of it, none of it stays pinned, with a warning: copies
+    still work, through buffers of the driver, but more slowly.
 
     Args:
         driver: The GPU.
         region: The memory; kept alive.
-        chunk_bytes: What is registered in one call.
+        chunk_bytes: Bytes registered in one call.
 
     Attributes:
-        is_pinned: Whether the GPU reaches the memory on its own.
+        is_pinned: Whether the GPU reads and writes the memory directly.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class PinnedMemory:
             while self._chunks:
                 self._driver.unregister(self._chunks.pop())
         except DeviceLostError:
-            self._chunks.clear()  # they went with the device
+            self._chunks.clear()  # a lost device has released them
         self.is_pinned = False
 
 
 def num_nodes() -> int:
-    """Nodes that the machine's memory is on."""
+    """Count the NUMA nodes of the machine."""
     return len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
 
 
 def _move_to_node(region: MemoryRegion, node: int) -> None:
-    """Have the pages of a region on a node, where the system can; that is for speed only."""
+    """Move the pages of a region to a NUMA node if the system can; only for speed."""
     number = MBIND.get(platform.machine())
     if number is None or num_nodes() < 2:
         return
@@ -109,4 +109,4 @@ def _move_to_node(region: MemoryRegion, node: int) -> None:
     )
     if refused:
         reason = os.strerror(ctypes.get_errno())
-        logger.info("host memory stays where it is instead of on node %d: %s", node, reason)
+        logger.info("host memory was not moved to NUMA node %d: %s", node, reason)

@@ -1,4 +1,4 @@
-"""Copies of many pieces of memory at once, as rows that numpy indexes."""
+"""Row copies: many pieces of memory copied at once, as rows that numpy indexes."""
 
 import ctypes
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvxfer.kvcache.fragments import Addresses, count_each, firsts_of_runs, join, touch
 
-# Measured by `kvxfer bench mapping`: with less there are more calls than pay, since the interpreter
-# lock changes hands in each; more memory is zeroed by the system again each time.
+# Measured by `kvxfer bench mapping`: smaller chunks cost more calls, each of which passes the
+# interpreter lock on; larger ones get fresh memory, which the system zeroes, in every call.
 CHUNK_BYTES = 1 << 20
 SMALLEST_ROW_BYTES = 64
 
@@ -26,7 +26,7 @@ class Pieces:
     """Pieces of memory, one after the other, uint64 `(n,)` each; no two overlap.
 
     Attributes:
-        addresses: Where each begins.
+        addresses: Address of each.
         lengths: Bytes of each, positive.
     """
 
@@ -42,12 +42,12 @@ class Pieces:
         return len(self.addresses)
 
     def runs(self) -> "Pieces":
-        """The same memory in the fewest pieces."""
+        """Join pieces that touch: the same memory in the fewest pieces."""
         touching = touch(self.addresses, self.lengths)
         return Pieces(*join(touching, self.addresses, self.lengths))
 
     def series(self, row_bytes: int) -> Indices:
-        """The first of each series: a piece, or rows as far apart as the first two pieces are."""
+        """Find the first of each series: a piece, or rows spaced as the first two pieces are."""
         steps = np.diff(self.addresses).astype(np.int64)
         goes_on = (steps == steps[:1]) & (steps >= 0)
         goes_on &= (self.lengths[1:] == row_bytes) & (self.lengths[:-1] == row_bytes)
@@ -55,12 +55,12 @@ class Pieces:
 
 
 def common_row_bytes(source: Pieces, destination: Pieces) -> int:
-    """The length of rows that make up every piece of both sides."""
+    """Find the longest row length that divides every piece of both sides."""
     return gcd(_divisor(source.lengths), _divisor(destination.lengths))
 
 
 def gather(source: Pieces, destination: Pieces) -> None:
-    """Copy to pieces that are long, or touch, or are rows evenly apart."""
+    """Copy to pieces that are long, or touch, or are evenly spaced rows."""
     destination = destination.runs()
     row_bytes = common_row_bytes(source, destination)
     view, rows = _index_rows(source, row_bytes)
@@ -79,7 +79,7 @@ def gather(source: Pieces, destination: Pieces) -> None:
 
 
 def scatter(source: Pieces, destination: Pieces) -> None:
-    """Copy from pieces that are long, or touch, or are rows evenly apart."""
+    """Copy from pieces that are long, or touch, or are evenly spaced rows."""
     source = source.runs()
     row_bytes = common_row_bytes(source, destination)
     view, rows = _index_rows(destination, row_bytes)
@@ -88,13 +88,13 @@ def scatter(source: Pieces, destination: Pieces) -> None:
         part = rows[start : start + len(values)]
         start += len(values)
         for chunk in _chunks(len(values), row_bytes):
-            # Not `numpy.put`: where the values lie inside the view it copies the view and writes
-            # it back, memory that others write to or that is not even mapped.
+            # Not `numpy.put`: if the values lie within the view, it copies the whole view and
+            # writes it back, also memory that other threads write to or that is not mapped.
             view[part[chunk]] = values[chunk]
 
 
 def bounce(source: Pieces, destination: Pieces) -> None:
-    """Copy from anywhere to anywhere."""
+    """Copy between scattered pieces, by way of a small array."""
     row_bytes = common_row_bytes(source, destination)
     sources, source_rows = _index_rows(source, row_bytes)
     destinations, destination_rows = _index_rows(destination, row_bytes)
@@ -103,10 +103,10 @@ def bounce(source: Pieces, destination: Pieces) -> None:
 
 
 def _chunks(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Rows to copy at a time.
+    """Cut rows into chunks that fit the cache, each copied at a time.
 
-    Numpy makes an array of what it gathers, and copies the rows that lie within the view of the
-    other side: such arrays should fit the cache.
+    Numpy makes an array of the rows that it gathers, and copies rows that lie within the view of
+    the other side: these temporary arrays should fit the cache.
     """
     count = max(1, CHUNK_BYTES // row_bytes)
     for start in range(0, num_rows, count):
@@ -118,14 +118,14 @@ def _divisor(lengths: Addresses) -> int:
         return int(lengths[0])
     union = int(np.bitwise_or.reduce(lengths))
     power_of_two = union & -union
-    # Slower, but no power of two is in a head of 80 elements.
+    # Slower, but needed e.g. for a head of 80 elements, which is no power of two.
     return power_of_two if power_of_two >= SMALLEST_ROW_BYTES else int(np.gcd.reduce(lengths))
 
 
 def _index_rows(pieces: Pieces, row_bytes: int) -> tuple[Rows, Indices]:
-    """A view with a row at every byte from the first address on, and which rows the pieces are."""
+    """Return a view with a row at every byte of the pieces' span, and the pieces' row indices."""
     first, longest = pieces.addresses.min(), int(pieces.lengths.max())
-    # Not a byte further, since numpy copies rows of the other side that lie within the view.
+    # The view ends with the last piece: numpy copies rows of the other side that lie within it.
     view = _memory(first, row_bytes, int((pieces.addresses + pieces.lengths).max() - first), 1)
     rows = (pieces.addresses - first).view(np.int64)
     if longest == row_bytes:
@@ -135,7 +135,7 @@ def _index_rows(pieces: Pieces, row_bytes: int) -> tuple[Rows, Indices]:
 
 
 def _view_series(pieces: Pieces, row_bytes: int) -> Iterator[Rows]:
-    """Views of rows that are evenly apart: those of one piece, or one of each of several."""
+    """Yield views of evenly spaced rows: those of one piece, or one of each of several."""
     bounds = [*pieces.series(row_bytes).tolist(), len(pieces)]
     for start, stop in pairwise(bounds):
         first = pieces.addresses[start]
@@ -147,7 +147,7 @@ def _view_series(pieces: Pieces, row_bytes: int) -> Iterator[Rows]:
 
 
 def _memory(address: np.uint64, row_bytes: int, num_bytes: int, step: int) -> Rows:
-    """A view of raw memory as rows; rows that nobody indexes are never touched."""
+    """View raw memory as rows; only rows that are indexed are touched."""
     buffer = (ctypes.c_char * num_bytes).from_address(int(address))
     num_rows = (num_bytes - row_bytes) // step + 1
     return np.ndarray(num_rows, (np.void, row_bytes), memoryview(buffer), strides=step)

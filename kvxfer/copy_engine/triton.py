@@ -1,4 +1,4 @@
-"""Copies of many small fragments at once, by a Triton kernel."""
+"""Fragment kernel: copies of many small fragments at once, by Triton."""
 
 import importlib
 import logging
@@ -16,23 +16,23 @@ from kvxfer.errors import BackendUnavailableError, DeviceError, InvalidArgumentE
 
 logger = logging.getLogger(__name__)
 
-# Not measured yet. At 4 KiB under way in each, half a MiB crosses the bus at a time: several
-# times what it takes in one round trip, and one warp on as many multiprocessors leaves the rest
-# of the device alone.
+# Not measured yet. With 4 KiB in flight in each, half a MiB crosses the bus at a time: several
+# times the bandwidth-delay product, and one warp on as many multiprocessors leaves the rest of the
+# device to the serving engine.
 NUM_PROGRAMS = 128
 
-# Triton's interpreter keeps the position in the grid, and what it puts in the place of
-# `triton.language`, for the whole process.
+# Triton's interpreter keeps the position in the grid, and its replacements of `triton.language`,
+# in global variables.
 _interpreting = threading.Lock()
 
 
 class FragmentKernel:
-    """Copies small fragments between device memory and pinned host memory by a kernel.
+    """Kernel that copies small fragments between device memory and pinned host memory.
 
-    The kernel reads and writes host memory itself, through the addresses that the host uses, so
-    each fragment costs no more than its bytes. Fragments take accesses of 16, 8, 4, 2 or 1
-    bytes, the widest that its addresses and its length are all multiples of; an odd one slows no
-    other. It is compiled here, which blocks for a second or so the first time, and never again,
+    The kernel reads and writes host memory directly, at the host's own addresses, so a fragment
+    costs no more than its bytes. Each fragment is copied by accesses of 16, 8, 4, 2 or 1 bytes,
+    the widest that divides its addresses and its length; an odd fragment does not slow the others.
+    The kernel is compiled here, which blocks for a second or so the first time, and never again,
     whatever the fragments are.
 
     Args:
@@ -42,7 +42,7 @@ class FragmentKernel:
 
     Raises:
         BackendUnavailableError: Triton is missing, or cannot compile or run the kernel.
-        InvalidArgumentError: The device is of another kind, or there is no program.
+        InvalidArgumentError: The device is of another kind, or `num_programs` is below 1.
     """
 
     def __init__(self, device: torch.device, *, num_programs: int = NUM_PROGRAMS) -> None:
@@ -61,7 +61,7 @@ class FragmentKernel:
         is_cpu = device.type == "cpu"
         self._kernel = self._module.interpret_kernel() if is_cpu else self._module.compile_kernel()
         try:
-            # With no fragments, so that all that takes long or can fail does so here.
+            # A run without fragments, so that slow or failing steps happen here.
             with _interpreting if is_cpu else torch.cuda.device(device):
                 self._run((1, 1), 0, 0)
         except Exception as exc:
@@ -70,7 +70,7 @@ class FragmentKernel:
             ) from exc
 
     def launch(self, table: NDArray[np.uint64], stream: int) -> None:
-        """Put the copies of a batch into a stream, and return before they are made.
+        """Enqueue the copies of a batch in a stream, and return before they are made.
 
         The caller owns the table and all memory that it names until the stream has passed this
         point. No byte may be both read and written, or written twice. On `cpu` the copies are
@@ -94,9 +94,9 @@ class FragmentKernel:
                 self._run(self._choose_grid(table[2]), table.ctypes.data, table.shape[1])
 
     def _choose_grid(self, lengths: NDArray[np.uint64]) -> tuple[int, int]:
-        """Rows of programs, and programs that share each fragment.
+        """Choose the rows of programs, and the programs that share each fragment.
 
-        With more shares a long fragment is done sooner, but every program looks at more fragments
+        With more shares a long fragment is done sooner, but every program visits more fragments
         that have no tile for it. The square root makes both take about as long.
         """
         num_tiles = -(-int(lengths.max()) // self._module.TILE_BYTES)
@@ -123,7 +123,7 @@ class FragmentKernel:
 
 
 def open_kernel(device: torch.device) -> FragmentKernel | None:
-    """The kernel of a device; without Triton a warning, and None: there are slower ways."""
+    """Open the kernel of a device; without Triton log a warning and return None."""
     try:
         return FragmentKernel(device)
     except BackendUnavailableError as exc:

@@ -30,7 +30,7 @@ class CanonicalAllocation:
     Attributes:
         buffer: int8, `(num_positions * tensor_size_bytes,)`; owns the memory.
         kv_caches: For each layer the view that its attention backend expects. Layers of different
-            groups may lie over each other, since their block ids never meet.
+            groups may share memory, since no block belongs to two groups at a time.
         caches: The same memory as one tensor `(num_blocks, page_size_bytes * num_positions)` and
             one ref per group.
     """
@@ -53,27 +53,26 @@ def allocate_canonical(
     """Allocate one zeroed buffer whose rows are blocks of all layers, and view it per layer.
 
     A row has one page for each position, that is, for each of `config.shared_tensors`. Where
-    kernel blocks are smaller than blocks, a row is its kernel blocks, and each of them has its
-    part of every position. A padded page ends in its padding; when there are several heads, or
-    the like, between the blocks and the layers, pages of a row interleave and the padding is at
-    the row's end.
+    kernel blocks are smaller than blocks, a row consists of kernel blocks, each with its part of
+    every position. A padded page ends in its padding; when an axis such as the heads lies between
+    blocks and layers, the pages of a row interleave and the padding is at the row's end.
 
     A group's ref is the leading bytes of the row, up to the last one of its layers.
 
     Args:
         config: The blocks, groups and specs, and which layers share a tensor.
         backends: The attention backend of each group.
-        tokens_per_kernel_block: Tokens of a kernel block, for each group; as many as the block
-            has unless given.
+        tokens_per_kernel_block: Tokens of a kernel block, for each group; by default those of a
+            block.
         wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
         supports_hybrid_groups: Whether the connector can tell several groups apart.
-        device: Where to allocate.
-        pinned: Lock the pages of host memory, so that a GPU copies from and to them directly.
+        device: Device of the buffer.
+        pinned: Whether to pin the memory, so that a GPU copies from and to it directly; host only.
 
     Raises:
-        AllocationRefusedError: A condition does not hold; has what `why_not_canonical` lists.
+        AllocationRefusedError: A condition does not hold; has the list of `why_not_canonical`.
         InvalidArgumentError: There is not one backend and one kernel block per group, a backend
-            contradicts itself, or memory is to be pinned that is not the host's, or without CUDA.
+            contradicts itself, or `pinned` is set for device memory or without CUDA.
     """
     device, pinned = require_device("device", device), require_flag("pinned", pinned)
     _require_pinnable(device, pinned=pinned)
@@ -107,16 +106,16 @@ def allocate_canonical(
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """One layer's part of the buffer.
+    """Part of the buffer that belongs to one layer.
 
     Attributes:
         dtype: Type of the elements; shape and strides count them.
-        shape: What the attention backend expects.
-        strides: Of each dimension of the shape.
-        offset: First element.
-        end_bytes: From the start of a row to the last byte of the layer's page.
-        layout: How a row reads.
-        boxes: What the layer's page is; offsets count from the start of a row.
+        shape: Shape that the attention backend expects.
+        strides: Stride of each dimension of the shape.
+        offset: Index of the first element.
+        end_bytes: Bytes from the start of a row to the end of the layer's page.
+        layout: Layout of a row.
+        boxes: Boxes of the layer's page; offsets count from the start of a row.
     """
 
     dtype: torch.dtype
@@ -128,7 +127,7 @@ class _Slice:
     boxes: tuple[PageBox, ...]
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The layer's view of the buffer; no copy."""
+        """View the layer's part of the buffer; no copy."""
         return buffer.view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
@@ -164,7 +163,7 @@ def _slice_of(request: AllocationRequest, group: int, layer_name: str) -> _Slice
 
 
 def _strides(memory: Sequence[str], sizes: Mapping[str, int], page_elements: int) -> dict[str, int]:
-    """Stride of each axis, elements, when `page_elements` of a kernel block are a layer's."""
+    """Compute the stride of each axis, elements; a layer has `page_elements` of a kernel block."""
     strides, dense = {}, 1
     for axis in reversed(memory):
         strides[axis] = dense

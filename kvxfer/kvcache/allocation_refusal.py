@@ -1,4 +1,4 @@
-"""Refusals: why a model's blocks cannot be allocated as one contiguous piece each."""
+"""Refusals of canonical allocation: the conditions that a model does not meet."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
 
 
 class AllocationCondition(Enum):
-    """What a canonical allocation needs; the value says it in words."""
+    """Condition of a canonical allocation; the value describes it in words."""
 
     CROSS_LAYER_WANTED = "the connector wants blocks of all layers"
     HYBRID_SUPPORTED = "the connector supports several KV-cache groups"
@@ -35,15 +35,15 @@ class AllocationCondition(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AllocationRefusal:
-    """One condition that does not hold, and for whom.
+    """Condition that does not hold, with the group, layer or tensor concerned.
 
     Attributes:
-        condition: What does not hold.
-        found: The value that clashes.
-        expected: What it clashes with.
-        group: Index of the KV-cache group, where it is about one.
-        layer_name: The layer, where it is about one.
-        tensor_index: Index into `KVCacheConfig.shared_tensors`, where it is about one.
+        condition: The condition.
+        found: Value that violates it.
+        expected: Value that would meet it.
+        group: Index of the KV-cache group concerned, if any.
+        layer_name: Name of the layer concerned, if any.
+        tensor_index: Index into `KVCacheConfig.shared_tensors` of the tensor concerned, if any.
     """
 
     condition: AllocationCondition
@@ -62,7 +62,7 @@ class AllocationRefusal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocationRequest:
-    """What a canonical allocation is asked for, checked for misuse only.
+    """Arguments of a canonical allocation, checked for misuse only.
 
     Attributes:
         config: The blocks, groups and specs.
@@ -81,7 +81,7 @@ class AllocationRequest:
         backends: Sequence[AttentionBackend],
         tokens_per_kernel_block: Sequence[int] | None,
     ) -> "AllocationRequest":
-        """Check the arguments; kernel blocks are as large as blocks unless the caller says so."""
+        """Check the arguments; kernel blocks are as large as blocks by default."""
         require_instance("config", config, KVCacheConfig)
         num_groups = len(config.groups)
         if tokens_per_kernel_block is None:
@@ -103,18 +103,18 @@ class AllocationRequest:
 
     @property
     def positions(self) -> tuple[tuple[str, ...], ...]:
-        """Layers at each position of a block; each its own in a group that shares nothing."""
+        """Layers at each position of a block; one each in a single group without shared tensors."""
         if self.config.shared_tensors or len(self.config.groups) > 1:
             return self.config.shared_tensors
         return tuple((name,) for name in self.config.layer_names)
 
     def kernel_blocks_per_block(self, group: int) -> int:
-        """Kernel blocks in a block of `group`; meaningful where they divide it."""
+        """Compute the kernel blocks in a block of `group`; meaningful only if they divide it."""
         spec = self.config.groups[group].spec
         return spec.tokens_per_block // self.tokens_per_kernel_block[group]
 
     def layers(self) -> Iterator[tuple[int, str, KVCacheSpec]]:
-        """Group, name and spec of every layer, group by group."""
+        """Yield group, name and spec of every layer, group by group."""
         for index, group in enumerate(self.config.groups):
             for name in group.layer_names:
                 yield index, name, group.spec.for_layer(name)
@@ -128,17 +128,17 @@ def why_not_canonical(
     wants_cross_layer_blocks: bool = True,
     supports_hybrid_groups: bool = True,
 ) -> tuple[AllocationRefusal, ...]:
-    """List everything that stands against allocating blocks of all layers; nothing if they can be.
+    """List every unmet condition of a canonical allocation; empty if it is possible.
 
     Args:
-        config: The blocks, groups and specs, and which layers share a tensor. A single group may
-            leave that out; that there is a group, the config itself sees to.
+        config: The blocks, groups and specs, and which layers share a tensor; with a single group
+            the shared tensors may be left out.
         backends: The attention backend of each group.
-        tokens_per_kernel_block: Tokens of a kernel block, for each group; as many as the block
-            has unless given.
+        tokens_per_kernel_block: Tokens of a kernel block, for each group; by default those of a
+            block.
         wants_cross_layer_blocks: Whether the connector wants blocks of all layers.
-        supports_hybrid_groups: Whether the connector can tell several groups apart; not asked of
-            it for a single group.
+        supports_hybrid_groups: Whether the connector can tell several groups apart; ignored for a
+            single group.
 
     Raises:
         InvalidArgumentError: There is not one backend and one kernel block per group, or a
@@ -146,19 +146,19 @@ def why_not_canonical(
     """
     request = AllocationRequest.of(config, backends, tokens_per_kernel_block)
     return (
-        *_of_connector(
+        *_refusals_of_connector(
             request,
             wanted=require_flag("wants_cross_layer_blocks", wants_cross_layer_blocks),
             hybrid_supported=require_flag("supports_hybrid_groups", supports_hybrid_groups),
         ),
-        *_of_layers(request),
-        *_of_tensors(request),
-        *_of_backends(request),
-        *_of_kernel_blocks(request),
+        *_refusals_of_layers(request),
+        *_refusals_of_tensors(request),
+        *_refusals_of_backends(request),
+        *_refusals_of_kernel_blocks(request),
     )
 
 
-def _of_connector(
+def _refusals_of_connector(
     request: AllocationRequest, *, wanted: bool, hybrid_supported: bool
 ) -> Iterator[AllocationRefusal]:
     num_groups = len(request.config.groups)
@@ -170,7 +170,7 @@ def _of_connector(
         )
 
 
-def _of_layers(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+def _refusals_of_layers(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     _, first_name, first = next(request.layers())
     for group, name, spec in request.layers():
         if not isinstance(spec, AttentionSpec):
@@ -184,7 +184,7 @@ def _of_layers(request: AllocationRequest) -> Iterator[AllocationRefusal]:
             )
 
 
-def _of_tensors(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+def _refusals_of_tensors(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     config, positions = request.config, request.positions
     if not positions:
         yield AllocationRefusal(
@@ -215,7 +215,7 @@ def _of_tensors(request: AllocationRequest) -> Iterator[AllocationRefusal]:
             )
 
 
-def _of_backends(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+def _refusals_of_backends(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     orders = [memory_axes(backend) for backend in request.backends]
     stated = [(group, axes) for group, axes in enumerate(orders) if axes is not None]
     for group, axes in enumerate(orders):
@@ -237,7 +237,7 @@ def _of_backends(request: AllocationRequest) -> Iterator[AllocationRefusal]:
             )
 
 
-def _of_kernel_blocks(request: AllocationRequest) -> Iterator[AllocationRefusal]:
+def _refusals_of_kernel_blocks(request: AllocationRequest) -> Iterator[AllocationRefusal]:
     for group, each in enumerate(request.config.groups):
         tokens, kernel_tokens = each.spec.tokens_per_block, request.tokens_per_kernel_block[group]
         if tokens % kernel_tokens:
@@ -247,13 +247,13 @@ def _of_kernel_blocks(request: AllocationRequest) -> Iterator[AllocationRefusal]
         for name in each.layer_names:
             spec = each.spec.for_layer(name)
             if isinstance(spec, AttentionSpec):
-                yield from _of_page(request, group, name, spec)
+                yield from _refusals_of_page(request, group, name, spec)
 
 
-def _of_page(
+def _refusals_of_page(
     request: AllocationRequest, group: int, layer_name: str, spec: AttentionSpec
 ) -> Iterator[AllocationRefusal]:
-    """Whether a page falls into equal kernel blocks of whole elements, in the backend's shape."""
+    """Check that a page divides into equal kernel blocks of whole elements, in backend's shape."""
     ratio, item = request.kernel_blocks_per_block(group), spec.dtype.itemsize
     if spec.page_size_bytes % (ratio * item):
         found = f"a page of {spec.page_size_bytes} bytes"

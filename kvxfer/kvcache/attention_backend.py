@@ -1,4 +1,4 @@
-"""Attention backends: how a kernel wants its cache shaped, and in which order it reads memory."""
+"""Attention backends: the shape and the memory order that a kernel needs for its cache."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,14 +12,14 @@ from kvxfer.kvcache.spec import AttentionSpec
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """What an engine knows about its attention kernel, and an allocation must know."""
+    """Description of an engine's attention kernel, as an allocation needs it."""
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """What each dimension of the shape is, named as in `KVLayout`; `block` is one of them."""
+        """Axis of each dimension of the shape, named as in `KVLayout`; `block` is one of them."""
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache, elements.
+        """Compute the shape of one layer's cache, elements.
 
         Args:
             spec: The layer's spec; its blocks have as many tokens as the kernel's.
@@ -27,7 +27,7 @@ class AttentionBackend(Protocol):
         """
 
     def stride_order(self) -> tuple[int, ...] | None:
-        """The dimensions of `(num_layers, *cache_shape)` from the outermost in memory inwards.
+        """List the dimensions of `(num_layers, *cache_shape)`, outermost in memory first.
 
         None when the kernel cannot read a cache that has a layer dimension.
         """
@@ -35,7 +35,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayout:
-    """An attention backend described by the names of its axes.
+    """Attention backend described by the names of its axes.
 
     Attributes:
         shape: Axes in the order of the shape, e.g. `"kv block token head dim"`.
@@ -60,10 +60,10 @@ class AttentionLayout:
         return tuple(self.shape.split())
 
     def cache_shape(self, spec: AttentionSpec, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache, elements.
+        """Compute the shape of one layer's cache, elements.
 
         Raises:
-            InvalidArgumentError: The spec has no such axes.
+            InvalidArgumentError: The spec lacks one of the axes.
         """
         require_instance("spec", spec, AttentionSpec)
         num_blocks = require_positive("num_blocks", num_blocks)
@@ -78,7 +78,7 @@ class AttentionLayout:
         )
 
     def stride_order(self) -> tuple[int, ...] | None:
-        """The dimensions of `(num_layers, *cache_shape)` from the outermost in memory inwards."""
+        """List the dimensions of `(num_layers, *cache_shape)`, outermost in memory first."""
         if self.memory is None:
             return None
         logical = ("layer", *self.axes)
@@ -86,7 +86,7 @@ class AttentionLayout:
 
 
 def memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
-    """Axes of a cache of several layers, outermost first in memory; None when there are none.
+    """List the axes of a cache of several layers, outermost first; None without a layer axis.
 
     Raises:
         InvalidArgumentError: The stride order is not one of the backend's axes and `layer`.
@@ -100,6 +100,6 @@ def memory_axes(backend: AttentionBackend) -> tuple[str, ...] | None:
 
 
 def kernel_spec(spec: AttentionSpec, kernel_blocks_per_block: int) -> AttentionSpec:
-    """The spec of a kernel block, `kernel_blocks_per_block` of which make up a block."""
+    """Make the spec of a kernel block, `kernel_blocks_per_block` of which make up a block."""
     tokens = spec.tokens_per_block // kernel_blocks_per_block
     return replace(spec, tokens_per_block=tokens, page_size_padded=None)

@@ -1,4 +1,4 @@
-"""What the attention layers of each KV-cache group are told about a batch."""
+"""Attention metadata: the order of a batch, and each group's block table and slots for kernels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBatch:
-    """The tokens that one step computes, request after request; on the host.
+    """Batch of the tokens that one step computes, request after request; on the host.
 
     Attributes:
         query_start_loc: int64, `(num_requests + 1,)`: the tokens of request r are those from
@@ -58,14 +58,14 @@ class TokenBatch:
 
     @property
     def query_lens(self) -> NDArray[np.int64]:
-        """Tokens that are computed of each request, `(num_requests,)`."""
+        """Tokens of each request that are computed, `(num_requests,)`."""
         return np.diff(self.query_start_loc)
 
     def reorder(self, order: NDArray[np.int64]) -> "TokenBatch":
-        """The same batch with request `order[i]` at place i.
+        """Make the same batch with request `order[i]` at position i.
 
         Raises:
-            InvalidArgumentError: It is not an order of the requests.
+            InvalidArgumentError: `order` is not a permutation of the requests.
         """
         order = require_integers("order", order)
         if not _is_sorted(np.sort(order)) or len(order) != self.num_requests:
@@ -78,7 +78,7 @@ class TokenBatch:
 
 
 def decodes_first(batch: TokenBatch, *, max_decode_tokens: int = 1) -> NDArray[np.int64]:
-    """Order requests of few tokens before the others, and leave them in order otherwise.
+    """Order requests of few tokens before the others, otherwise in their present order.
 
     Returns:
         int64, `(num_requests,)`, as `AttentionMetadataBuilder.reorder` does.
@@ -92,25 +92,25 @@ def decodes_first(batch: TokenBatch, *, max_decode_tokens: int = 1) -> NDArray[n
 
 
 class AttentionMetadataBuilder(ABC, Generic[M]):
-    """Builds what the kernels of one KV-cache group need for a batch.
+    """Builder of the metadata that the kernels of one KV-cache group need for a batch.
 
     Implementors must build from the arguments alone: the tensors are reused by the next batch.
 
     Attributes:
-        max_num_groups: KV-cache groups that the backend can serve, None for any number. Backends
-            that keep one block table per batch, as those for TPUs do, say 1.
+        max_num_groups: KV-cache groups that the backend supports, None for any number; 1 for
+            backends that keep one block table per batch, as those for TPUs.
     """
 
     max_num_groups: int | None = None
 
     def reorder(self, batch: TokenBatch) -> NDArray[np.int64]:
-        """Choose the order of the requests: request `order[i]` is to be at place i.
+        """Choose the order of the requests: request `order[i]` moves to position i.
 
-        All groups compute the same batch, so only group 0 gets what it wants. Another group must
-        want the order that group 0 chose.
+        All groups compute the same batch, so only group 0 decides. The other groups must accept
+        the order that group 0 chose.
 
         Returns:
-            A permutation, int64, `(num_requests,)`; the order they are in unless overridden.
+            A permutation, int64, `(num_requests,)`; the present order unless overridden.
         """
         require_instance("batch", batch, TokenBatch)
         return np.arange(batch.num_requests)
@@ -121,17 +121,17 @@ class AttentionMetadataBuilder(ABC, Generic[M]):
 
         Args:
             batch: The tokens, in their final order.
-            block_table: The group's, on the device, see `BlockTable.commit`.
-            slot_mapping: The group's, on the device, see `BlockTable.compute_slot_mapping`.
+            block_table: Block table of the group, on the device, see `BlockTable.commit`.
+            slot_mapping: Slots of the group, on the device, see `BlockTable.compute_slot_mapping`.
         """
 
 
 class MultiGroupMetadataBuilder(Generic[M]):
-    """One metadata builder per KV-cache group, over the block tables of all of them.
+    """Metadata builders of all KV-cache groups, over their block tables.
 
     Args:
-        builders: For each group its builder.
-        block_tables: The tables; row r is that of the batch's request r.
+        builders: The builder of each group.
+        block_tables: The tables; row r belongs to the batch's request r.
 
     Raises:
         InvalidArgumentError: There is not one builder per group.
@@ -158,12 +158,12 @@ class MultiGroupMetadataBuilder(Generic[M]):
         """Let group 0 reorder the batch and the rows of the block tables.
 
         Returns:
-            The batch in its final order, and the order: what the engine keeps for each request
-            has to follow it.
+            The batch in its final order, and the order, by which the engine has to reorder its own
+            per-request data.
 
         Raises:
-            BatchOrderError: Another group wants another order, or an order is not a permutation.
-                The block tables are as they were.
+            BatchOrderError: Another group needs another order, or an order is not a permutation.
+                The block tables are unchanged.
             InvalidArgumentError: The batch has more requests than the block tables have rows.
         """
         require_instance("batch", batch, TokenBatch)
@@ -213,7 +213,7 @@ def _is_sorted(order: NDArray[np.int64]) -> bool:
 
 
 def _swaps(order: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Swaps of rows that bring row `order[i]` to row i."""
+    """Yield the swaps of rows that bring row `order[i]` to row i."""
     for row in range(len(order)):
         source = int(order[row])
         while source < row:  # its content was swapped away from there before

@@ -1,4 +1,4 @@
-"""Attestation: proof on live memory that canonical caches show what the engine's views hold."""
+"""Attestation: proof on live memory that canonical caches match the engine's own views."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,26 +23,27 @@ def attest(
     *,
     layouts: Layouts | None = None,
 ) -> None:
-    """Prove that `caches` shows, block by block, what the engine writes through `kv_caches`.
+    """Prove that `caches` shows, block by block, the bytes that the engine writes to `kv_caches`.
 
     For the first, a middle and the last block of every layer, sentinels are written through the
     engine's own view and looked for in the canonical rows: all of the layer's bytes, and no
     others of the row, must have changed, in the order in which they lie in memory. The memory is
-    restored afterwards, also when the proof fails. Nothing else may use the caches meanwhile.
-    Blocks until the device has done it.
+    restored afterwards, also when the proof fails. The caches must not be used otherwise
+    meanwhile. Blocks until the device is done.
 
-    `caches` may come from anywhere: from `canonicalize`, or from the engine itself. What the
-    sentinels cannot show is a `layouts` that is wrong and fits; only the caller knows.
+    `caches` may come from `canonicalize`, or from the engine itself. A wrong layout in `layouts`
+    that fits the tensor cannot be detected.
 
     Args:
-        kv_caches: What the engine registered, as for `canonicalize`.
+        kv_caches: The tensors that the engine registered, as for `canonicalize`.
         config: The blocks, groups and specs.
         caches: The canonical caches to prove.
-        layouts: The caller's word for the layout of some entries.
+        layouts: Layouts of some entries, given by the caller.
 
     Raises:
-        AttestationError: Names the first layer and block whose bytes are not where `caches` says.
-        KVXferError: What `canonicalize` raises for input that it cannot read.
+        AttestationError: A layer's bytes are not where `caches` has them; the error names the
+            first such layer and block.
+        KVXferError: The tensors cannot be read, see `canonicalize`.
     """
     require_instance("config", config, KVCacheConfig)
     require_instance("caches", caches, CanonicalKVCaches)
@@ -60,7 +61,7 @@ def attest(
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of a registered entry and the index that selects it, if the entry has several."""
+    """Layer of a registered entry, with its index if the entry has several layers."""
 
     name: str
     group: int
@@ -69,7 +70,7 @@ class _Layer:
     layer_index: int
 
     def block_views(self, block_id: int) -> list[torch.Tensor]:
-        """The engine's views of one block, their dimensions in the order of their bytes."""
+        """List the engine's views of one block, their dimensions in the order of their bytes."""
         return [
             _block_view(tensor, reading, self.layer_index, block_id)
             for tensor, reading in zip(self.tensors, self.readings, strict=True)
@@ -117,7 +118,7 @@ def _require_shape(caches: CanonicalKVCaches, config: KVCacheConfig) -> None:
 
 
 def _refs_of(layer: _Layer, caches: CanonicalKVCaches) -> list[CanonicalKVCacheRef]:
-    """Refs that may hold a layer: those that name it, or all of its group when none has names."""
+    """List the refs that may hold a layer: those with its name, or all if none has names."""
     refs = caches.group_data_refs[layer.group]
     if not any(ref.layer_names for ref in refs):
         return list(refs)
@@ -152,11 +153,11 @@ def _attest_block(
         )
     if not torch.equal(found, expected):
         first = int((found != expected).nonzero()[0])
-        raise AttestationError(layer.name, block_id, f"byte {first} of the page is another one")
+        raise AttestationError(layer.name, block_id, f"byte {first} of the page is not as written")
 
 
 def _place(view: torch.Tensor, rows: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Which row a view begins in, and where; tensors of one layer may be in one row or several."""
+    """Return the index of the row that a view begins in, and its address, as a sort key."""
     address = view.data_ptr()
     begins_in = (
         index for index, row in enumerate(rows) if 0 <= address - row.data_ptr() < row.numel()
@@ -180,7 +181,7 @@ def _changed_bytes(
     before: Sequence[torch.Tensor],
     after: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """The bytes of the pages that changed, page after page; those beyond a page are left out."""
+    """Collect the bytes of pages that changed, page after page; not those beyond a page."""
     changed = [torch.empty(0, dtype=torch.int8)]
     for ref, old, new in zip(refs, before, after, strict=True):
         page, old_page = new[: ref.page_size_bytes], old[: ref.page_size_bytes]

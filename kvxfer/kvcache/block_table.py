@@ -1,4 +1,4 @@
-"""Block tables: which blocks hold the tokens of each request, and which slot a token goes to."""
+"""Block tables: the blocks of each request, and the slot of each token."""
 
 from math import gcd
 
@@ -11,16 +11,16 @@ from kvxfer.errors import BlockIdError, InvalidArgumentError
 from kvxfer.kvcache.device_array import DeviceArray, require_device
 
 NULL_BLOCK_ID = 0
-"""The block that stands where a request has none, e.g. outside of a sliding window."""
+"""Id of the null block, a placeholder where a request has no block, e.g. outside of a window."""
 
 PAD_SLOT = -1
-"""The slot of a token that is not to be written.
+"""Slot of a token whose keys and values are not to be written.
 
 Source: `vllm/v1/attention/backends/utils.py`, `PAD_SLOT_ID`.
 """
 
 ROW_ALIGNMENT_TOKENS = 128
-"""Kernels read a row in steps of so many tokens, the last one included.
+"""Tokens that a kernel reads of a row in one step; a row is padded to whole steps.
 
 Source: `vllm/v1/worker/block_table.py`, `get_block_table_width`.
 """
@@ -29,11 +29,11 @@ CPU = torch.device("cpu")
 
 
 class BlockTable:
-    """The blocks of every request of a batch, one row each, for one KV-cache group.
+    """Block table of one KV-cache group: the blocks of every request of a batch, one row each.
 
-    The table is written on the host; what the device sees changes at `commit` only. Where
-    the kernel's blocks are smaller than the block, the table has the kernel's: block b is the
-    kernel blocks `b * ratio` to `b * ratio + ratio - 1`. What a row does not use is the null
+    The table is written on the host; the device's copy changes at `commit` only. Where the
+    kernel's blocks are smaller than the block, the table has kernel blocks: block b is the
+    kernel blocks `b * ratio` to `b * ratio + ratio - 1`. Unused entries of a row are the null
     block, so rows beyond the batch may be committed as padding.
 
     Args:
@@ -46,7 +46,7 @@ class BlockTable:
         row_alignment_tokens: Rows are padded to a multiple of so many tokens.
         tokens_have_slots: False for recurrent layers, which keep states and no tokens.
         group: Index of the KV-cache group, for errors.
-        device: Where the kernel reads.
+        device: Device of the kernel.
 
     Attributes:
         device_table: int32, `(max_num_requests, num_columns)`, on the device, as committed.
@@ -107,16 +107,16 @@ class BlockTable:
         self.slot_mapping.fill_(PAD_SLOT)
 
     def row(self, row_index: int) -> NDArray[np.int32]:
-        """The block ids of a row, in request order; not those of the kernel, and a copy.
+        """Return a copy of the block ids of a row, in request order; not those of kernel blocks.
 
         Raises:
-            InvalidArgumentError: There is no such row; so for every method that takes one.
+            InvalidArgumentError: There is no such row; likewise in every method that takes one.
         """
         row_index, ratio = self._checked_row("row_index", row_index), self.kernel_blocks_per_block
         return self._rows[row_index, : self.num_blocks_of(row_index) * ratio : ratio] // ratio
 
     def num_blocks_of(self, row_index: int) -> int:
-        """Blocks of a row, null blocks included."""
+        """Count the blocks of a row, null blocks included."""
         return int(self._num_blocks[self._checked_row("row_index", row_index)])
 
     def append_row(self, block_ids: ArrayLike, row_index: int) -> None:
@@ -128,7 +128,7 @@ class BlockTable:
 
         Raises:
             InvalidArgumentError: `block_ids` is not one-dimensional or not integers, or the row
-                has no room for them. The row stays as it was.
+                has no room for them. The row is unchanged.
             BlockIdError: A block id is negative or past the end of the cache.
         """
         row_index = self._checked_row("row_index", row_index)
@@ -145,7 +145,7 @@ class BlockTable:
         self._num_blocks[row_index] = num_after
 
     def truncate_row(self, row_index: int, num_blocks: int) -> None:
-        """Forget the blocks of a row past the first `num_blocks`.
+        """Remove the blocks of a row past the first `num_blocks`.
 
         Raises:
             InvalidArgumentError: `num_blocks` is negative.
@@ -156,16 +156,16 @@ class BlockTable:
         self._num_blocks[row_index] = min(num_blocks, self._num_blocks[row_index])
 
     def clear_row(self, row_index: int) -> None:
-        """Forget the blocks of a row."""
+        """Remove all blocks of a row."""
         self.truncate_row(row_index, 0)
 
     def add_row(self, block_ids: ArrayLike, row_index: int) -> None:
-        """Make these blocks the only ones of a row; errors as `append_row`, on an empty row."""
+        """Replace the blocks of a row; errors as `append_row`, on an empty row."""
         self.clear_row(row_index)
         self.append_row(block_ids, row_index)
 
     def move_row(self, source: int, target: int) -> None:
-        """Make row `target` what row `source` is, and clear `source`."""
+        """Move the blocks of row `source` to row `target`, and clear `source`."""
         source, target = self._checked_row("source", source), self._checked_row("target", target)
         self.swap_row(source, target)
         if source != target:
@@ -178,7 +178,7 @@ class BlockTable:
             array[[first, second]] = array[[second, first]]
 
     def commit(self, num_requests: int) -> torch.Tensor:
-        """Show the first rows to the device, in the order of its stream.
+        """Copy the first rows to the device, in the order of its stream.
 
         Returns:
             Kernel block ids, int32, `(num_requests, num_columns)`: a view of `device_table`.
@@ -193,13 +193,13 @@ class BlockTable:
     def compute_slot_mapping(
         self, query_start_loc: ArrayLike, positions: ArrayLike
     ) -> torch.Tensor:
-        """Say where the keys and values of a batch's tokens go, and show it to the device.
+        """Compute the slots of a batch's keys and values, and copy them to the device.
 
         The tokens of request r are those from `query_start_loc[r]` to `query_start_loc[r + 1]`,
         and its blocks those of row r as they are on the host. The slot of a token is its kernel
-        block's id times `tokens_per_kernel_block` plus its place in there. A token in the null
-        block has none: nothing is ever written there. What the batch leaves of `slot_mapping`
-        is padded.
+        block's id times `tokens_per_kernel_block` plus its index in that block. A token in the
+        null block gets `PAD_SLOT`: nothing is ever written there. The rest of `slot_mapping` is
+        padded.
 
         Args:
             query_start_loc: Integers, `(num_requests + 1,)`, rising from 0 to `num_tokens`.

@@ -1,4 +1,4 @@
-"""Block templates: where the blocks of a group are in memory, worked out for every block."""
+"""Block templates: addresses and strides of a group's blocks, computed once for all blocks."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ from kvxfer.kvcache.fragments import Addresses, join, touch
 
 
 class BlockTemplate:
-    """Where block 0 of one group is, and how far apart blocks are, per merged segment.
+    """Template of one group's blocks: the address of block 0 and the stride, per merged segment.
 
     Args:
         caches: The canonical caches.
-        refs: Those of the group.
+        refs: Refs of the group.
 
     Attributes:
-        device: Where the blocks are.
+        device: Device of the blocks.
         num_blocks: Blocks that every tensor of the group has.
         block_size_bytes: Un-padded bytes of a block.
 
@@ -48,7 +48,7 @@ class BlockTemplate:
     def expand(
         self, ids: NDArray[np.int64], chunk_starts: NDArray[np.int64]
     ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
-        """Addresses, lengths, and the first descriptor of each chunk of blocks."""
+        """Compute addresses, lengths, and the first descriptor of each chunk of blocks."""
         num_segments = len(self._bases)
         blocks = ids.astype(np.uint64)
         addresses = np.empty((len(ids), num_segments), np.uint64)

@@ -1,4 +1,4 @@
-"""Mappings of whole caches: for every group how one worker's blocks are portable pages."""
+"""Mappings of whole caches: one page mapping for every group of a worker."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -34,26 +34,26 @@ def map_caches(
     """Map the blocks of every group of a worker's caches to portable pages.
 
     Args:
-        caches: From `canonicalize` or `allocate_canonical`, which know what bytes mean.
-        shard: Which worker of the model this is.
+        caches: Caches from `canonicalize` or `allocate_canonical`, whose refs have boxes.
+        shard: Position of this worker in the model.
         tokens_per_page: Tokens of a portable page: a divisor or a multiple of a block's, over all
-            workers that share its tokens; by default as many.
-        num_shards: Equal shares of the heads that are stored one by one. A worker must hold whole
-            ones, so as many as the most workers that will divide the heads.
+            workers that share its tokens; by default the same.
+        num_shards: Equal shares of the heads, stored under separate keys. A worker must hold whole
+            shares, so choose the largest number of workers that will divide the heads.
         state_heads: For each state of a recurrent layer the axis, `s0` or `s1`, ..., along which
             workers divide it; by default states can be mapped on a single worker only.
         axes: See `portable_page`; all engines that share pages must give the same.
-        opaque: Keep groups that cannot be mapped as plain bytes, which only a worker can read
-            that is the same: what has to be the same beside its rank, such as the engine, its
-            release and its layout. The reason is in the encoding of what is kept.
+        opaque: If given, groups that cannot be mapped are stored as plain bytes, for equal workers
+            only. The text names all that must be equal besides the rank, such as engine, release
+            and layout. The reason is added to the encoding of the stored tensors.
 
     Returns:
         One mapping per group.
 
     Raises:
-        PageMappingError: A group cannot be mapped, and why; not with `opaque`.
-        InvalidArgumentError: The caches do not say what their bytes mean, or heads cannot be
-            shared out so.
+        PageMappingError: A group cannot be mapped, with the reason; never with `opaque`.
+        InvalidArgumentError: The caches have no specs, or the heads cannot be divided into
+            `num_shards`.
     """
     require_instance("caches", caches, CanonicalKVCaches)
     require_instance("shard", shard, WorkerShard)
@@ -109,12 +109,12 @@ def _map(
 
 
 def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
-    """What the payload of a block of a group is: the pages of its refs, one after the other.
+    """List the boxes of the payload of a group's block: the pages of its refs, one by one.
 
-    Layers that keep the same bytes are one: the first of them, by the numbers in their names.
+    Layers that share the same bytes appear once: as the first by the number in its name.
 
     Raises:
-        PageMappingError: The engine did not say what the bytes of a ref mean.
+        PageMappingError: A ref has no boxes: the engine did not tell its layout.
     """
     boxes: list[PageBox] = []
     start = 0
@@ -131,11 +131,11 @@ def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
 
 
 def opaque_boxes(refs: Sequence[CanonicalKVCacheRef], encoding: str) -> tuple[PageBox, ...]:
-    """The payload of a block as plain bytes, which only a worker can read that is the same.
+    """Describe the payload of a block as plain bytes, for equal workers only.
 
     Args:
-        refs: Of the group.
-        encoding: What such a worker must have the same: engine, layout, rank.
+        refs: Refs of the group.
+        encoding: Name of all that must be equal: engine, layout, rank.
     """
     boxes, start = [], 0
     for index, ref in enumerate(refs):

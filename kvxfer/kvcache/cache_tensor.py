@@ -1,4 +1,4 @@
-"""Cache tensors: what a tensor that an engine registers for a layer may look like."""
+"""Cache tensors: the shapes and layouts that an engine's tensor of one layer may have."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ ATTENTION_LAYOUTS = (
     "kv block head*token*dim",
     "head block token kv*dim",
 )
-"""How engines lay out keys and values, as axis strings of `KVLayout`."""
+"""Layouts of keys and values in one tensor, as axis strings of `KVLayout`."""
 
 SEPARATE_LAYOUTS = (
     "block token head dim",
@@ -37,8 +37,8 @@ SEPARATE_LAYOUTS = (
     "head block token dim",
     "head block dim",
 )
-"""How engines lay out the keys, or the values, that have a tensor of their own. Without `token`,
-kernel blocks are single tokens: a pool of token slots."""
+"""Layouts of keys, or of values, in a tensor of their own. Without `token`, kernel blocks are
+single tokens: a pool of token slots."""
 
 LATENT_LAYOUTS = (
     "block token dim",
@@ -46,20 +46,20 @@ LATENT_LAYOUTS = (
     "block head token dim",
     "block token*dim",
 )
-"""How engines lay out one latent vector per token."""
+"""Layouts of one latent vector per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheTensorForm:
-    """What one tensor that an engine registers for a layer may look like.
+    """Form of a tensor that an engine registers for a layer: its axes, sizes and known layouts.
 
     Attributes:
         dtype: Type of the elements.
-        axis_sizes: Elements along each named axis of one page; the block axis is not in it.
-            K and V of unequal width share one axis, named `kv*dim`.
+        axis_sizes: Elements along each named axis of one page, without the block axis. K and V of
+            unequal width share one axis, named `kv*dim`.
         layouts: Axis strings that engines are known to use, see `KVLayout`.
-        parts: Name and width of each thing that is kept, in the order of the K/V axis: `k`, `v`,
-            `latent`, `state0`. The width counts elements along the innermost axis.
+        parts: Name and width of each part, in the order of the K/V axis: `k`, `v`, `latent`,
+            `state0`. The width counts elements along the innermost axis.
     """
 
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class CacheTensorForm:
 
     @classmethod
     def of_state(cls, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Self:
-        """One of a recurrent layer's states: `(num_blocks, *shape)`, its axes without a meaning."""
+        """Make the form of a recurrent layer's state: `(num_blocks, *shape)`, axes unnamed."""
         axes = [f"s{index}" for index in range(len(shape))]
         return cls(
             dtype=dtype,

@@ -1,4 +1,4 @@
-"""Canonical KV caches: unique byte tensors and, per group, references into them."""
+"""Canonical KV caches: byte tensors of blocks and, per group, references into them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from kvxfer.kvcache.spec import KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheTensor:
-    """One tensor of blocks, zero-copy over the engine's own storage.
+    """Byte tensor of blocks, zero-copy over the engine's own storage.
 
     Attributes:
         tensor: int8, `(num_blocks, page_size_bytes)`; stride(1) is 1, stride(0) may exceed
@@ -48,14 +48,14 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """One layer's data (or that of a group of layers) inside one canonical tensor.
+    """Reference to the data of a layer, or of a group of layers, inside one canonical tensor.
 
     Attributes:
         tensor_idx: Index into `CanonicalKVCaches.tensors`.
         page_size_bytes: The un-padded page: the first bytes of each row that carry data.
-        layer_names: Layers whose data this is; empty when the engine did not say.
-        layout: Axes of the page as `KVLayout` writes them; empty when the engine did not say.
-        boxes: What the bytes of the page are, layer by layer; empty when the engine did not say.
+        layer_names: Layers whose data this is; empty if unknown.
+        layout: Axes of the page as `KVLayout` writes them; empty if unknown.
+        boxes: Meaning of the bytes of the page, layer by layer; empty if unknown.
     """
 
     tensor_idx: int
@@ -71,18 +71,18 @@ class CanonicalKVCacheRef:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """The KV caches of one worker, in bytes.
+    """KV caches of one worker, in bytes.
 
     Attributes:
-        tensors: Every unique tensor exactly once.
-        group_data_refs: For each KV-cache group its refs, in layer order. The bytes of one
-            block of group g are the pages of its refs, in this order.
-        group_specs: For each group its spec, which with the layouts says what the bytes mean;
-            empty when the engine did not say.
-        null_block_id: The block that nothing is loaded into; None where there is none.
+        tensors: Every distinct tensor exactly once.
+        group_data_refs: Refs of each KV-cache group, in layer order. The bytes of one block of
+            group g are the pages of its refs, in this order.
+        group_specs: Spec of each group, which with the layouts gives the bytes a meaning; empty if
+            unknown.
+        null_block_id: Id of the null block, which is never loaded into; None without one.
 
     Raises:
-        InvalidArgumentError: A ref is about a tensor, or bytes of one, that are not there.
+        InvalidArgumentError: A ref names a tensor, or bytes of one, that do not exist.
     """
 
     tensors: Sequence[CanonicalKVCacheTensor]
@@ -103,7 +103,7 @@ class CanonicalKVCaches:
             object.__setattr__(self, "null_block_id", null)
 
     def _require_inside(self, name: str, ref: CanonicalKVCacheRef) -> None:
-        """Check that a ref is about bytes that are there."""
+        """Check that a ref is within its tensor."""
         if ref.tensor_idx >= len(self.tensors):
             expected = f"one of {len(self.tensors)} tensors"
             raise InvalidArgumentError(f"{name}.tensor_idx", ref.tensor_idx, expected)
@@ -124,37 +124,37 @@ def canonicalize(
     A layer's tensor may have its blocks, K/V or heads outermost, NHD or HND strides, packed K/V,
     one latent per token, kernel blocks smaller than the block, down to slots for single tokens,
     padded pages, or share its bytes with layers of other groups. Keys and values may have tensors
-    of their own. `LAYOUT_ZOO` lists what engines have.
+    of their own. `LAYOUT_ZOO` lists the layouts of engines.
 
     Layers that interleave inside a block become one tensor whose rows are whole blocks, and so
-    does one tensor of all layers, registered under any name or under every layer's; what the
-    steps of its layer axis are is `config.shared_tensors`, or the layers of the only group. A
-    ref's page is the leading bytes of the row up to the group's last one.
+    does one tensor of all layers, registered under any name or under every layer's; the steps of
+    its layer axis are `config.shared_tensors`, or the layers of the only group. A ref's page is
+    the leading bytes of the row up to the group's last one.
 
-    Tensors are understood by their strides, never by the order of their shape, and a tensor that
-    reads in two ways is refused. That is so also where both readings give the same pages, such as
-    NHD and HND with as many heads as tokens: workers that read their pages differently must not
-    share them, and the refs' layouts are what tells them apart. Only readings that differ in the
-    place of axes of size 1 are one reading.
+    A tensor is matched with layouts by its strides, never by the order of its shape, and a tensor
+    that fits two layouts is refused. That is so also where both give the same pages, such as NHD
+    and HND with as many heads as tokens: workers that read their pages differently must not share
+    them, and only the refs' layouts distinguish them. Layouts that differ only in the position of
+    axes of size 1 are the same.
 
     Args:
         kv_caches: For each layer its tensor, its keys and its values or, for Mamba, its list of
             states. The result views their memory and keeps it alive.
         config: The blocks, groups and specs.
-        layouts: The caller's word for the layout of some entries, as axis strings; checked
-            against shape and strides like every other reading.
+        layouts: Layouts of some entries, given by the caller as axis strings; checked against
+            shape and strides as any other layout.
 
     Raises:
-        InvalidArgumentError: An entry is missing, unknown or not what its spec asks for, tensors
+        InvalidArgumentError: An entry is missing, unknown or does not match its spec, tensors
             are on several devices or on the meta device, or a layout names the wrong axes.
-        AmbiguousLayoutError: A tensor reads in two ways.
-        UnknownLayoutError: A tensor reads as nothing that its spec allows; also when a page is
-            not contiguous, or the tensor is a view that conjugates or negates.
+        AmbiguousLayoutError: A tensor fits two layouts.
+        UnknownLayoutError: A tensor fits no layout of its spec; also when a page is not
+            contiguous, or the tensor is a view that conjugates or negates.
         OverlapError: Pages of two layers share some bytes, but not all; or two tensors of one
             layer, such as its keys and its values, share any.
         PageBoundsError: Padded pages reach beyond the storage.
-        LayoutError: Pages do not add up to the spec's size, or layers that `config` says share
-            a tensor do not.
+        LayoutError: Pages do not add up to the spec's size, or layers do not share a tensor as
+            `config.shared_tensors` demands.
     """
     caches = read_registered(kv_caches, config, layouts)
     pages = [each for cache in caches for each in find_pages(cache, config.num_blocks)]
@@ -179,7 +179,7 @@ def _in_order_of_use(rows: Sequence[Row], pages: Sequence[Pages]) -> list[Row]:
 def _refs(
     pages: Sequence[Pages], rows: Sequence[Row], group: int
 ) -> tuple[CanonicalKVCacheRef, ...]:
-    """One ref for each row that a group uses, in the order of its layers."""
+    """Make one ref for each row that a group uses, in the order of its layers."""
     row_of = {id(page): index for index, row in enumerate(rows) for page in row.members}
     used: dict[int, list[Pages]] = {}
     for page in (page for page in pages if page.group == group):
@@ -200,10 +200,10 @@ def _ref(tensor_idx: int, row: Row, members: Sequence[Pages]) -> CanonicalKVCach
 
 
 def _require_shared(pages: Sequence[Pages], config: KVCacheConfig) -> None:
-    """Check the engine's word on which layers share a tensor.
+    """Check that layers share tensors as the config demands.
 
-    Groups whose kernels use blocks of different sizes cut the same row differently, so that what
-    they have at one position begins at different bytes.
+    Groups whose kernels use blocks of different sizes cut the same row differently, so that their
+    pages at one position begin at different bytes.
     """
     starts: dict[str, set[int]] = {}
     num_fragments = {name: page.num_fragments for page in pages for name in page.layer_names}
@@ -221,7 +221,7 @@ def _require_shared(pages: Sequence[Pages], config: KVCacheConfig) -> None:
 
 
 def _lines(caches: CanonicalKVCaches) -> list[str]:
-    """What `print` shows: tensors, pages, groups, and where each layer is."""
+    """Format tensors, pages, groups, and the place of each layer, for `print`."""
     lines = [f"{len(caches.tensors)} tensors, {len(caches.group_data_refs)} groups"]
     for index, each in enumerate(caches.tensors):
         num_blocks, page = each.tensor.shape

@@ -1,4 +1,4 @@
-"""KV-cache configs: how layers form groups, and what one worker keeps."""
+"""KV-cache configs: the number of blocks, the groups of layers, and tensors that layers share."""
 
 from dataclasses import dataclass, field
 
@@ -18,10 +18,10 @@ from kvxfer.kvcache.spec import KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that share a block table.
+    """Group of layers that share a block table.
 
     Attributes:
-        spec: What each layer keeps; a `UniformTypeKVCacheSpecs` has a spec for each of them.
+        spec: Spec of each layer; a `UniformTypeKVCacheSpecs` has one for every single layer.
         layer_names: The layers, in the order in which their pages make up a block.
     """
 
@@ -41,20 +41,20 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The KV cache of one worker, as the engine planned it.
+    """Plan of one worker's KV cache, as the engine made it.
 
     Attributes:
         num_blocks: Blocks in the block pool, the null block included.
         groups: KV-cache groups; the index is the group index everywhere.
         shared_tensors: For each shared tensor (position) the layers whose bytes it holds;
-            empty when the engine did not say.
-        shared_tensor_sizes_bytes: Bytes that the engine planned for each of them; empty when it
-            did not say.
-        null_block_id: The block that stands where a request has none, which nothing is loaded
-            into; None where the engine has none.
+            empty if unknown.
+        shared_tensor_sizes_bytes: Bytes that the engine planned for each of them; empty if
+            unknown.
+        null_block_id: Id of the null block, a placeholder that is never loaded into; None if the
+            engine has none.
 
     Raises:
-        InvalidArgumentError: A number, a layer or a tensor cannot be; names it.
+        InvalidArgumentError: A number, a layer or a tensor is invalid; the error names it.
     """
 
     num_blocks: int

@@ -1,4 +1,4 @@
-"""Descriptors: where the bytes of blocks are, as arrays of addresses and lengths."""
+"""Descriptors: the memory of blocks, as arrays of addresses and lengths."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ _UINT64, _INT64 = np.dtype(np.uint64), np.dtype(np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """Where the bytes of a batch of blocks are in memory, in the order they are stored in.
+    """Descriptors of a batch of blocks: addresses and lengths of their bytes, in stored order.
 
     The payload of block b is the concatenation of its descriptors
-    `block_offsets[b]:block_offsets[b + 1]`, and belongs at byte `payload_starts[b]` of what is
-    stored under the block's key.
+    `block_offsets[b]:block_offsets[b + 1]`, and belongs at byte `payload_starts[b]` of the chunk
+    that is stored under the block's key.
 
     Attributes:
         addresses: uint64, `(num_descriptors,)`.
@@ -41,14 +41,14 @@ class Descriptors:
         block_offsets: int64, `(num_blocks + 1,)`, from 0 to `num_descriptors`, each larger than the
             one before.
         payload_starts: int64, `(num_blocks,)`, bytes.
-        device: Where the addresses are valid.
-        after: What the device has to have done before the bytes are read or written; None when
-            nothing of it is outstanding.
-        owners: What keeps the memory alive for as long as these descriptors exist.
+        device: Device on which the addresses are valid.
+        after: Mark that the device must reach before the bytes are read or written; None when
+            there is nothing to wait for.
+        owners: Objects that keep the memory alive for as long as these descriptors exist.
 
     Raises:
-        InvalidArgumentError: An array is not one of integers in one dimension, or some do not fit
-            its type; those of other widths are converted.
+        InvalidArgumentError: An array is not one-dimensional or not of integers, or a value does
+            not fit its type; integers of other widths are converted.
     """
 
     addresses: Addresses
@@ -66,7 +66,7 @@ class Descriptors:
                 and self.block_offsets.dtype is self.payload_starts.dtype is _INT64
             ):
                 return
-        except AttributeError:  # not arrays: what they are is said below
+        except AttributeError:  # not arrays: converted or refused below
             pass
         for name, dtype in (
             ("addresses", _UINT64),
@@ -100,7 +100,7 @@ class Descriptors:
         return int(self.lengths.sum())
 
     def select(self, start: int, stop: int) -> "Descriptors":
-        """Blocks `start` to `stop` (exclusive) as descriptors of their own; no copy.
+        """Select blocks `start` to `stop` (exclusive) as descriptors of their own; no copy.
 
         Raises:
             InvalidArgumentError: There are no such blocks.
@@ -119,7 +119,7 @@ class Descriptors:
         )
 
     def take(self, blocks: Sequence[int] | NDArray[np.int64]) -> "Descriptors":
-        """The blocks at these indices, in this order, as descriptors of their own.
+        """Select the blocks at these indices, in this order, as descriptors of their own.
 
         Raises:
             InvalidArgumentError: There are no such blocks.
@@ -146,7 +146,7 @@ class Descriptors:
         )
 
     def cut(self, max_bytes: int) -> Iterator[tuple[int, int]]:
-        """Runs of blocks of at most `max_bytes`, or of one block: start and stop (exclusive)."""
+        """Cut into runs of at most `max_bytes`, or of one block: start and stop (exclusive)."""
         max_bytes = require_positive("max_bytes", max_bytes)
         if self.num_bytes <= max_bytes:
             return iter([(0, self.num_blocks)])
@@ -162,7 +162,7 @@ class Descriptors:
         device: torch.device = HOST,
         owners: tuple[object, ...] = (),
     ) -> "Descriptors":
-        """Blocks that are in one piece each, and whole if no start is given."""
+        """Describe blocks of one contiguous piece each; whole blocks if no start is given."""
         addresses = require_integers("addresses", addresses, dtype=np.uint64)
         starts = np.zeros(len(addresses), np.int64) if payload_starts is None else payload_starts
         return cls(
@@ -176,10 +176,10 @@ class Descriptors:
 
     @classmethod
     def concatenate(cls, batches: Sequence["Descriptors"]) -> "Descriptors":
-        """The blocks of all batches, in order, as one batch.
+        """Concatenate batches into one, in order.
 
         Raises:
-            InvalidArgumentError: The batches are on different devices, wait for different things,
+            InvalidArgumentError: The batches are on different devices or wait for different marks,
                 or there is none.
         """
         require_instances("batches", batches, Descriptors, at_least_one=True)
@@ -201,20 +201,19 @@ class Descriptors:
 
 
 class BlockDescriber:
-    """Turns block ids into descriptors; what is the same for every block is worked out once.
+    """Describer of blocks: turns block ids into descriptors by precomputed templates.
 
     Which pages of a block touch follows from the static layout, and which blocks touch from
-    runs of block ids: neighbours are merged there, never by comparing descriptors.
+    runs of block ids: neighbours are merged by these, never by comparing descriptors.
 
     Args:
         caches: The canonical caches; kept alive by every descriptor.
         blocks_per_chunk: Consecutive blocks of a request that are stored under one key.
-        mappings: For each group how its blocks correspond to portable pages, which are then what
-            is stored under one key.
+        mappings: Page mapping of each group; if given, a portable page is stored under each key.
 
     Attributes:
-        overlaid_groups: Sets of groups whose blocks of one id are the same bytes, wholly or in
-            part.
+        overlaid_groups: Sets of groups that share memory: blocks of one id are the same bytes,
+            wholly or in part.
 
     Raises:
         InvalidArgumentError: `blocks_per_chunk` is not positive, or not 1 beside mappings; or
@@ -283,9 +282,9 @@ class BlockDescriber:
             group: KV-cache group of the blocks.
             block_ids: Integers, `(n,)`, in request order, each at most once.
             first_block_index: Index of the first block within its request, in blocks. Where it
-                is not a multiple of `blocks_per_chunk`, the first chunk begins with the blocks
-                that are skipped. Portable pages are never stored in part.
-            num_pages: Portable pages to describe, where the last block has fewer than it could.
+                is not a multiple of `blocks_per_chunk`, the first chunk lacks its leading blocks.
+                Portable pages are never stored in part.
+            num_pages: Portable pages to describe, where the last block is filled only in part.
 
         Returns:
             `ceil((n + skip) / blocks_per_chunk)` chunks, or the portable pages of the blocks.
@@ -351,13 +350,13 @@ def describe(
     blocks_per_chunk: int = 1,
     first_block_index: int = 0,
 ) -> Descriptors:
-    """Describe blocks once; see `BlockDescriber.describe`, which to keep for repeated use."""
+    """Describe blocks once; keep a `BlockDescriber` for repeated use, see its `describe`."""
     describer = BlockDescriber(caches, blocks_per_chunk=blocks_per_chunk)
     return describer.describe(group, block_ids, first_block_index=first_block_index)
 
 
 def _overlaid_groups(caches: CanonicalKVCaches) -> tuple[frozenset[int], ...]:
-    """The largest sets of groups that have a tensor in common."""
+    """Find the largest sets of groups that have a tensor in common."""
     users: dict[int, set[int]] = {}
     for group, refs in enumerate(caches.group_data_refs):
         for ref in refs:

@@ -1,4 +1,4 @@
-"""Arrays that the host writes and the device reads."""
+"""Device arrays: arrays that the host writes and a device reads."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def require_device(name: str, device: torch.device | str) -> torch.device:
     """Find the device that an argument names.
 
     Raises:
-        InvalidArgumentError: It names none, or one that this machine does not have.
+        InvalidArgumentError: The value is not a device, or this machine does not have it.
     """
     expected = "a device of this machine, such as 'cpu'"
     if not isinstance(device, (str, torch.device)):
@@ -25,20 +25,20 @@ def require_device(name: str, device: torch.device | str) -> torch.device:
 
 
 class DeviceArray:
-    """A host array and its copy on a device, which changes at `commit` only.
+    """Host array with a copy on a device, which changes at `commit` only.
 
-    A commit does not wait for the device: it copies to pinned staging memory, so the host array
-    may be changed at once, and the device copies from there in the order of its stream. Only a
-    commit that comes while the one before is still being copied waits for that one.
+    A commit does not wait for the device: it copies to a pinned staging buffer, so the host array
+    may be changed at once, and the device copies from there in the order of its stream. A commit
+    waits only for the copy of the commit before it.
 
     Args:
         shape: Elements along each dimension.
         dtype: Type of the elements.
-        device: Where the copy lives.
+        device: Device of the copy.
 
     Attributes:
-        host: Zeroed.
-        device: Zeroed; on the CPU, too, other memory than `host`.
+        host: The host array, zeroed.
+        device: The device's copy, zeroed; separate memory from `host` also on the CPU.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class DeviceArray:
         shown = self.device[:stop]
         if self._copied is not None:
             self._copied.synchronize()
-        # By numpy: torch wakes threads for 100 KB, and on a busy machine waits long for them.
+        # By numpy: torch wakes threads for 100 KB, which is slow on a busy machine.
         np.copyto(self._staged_array[:stop], self.host[:stop])
         if self._copied is not None:
             shown.copy_(self._staged[:stop], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Engine layouts: how an engine keeps its KV cache in memory, described by axes."""
+"""Engine layouts: the arrangement of an engine's KV cache in memory, described by axes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from kvxfer.kvcache.attention_backend import AttentionLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
-    """One way in which an engine keeps its KV cache.
+    """Layout of one engine's KV cache.
 
-    Axes are named as in `KVLayout`. Here `block` may be merged with what is inside of it, as an
-    engine has it in one dimension: `block*token` are token slots, `block*kernel` kernel blocks.
+    Axes are named as in `KVLayout`. Here `block` may be merged with the axis inside of it, if the
+    engine has both in one dimension: `block*token` are token slots, `block*kernel` kernel blocks.
 
     Attributes:
-        engine: The engine.
-        releases: Its releases, in words.
-        name: What the engine or its users call it.
-        shape: Axes of one registered tensor, in the order of its shape. Axes that are in memory
-            and not here are steps from one registered tensor to the next.
+        engine: Name of the engine.
+        releases: Releases of the engine, in words.
+        name: Name of the layout among the engine's users.
+        shape: Axes of one registered tensor, in the order of its shape. Axes of `memory` that are
+            missing here are steps from one registered tensor to the next.
         memory: Axes of one allocation, outermost first.
-        allocations: Axes each index of which is an allocation of its own, outermost first.
-        content: What a block holds.
-        note: What else there is to know.
+        allocations: Axes of which each index is an allocation of its own, outermost first.
+        content: Content of a block.
+        note: Further remarks.
     """
 
     engine: str
@@ -46,7 +46,7 @@ class EngineLayout:
 
     @property
     def layout(self) -> str:
-        """How `canonicalize` reads one registered tensor, as an axis string of `KVLayout`."""
+        """Layout of one registered tensor for `canonicalize`, as an axis string of `KVLayout`."""
         registered = {factor for axis in self.shape.split() for factor in axis.split("*")}
         axes = (axis for axis in self.memory.split() if registered.issuperset(axis.split("*")))
         return " ".join("block" if axis.startswith("block*") else axis for axis in axes)
@@ -67,13 +67,13 @@ class EngineLayout:
         return AttentionLayout(" ".join(per_layer), self.memory if "layer" in memory else None)
 
     def runs_per_block(self, sizes: Mapping[str, int]) -> int:
-        """Contiguous pieces of memory that one block of all layers is in.
+        """Count the contiguous pieces of memory of one block of all layers.
 
         Args:
             sizes: Size of every axis but `block`.
 
         Raises:
-            InvalidArgumentError: An axis outside of the blocks has no size, or none that can be.
+            InvalidArgumentError: An axis outside of the blocks has no size, or an invalid one.
         """
         require_instance("sizes", sizes, Mapping)
         outer = self.order[: self.order.index("block")]

@@ -1,4 +1,4 @@
-"""Pairs of fragments: which bytes of one batch go where in another one of the same blocks."""
+"""Fragment pairs: source and destination of each fragment of a copy between equal blocks."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kvxfer.kvcache.fragments import Addresses, cut_long, join, touch
 
 
 class FragmentPairs(NamedTuple):
-    """Fragments and where each goes, uint64, `(num_fragments,)` each."""
+    """Source, destination and length of each fragment of a copy, uint64, `(num_fragments,)`."""
 
     sources: Addresses
     destinations: Addresses
@@ -19,7 +19,7 @@ class FragmentPairs(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """Fragments on either side."""
+        """Number of pairs."""
         return len(self.lengths)
 
     @property
@@ -29,20 +29,20 @@ class FragmentPairs(NamedTuple):
 
     @property
     def mean_bytes(self) -> int:
-        """Bytes of a typical pair, of which there must be one."""
+        """Mean length of a pair in bytes; there must be at least one pair."""
         return self.num_bytes // self.num_pairs
 
     def take(self, chosen: slice | NDArray[np.bool_]) -> "FragmentPairs":
-        """Some of the pairs."""
+        """Select some of the pairs."""
         return FragmentPairs(*(column[chosen] for column in self))
 
     def cut(self, longest: int) -> "FragmentPairs":
-        """The same bytes in pairs of at most `longest` bytes."""
+        """Cut the pairs into pairs of at most `longest` bytes."""
         return FragmentPairs(*cut_long(longest, *self))
 
 
 def pair_fragments(source: Descriptors, destination: Descriptors) -> FragmentPairs:
-    """Cut two batches of equal blocks at the boundaries of both, and join what still touches.
+    """Cut two batches of equal blocks at the boundaries of both, and join pairs that touch.
 
     Raises:
         InvalidArgumentError: The batches differ in blocks or in the bytes of a block.
@@ -66,10 +66,10 @@ def pair_fragments(source: Descriptors, destination: Descriptors) -> FragmentPai
 
 
 def require_same_blocks(source: Descriptors, destination: Descriptors) -> None:
-    """Check that two batches have as many blocks, of as many bytes.
+    """Check that two batches have the same number of blocks, of the same sizes.
 
     Raises:
-        InvalidArgumentError: They have not.
+        InvalidArgumentError: The batches differ.
     """
     ours, theirs = source.block_sizes, destination.block_sizes
     if not np.array_equal(ours, theirs):
@@ -78,12 +78,12 @@ def require_same_blocks(source: Descriptors, destination: Descriptors) -> None:
 
 
 def _is_in_one_piece(batch: Descriptors) -> bool:
-    """Whether each block is, as the slots of a pool and the buffers of a stage are."""
+    """Whether each block is one piece, as in the slots of a pool and in staging buffers."""
     return len(batch) == batch.num_blocks and bool((np.diff(batch.block_offsets) == 1).all())
 
 
 def _spread(whole: Descriptors, cut: Descriptors) -> Addresses:
-    """Where in blocks of one piece the pieces of a batch of the same blocks are."""
+    """Compute addresses, in blocks of one piece, of the fragments of a cut batch."""
     ends = np.zeros(len(cut) + 1, np.uint64)
     np.cumsum(cut.lengths, out=ends[1:])
     bases = whole.addresses - ends[cut.block_offsets[:-1]]
@@ -97,7 +97,7 @@ def _cut_both(
 ) -> tuple[Addresses, Addresses, Addresses]:
     source_ends, destination_ends = np.cumsum(source.lengths), np.cumsum(destination.lengths)
     ends = np.concatenate((source_ends, destination_ends))
-    ends.sort(kind="stable")  # merges what is sorted already, which `union1d` does not
+    ends.sort(kind="stable")  # merges sorted runs, which is faster than `union1d`
     ends = ends[np.concatenate(([True], ends[1:] != ends[:-1]))]
     lengths = np.diff(ends, prepend=np.uint64(0))
     from_ = _addresses_at(source, source_ends, ends, lengths)
@@ -107,7 +107,7 @@ def _cut_both(
 def _addresses_at(
     batch: Descriptors, batch_ends: Addresses, ends: Addresses, lengths: Addresses
 ) -> Addresses:
-    """Where pieces begin that end at `ends`, among which are the ends of the batch's own."""
+    """Compute addresses of the pieces that end at `ends`, a superset of the batch's own ends."""
     if len(batch_ends) == len(ends):
         return batch.addresses
     counts = np.diff(np.searchsorted(ends, batch_ends), prepend=-1)

@@ -1,7 +1,7 @@
-"""Fragments of memory in arrays: joined where they touch, cut where they are long, and counted off.
+"""Fragments of memory in arrays: joined where they touch, cut where they are long, and grouped.
 
-A fragment is one element of every column: of each that says where it begins, such as its address
-on either side of a copy, and of the last one, its length in bytes.
+A fragment is one element of every column: its addresses, such as those on both sides of a copy,
+and, in the last column, its length in bytes.
 """
 
 from collections.abc import Iterator
@@ -22,23 +22,23 @@ def touch(begins: Column, lengths: Column) -> NDArray[np.bool_]:
 
 
 def firsts_of_runs(goes_on: NDArray[np.bool_]) -> NDArray[np.intp]:
-    """The first fragment of each run.
+    """Find the first fragment of each run.
 
     Args:
-        goes_on: For each fragment but the first, whether it goes on with the run before it.
+        goes_on: For each fragment but the first, whether it continues the run before it.
     """
     return np.flatnonzero(np.concatenate(([True], ~goes_on)))
 
 
 def join(touching: NDArray[np.bool_], *columns: Column) -> tuple[Column, ...]:
-    """Make one fragment of those that touch.
+    """Join fragments that touch.
 
     Args:
-        touching: For each fragment but the first, whether it is one with the one before it.
-        columns: Of the fragments; lengths last.
+        touching: For each fragment but the first, whether to join it with the one before it.
+        columns: Columns of the fragments; lengths last.
 
     Returns:
-        The columns of what is left.
+        The columns of the joined fragments.
     """
     if not touching.any():
         return columns
@@ -48,7 +48,7 @@ def join(touching: NDArray[np.bool_], *columns: Column) -> tuple[Column, ...]:
 
 
 def cut_long(longest: int, *columns: Addresses) -> tuple[Addresses, ...]:
-    """Cut fragments into some of at most `longest` bytes; columns as for `join`."""
+    """Cut fragments into pieces of at most `longest` bytes; columns as for `join`."""
     *begins, lengths = columns
     if not len(lengths) or int(lengths.max()) <= longest:
         return columns
@@ -60,19 +60,19 @@ def cut_long(longest: int, *columns: Addresses) -> tuple[Addresses, ...]:
 
 
 def count_each(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The numbers from 0 to each of `counts` (exclusive), one after the other."""
+    """Concatenate the ranges from 0 to each of `counts` (exclusive)."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def cut_runs(
     sizes: Column, max_bytes: int, *, longest_run: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Cut a row of things into runs of at most `max_bytes`, or of one thing.
+    """Cut a sequence of items into runs of at most `max_bytes`, or of one item.
 
     Args:
-        sizes: Bytes of each.
-        max_bytes: Of a run of more than one.
-        longest_run: Most things in a run; any number by default.
+        sizes: Bytes of each item.
+        max_bytes: Bound on the bytes of a run of several items.
+        longest_run: Bound on the items of a run; none by default.
 
     Yields:
         Start and stop (exclusive) of each run, in order.
@@ -87,7 +87,7 @@ def cut_runs(
 
 
 def cut_evenly(sizes: Column, num_runs: int) -> Iterator[tuple[int, int]]:
-    """Cut a row of things into at most `num_runs` runs of about equal bytes; see `cut_runs`."""
+    """Cut a sequence of items into at most `num_runs` runs of about equal bytes; see `cut_runs`."""
     ends = np.cumsum(sizes, dtype=np.int64)
     limits = ends[-1] * np.arange(1, num_runs + 1) // num_runs
     yield from pairwise([0, *dict.fromkeys((ends.searchsorted(limits) + 1).tolist())])

@@ -12,16 +12,16 @@ from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.spec import KVCacheSpec
 
 SPLIT_AXES = frozenset({"kv", "layer", "head"})
-"""Axes that may lie outside the block axis: each of their indices is a tensor of its own."""
+"""Axes that may lie outside the block axis: each of their indices has pages of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The axes of a tensor, outermost first as they lie in memory, as in einops.
+    """Layout of a tensor: its axes, outermost first in memory, written as in einops.
 
     Axes are `block`, `kv`, `token`, `head`, `dim`, `layer`, and `s0`, `s1`, ... for states.
     `kv*dim` is one dimension of the tensor that runs over two axes, the first one outermost.
-    The order is that of the strides and says nothing about the order of the tensor's shape.
+    The order is that of the strides, independent of the order of the tensor's shape.
 
     Attributes:
         axes: One entry per dimension of the tensor.
@@ -39,14 +39,14 @@ class KVLayout:
 
     @classmethod
     def parse(cls, layout: "str | KVLayout", *, name: str = "layout") -> "KVLayout":
-        """Read a layout such as `"block head token kv*dim"`.
+        """Parse a layout such as `"block head token kv*dim"`.
 
         Args:
             layout: The layout.
-            name: What an error calls it.
+            name: Name of the argument in errors.
 
         Raises:
-            InvalidArgumentError: It is not a list of distinct axes with `block` among them.
+            InvalidArgumentError: The text is not a list of distinct axes with `block` among them.
         """
         if isinstance(layout, KVLayout):
             return layout
@@ -59,7 +59,7 @@ class KVLayout:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """Every axis by itself."""
+        """Every single axis, merged ones split."""
         return tuple(factor for axis in self.axes for factor in axis.split("*"))
 
     @property
@@ -73,15 +73,15 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutReading:
-    """A tensor understood as a layout: what each axis is in the tensor.
+    """Reading of a tensor by a layout: the dimension and the stride of each axis.
 
-    Axes of size 1 have no place in memory: their `dims` entry is None and their stride is what
-    it would be in a dense tensor.
+    Axes of size 1 have no place in memory: their `dims` entry is None and their stride is that of
+    a dense tensor.
 
     Attributes:
         layout: The layout.
         sizes: Size of each axis of the layout.
-        dims: Dimension of the tensor that is this axis.
+        dims: Dimension of the tensor of each axis.
         strides: Stride of each axis, elements of the tensor.
         kernel_blocks_per_block: Steps along the block axis that make up one block.
     """
@@ -115,7 +115,7 @@ class LayoutReading:
 
 
 def page_layout(layout: KVLayout, kernel_blocks_per_block: int) -> str:
-    """What a ref says of its pages: their axes, and the kernel blocks that they are made of."""
+    """Format the layout of a ref's pages: their axes, and the kernel blocks of a block."""
     if kernel_blocks_per_block == 1:
         return str(layout)
     return f"{layout}, {kernel_blocks_per_block} kernel blocks per block"
@@ -131,24 +131,23 @@ def recognise(
     tensor_index: int = 0,
     layer_name: str = "",
 ) -> KVLayout:
-    """Name the one layout that the shape and the strides of a registered tensor fit.
+    """Find the one layout that the shape and the strides of a registered tensor fit.
 
-    Dimensions are sorted by stride; the order of the shape is not looked at, and neither is
-    anything else a reader could guess from. Readings that differ only in the place of axes of
-    size 1 are the same reading.
+    Dimensions are sorted by stride; neither the order of the shape nor any other hint is used.
+    Readings that differ only in the position of axes of size 1 are the same reading.
 
     Args:
-        tensor: What the engine registered, on any device.
+        tensor: The tensor that the engine registered, on any device.
         spec: The layer's spec.
         num_blocks: Blocks in the block pool; the tensor may have a multiple of it when the
             kernel's blocks are smaller.
-        layout: The caller's word for the layout; it is checked like any other.
+        layout: Layout given by the caller; it is checked as any other.
         num_layers: Layers in a cross-layer tensor; None for a tensor of one layer.
-        tensor_index: Which of `spec.cache_tensors` this is.
-        layer_name: For the error text.
+        tensor_index: Index of the tensor in `spec.cache_tensors`.
+        layer_name: Name of the layer in errors.
 
     Raises:
-        AmbiguousLayoutError: Two layouts fit, and each would give the bytes another meaning.
+        AmbiguousLayoutError: Two layouts fit, which give the bytes different meanings.
         UnknownLayoutError: No layout fits.
         InvalidArgumentError: `layout` is not a layout that a page can be read from.
     """
@@ -182,8 +181,8 @@ def fitting_readings(
     """List every layout of `form` that fits, each meaning once.
 
     Args:
-        tensor: What the engine registered.
-        form: What it may look like.
+        tensor: The tensor that the engine registered.
+        form: Its axes, sizes and known layouts.
         num_blocks: Blocks in the block pool.
         layout: Try this layout only.
         num_layers: Layers in a cross-layer tensor; None for a tensor of one layer.
@@ -216,7 +215,7 @@ def unknown_layout(
     layout: str | KVLayout | None = None,
     num_layers: int | None = None,
 ) -> UnknownLayoutError:
-    """Say what was looked for and what was found."""
+    """Make the error of a tensor that fits no layout: the known layouts, and the tensor."""
     expected = []
     for candidate in _candidates(form, layout, num_layers):
         known = _known_sizes(form.axis_sizes, num_blocks, num_layers, 1)
@@ -228,12 +227,12 @@ def unknown_layout(
 def ambiguous_layout(
     tensor: torch.Tensor, readings: Sequence[LayoutReading], layer_name: str
 ) -> AmbiguousLayoutError:
-    """Say which layouts fit."""
+    """Make the error of a tensor that fits several layouts."""
     return AmbiguousLayoutError(layer_name, describe_tensor(tensor), list(map(str, readings)))
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
-    """Shape, stride and dtype in words."""
+    """Format shape, stride and dtype of a tensor."""
     return f"shape {tuple(tensor.shape)}, stride {tensor.stride()}, dtype {tensor.dtype}"
 
 
@@ -250,7 +249,7 @@ def _candidates(
 
 
 def _with_layer_axis(layout: KVLayout) -> list[KVLayout]:
-    """Where engines put the layers: around everything, inside the block, inside the head.
+    """Add a layer axis where engines have one: outermost, inside the block, inside the head.
 
     Source: `get_kv_cache_stride_order(include_num_layers_dimension=True)` of vLLM's backends.
     """
@@ -289,7 +288,7 @@ def _names_every_axis(layout: KVLayout, form: CacheTensorForm, num_layers: int |
 def _known_sizes(
     page_axes: Mapping[str, int], num_blocks: int, num_layers: int | None, ratio: int
 ) -> dict[str, int]:
-    """Size of every axis when `ratio` kernel blocks make up a block."""
+    """Compute the size of every axis when `ratio` kernel blocks make up a block."""
     sizes = {**page_axes, "block": num_blocks * ratio, "layer": num_layers or 1}
     if "token" in sizes:
         sizes["token"] //= ratio
@@ -301,7 +300,7 @@ def _axis_size(axis: str, known: Mapping[str, int]) -> int:
 
 
 def _meaning(layout: KVLayout, known: Mapping[str, int], num_blocks: int) -> tuple[str, ...]:
-    """The axes without those of size 1, which have no place in memory.
+    """List the axes without those of size 1, which have no place in memory.
 
     Kernel blocks of one token each, all of them in one block, are the tokens of that block.
     """
@@ -350,11 +349,11 @@ def _page_strides(
     *,
     whole_blocks: bool,
 ) -> tuple[int, ...] | None:
-    """Strides of all axes, or None when a page would not be one contiguous piece.
+    """Compute the strides of all axes; None when a page would not be one contiguous piece.
 
-    Within a page everything is dense, except that one layer's page may be padded, and that other
-    layers may lie between the heads. From block to block, and from K to V outside of it, anything
-    may lie between.
+    A page is dense, except that one layer's page may be padded, and that other layers may lie
+    between the heads. Between blocks, and between K and V outside of the blocks, gaps of any size
+    are allowed.
     """
     block = layout.axes.index("block")
     splits = prod(sizes[:block])
@@ -381,7 +380,7 @@ def _page_strides(
 
 
 def same_bytes(actual: torch.dtype, expected: torch.dtype) -> bool:
-    """Say whether elements are the same; engines register 8-bit floats as plain bytes."""
+    """Whether two dtypes have the same bytes; engines register 8-bit floats as plain bytes."""
     plain = (torch.uint8, torch.int8)
     if expected.itemsize == 1 and (actual in plain or expected in plain):
         return actual.itemsize == 1

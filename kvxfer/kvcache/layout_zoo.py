@@ -1,4 +1,4 @@
-"""The layout zoo: how engines, release by release, keep their KV caches in memory. Data only."""
+"""Layout zoo: the KV-cache layouts of engines, release by release. Data only."""
 
 from kvxfer.kvcache.engine_layout import EngineLayout
 from kvxfer.kvcache.vllm_layouts import VLLM_LAYOUTS
@@ -147,7 +147,7 @@ TENSORRT_LLM_LAYOUTS = (
 )
 
 LAYOUT_ZOO = (*VLLM_LAYOUTS, *SGLANG_LAYOUTS, *TRANSFORMERS_LAYOUTS, *TENSORRT_LLM_LAYOUTS)
-"""Every layout that kvxfer knows of.
+"""Every engine's layout that is known to kvxfer.
 
 Source: vLLM's packages 0.20 to 0.32, and its threads 27743 (blocks of all layers), 44455 (packed
 K/V) and 42082 (the six names); SGLang's `mem_cache/memory_pool.py` and `mem_cache/pool_host`, and

@@ -1,4 +1,4 @@
-"""Stretches of memory, as hardware wants them registered."""
+"""Memory regions: contiguous ranges of memory, to be registered with hardware."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,13 +12,13 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryRegion:
-    """One stretch of memory that blocks will be moved from and to.
+    """Contiguous range of memory that blocks will be moved from and to.
 
     Attributes:
-        address: Of its first byte.
-        num_bytes: Its length.
-        owner: What keeps the memory alive; whoever registers the region keeps it.
-        device: Where the address is valid.
+        address: Address of its first byte.
+        num_bytes: Length of the region.
+        owner: Object that keeps the memory alive; to be kept as long as the region is registered.
+        device: Device on which the address is valid.
     """
 
     address: int
@@ -28,7 +28,7 @@ class MemoryRegion:
 
 
 def memory_regions(caches: CanonicalKVCaches) -> list[MemoryRegion]:
-    """The memory of caches, each byte in one region."""
+    """List the memory regions of caches, each byte in one region."""
     spans = sorted(
         (str(tensor.device), start, start + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1])
         for tensor in (each.tensor for each in caches.tensors)

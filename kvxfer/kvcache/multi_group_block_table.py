@@ -1,4 +1,4 @@
-"""The block tables of all KV-cache groups, changed together."""
+"""Block tables of all KV-cache groups, changed together."""
 
 from collections.abc import Sequence
 
@@ -13,21 +13,21 @@ from kvxfer.kvcache.spec import MambaSpec
 
 
 class MultiGroupBlockTable:
-    """One `BlockTable` per KV-cache group; a request has the same row in all of them.
+    """Block tables of all KV-cache groups; a request has the same row in each of them.
 
     Args:
         config: The blocks, groups and specs.
         max_num_requests: Rows.
         max_tokens_per_request: Tokens that a row must have room for.
         max_num_batched_tokens: Tokens of the largest batch.
-        tokens_per_kernel_block: For each group the tokens of the kernel's blocks; those of the
-            group's own blocks unless given.
+        tokens_per_kernel_block: Tokens of the kernel's blocks, for each group; by default those of
+            the group's own blocks.
         row_alignment_tokens: Rows are padded to a multiple of so many tokens.
-        device: Where the kernels read.
+        device: Device of the kernels.
 
     Attributes:
         tables: The table of each group.
-        max_num_requests: Rows.
+        max_num_requests: Number of rows.
 
     Raises:
         InvalidArgumentError: As `BlockTable`, or there is not one kernel block per group.
@@ -81,7 +81,7 @@ class MultiGroupBlockTable:
 
         Raises:
             InvalidArgumentError: There is not one list per group, or as `BlockTable.append_row`.
-                The row stays as it was in every group.
+                The row is unchanged in every group.
             BlockIdError: A block id is negative or past the end of the cache; likewise.
         """
         require_one_per_group("block_ids", block_ids, len(self.tables))
@@ -95,17 +95,17 @@ class MultiGroupBlockTable:
             raise
 
     def add_row(self, block_ids: Sequence[ArrayLike], row_index: int) -> None:
-        """Make these blocks the only ones of a row; errors as `append_row`, on an empty row."""
+        """Replace the blocks of a row; errors as `append_row`, on an empty row."""
         self.clear_row(row_index)
         self.append_row(block_ids, row_index)
 
     def clear_row(self, row_index: int) -> None:
-        """Forget the blocks of a row."""
+        """Remove all blocks of a row."""
         for table in self.tables:
             table.clear_row(row_index)
 
     def move_row(self, source: int, target: int) -> None:
-        """Make row `target` what row `source` is, and clear `source`."""
+        """Move the blocks of row `source` to row `target`, and clear `source`."""
         for table in self.tables:
             table.move_row(source, target)
 
@@ -115,7 +115,7 @@ class MultiGroupBlockTable:
             table.swap_row(first, second)
 
     def commit(self, num_requests: int) -> list[torch.Tensor]:
-        """Show the first rows of every group to the device; see `BlockTable.commit`."""
+        """Copy the first rows of every group to the device; see `BlockTable.commit`."""
         return [table.commit(num_requests) for table in self.tables]
 
     def compute_slot_mapping(

@@ -1,4 +1,4 @@
-"""Page boxes: what the bytes of a page are, as boxes of elements strided along named axes."""
+"""Page boxes: the content of a page, as boxes of elements strided along named axes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,13 +10,13 @@ from kvxfer.errors import PageMappingError
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """One step of an index: an axis, or one of several that together count along an axis.
+    """Digit of an index along an axis, as in a mixed-radix number; an axis may have several.
 
     Attributes:
-        axis: Axis that it counts along.
-        size: Values that it takes.
-        stride_bytes: From one value to the next in the page.
-        step: By how much the index along the axis grows with it.
+        axis: Axis of the index.
+        size: Number of the digit's values.
+        stride_bytes: Bytes from one value to the next in the page.
+        step: Increase of the index along the axis per value.
     """
 
     axis: str
@@ -27,7 +27,7 @@ class Digit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageBox:
-    """What one layer keeps of one kind in a page: its keys, values, latents or a state.
+    """Box of one layer's elements of one kind in a page: its keys, values, latents or a state.
 
     An element's index along an axis is `first` plus the sum of `step` times the value of every
     digit of the axis; its place is `offset_bytes` plus the sum of their strides. An axis without
@@ -36,11 +36,11 @@ class PageBox:
     Attributes:
         layer_name: The layer.
         part: `k`, `v`, `latent`, `state0`, `state1`, ..., or `opaque` for bytes of all kinds.
-        dtype: Type of the elements, bytes where they have no meaning one by one.
+        dtype: Type of the elements; bytes where single elements have no meaning.
         digits: All digits; those of one axis in the order of falling steps.
-        offset_bytes: Where in the page the box begins.
+        offset_bytes: Start of the box in the page.
         first: Index of the box's first element along the axes where that is not zero.
-        encoding: What else the bytes depend on, when more than their place does.
+        encoding: Name of the encoding, if the bytes depend on more than their place.
     """
 
     layer_name: str
@@ -65,33 +65,33 @@ class PageBox:
         return count
 
     def first_index(self, axis: str) -> int:
-        """Index of the first element along an axis."""
+        """Return the index of the first element along an axis."""
         return dict(self.first).get(axis, 0)
 
     def extent(self, axis: str) -> int:
-        """From the first to the last index along an axis, both included."""
+        """Count the indices along an axis from the first to the last, both included."""
         return _extent([digit for digit in self.digits if digit.axis == axis])
 
     def moved(self, num_bytes: int) -> "PageBox":
-        """The same box further on in the page."""
+        """Make the same box, `num_bytes` further on in the page."""
         return replace(self, offset_bytes=self.offset_bytes + num_bytes)
 
     def shifted(self, axis: str, count: int) -> "PageBox":
-        """The same bytes, as elements further on along an axis."""
+        """Make a box of the same bytes whose indices along an axis are larger by `count`."""
         first = dict(self.first) | {axis: self.first_index(axis) + count}
         return replace(self, first=tuple(sorted(first.items())))
 
     def interleaved(self, axis: str, *, run: int, rank: int, num_ranks: int) -> "PageBox":
-        """The same bytes, as elements of an axis that `num_ranks` workers share in turns.
+        """Make a box of the same bytes with an axis interleaved among `num_ranks` workers.
 
         Args:
-            axis: Axis along which workers take turns.
-            run: Neighbours that one worker holds before it is the next one's turn.
-            rank: Whose turn this worker's first element is.
-            num_ranks: Workers.
+            axis: Axis that is interleaved.
+            run: Neighbouring elements of one worker, before those of the next.
+            rank: Position of this worker's run among the workers'.
+            num_ranks: Number of workers.
 
         Raises:
-            PageMappingError: Turns do not end where digits of the box do.
+            PageMappingError: Runs do not end where digits of the box do.
         """
         if self.extent(axis) % run:
             raise PageMappingError(axis, f"{self.extent(axis)} per block", f"whole turns of {run}")
@@ -113,13 +113,13 @@ class PageBox:
         return replace(self, digits=tuple(digits)).shifted(axis, rank * run)
 
     def narrowed(self, axis: str, start: int, stop: int) -> "PageBox | None":
-        """The elements whose index along an axis is from `start` to `stop` (exclusive).
+        """Select the elements whose index along an axis is from `start` to `stop` (exclusive).
 
         Returns:
-            None when there are none.
+            The box of these elements; None when there are none.
 
         Raises:
-            PageMappingError: They are not a box.
+            PageMappingError: These elements are not a box.
         """
         first = self.first_index(axis)
         low, high = max(start - first, 0), min(stop - first, self.extent(axis))
@@ -135,7 +135,7 @@ class PageBox:
             inside = _extent(rest)
             (begin, low), (end, high) = divmod(low, digit.step), divmod(high - 1, digit.step)
             high += 1
-            if low >= inside:  # behind what that step has
+            if low >= inside:  # past the last element of that step
                 begin, low = begin + 1, 0
             if begin > end:
                 return None

@@ -1,4 +1,4 @@
-"""What the pages of a layer hold, element by element."""
+"""Page contents: the boxes of elements in the pages of a layer."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -7,19 +7,19 @@ from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.registered import LayerPlace, RegisteredCache
 
 Axes = Iterable[tuple[str, int, int]]
-"""Name, size and stride in elements of axes, which may be several in one, as `kv*dim`."""
+"""Name, size and stride in elements of axes, merged ones such as `kv*dim` included."""
 
 
 def read_contents(
     cache: RegisteredCache, index: int, outer: Mapping[str, int], places: Sequence[LayerPlace]
 ) -> tuple[PageBox, ...]:
-    """Say what is in the pages that one tensor of a registered cache has in one place.
+    """Describe the pages that one tensor of a registered cache has at one place.
 
     Args:
         cache: The registered cache.
-        index: Which of its tensors.
+        index: Index of the tensor in the cache.
         outer: Index of the place along each axis outside of the block axis.
-        places: Layers whose data is there, of one group.
+        places: Layers, of one group, whose data is at the place.
 
     Returns:
         Boxes for the layers in their order, keys before values; offsets count from the place.
@@ -49,12 +49,12 @@ def layer_boxes(
     kernel_blocks_per_block: int,
     outer: Mapping[str, int],
 ) -> list[PageBox]:
-    """Say what one layer's page is.
+    """Describe one layer's page.
 
     Args:
         layer_name: The layer.
-        form: What the layer keeps.
-        axes: Those inside of a page, and the block axis, whose stride is a kernel block's.
+        form: Form of the layer's tensor.
+        axes: Axes inside of a page, and the block axis, whose stride is a kernel block's.
         kernel_blocks_per_block: Steps along the block axis that make up one block.
         outer: Index of the page along each axis outside of the block axis.
 
@@ -98,7 +98,7 @@ def layer_boxes(
 
 
 def _single_axes(axes: Axes, form: CacheTensorForm, ratio: int) -> Iterator[tuple[str, int, int]]:
-    """Every axis by itself, but for the one axis that keys and values of unequal width have."""
+    """Yield every single axis, merged ones split, except keys and values of unequal width."""
     known = form.axis_sizes
     for axis, size, stride in axes:
         if axis in known or "*" not in axis:
@@ -113,5 +113,5 @@ def _single_axes(axes: Axes, form: CacheTensorForm, ratio: int) -> Iterator[tupl
 
 
 def _position(cache: RegisteredCache, place: LayerPlace) -> int:
-    """Step along the layer axis at which a layer's data lies."""
+    """Find the step along the layer axis at which a layer's data lies."""
     return next(index for index, places in enumerate(cache.positions) if place in places)

@@ -1,4 +1,4 @@
-"""Page mappings: where the bytes of a worker's blocks are in pages that no worker has."""
+"""Page mappings: the correspondence of a worker's blocks and portable pages, byte by byte."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from kvxfer.kvcache.page_box import PageBox
 from kvxfer.kvcache.portable_page import PortablePage, PortableTensor, tensor_names
 
 DIVISIBLE_AXES = frozenset({"head", "token"})
-"""Axes of which a worker's block may have another part than the portable page."""
+"""Axes along which a worker's block may have another part than the portable page."""
 
 MAX_DIGEST = (1 << 128) - 1
-"""Largest number that a digest of a key is."""
+"""Largest digest of a key, a number of 128 bits."""
 
 Offsets = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRun:
-    """Equal fragments, evenly apart on both sides.
+    """Run of equal fragments, evenly spaced on both sides.
 
     Fragment i is `fragment_size` bytes, at `local_offset + i * local_stride` of the worker's
     block and at `canonical_offset + i * canonical_stride` of the portable page.
@@ -43,15 +43,15 @@ class CopyRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """Pieces that are contiguous both in a worker's blocks and in a portable page.
+    """Fragments that are contiguous both in a worker's blocks and in a portable page.
 
     Sorted by their place in the page; int64, `(num_fragments,)` each.
 
     Attributes:
-        blocks: Which of the worker's blocks in the page each piece is in.
-        local_offsets: Where in that block's payload.
-        page_offsets: Where in the portable page.
-        lengths: Bytes.
+        blocks: Index of each fragment's block among the worker's blocks of the page.
+        local_offsets: Offset of each fragment in that block's payload.
+        page_offsets: Offset of each fragment in the portable page.
+        lengths: Bytes of each fragment.
     """
 
     blocks: Offsets
@@ -76,7 +76,7 @@ class Fragments:
         return cls(*join(touching, blocks, local, page, lengths))
 
     def runs(self) -> list[tuple[int, CopyRun]]:
-        """The fragments as evenly strided runs, each with the block it is in."""
+        """Group the fragments into evenly strided runs, each with the index of its block."""
         fields = np.stack((self.blocks, self.lengths, self.local_offsets, self.page_offsets))
         steps = np.diff(fields)
         runs: list[tuple[int, CopyRun]] = []
@@ -98,7 +98,7 @@ class Fragments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageMapping:
-    """How one worker's blocks correspond to portable pages.
+    """Mapping of one worker's blocks to portable pages.
 
     A page has the tokens of `blocks_per_page` of the worker's blocks, or a block has those of
     `pages_per_block` pages; one of the two numbers is 1.
@@ -107,9 +107,9 @@ class PageMapping:
         page: The portable page.
         block_size_bytes: Bytes of the payload of one of the worker's blocks.
         blocks_per_page: Consecutive blocks that hold one page.
-        pages: For each page that one block holds where its bytes are.
-        num_writers: Workers that hold these same bytes.
-        writer_index: Which of them this worker is.
+        pages: Fragments of each page that one block holds.
+        num_writers: Number of workers that hold these same bytes.
+        writer_index: Index of this worker among them.
     """
 
     page: PortablePage
@@ -134,7 +134,7 @@ class PageMapping:
         """Shards of a page that this worker holds, whole.
 
         Raises:
-            PageMappingError: It holds a part of one.
+            PageMappingError: The worker holds only a part of some shard.
         """
         held = []
         ends = np.cumsum(self.page.shard_sizes).tolist()
@@ -152,8 +152,8 @@ class PageMapping:
         """Whether it is this worker's turn to store the bytes that several hold.
 
         Args:
-            number: The same for all workers, such as the block's id where ids are; or a digest of
-                the block's key.
+            number: A number that all workers share, such as the block's id if ids are shared, or a
+                digest of the block's key.
         """
         number = require_integer("number", number, maximum=MAX_DIGEST)
         return number % self.num_writers == self.writer_index
@@ -175,21 +175,21 @@ def compile_mapping(
     num_writers: int = 1,
     writer_index: int = 0,
 ) -> PageMapping:
-    """Work out once how a worker's blocks correspond to portable pages.
+    """Compute the mapping of a worker's blocks to portable pages.
 
     Args:
-        boxes: What the payload of a block is; indices of heads and tokens are those of the whole
-            model and of the block as all workers together have it.
+        boxes: Boxes of a block's payload; indices of heads are those in the whole model, and of
+            tokens those in the block of all workers together.
         page: The portable page.
         tokens_per_block: Tokens that a block spans, over all workers that share its tokens.
-        payload_sizes: Bytes of the pieces that a payload is made of; what is contiguous in the
-            payload is contiguous in memory only within one of them.
+        payload_sizes: Bytes of the pieces of a payload; neighbouring bytes of the payload are
+            contiguous in memory only within one piece.
         num_writers: See `PageMapping`.
         writer_index: See `PageMapping`.
 
     Raises:
-        PageMappingError: The page is no rearrangement of the boxes' elements; names the axis or
-            the tensor that is in the way.
+        PageMappingError: The page is no rearrangement of the boxes' elements; the error names the
+            axis or the tensor that prevents it.
     """
     tokens = page.num_tokens or tokens_per_block
     cuts = np.cumsum(payload_sizes)
@@ -225,18 +225,18 @@ def compile_mapping(
 
 
 def verify_mappings(mappings: Sequence[PageMapping]) -> None:
-    """Prove that the workers of a model and its portable pages are the same bytes.
+    """Prove that the workers of a model together hold each byte of its portable pages once.
 
     Every worker's fragments must be bytes of its blocks, none of them twice; and for each turn
-    the workers whose turn it is must tile the page exactly once. That they are all bytes of the
-    blocks that carry data, `compile_mapping` has seen to.
+    the workers whose turn it is must tile the page exactly once. `compile_mapping` ensures that
+    the fragments are all bytes of the blocks that carry data.
 
     Args:
-        mappings: Those of all workers for one group.
+        mappings: Mappings of all workers for one group.
 
     Raises:
-        PageMappingError: Some byte of a page is nobody's, or that of two workers; or workers cut
-            their blocks into different pages.
+        PageMappingError: A byte of a page belongs to no worker, or to two; or workers cut their
+            blocks into different pages.
         InvalidArgumentError: There is no mapping, which would prove nothing.
     """
     require_instances("mappings", mappings, PageMapping, at_least_one=True)
@@ -266,9 +266,9 @@ def _require_tiles(parts: Sequence[Fragments], size: int) -> None:
 def _place(
     box: PageBox, tensor: PortableTensor, offset: int, num_blocks: int, tokens_per_block: int
 ) -> list[Fragments]:
-    """Where the elements that a box and a portable tensor both have are in each.
+    """Compute the fragments of the elements that a box and a portable tensor both have.
 
-    Several blocks are all inside of the page, so that the first says where the others are.
+    Several blocks are all inside of the page, so the first determines the places of the others.
     """
     _require_same_elements(box, tensor)
     for axis, first, size in zip(tensor.axes, tensor.first, tensor.shape, strict=True):
@@ -304,7 +304,7 @@ def _place(
 def _coalesce(
     loops: Sequence[tuple[int, int, int]], length: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Take out the loops that only lengthen the contiguous piece inside of them."""
+    """Merge loops over adjacent pieces into one longer piece."""
     left = [loop for loop in loops if loop[0] > 1]
     while True:
         inner = next((loop for loop in left if loop[1:] == (length, length)), None)
@@ -331,7 +331,7 @@ def _require_tensors(named: Iterable[str], page: PortablePage) -> None:
 
 
 def _require_disjoint(mapping: PageMapping) -> None:
-    """Check that no byte of a block is in two places of a page, and none of a page in two."""
+    """Check that fragments overlap neither in the blocks nor in the page."""
     for fragments in mapping.pages:
         ends = fragments.page_offsets + fragments.lengths
         if (ends[:-1] > fragments.page_offsets[1:]).any():

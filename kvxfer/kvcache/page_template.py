@@ -1,4 +1,4 @@
-"""Page templates: where portable pages are in a worker's memory, worked out for every block."""
+"""Page templates: addresses of portable pages in memory, computed once for all blocks."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,12 +13,12 @@ from kvxfer.kvcache.page_mapping import Fragments, PageMapping
 
 
 class PageTemplate:
-    """Turns block ids of one group into pieces of memory, in the order of a portable page.
+    """Template of one group's portable pages: turns block ids into pieces, in the page's order.
 
     Args:
         caches: The canonical caches.
-        refs: Those of the group.
-        mapping: The group's mapping.
+        refs: Refs of the group.
+        mapping: Page mapping of the group.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class PageTemplate:
     def expand(
         self, ids: NDArray[np.int64], num_pages: int | None
     ) -> tuple[Addresses, Addresses, NDArray[np.int64]]:
-        """Addresses, lengths, and the first piece of each page.
+        """Compute addresses, lengths, and the first piece of each page.
 
         Raises:
-            InvalidArgumentError: The blocks are not those of whole pages, or not of as many.
+            InvalidArgumentError: The blocks are not whole pages, or not as many as `num_pages`.
         """
         per_page, per_block = self.mapping.blocks_per_page, self.mapping.pages_per_block
         if len(ids) % per_page:
@@ -61,7 +61,7 @@ class PageTemplate:
 
 
 class _Pieces:
-    """The pieces of one page, joined where they touch in memory and are of one shard."""
+    """Pieces of one page, joined where they touch in memory and belong to one shard."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class _Pieces:
         self._bases, self._strides, self.lengths = (each.astype(np.uint64) for each in joined)
 
     def at(self, ids: NDArray[np.int64]) -> Addresses:
-        """Addresses for pages of these blocks, `(num_pages, num_pieces)`."""
+        """Compute the addresses for pages of these blocks, `(num_pages, num_pieces)`."""
         blocks = ids.astype(np.uint64)[:, self._blocks]
         blocks *= self._strides
         blocks += self._bases

@@ -1,4 +1,4 @@
-"""Pages: where in memory each layer keeps its part of a block, in bytes."""
+"""Pages: addresses, strides and sizes of each layer's part of a block, in bytes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from kvxfer.kvcache.registered import LayerPlace, RegisteredCache
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The bytes that one block after the other has in one place.
+    """Pages of all blocks at one place of a tensor, such as those of one layer.
 
     Block b's page is `num_fragments` fragments, the first of them at
     `address + b * block_stride_bytes`. There is one fragment unless kernel blocks are smaller
@@ -24,16 +24,16 @@ class Pages:
     Attributes:
         group: Group of the layers.
         layer_names: Layers whose data this is.
-        layout: How a page reads.
+        layout: Layout of a page.
         storage: The storage that owns the bytes.
-        address: Where block 0 begins.
-        num_blocks: Blocks.
-        block_stride_bytes: From one block to the next.
+        address: Address of block 0's page.
+        num_blocks: Number of blocks.
+        block_stride_bytes: Bytes from one block to the next.
         num_fragments: Fragments of one page.
-        fragment_size_bytes: One fragment, padding included.
-        fragment_stride_bytes: From one fragment to the next.
-        data_size_bytes: From the first to the last byte of a page that carries data.
-        boxes: What that data is; offsets count from `address`.
+        fragment_size_bytes: Bytes of one fragment, padding included.
+        fragment_stride_bytes: Bytes from one fragment to the next.
+        data_size_bytes: Bytes from the first to the last byte of a page that carries data.
+        boxes: Boxes of that data; offsets count from `address`.
     """
 
     group: int
@@ -51,12 +51,12 @@ class Pages:
 
     @property
     def extent_bytes(self) -> int:
-        """From the first to the last byte of a page, padding included."""
+        """Bytes from the first to the last byte of a page, padding included."""
         return (self.num_fragments - 1) * self.fragment_stride_bytes + self.fragment_size_bytes
 
     @property
     def geometry(self) -> tuple[int, int, int, int]:
-        """What is equal for two layers that alias the same bytes."""
+        """Geometry of a page, equal for two layers that alias the same bytes."""
         return (
             self.address,
             self.num_fragments,
@@ -65,14 +65,14 @@ class Pages:
         )
 
     def fragments(self) -> Iterator[tuple[int, int]]:
-        """First and end address of each fragment of block 0's page."""
+        """Yield the first and the end address of each fragment of block 0's page."""
         for index in range(self.num_fragments):
             start = self.address + index * self.fragment_stride_bytes
             yield start, start + self.fragment_size_bytes
 
 
 def find_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
-    """Say where the pages of a registered cache are, in layer order, K before V.
+    """Find the pages of a registered cache, in layer order, K before V.
 
     Raises:
         LayoutError: The tensors of one layer do not make up one page.
@@ -112,7 +112,7 @@ def _tensor_pages(cache: RegisteredCache, index: int) -> list[Pages]:
 
 
 def _places_of_groups(cache: RegisteredCache) -> list[tuple[tuple[LayerPlace, ...], int]]:
-    """Each group's layers inside a row of all layers, and the last position it uses."""
+    """List each group's layers inside a row of all layers, and the last position it uses."""
     layers: dict[int, list[LayerPlace]] = {}
     last: dict[int, int] = {}
     for position, places in enumerate(cache.positions):
@@ -170,7 +170,7 @@ def _pages(
 
 
 def _padded_kernel_page_bytes(cache: RegisteredCache, index: int) -> int:
-    """Bytes of one step along the block axis, padding included, for all layers in it."""
+    """Compute the bytes of one step along the block axis, padding included, for all its layers."""
     reading = cache.readings[index]
     alone = len(cache.tensors) == 1
     page_bytes = cache.spec.page_size_bytes if alone else cache.forms[index].page_size_bytes
@@ -184,7 +184,7 @@ def _follow_each_other(cache: RegisteredCache, num_blocks: int) -> bool:
     """Whether several tensors make up one page over one raw allocation.
 
     Raises:
-        LayoutError: They do not, and they must, because the page is padded as a whole.
+        LayoutError: They do not, although they must because the page is padded as a whole.
     """
     spans = _spans(cache)
     steps = {
@@ -211,7 +211,7 @@ def _follow_each_other(cache: RegisteredCache, num_blocks: int) -> bool:
 
 
 def _spans(cache: RegisteredCache) -> list[tuple[int, int]]:
-    """Address and bytes of block 0 in each tensor, in the order of memory."""
+    """List the address and the bytes of block 0 in each tensor, in the order of memory."""
     return sorted(
         (tensor.data_ptr(), form.page_size_bytes)
         for tensor, form in zip(cache.tensors, cache.forms, strict=True)

@@ -1,4 +1,4 @@
-"""Portable pages: the bytes of a block as no worker has them, the same for all of them."""
+"""Portable pages: a block of the whole model in one fixed order, the same for all workers."""
 
 import re
 from collections import Counter
@@ -19,14 +19,14 @@ _NUMBER = re.compile(r"(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortableTensor:
-    """One tensor of a portable page, contiguous, row-major.
+    """Tensor of a portable page, contiguous, row-major.
 
     Attributes:
-        name: E.g. `layers.3.k`.
+        name: Name of the tensor, e.g. `layers.3.k`.
         dtype: Type of the elements.
-        axes: Outermost first, e.g. `("head", "token", "dim")`.
+        axes: Axes, outermost first, e.g. `("head", "token", "dim")`.
         shape: Size of each axis.
-        first: Index of the first element along each axis: not all zero in a part of a page.
+        first: Index of the first element along each axis: not all zero in a shard.
         encoding: See `PageBox`.
     """
 
@@ -51,7 +51,7 @@ class PortableTensor:
 
 @dataclass(frozen=True, slots=True)
 class PortablePage:
-    """All heads, all tokens, all layers of a block, cut into shards that are stored one by one.
+    """Portable page: a block's tokens for all heads and layers, in shards with keys of their own.
 
     Attributes:
         shards: The tensors of each shard, in the order of their bytes.
@@ -76,16 +76,16 @@ class PortablePage:
 
     @property
     def offsets_bytes(self) -> tuple[int, ...]:
-        """Where each tensor begins in the page, one shard after the other."""
+        """Offset of each tensor in the page, one shard after the other."""
         sizes = [tensor.num_bytes for tensor in self.tensors]
         return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
 
     @property
     def num_tokens(self) -> int | None:
-        """Tokens of the page; None when it has none, but states.
+        """Tokens of the page; None when it has only states.
 
         Raises:
-            PageMappingError: Its tensors differ in that.
+            PageMappingError: Its tensors have different numbers of tokens.
         """
         counts = {t.shape[t.axes.index("token")] for t in self.tensors if "token" in t.axes}
         if len(counts) > 1:
@@ -101,23 +101,23 @@ def portable_page(
     num_shards: int = 1,
     axes: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> PortablePage:
-    """Find the page that has everything which the boxes of one worker are a part of.
+    """Derive the portable page of the whole model from the boxes of one worker.
 
     Tensors are in the order of the numbers in their names. In every tensor the heads come first,
-    then tokens, then what is inside of them, so that the heads of any worker are one piece of it.
+    then tokens, then the inner axes, so that the heads of any worker are one piece of it.
 
     Args:
-        boxes: Of one block, with the indices that they have in the whole model.
+        boxes: Boxes of one block, with their indices in the whole model.
         shard: The worker.
         num_tokens: Tokens of a portable page.
-        num_shards: Equal shares of the heads that are stored one by one; as many as the most
-            workers that will divide them. Tensors without heads are in the first.
+        num_shards: Equal shares of the heads, stored under separate keys: the largest number of
+            workers that will divide the heads. Tensors without heads are in the first.
         axes: Order of the axes of some parts where all engines agree on another one, e.g.
             `{"k": ("head", "dim", "token")}`.
 
     Raises:
-        InvalidArgumentError: A part has other axes than the order says, or the heads of some
-            tensor cannot be divided so.
+        InvalidArgumentError: A part has other axes than its order in `axes`, or the heads of some
+            tensor cannot be divided into `num_shards`.
     """
     parts: dict[str, list[PageBox]] = {}
     for name, box in zip(tensor_names(boxes), boxes, strict=True):
@@ -163,10 +163,10 @@ def _share_heads(tensor: PortableTensor, num_shards: int) -> Iterator[PortableTe
 
 
 def tensor_names(boxes: Sequence[PageBox]) -> list[str]:
-    """Name what boxes hold, alike in all engines: `layers.3.k`.
+    """Name the tensors of boxes in the same way for all engines: `layers.3.k`.
 
-    A layer is called by its number where its name has exactly one, and by its name where it has
-    not, or where another layer has the same number.
+    A layer is called by the number in its name, or by its name if that has no or several numbers,
+    or if another layer has the same number.
     """
     layers = dict.fromkeys(box.layer_name for box in boxes)
     numbers = {name: [int(found) for found in _NUMBER.findall(name)] for name in layers}
@@ -179,6 +179,6 @@ def tensor_names(boxes: Sequence[PageBox]) -> list[str]:
 
 
 def natural_order(name: str) -> tuple[list[str | int], str]:
-    """Sort key by which layer 9 comes before layer 10."""
+    """Make a sort key by which layer 9 comes before layer 10."""
     pieces = _NUMBER.split(name)
     return [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)], name

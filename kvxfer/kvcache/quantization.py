@@ -1,25 +1,25 @@
-"""Quantization of cached elements: where the scales are that make numbers of them."""
+"""Quantization of cached elements: the place of their scales."""
 
 from enum import Enum
 
 SCALE_SIZE_BYTES = 4
-"""One scale, a float32. Source: vLLM, `TritonAttentionBackend.customize_spec`."""
+"""Bytes of one scale, a float32. Source: vLLM, `TritonAttentionBackend.customize_spec`."""
 
 
 class KVQuantization(Enum):
-    """How cached elements are scaled."""
+    """Scaling of cached elements."""
 
     NONE = "none"
-    """Elements are numbers by themselves."""
+    """No scale: elements are numbers by themselves."""
 
     PER_TENSOR = "per tensor"
-    """One scale for all of a layer; it belongs to the model and is not in the cache."""
+    """One scale for a whole layer; it belongs to the model and is not in the cache."""
 
     PER_TOKEN_HEAD = "per token and head"  # noqa: S105 - a token of text
-    """Two scales for each token and head. Each of the key and the value ends in its own, a latent
-    ends in both."""
+    """Two scales for each token and head, one at the end of the key and one at the end of the
+    value; both at the end of a latent."""
 
     @property
     def scale_bytes_per_token_head(self) -> int:
-        """Bytes of the scales that one token and head has in the cache."""
+        """Bytes of the scales of one token and head in the cache."""
         return 2 * SCALE_SIZE_BYTES if self is KVQuantization.PER_TOKEN_HEAD else 0

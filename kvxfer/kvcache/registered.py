@@ -1,4 +1,4 @@
-"""Registered caches: what an engine handed over, checked and understood, before any byte view."""
+"""Registered caches: tensors that an engine registered, checked and matched with their layouts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ Layouts = Mapping[str, str | KVLayout]
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """A layer and the group it belongs to."""
+    """Layer and the group that it belongs to."""
 
     group: int
     layer_name: str
@@ -33,14 +33,14 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredCache:
-    """One registered entry: its tensors, how they read, and whose pages they hold.
+    """Registered entry: its tensors, their layouts, and the layers whose pages they hold.
 
     Attributes:
-        name: The name it was registered under.
+        name: Name under which it was registered.
         spec: Spec of the layer, or of each layer of a cross-layer tensor.
         tensors: The registered tensors.
-        forms: What each of them was to look like.
-        readings: How each of them reads.
+        forms: Expected form of each of them.
+        readings: Reading of each of them by its layout.
         positions: For each step along the layer axis the layers whose pages lie there; one
             position for a tensor without a layer axis. Layers of different groups may share one.
     """
@@ -56,14 +56,14 @@ class RegisteredCache:
 def read_registered(
     kv_caches: KVCaches, config: KVCacheConfig, layouts: Layouts | None
 ) -> list[RegisteredCache]:
-    """Check what an engine registered and understand every tensor, in group and layer order.
+    """Check registered tensors and find the layout of each, in group and layer order.
 
     Raises:
-        InvalidArgumentError: An entry is missing, unknown, or not what its spec asks for; or
+        InvalidArgumentError: An entry is missing, unknown, or does not match its spec; or
             tensors are on several devices or on none.
-        AmbiguousLayoutError: A tensor reads in two ways.
-        UnknownLayoutError: A tensor reads as nothing that its spec allows, or its bytes are not
-            its elements, as in a view that conjugates or negates.
+        AmbiguousLayoutError: A tensor fits two layouts.
+        UnknownLayoutError: A tensor fits no layout of its spec, or its bytes are not its elements,
+            as in a view that conjugates or negates.
     """
     require_instance("kv_caches", kv_caches, Mapping)
     require_instance("config", config, KVCacheConfig)
@@ -87,7 +87,7 @@ def read_registered(
 
 
 def as_tensors(entry: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors of one registered entry."""
+    """List the tensors of one registered entry."""
     return (entry,) if isinstance(entry, torch.Tensor) else tuple(entry)
 
 
@@ -132,7 +132,7 @@ def _read_layer(
     forms = _forms(tensors, spec, name)
     layout = layouts.get(name)
     if layout is not None and len({form.layouts for form in forms}) > 1:
-        raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: tensors have their own")
+        raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: its tensors differ")
     readings = []
     for tensor, form in zip(tensors, forms, strict=True):
         padded = spec.page_size_bytes if len(forms) == 1 else None
@@ -148,7 +148,7 @@ def _read_layer(
 def _forms(
     tensors: Sequence[torch.Tensor], spec: KVCacheSpec, layer_name: str
 ) -> tuple[CacheTensorForm, ...]:
-    """What the tensors of a layer are to look like, by their number."""
+    """Choose the forms of a layer's tensors by their number."""
     whole, separate = spec.cache_tensors, spec.separate_cache_tensors
     for forms in (whole, separate):
         if len(tensors) == len(forms):
@@ -204,7 +204,7 @@ def _read_cross_layer(
 
 
 def _layer_positions(config: KVCacheConfig) -> tuple[tuple[LayerPlace, ...], ...] | None:
-    """Which layers lie at each step of a layer axis; None when the engine did not say."""
+    """List the layers at each step of a layer axis; None if unknown."""
     groups = {name: i for i, group in enumerate(config.groups) for name in group.layer_names}
     if config.shared_tensors:
         if sum(map(len, config.shared_tensors)) != len(groups):
@@ -219,7 +219,7 @@ def _layer_positions(config: KVCacheConfig) -> tuple[tuple[LayerPlace, ...], ...
 
 
 def _is_one_tensor(kv_caches: KVCaches, config: KVCacheConfig) -> bool:
-    """Whether every entry is the same memory, and not one layer of several."""
+    """Whether all entries are the same tensor, and it is not that of one layer among several."""
     entries = [as_tensors(entry) for entry in kv_caches.values()]
     if any(len(tensors) != 1 for tensors in entries):
         return False

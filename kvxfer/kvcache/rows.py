@@ -1,4 +1,4 @@
-"""Rows: pages of several layers that lie side by side in every block, as one piece of memory."""
+"""Rows: pages of several layers that are adjacent in every block, joined into one piece."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from kvxfer.kvcache.pages import Pages
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Bytes `address + b * block_stride_bytes` up to `size_bytes` further, for every block b.
+    """Row: `size_bytes` bytes at `address + b * block_stride_bytes`, for every block b.
 
     Attributes:
-        members: Pages that lie in it; those of different groups may be the same bytes.
-        size_bytes: The row: the whole block stride when nothing else lies in it.
+        members: Pages in the row; those of different groups may be the same bytes.
+        size_bytes: Bytes of a row: the whole block stride if it holds nothing else.
     """
 
     address: int
@@ -34,7 +34,7 @@ class Row:
         return self.address + (self.num_blocks - 1) * self.block_stride_bytes + self.used_bytes
 
     def as_tensor(self, device: torch.device) -> torch.Tensor:
-        """int8 view `(num_blocks, size_bytes)` over the storage; no copy."""
+        """View the rows as int8 `(num_blocks, size_bytes)` over the storage; no copy."""
         return torch.empty(0, dtype=torch.int8, device=device).set_(
             self.storage,
             self.address - self.storage.data_ptr(),
@@ -44,14 +44,14 @@ class Row:
 
 
 def join_rows(pages: Sequence[Pages]) -> list[Row]:
-    """Join pages that touch or coincide in every block into rows, and leave the others alone.
+    """Join pages that touch or coincide in every block into rows; other pages are rows alone.
 
-    Pages touch when they have one block stride and no byte between them that no layer declared;
-    a gap may belong to someone else, so it is never part of a row.
+    Pages touch when they have one block stride and no undeclared byte between them; a gap may be
+    used by the engine for something else, so it is never part of a row.
 
     Raises:
         OverlapError: Pages share some bytes, but are not the same pages.
-        LayoutError: A page is in several pieces and nothing fills the gaps.
+        LayoutError: A page is in several pieces whose gaps no other layer fills.
     """
     by_place = sorted(pages, key=lambda p: (p.block_stride_bytes, p.address, p.extent_bytes))
     rows = []

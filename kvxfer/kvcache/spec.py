@@ -1,4 +1,4 @@
-"""KV-cache specs: what a layer keeps per block, and how specs merge."""
+"""KV-cache specs: the content of a layer's blocks, by type of layer, and merging of specs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,11 @@ from kvxfer.kvcache.quantization import KVQuantization
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec(ABC):
-    """What one layer keeps per block.
+    """Spec of one layer's cache: the content and the size of a block.
 
-    Implementors must say which tensors an engine registers for a layer; nothing outside the
-    class knows the family. A family whose specs may merge although they differ overrides
-    `merge_alike`.
+    Implementors must define the tensors that an engine registers for a layer; code outside the
+    class does not depend on the type of layer. A type whose specs may merge although they differ
+    overrides `merge_alike`.
 
     Attributes:
         tokens_per_block: Tokens that one block of the block table counts.
@@ -52,11 +52,11 @@ class KVCacheSpec(ABC):
     @property
     @abstractmethod
     def cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-        """The tensors that an engine registers for a layer, in the order of their bytes."""
+        """Forms of the tensors that an engine registers for a layer, in order of their bytes."""
 
     @property
     def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-        """The tensors of a layer where engines may also register its parts one by one."""
+        """Forms of a layer's tensors if an engine registers its parts one by one."""
         return ()
 
     @property
@@ -70,15 +70,15 @@ class KVCacheSpec(ABC):
         return self.page_size_padded or self.unpadded_page_size_bytes
 
     def for_layer(self, layer_name: str) -> "KVCacheSpec":  # noqa: ARG002 - only collections look
-        """The spec of one layer: itself, unless every layer has its own."""
+        """Return the spec of one layer: itself, unless every layer has its own."""
         return self
 
     @staticmethod
     def merge(specs: "Sequence[KVCacheSpec]") -> "KVCacheSpec":
-        """Merge the specs of layers that are to share one group; the inputs stay as they are.
+        """Merge the specs of layers that are to share one group; the inputs stay unchanged.
 
-        Equal specs merge. So do full-attention specs that differ only in having a window: no
-        window stays none, one value is taken over, two values are refused.
+        Equal specs merge. So do full-attention specs of which some have a window and others none:
+        a single window applies to all, two different ones are refused.
 
         Raises:
             InvalidArgumentError: There is no spec.
@@ -105,7 +105,7 @@ class KVCacheSpec(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """Keys and values of every token of a block.
+    """Spec of attention: keys and values of every token of a block.
 
     Attributes:
         num_kv_heads: KV heads on this worker.
@@ -170,7 +170,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def _parts(self) -> tuple[tuple[str, int], ...]:
-        """Keys and values, with their scales, and how wide they are."""
+        """Names and widths of keys and values, scales included."""
         scales = self.quantization.scale_bytes_per_token_head
         widths = {"k": self.head_dim, "v": self.head_dim_v or self.head_dim}
         return tuple((part, width + scales // 2) for part, width in widths.items())
@@ -178,10 +178,10 @@ class AttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
-    """Attention whose blocks are kept for all tokens.
+    """Spec of full attention: blocks are kept for all tokens.
 
     Attributes:
-        sliding_window: Tokens a layer attends to when the engine keeps the others anyway.
+        sliding_window: Tokens a layer attends to, if the engine keeps the others all the same.
         attention_chunk_tokens: Tokens of a local-attention chunk, likewise.
     """
 
@@ -199,7 +199,7 @@ class FullAttentionSpec(AttentionSpec):
             )
 
     def merge_alike(self, specs: Sequence[KVCacheSpec]) -> KVCacheSpec:
-        """Merge full-attention specs; one window or chunk in use is taken over for all.
+        """Merge full-attention specs; a window or chunk of some applies to all.
 
         Raises:
             SpecMergeError: The specs differ; names the field and the values.
@@ -218,7 +218,7 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """Attention whose blocks are freed when they leave the window.
+    """Spec of sliding-window attention: blocks are freed when they leave the window.
 
     Attributes:
         sliding_window: Tokens a layer attends to. Another window is another type of layer.
@@ -233,7 +233,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """Attention within chunks, whose blocks are freed with their chunk.
+    """Spec of attention within chunks: blocks are freed with their chunk.
 
     Attributes:
         attention_chunk_tokens: Tokens of one chunk.
@@ -248,12 +248,12 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
-    """Attention to the encoder's tokens."""
+    """Spec of attention to the encoder's tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LatentSpec(AttentionSpec):
-    """One latent vector per token instead of keys and values; `head_dim` is its width."""
+    """Spec of one latent vector per token instead of keys and values; `head_dim` is its width."""
 
     LAYOUTS: ClassVar[tuple[str, ...]] = LATENT_LAYOUTS
 
@@ -266,7 +266,7 @@ class _LatentSpec(AttentionSpec):
 
     @property
     def separate_cache_tensors(self) -> tuple[CacheTensorForm, ...]:
-        """Nothing: a latent has no parts."""
+        """Empty: a latent has no parts."""
         return ()
 
     @property
@@ -281,12 +281,12 @@ class _LatentSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec(_LatentSpec):
-    """Multi-head latent attention: one latent vector of `head_dim` elements per token."""
+    """Spec of multi-head latent attention: one latent vector of `head_dim` elements per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowMLASpec(_LatentSpec):
-    """Latent attention whose blocks are freed when they leave the window.
+    """Spec of latent attention whose blocks are freed when they leave the window.
 
     Attributes:
         sliding_window: Tokens a layer attends to. Another window is another type of layer.
@@ -301,7 +301,7 @@ class SlidingWindowMLASpec(_LatentSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """States of a Mamba or linear-attention layer; a block holds one of each.
+    """Spec of a Mamba or linear-attention layer: a block holds one of each of its states.
 
     Attributes:
         shapes: Shape of each state.
@@ -337,7 +337,7 @@ class MambaSpec(KVCacheSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Specs of one type that differ from layer to layer inside one group.
+    """Collection of specs of one type that differ from layer to layer inside one group.
 
     Attributes:
         layer_specs: Layer name to spec; all of one type and one `tokens_per_block`.
@@ -381,7 +381,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return tuple(form for spec in self.layer_specs.values() for form in spec.cache_tensors)
 
     def for_layer(self, layer_name: str) -> KVCacheSpec:
-        """The spec of one layer.
+        """Return the spec of one layer.
 
         Raises:
             InvalidArgumentError: The layer has no spec here.

@@ -1,4 +1,4 @@
-"""Storages: the memory that an engine allocated for its caches, and may take back."""
+"""Storages of caches: detection of memory that the engine freed or resized."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 
 
 class CacheStorages:
-    """Watches whether the tensors of caches still lie where they did.
+    """Storages of caches, compared with their first addresses and sizes to detect changes.
 
-    The storages are kept alive, but who shares them can resize them, to nothing as well: addresses
-    that were worked out before are then those of memory that is somebody else's, or nobody's.
+    The storages are kept alive, but the engine can still resize or empty them: addresses that were
+    computed before then point to memory in other use, or unmapped.
 
     Args:
         caches: The caches, as they are now.
@@ -23,7 +23,7 @@ class CacheStorages:
         self._places = list(self._find())
 
     def describe_change(self) -> str:
-        """Say which tensor lies elsewhere by now, or nowhere; empty when none does."""
+        """Describe the first tensor whose storage was freed or resized; empty if there is none."""
         places = list(self._find())
         if places == self._places:
             return ""
@@ -40,7 +40,7 @@ class CacheStorages:
         )
 
     def _find(self) -> Iterator[tuple[int, int]]:
-        """Address and bytes of each storage."""
+        """List the address and the bytes of each storage."""
         addresses = map(torch.UntypedStorage.data_ptr, self._storages)
         return zip(addresses, map(torch.UntypedStorage.nbytes, self._storages), strict=True)
 

@@ -1,10 +1,10 @@
-"""Marks in what a device has to do."""
+"""Stream marks: points in the work of a device that other work can wait for."""
 
 from typing import Protocol
 
 
 class StreamMark(Protocol):
-    """A place in the work that was given to a device, which other work can be made to wait for.
+    """Point in the work enqueued on a device, which other work can be made to wait for.
 
     Attributes:
         event: Handle of the driver's event.

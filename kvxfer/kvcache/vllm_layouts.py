@@ -1,4 +1,4 @@
-"""vLLM's layouts, release by release: the largest part of the layout zoo. Data only."""
+"""Layouts of vLLM, release by release: the largest part of the layout zoo. Data only."""
 
 from kvxfer.kvcache.engine_layout import EngineLayout
 

@@ -1,4 +1,4 @@
-"""Worker shards: which heads and tokens of a model one of its workers keeps."""
+"""Worker shards: the heads and tokens of a model that one of its workers keeps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.page_box import PageBox
 
 OPAQUE = "opaque"
-"""What parts are called whose bytes nobody can tell apart, before their number."""
+"""Prefix, before a number, of the names of parts that are plain bytes without axes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerShard:
-    """One worker of those that share the layers of a pipeline stage.
+    """Shard of one worker among those that share the layers of a pipeline stage.
 
     Workers are numbered as vLLM does: tensor parallelism innermost; decode context parallelism
     divides tokens among workers that hold the same heads, prefill context parallelism among
     groups of `tp_size` workers.
 
     Attributes:
-        rank: This worker, 0 to `tp_size * pcp_size - 1`.
+        rank: Rank of this worker, 0 to `tp_size * pcp_size - 1`.
         tp_size: Workers that divide the heads.
         num_kv_heads: KV heads of the whole model; fewer than `tp_size` are kept several times.
         pcp_size: Groups of workers that divide the tokens in prefill.
         dcp_size: Workers that divide the tokens among those that hold the same heads.
-        interleave_tokens: Neighbouring tokens that one worker keeps before the next one's turn.
+        interleave_tokens: Neighbouring tokens of one worker, before those of the next.
 
     Raises:
-        InvalidArgumentError: No such worker can be; names the number.
+        InvalidArgumentError: A number is invalid, or does not fit the others; the error names it.
 
     Source: `_RankContext` of vLLM's `offloading/canonical_mapping.py`.
     """
@@ -52,20 +52,20 @@ class WorkerShard:
 
     @property
     def num_workers(self) -> int:
-        """All workers."""
+        """Number of all workers."""
         return self.tp_size * self.pcp_size
 
     @property
     def num_token_shares(self) -> int:
-        """Workers that divide the tokens of a block."""
+        """Number of workers that divide the tokens of a block."""
         return self.pcp_size * self.dcp_size
 
     def place(self, boxes: Sequence[PageBox]) -> tuple[PageBox, ...]:
-        """Give the boxes of this worker's block the indices that they have in the whole model.
+        """Shift the boxes of this worker's block to their indices in the whole model.
 
         Raises:
             PageMappingError: The boxes have another number of heads than such a worker keeps,
-                turns of tokens do not end where the worker's digits do, or it is not known how
+                runs of tokens do not end where the worker's digits do, or it is not known how
                 workers divide a state.
         """
         require_instances("boxes", boxes, PageBox)
@@ -103,7 +103,7 @@ class WorkerShard:
         return tuple(placed)
 
     def total_heads(self, boxes: Sequence[PageBox]) -> int:
-        """Heads of the whole model in what these boxes, of one layer and part, are some of.
+        """Count the heads of the whole model in the layer and part of these boxes.
 
         Raises:
             InvalidArgumentError: There is no box.
@@ -114,7 +114,7 @@ class WorkerShard:
         return self.num_kv_heads
 
     def writers(self, boxes: Sequence[PageBox]) -> tuple[int, int]:
-        """How many workers hold the same bytes as this one, and which of them this is.
+        """Count the workers that hold the same bytes, and return this one's index among them.
 
         Raises:
             PageMappingError: Some boxes are kept by more workers than others.
@@ -141,7 +141,7 @@ class WorkerShard:
         return self.rank // self.tp_size * self.dcp_size + self._tp_rank % self.dcp_size
 
     def _num_copies(self, box: PageBox) -> int:
-        """Workers of a tensor-parallel group that keep the same heads of a box."""
+        """Count the workers of a tensor-parallel group that keep the same heads of a box."""
         if _is_state(box) or box.part.startswith(OPAQUE):
             return 1
         return max(1, self.tp_size // self.num_kv_heads) if "head" in box.axes else self.tp_size

@@ -1,4 +1,4 @@
-"""The seam between kvxfer and a medium: everything a backend must do."""
+"""Interface of backends: the methods that store, look up, load and delete blocks in a medium."""
 
 import enum
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from kvxfer.storage.keys import BlockKey, require_keys
 
 
 class Status(enum.Enum):
-    """What became of one block."""
+    """Result of storing or loading one block."""
 
     DONE = "done"
     MISSING = "missing"
@@ -27,7 +27,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one block, and whether its memory may be reused.
+    """Result of storing or loading one block, and whether its memory may be reused.
 
     Attributes:
         status: `DONE` only when every byte landed and was verified.
@@ -42,7 +42,7 @@ class Outcome:
 
     @property
     def done(self) -> bool:
-        """Whether the block arrived, whole and verified."""
+        """Whether the block was moved, whole and verified."""
         return self.status is Status.DONE
 
 
@@ -51,7 +51,7 @@ MISSING = Outcome(Status.MISSING)
 
 
 class Backend(ABC):
-    """Moves described blocks to and from one medium.
+    """Storage of blocks in one medium: moves described blocks to and from it.
 
     One constructor form for all: `Backend(config, namespace)`. Blocks of one namespace are
     never visible through another.
@@ -61,9 +61,9 @@ class Backend(ABC):
     - return exactly one outcome per key, in order; a miss is an outcome, not an exception;
     - report `DONE` for a load only after the bytes were verified where the medium allows it,
       and never write to the described memory of a block that is not there;
-    - not touch the described memory after the call returned or raised, but for blocks whose
-      outcome says that it is not safe. When cancelled, wait until the memory is quiet, then
-      raise `CancelledError`; what cannot be waited for is for `drain` to wait for;
+    - not touch the described memory after the call returned or raised, except that of blocks
+      whose outcome has `memory_safe=False`. When cancelled, wait until nothing touches the memory,
+      then raise `CancelledError`; transfers that cannot be waited for are waited for in `drain`;
     - keep no reference to the descriptors past the call;
     - raise only for misuse and when the backend as a whole is gone;
     - run `kvxfer.testing.BackendTests` in their own test suite.
@@ -75,24 +75,24 @@ class Backend(ABC):
     memory_kinds: frozenset[str] = frozenset({"cpu"})
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:  # noqa: B027 - most have no use for it
-        """Take note of memory that blocks will be in, e.g. to register it with hardware.
+        """Announce memory that blocks will be in, e.g. to register it with hardware.
 
         May be called several times, before any other method. Blocks may be elsewhere, too.
         """
 
-    async def start(self) -> None:  # noqa: B027 - most have nothing to begin
-        """Begin what must not wait for the first call, such as to listen; raises if it cannot."""
+    async def start(self) -> None:  # noqa: B027 - most have nothing to start
+        """Start services such as a listener before the first call; raise if that fails."""
 
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Say for each key whether a load would find it now."""
+        """Return for each key whether a load would find it now."""
 
     @abstractmethod
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Copy block i of `blocks` to the medium under `keys[i]`.
 
-        Storing a key that is there already is `DONE` and leaves the stored bytes as they are, if
-        they are all that block i has of its chunk, or more. Otherwise block i replaces them.
+        Storing a key that is present already is `DONE` and leaves the stored bytes as they are, if
+        they cover all that block i has of its chunk. Otherwise block i replaces them.
 
         Raises:
             LengthMismatchError: `keys` and `blocks` differ in length.
@@ -109,13 +109,13 @@ class Backend(ABC):
 
     @abstractmethod
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Forget the keys that are there; say for each whether it was there and was removed.
+        """Remove the blocks of keys; return for each whether it was present and was removed.
 
-        What is in use at that moment may stay.
+        A block that is in use at that moment may stay.
         """
 
-    async def flush(self) -> None:  # noqa: B027 - most keep a block where they are given it
-        """Wait until all that was stored before is kept for good: in each tier, and on the disk."""
+    async def flush(self) -> None:  # noqa: B027 - most have nothing to write back or to sync
+        """Wait until every block stored before is in each tier, and synced to the disk."""
 
     async def drain(self) -> None:  # noqa: B027 - most never leave memory unsafe
         """Wait until memory that earlier calls left unsafe is quiet, or the backend closed."""
@@ -137,10 +137,10 @@ class Backend(ABC):
 
 
 def require_batch(keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
-    """Check a batch, its keys and its blocks if it has any, before anything is read or written.
+    """Check the keys of a batch, and its blocks if given, before any byte is read or written.
 
     Raises:
-        InvalidArgumentError: The batch is empty or no sequence, or a key is not one.
+        InvalidArgumentError: `keys` is empty or not a sequence, or an element is not a block key.
         LengthMismatchError: There is not exactly one block per key.
         DuplicateError: A key appears twice.
     """

@@ -1,4 +1,4 @@
-"""Calls to a backend, whatever it does: their failures, their ends, their deadlines."""
+"""Calls of backend methods: errors become outcomes, deadlines hold, cancelled calls are awaited."""
 
 import asyncio
 import contextlib
@@ -24,13 +24,13 @@ async def call_backend(
 ) -> list[Outcome]:
     """Store or load a batch; every block is `FAILED` when the backend raises or miscounts.
 
-    Of a lost device nobody can say whether it still touches memory.
+    After a `DeviceLostError` the outcomes are not memory-safe: the device may still write.
 
     Args:
         move: `store` or `load` of a backend.
         keys: The keys.
         blocks: The blocks, one per key.
-        name: What the log and the reasons call it; the name of the method by default.
+        name: Name of the call in the log and in reasons; that of the method by default.
 
     Returns:
         One outcome per key, in order.
@@ -49,13 +49,13 @@ async def call_backend(
 
 
 async def finish(future: "asyncio.Future[T]") -> T:
-    """Wait for the end of something that must not be left alone, however often cancelled.
+    """Wait for the end of a future that must not be abandoned, however often cancelled.
 
     Returns:
-        Its result.
+        The future's result.
 
     Raises:
-        asyncio.CancelledError: The caller was cancelled; it has ended all the same.
+        asyncio.CancelledError: The caller was cancelled; the future has ended all the same.
     """
     try:
         return await asyncio.shield(future)
@@ -69,25 +69,25 @@ async def finish(future: "asyncio.Future[T]") -> T:
 
 
 class Calls:
-    """Calls with deadlines; those that do not end in time are cancelled and left behind.
+    """Calls with deadlines; a call that is late is cancelled and abandoned.
 
-    Owned by one event loop. Nothing waits for a call that was left behind but `drain`.
+    Owned by one event loop. Only `drain` waits for calls that were abandoned.
     """
 
     def __init__(self) -> None:
-        self._left: set[asyncio.Future[Any]] = set()
+        self._abandoned: set[asyncio.Future[Any]] = set()
         self._late: set[asyncio.Future[Any]] = set()
 
     @property
     def num_late(self) -> int:
-        """Calls that did not end in time and have not ended since."""
+        """Calls that exceeded their deadline and have not ended since."""
         return len(self._late)
 
-    async def within(self, timeout_s: float | None, call: Awaitable[T]) -> T:
-        """Wait for a call, but no longer than `timeout_s`; None is as long as it takes.
+    async def wait_for(self, timeout_s: float | None, call: Awaitable[T]) -> T:
+        """Wait for a call, but no longer than `timeout_s`; without a limit for None.
 
         Raises:
-            TimeoutError: It did not end in time.
+            TimeoutError: The call did not end in time.
             asyncio.CancelledError: The caller was cancelled; so is the call, which may go on.
         """
         if timeout_s is None:
@@ -96,27 +96,27 @@ class Calls:
         try:
             await asyncio.wait([task], timeout=timeout_s)
         except asyncio.CancelledError:
-            self.leave(task)
+            self.abandon(task)
             raise
         if task.done():
             return task.result()
         self._late.add(task)
-        self.leave(task)
+        self.abandon(task)
         raise TimeoutError
 
-    def leave(self, call: "asyncio.Future[Any]") -> None:
-        """Cancel a call and wait for it no longer; `drain` does."""
+    def abandon(self, call: "asyncio.Future[Any]") -> None:
+        """Cancel a call and abandon it; only `drain` waits for it."""
         call.cancel()
-        self._left.add(call)
+        self._abandoned.add(call)
         call.add_done_callback(self._end)
 
     async def drain(self) -> None:
-        """Wait for the end of the calls that were left behind until now."""
-        if self._left:
-            await asyncio.wait(self._left)
+        """Wait for the end of the calls that were abandoned until now."""
+        if self._abandoned:
+            await asyncio.wait(self._abandoned)
 
     def _end(self, call: "asyncio.Future[Any]") -> None:
-        self._left.discard(call)
+        self._abandoned.discard(call)
         self._late.discard(call)
         if not call.cancelled():
             call.exception()  # fetched, or asyncio reports it as never retrieved

@@ -1,4 +1,4 @@
-"""Who works on which key: one at a time."""
+"""Claims on keys: exclusive use of a key by one operation at a time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -8,7 +8,7 @@ from kvxfer.storage.keys import BlockKey
 
 
 class KeyClaims:
-    """Keys that somebody is working on, who must be alone in it.
+    """Exclusive claims on keys, held while blocks are moved between tiers.
 
     Owned by one event loop. A batch is claimed as a whole or not at all, so that no two batches
     ever wait for each other.
@@ -24,19 +24,19 @@ class KeyClaims:
         return key in self._ends
 
     async def wait(self, keys: Iterable[BlockKey]) -> None:
-        """Return as soon as none of these keys is claimed."""
+        """Wait until none of these keys is claimed."""
         keys = list(keys)
         while ends := [self._ends[key] for key in keys if key in self._ends]:
             await ends[0].wait()
 
     async def wait_for_all(self) -> None:
-        """Return as soon as no key at all is claimed."""
+        """Wait until no key is claimed."""
         while self._ends:
             await self.wait(list(self._ends))
 
     @contextmanager
     def hold(self, keys: Sequence[BlockKey]) -> Iterator[None]:
-        """Claim keys that are free, until the context ends."""
+        """Claim unclaimed keys until the context ends."""
         assert not any(key in self._ends for key in keys)
         end = asyncio.Event()
         self._ends |= dict.fromkeys(keys, end)
@@ -49,7 +49,7 @@ class KeyClaims:
 
     @asynccontextmanager
     async def acquire(self, keys: Sequence[BlockKey]) -> AsyncIterator[None]:
-        """Wait until the keys are free and claim them, until the context ends."""
+        """Wait until the keys are unclaimed, and claim them until the context ends."""
         await self.wait(keys)
         with self.hold(keys):
             yield

@@ -1,4 +1,4 @@
-"""Door of a backend: what every call passes before anything is read or written."""
+"""Entry checks of a backend: is it open, in its own process, and is the batch valid."""
 
 import os
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 
 
 class Door:
-    """Lets batches in that can be, while the backend is open, in the process that opened it.
+    """Entry checks of a backend's calls: open, not forked, keys and blocks valid.
 
     Args:
-        what: What errors call the backend.
-        namespace: Says which groups there are and how large their chunks are; without one, keys
-            of any group and blocks of any size are let in.
+        what: Name of the backend in errors.
+        namespace: Gives the groups and their chunk sizes; without one, keys of any group and
+            blocks of any size pass.
 
     Attributes:
         chunk_sizes: Bytes of a chunk of each group.
-        closed: Whether nothing is let in any more.
+        closed: Whether every call is refused because the backend was closed.
 
     Raises:
         InvalidArgumentError: The namespace has no groups.
@@ -38,7 +38,7 @@ class Door:
         self.closed = False
 
     def check(self) -> None:
-        """Check a call that is about no batch.
+        """Check a call without a batch.
 
         Raises:
             ClosedError: The backend was closed.
@@ -49,13 +49,13 @@ class Door:
             raise ClosedError(self._what)
 
     def check_batch(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
-        """Check a call about a batch: its keys, and its blocks if it has any.
+        """Check a call with a batch: its keys, and its blocks if given.
 
         Raises:
             ClosedError: The backend was closed.
             ForkedError: See `require_same_process`.
-            InvalidArgumentError: The batch cannot be, see `require_batch`; there is no such group;
-                or a block is larger than a chunk.
+            InvalidArgumentError: The batch is invalid, see `require_batch`; a key's group does not
+                exist; or a block is larger than a chunk.
         """
         self.check()
         require_batch(keys, *blocks)
@@ -75,7 +75,7 @@ class Door:
                 raise InvalidArgumentError(what, int(stops[at]), limit)
 
     def close(self) -> bool:
-        """Let nothing in any more; say whether anything was until now.
+        """Refuse every later call; return whether the backend was open until now.
 
         Raises:
             ForkedError: See `require_same_process`.

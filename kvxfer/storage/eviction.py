@@ -1,4 +1,4 @@
-"""Which block makes room for the next: LRU and ARC."""
+"""Eviction policies: the order in which blocks are evicted, LRU or ARC."""
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -9,14 +9,15 @@ from kvxfer.storage.keys import BlockKey
 
 
 class EvictionPolicy(ABC):
-    """Orders the resident keys by how soon they should make room.
+    """Eviction order of the resident keys of a store.
 
-    A resident key is either *held* (being stored, or pinned) or a *candidate*. Held keys are in
-    no order at all, so that skipping them costs nothing. The policy is told what happens and
+    A resident key is either *held* (being stored, or pinned) or a *candidate* for eviction. Held
+    keys are not ordered, so that skipping them costs nothing. The store calls the policy, which
     never acts by itself; every operation takes constant time.
 
     Implementors must accept exactly this order of calls: `admit` or `replace` makes a key
-    resident and held, `release` makes it a candidate, `hold` takes that back, `remove` ends it.
+    resident and held, `release` makes it a candidate, `hold` makes it held again, `remove` ends
+    its residence.
 
     Args:
         num_slots: Keys that can be resident at once.
@@ -31,14 +32,14 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def replace(self, key: BlockKey) -> BlockKey:
-        """Make an absent key resident and held, in the slot of the candidate that is returned.
+        """Make an absent key resident and held, in the slot of an evicted candidate; return that.
 
         Must only be called while there is a candidate.
         """
 
     @abstractmethod
     def evict(self) -> BlockKey:
-        """Make room without saying for whom: a candidate is resident no more, and returned.
+        """Evict a candidate without admitting another key; return it.
 
         Must only be called while there is a candidate. For stores that count bytes, where a key
         may need the room of several others, or of none.
@@ -50,7 +51,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def hold(self, key: BlockKey) -> None:
-        """Take a key out of the candidates; counts as a use."""
+        """Make a candidate held; counts as a use."""
 
     @abstractmethod
     def touch(self, key: BlockKey) -> None:
@@ -58,11 +59,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def remove(self, key: BlockKey) -> None:
-        """Forget a resident key that goes for another reason than eviction."""
+        """Remove a resident key for another reason than eviction."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget everything, history included."""
+        """Remove every key, ghosts included."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -70,7 +71,7 @@ class EvictionPolicy(ABC):
 
 
 class LRU(EvictionPolicy):
-    """Evicts the candidate that was used the longest time ago."""
+    """Least recently used: evicts the candidate whose last use is the longest ago."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
@@ -115,11 +116,11 @@ class LRU(EvictionPolicy):
 
 
 class ARC(EvictionPolicy):
-    """Balances keys used once against keys used again, by what it regrets having evicted.
+    """Adaptive replacement cache: balances recency, keys used once, against frequency.
 
-    A scan of keys that never return passes through without driving out those that do. Evicted
-    keys are remembered as ghosts: a ghost that is stored again says which of the two kinds was
-    given too little room. Residents and ghosts together are at most twice `num_slots`.
+    A scan of keys that are used once does not evict the keys used again and again. Evicted keys
+    are remembered as ghosts: a ghost that is stored again shows which of the two kinds had too
+    little room. Residents and ghosts together are at most twice `num_slots`.
 
     A key that is stored or pinned still counts as resident and only cannot be evicted; without
     held keys the decisions are those of the paper.
@@ -220,7 +221,7 @@ class ARC(EvictionPolicy):
         return victim
 
     def _adapt(self, key: BlockKey) -> None:
-        """Move the target towards the kind of key whose eviction `key` shows to be a mistake."""
+        """Shift the target towards recency or frequency, whichever ghost list has `key`."""
         recent, frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
         if key in self._recent_ghosts:
             step = max(frequent / recent, 1.0)
@@ -254,4 +255,4 @@ class ARC(EvictionPolicy):
 PolicyName = Literal["lru", "arc"]
 
 POLICIES: Mapping[PolicyName, type[EvictionPolicy]] = {"lru": LRU, "arc": ARC}
-"""Policies by the name that configurations give them."""
+"""Policies by their name in configurations."""

@@ -1,4 +1,4 @@
-"""Where a block is: its slot, its state, its pins."""
+"""Block index: the slot, the state and the pins of each block of a store."""
 
 import enum
 from collections import Counter
@@ -11,9 +11,9 @@ from kvxfer.storage.keys import BlockKey
 
 
 class BlockState(enum.Enum):
-    """What may be done with a block.
+    """State of a block, which decides whether it may be read or evicted.
 
-    `STORING`: its slot is being written, nobody may read it. `READY`: may be read and may be
+    `STORING`: its slot is being written and must not be read. `READY`: may be read and may be
     evicted. `LOADING`: ready, and pinned by at least one reader.
     """
 
@@ -24,14 +24,14 @@ class BlockState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """What a batch of keys got; every key of the batch is in exactly one of three lists.
+    """Slots for a batch of keys: each key is in exactly one of `keys`, `refused` and `present`.
 
     Attributes:
-        keys: Accepted and now being stored; the caller must end each with `finish_store`.
-        slots: Where each of `keys` goes.
-        evicted: Keys that made room, no longer in the index.
-        refused: Keys for which there is no room, even after eviction.
-        present: Keys that are there already, ready or being stored.
+        keys: Keys with a slot, now being stored; the caller must end each with `finish_store`.
+        slots: Slot of each of `keys`.
+        evicted: Keys that were evicted for them, no longer in the index.
+        refused: Keys without room, even after eviction.
+        present: Keys that the index had already, ready or being stored.
     """
 
     keys: list[BlockKey]
@@ -56,10 +56,10 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Quarantined:
-    """Slots of corrupt blocks of one key that were pinned when they were found out.
+    """Quarantine of one key: slots of its corrupt blocks, which were pinned when found corrupt.
 
-    `num_pins` counts every pin on the key, those on a new block of the same name included: the
-    key alone does not say which of the two a reader lets go, so both stay until all are let go.
+    `num_pins` counts every pin on the key, those on a new block of the same key included: the key
+    alone does not tell which of the two a reader unpins, so both stay until all are unpinned.
     """
 
     slots: list[int]
@@ -67,22 +67,22 @@ class _Quarantined:
 
 
 class BlockIndex:
-    """Keeps the books of a store with a fixed number of slots.
+    """Index of the blocks of a store with a fixed number of slots.
 
     Owned by one event loop or thread; does no I/O and never blocks. Batches are in prefix order:
-    the last keys of a batch are the first to be evicted, because a prefix is of use without what
-    follows it and not the other way round.
+    the last keys of a batch are the first to be evicted, because a block is of no use without the
+    blocks of its prefix.
 
     Args:
-        num_slots: Blocks that fit.
-        policy: What to evict, new and of the same `num_slots`.
+        num_slots: Number of slots, each for one block.
+        policy: Eviction policy, new and of the same `num_slots`.
 
     Attributes:
-        generation: How often the index was cleared. A plan or a pin of an earlier generation is
-            void and must not be finished or let go.
+        generation: Number of times the index was cleared. A plan or a pin of an earlier generation
+            is void and must not be finished or unpinned.
 
     Raises:
-        InvalidArgumentError: There is not a single slot.
+        InvalidArgumentError: `num_slots` is below 1.
     """
 
     def __init__(self, num_slots: int, policy: EvictionPolicy) -> None:
@@ -97,12 +97,12 @@ class BlockIndex:
 
     @property
     def num_slots(self) -> int:
-        """Blocks that fit."""
+        """Number of slots, each for one block."""
         return self._num_slots
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that hold nothing."""
+        """Slots without a block."""
         return len(self._free_slots)
 
     @property
@@ -137,10 +137,10 @@ class BlockIndex:
         return entry.slot
 
     def begin_store(self, keys: Sequence[BlockKey]) -> StorePlan:
-        """Find slots for keys, evicting if need be; a leading part when not all fit.
+        """Assign slots to keys, evicting if need be; to the leading keys when not all fit.
 
-        Neither a pinned block nor one that is being stored nor one of this batch is evicted.
-        Counts as a use of the keys that are there already.
+        Pinned blocks, blocks that are being stored and blocks of this batch are not evicted.
+        Counts as a use of the keys that are present already.
 
         Raises:
             DuplicateError: A key appears twice; nothing was changed.
@@ -171,7 +171,7 @@ class BlockIndex:
         return plan
 
     def finish_store(self, keys: Sequence[BlockKey], *, stored: bool) -> None:
-        """Make blocks readable that were being stored, or drop them and free their slots.
+        """End the store of blocks: make them readable, or drop them and free their slots.
 
         Raises:
             BlockStateError: A key is not being stored; nothing was changed.
@@ -189,7 +189,7 @@ class BlockIndex:
                 self._drop(key)
 
     def pin(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Keep blocks from being evicted until they are unpinned as often; return their slots.
+        """Pin blocks against eviction, until each is unpinned as often; return their slots.
 
         Raises:
             BlockStateError: A key is absent or still being stored; nothing was pinned.
@@ -210,7 +210,7 @@ class BlockIndex:
         return slots
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Let blocks go that were pinned, quarantined ones included.
+        """Unpin blocks, quarantined ones included.
 
         Raises:
             BlockStateError: A key is not pinned, or less often than it appears; nothing was
@@ -245,10 +245,10 @@ class BlockIndex:
         return removed
 
     def quarantine(self, key: BlockKey) -> None:
-        """Make a corrupt block invisible at once; its slot is free when its last pin is gone.
+        """Hide a corrupt block at once; its slot is free when its last pin is gone.
 
-        Without effect on a key that is absent or being stored: what the caller read was an
-        earlier block of that name, which somebody else put away.
+        Without effect on a key that is absent or being stored: the caller read an earlier block
+        of that key, which is quarantined or removed already.
         """
         entry = self._entries.get(key)
         if entry is None or entry.storing:
@@ -264,9 +264,9 @@ class BlockIndex:
             self._quarantined[key] = _Quarantined([entry.slot], entry.num_pins)
 
     def clear(self) -> None:
-        """Forget every block, plan and pin; all slots are free and a new generation begins.
+        """Remove every block, plan and pin; all slots are free and a new generation begins.
 
-        The caller must see to it that no slot is still being read or written.
+        The caller must ensure that no slot is still being read or written.
         """
         self.generation += 1
         self._entries.clear()

@@ -1,4 +1,4 @@
-"""Checks of stored bytes: their grades, their secret, and the XXH3-64 of blocks."""
+"""Integrity of stored blocks: grades of verification, the secret key, XXH3-64 checksums."""
 
 import enum
 from pathlib import Path
@@ -12,17 +12,17 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.raw_memory import view_blocks
 
 STRAIGHT_BYTES = 64 << 10
-"""Mean fragment from which on fragments are hashed where they are; smaller ones are gathered
-first, which costs less than a call for each."""
+"""Mean fragment size from which fragments are hashed in place; smaller ones are gathered first,
+which costs less than one hash call each."""
 
 ROUND_BYTES = 4 << 20
 
 
 class Integrity(enum.Enum):
-    """What is stored with a block and verified before it counts as loaded.
+    """Checksum that is stored with a block and verified before it counts as loaded.
 
-    `OFF`: nothing. `FAST`: XXH3-64, which finds every accident but not a forger. `KEYED`: BLAKE3
-    with a secret key, which finds both.
+    `OFF`: none. `FAST`: XXH3-64, which detects accidental corruption but not forgery. `KEYED`:
+    BLAKE3 with a secret key, which detects both.
     """
 
     OFF = "off"
@@ -30,17 +30,17 @@ class Integrity(enum.Enum):
     KEYED = "keyed"
 
     def require_keyless(self) -> None:
-        """Check that no secret is needed, where none can be given.
+        """Check that this grade needs no secret; for backends that cannot be given one.
 
         Raises:
-            InvalidArgumentError: It is `KEYED`.
+            InvalidArgumentError: The grade is `KEYED`.
         """
         if self is Integrity.KEYED:
             raise InvalidArgumentError("integrity", self.value, "'off' or 'fast'")
 
 
 def read_secret(path: str) -> bytes | None:
-    """Read a secret from a file; None when no file is named.
+    """Read a secret from a file; None for an empty path.
 
     Raises:
         InvalidArgumentError: The file cannot be read.
@@ -49,16 +49,16 @@ def read_secret(path: str) -> bytes | None:
         return None
     try:
         return Path(path).read_bytes()
-    except (OSError, ValueError) as exc:  # the latter for a NUL in it
+    except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
         reason = getattr(exc, "strerror", None) or exc
         raise InvalidArgumentError("secret_file", path, f"a readable file: {reason}") from exc
 
 
 def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
-    """XXH3-64 of the payload of each block in host memory; blocks the thread.
+    """Compute the XXH3-64 of the payload of each block in host memory; blocks the thread.
 
     Args:
-        blocks: What to hash; not changed.
+        blocks: The blocks to hash; not changed.
         copy_engine: Gathers small fragments.
 
     Source: https://github.com/Cyan4973/xxHash, XXH3.

@@ -1,4 +1,4 @@
-"""What names a block: a content hash, a group, and the namespace they live in."""
+"""Keys of blocks, made of a content hash and a group, and the namespaces they are unique in."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ GROUP_INDEX_BYTES = 4
 KEY_FORM = "a content hash and a 4-byte group index"
 
 MAX_AXES = 64
-"""torch and numpy have tensors of no more."""
+"""Axes of a tensor at most, as in torch and numpy."""
 
 _BYTES_OF_DTYPES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -47,7 +47,7 @@ Source: `vllm/v1/kv_offload/base.py`, `make_offload_key`.
 
 
 def make_block_key(content_hash: bytes, group: int) -> BlockKey:
-    """Name the block with `content_hash` of KV-cache group `group`.
+    """Make the key of the block with `content_hash` of KV-cache group `group`.
 
     Raises:
         InvalidArgumentError: The hash is empty or the group is not a 32-bit unsigned number.
@@ -72,10 +72,10 @@ def group_of(key: BlockKey) -> int:
 
 
 def require_keys(keys: Iterable[BlockKey]) -> None:
-    """Check that every key is one.
+    """Check that every element is a block key.
 
     Raises:
-        InvalidArgumentError: One is not bytes or is too short.
+        InvalidArgumentError: A key is not bytes or is too short.
     """
     for index, key in enumerate(keys):
         if not isinstance(key, bytes) or len(key) <= GROUP_INDEX_BYTES:  # type: ignore[redundant-expr]
@@ -83,7 +83,7 @@ def require_keys(keys: Iterable[BlockKey]) -> None:
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor in what is stored under a key, row-major and without gaps.
+    """Tensor within the bytes stored under a key, row-major and without gaps.
 
     Attributes:
         name: Name in a file, e.g. `layers.3.k`.
@@ -92,7 +92,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Raises:
         InvalidArgumentError: The name is empty or reserved by safetensors, the data type is not
-            known, there is nothing in the tensor, or it has too many axes.
+            known, an axis has no elements, or there are too many axes.
     """
 
     name: str
@@ -100,7 +100,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        """Check that a file can hold it."""
+        """Check that a safetensors file can hold the tensor."""
         _set(self, "name", require_text("name", self.name))
         _set(self, "dtype", require_text("dtype", self.dtype))
         require_sequence("shape", self.shape, "the size of each axis")
@@ -124,7 +124,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What changes the bytes of one KV-cache group's blocks.
+    """Identity of one KV-cache group: every property that changes the bytes of its blocks.
 
     Attributes:
         page_sizes_bytes: Un-padded page size of each ref, in payload order.
@@ -145,7 +145,7 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tensors: tuple[StoredTensor, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check that every tensor can be found by its name."""
+        """Check the fields, and that the names of tensors are distinct."""
         require_sequence("page_sizes_bytes", self.page_sizes_bytes, "the size of each page")
         sizes = enumerate(self.page_sizes_bytes)
         sizes_bytes = tuple(require_integer(f"page_sizes_bytes[{n}]", size) for n, size in sizes)
@@ -177,7 +177,7 @@ _TEXTS_OF_NAMESPACES = (
 
 
 class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that changes the bytes behind a key.
+    """Identity of stored blocks: every property that changes the bytes stored under a key.
 
     Blocks are shared only between workers whose namespaces are equal in every field: one
     difference gives another fingerprint, and the blocks of one are invisible to the other.
@@ -190,8 +190,8 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         config_hash: Hash of everything in the model's configuration that changes keys or
             values at equal tokens: RoPE parameters, sliding windows, adapters.
         groups: One identity per KV-cache group.
-        layout: Name that the engine gives the layout of its caches, if any. This and all that
-            follows a page mapping bridges: see `portable_namespace`.
+        layout: Name that the engine gives the layout of its caches, if any. Page mappings bridge
+            differences in this and the following fields: see `portable_namespace`.
         blocks_per_chunk: Engine blocks stored under one key.
         parallel: Parallel mapping, e.g. `{"tp_size": 2}`.
         instruction_set: Instruction set that the CPU attention kernels pack keys for;
@@ -214,7 +214,7 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     instruction_set: str = ""
 
     def __post_init__(self) -> None:
-        """Check that the tensors of each group are what is stored under its keys."""
+        """Check the fields, and that the tensors of each group have the bytes of a chunk."""
         for name in _TEXTS_OF_NAMESPACES:
             _set(self, name, require_text(name, getattr(self, name)))
         require_instances("groups", self.groups, GroupIdentity)
@@ -239,10 +239,10 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(self.fields()))
 
     def fields(self) -> dict[str, Any]:
-        """Every field as JSON knows it: what the fingerprint covers.
+        """Convert every field that the fingerprint covers to JSON types.
 
-        An empty `tensors` is left out, so that opaque groups, and the files of those that were
-        stored before there was anything else, keep their fingerprint.
+        An empty `tensors` is left out, so that opaque groups keep the fingerprint, and so the
+        files, that they had before the field existed.
         """
         fields: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
         for group in fields["groups"]:
@@ -262,17 +262,17 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.groups[index].block_size_bytes * self.blocks_per_chunk
 
     def require_same(self, theirs: "Namespace") -> None:
-        """Check that blocks of `theirs` may be read as ours.
+        """Check that both namespaces are equal, so that blocks of `theirs` may be read as ours.
 
         Raises:
-            NamespaceMismatchError: Names the first field that differs, and both values.
+            NamespaceMismatchError: A field differs; the error has the first one, and both values.
         """
         require_instance("theirs", theirs, Namespace)
         _require_equal("", self.fields(), theirs.fields())
 
 
 def _set(struct: msgspec.Struct, name: str, value: object) -> None:
-    """Put the plain value of a field in its place, while the struct is made."""
+    """Set a field of a frozen struct in its `__post_init__`."""
     msgspec.structs.force_setattr(struct, name, value)
 
 

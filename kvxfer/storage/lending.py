@@ -1,4 +1,4 @@
-"""Blocks that are moved by someone else, straight from and to where a backend keeps them."""
+"""Lending: memory of a backend's blocks that another process or device reads or fills directly."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
@@ -18,10 +18,10 @@ from kvxfer.storage.threads import Threads
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Parts of blocks, as they are asked for or offered.
+    """Parts of blocks that a reader wants or a writer offers.
 
     Attributes:
-        keys: Each once.
+        keys: Keys of the blocks, each once.
         starts: Byte of its chunk at which each part begins.
         sizes: Bytes of each part.
     """
@@ -33,12 +33,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Blocks that can be read where they are; that they stay there is up to who says so.
+    """Blocks that a reader can read in place: held there by `lend`, only located by `peek`.
 
     Attributes:
-        outcomes: One per wanted block; those that are `DONE` are lent, or seen.
-        blocks: Where the lent blocks are, in order; None when there is none.
-        checksums: XXH3-64 of each lent block as it was stored, zero where none is kept.
+        outcomes: One per wanted block; `DONE` for those that are lent or located.
+        blocks: Addresses of these blocks, in order; None when there are none.
+        checksums: XXH3-64 of each of them as it was stored, zero where none is kept.
     """
 
     outcomes: list[Outcome]
@@ -48,14 +48,14 @@ class Loan:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory that blocks can be written to, to be stored under their keys.
+    """Memory for blocks that a writer fills, to be stored under their keys.
 
     Attributes:
-        outcomes: One per offered block, None for those there is room for; `DONE` for those that
-            are there already.
-        blocks: Where the blocks that there is room for belong, in order; None when there is none.
-        arrived: Set by whoever wrote: of the blocks that there is room for, XXH3-64 of those that
-            arrived whole, by their position.
+        outcomes: One per offered block: None for those that have room, `DONE` for those that are
+            stored already.
+        blocks: Addresses of that room, in order; None when there is none.
+        arrived: Set by the writer: XXH3-64 of each block that arrived whole, by its position among
+            those that have room.
     """
 
     outcomes: list[Outcome | None]
@@ -64,7 +64,7 @@ class Room:
 
 
 class Lender(ABC):
-    """Lends memory that blocks are moved from and to by someone else.
+    """Lender of a backend's memory to a reader or writer that moves the bytes of blocks itself.
 
     Attributes:
         region: All the memory that is ever lent.
@@ -74,45 +74,45 @@ class Lender(ABC):
 
     @abstractmethod
     def lend(self, wanted: Wanted) -> AbstractAsyncContextManager[Loan]:
-        """Keep blocks where they are for as long as the context lasts.
+        """Hold blocks in place for as long as the context lasts.
 
         Raises:
-            InvalidArgumentError: No such group, or more than a block has.
+            InvalidArgumentError: A group does not exist, or a part is not within its block.
         """
 
     def peek(self, keys: Sequence[BlockKey]) -> Loan | None:  # noqa: ARG002 - most have no places
-        """Say where blocks are, as they were stored, without keeping them there.
+        """Return the addresses of blocks as they were stored, without holding them in place.
 
-        Whoever reads them has to verify them. A block that was seen counts as used.
+        The reader has to verify the bytes. Counts as a use of each block.
 
         Returns:
-            None where blocks have no place of their own, or no checksum.
+            None when this lender's blocks have no fixed addresses, or no checksums.
 
         Raises:
-            InvalidArgumentError: No key, or one twice.
+            InvalidArgumentError: There is no key, or a key appears twice.
         """
         return None
 
     @abstractmethod
     def make_room(self, offered: Wanted) -> AbstractAsyncContextManager[Room]:
-        """Find room for blocks; what arrived when the context ends is stored.
+        """Find room for blocks; those that arrived by the end of the context are stored.
 
-        When it ends, nothing may write to the memory any more. The outcomes of what there was
-        room for are final then.
+        After that end nothing may write to the memory any more, and the outcomes of blocks that
+        had room are final.
 
         Raises:
-            InvalidArgumentError: No such group, or more than a block has.
+            InvalidArgumentError: A group does not exist, or a part is not within its block.
         """
 
 
 class StagedLender(Lender):
-    """Lends blocks of any backend, by way of staging memory.
+    """Lender of any backend's blocks, by way of staging buffers.
 
     Args:
-        backend: Where blocks are loaded from and stored.
-        namespace: Says how large a block is.
-        copy_engine: Gathers what is hashed.
-        threads: Where it is hashed.
+        backend: Backend that blocks are loaded from and stored in.
+        namespace: Gives the size of a chunk of each group.
+        copy_engine: Gathers fragments for checksums.
+        threads: Threads that compute checksums.
         max_bytes: Bound on the staging memory.
     """
 
@@ -135,7 +135,7 @@ class StagedLender(Lender):
 
     @asynccontextmanager
     async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
-        """See `Lender.lend`. What does not fit into one buffer with the rest is `FAILED`."""
+        """See `Lender.lend`. Blocks that do not fit into one buffer with the rest are `FAILED`."""
         require_within(wanted, self._chunk_sizes)
         fitting = self._staging.num_fitting(wanted.sizes)
         outcomes = [_NO_ROOM] * len(wanted.keys)
@@ -152,7 +152,7 @@ class StagedLender(Lender):
 
     @asynccontextmanager
     async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
-        """See `Lender.make_room`. What does not fit into one buffer with the rest is `FAILED`."""
+        """See `Lender.make_room`. Blocks that do not fit into one buffer together are `FAILED`."""
         require_within(offered, self._chunk_sizes)
         fitting = self._staging.num_fitting(offered.sizes)
         outcomes: list[Outcome | None] = [_NO_ROOM] * len(offered.keys)
@@ -172,7 +172,7 @@ class StagedLender(Lender):
         return self._staging.hold(wanted.sizes[:fitting], wanted.starts[:fitting])
 
     async def aclose(self) -> None:
-        """Wait for memory that the backend left in use."""
+        """Wait until the backend touches no staging buffer any more."""
         await self._staging.aclose()
 
 
@@ -181,10 +181,11 @@ _NO_ROOM = Outcome(Status.FAILED, reason="no room in staging memory beside the b
 
 
 def require_within(wanted: Wanted, chunk_sizes: Sequence[int]) -> None:
-    """Check that every wanted part is one of a block.
+    """Check that every wanted part lies within its block.
 
     Raises:
-        InvalidArgumentError: Lists of different lengths, no such group, or more than a block has.
+        InvalidArgumentError: The lists differ in length, a group does not exist, or a part is not
+            within its block.
     """
     num_keys = len(wanted.keys)
     if not num_keys or not len(wanted.starts) == len(wanted.sizes) == num_keys:

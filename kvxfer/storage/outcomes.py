@@ -1,10 +1,10 @@
-"""What is said of a block that several places were asked for."""
+"""Outcomes of one block from several backends or shards, combined into one."""
 
 import dataclasses
 
 from kvxfer.storage.backend import Outcome, Status
 
-_TELLING = {
+_RANKS = {
     Status.MISSING: 0,
     Status.CANCELLED: 1,
     Status.TIMED_OUT: 1,
@@ -14,7 +14,10 @@ _TELLING = {
 }
 
 
-def more_telling(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
-    """The outcome that says more, `one` of two that say as much, with this word on the memory."""
-    telling = max(one, other, key=lambda outcome: _TELLING[outcome.status])
-    return dataclasses.replace(telling, memory_safe=memory_safe)
+def pick_outcome(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
+    """Return the more informative of two outcomes, with `memory_safe`; `one` if they rank alike.
+
+    A corrupt block ranks above a failed one, and that above a missing one; `DONE` ranks highest.
+    """
+    chosen = max(one, other, key=lambda outcome: _RANKS[outcome.status])
+    return dataclasses.replace(chosen, memory_safe=memory_safe)

@@ -1,4 +1,4 @@
-"""A backend in front of another one: keeps portable pages, shard by shard."""
+"""Portable backend: a wrapper that stores portable pages in another backend, shard by shard."""
 
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from itertools import islice
@@ -14,7 +14,7 @@ from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import DONE, Backend, Outcome
 from kvxfer.storage.door import Door
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
-from kvxfer.storage.outcomes import more_telling
+from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.portable_namespace import shard_groups
 
 _Ask = Callable[[Sequence[BlockKey]], Coroutine[Any, Any, list[bool]]]
@@ -22,12 +22,12 @@ _Move = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Out
 
 
 class PortableBackend(Backend):
-    """Stores what one worker holds of each page, so that workers of another shape can load it.
+    """Backend for one worker's shards of portable pages, which workers of another shape can load.
 
     A block is the shards of a portable page that the worker holds, one after the other, as
     `BlockDescriber` describes them with the same mappings. Each is stored under the key of its
-    page and its own group. Workers that hold the same bytes take turns, by key: for one whose
-    turn it is not, a store is `DONE` without being stored.
+    page and its own group. Workers that hold the same bytes take turns, by key: a store by a
+    worker whose turn it is not is `DONE` without writing any byte.
 
     Args:
         backend: Opened with `portable_namespace`; closed with this one.
@@ -56,12 +56,12 @@ class PortableBackend(Backend):
         await self._backend.start()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Say for each key whether every shard that this worker holds is there."""
+        """Return for each key whether every shard that this worker holds is present."""
         self._door.check_batch(keys)
         return [all(shards) for shards in await self._ask(self._backend.lookup, keys)]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.store`; what is another worker's turn is done already."""
+        """See `Backend.store`; a page that another worker stores is `DONE` at once."""
         self._door.check_batch(keys, blocks)
         outcomes = [DONE] * len(keys)
         ours = [index for index, key in enumerate(keys) if self._is_turn(key)]
@@ -95,7 +95,7 @@ class PortableBackend(Backend):
         await self._backend.aclose()
 
     async def _ask(self, ask: _Ask, keys: Sequence[BlockKey]) -> Iterator[list[bool]]:
-        """What is said of the shards of each page."""
+        """Ask the backend about all shards; return the answers grouped by page."""
         names, counts = self._names(keys)
         answers = iter(await ask(names))
         return (list(islice(answers, count)) for count in counts)
@@ -114,7 +114,7 @@ class PortableBackend(Backend):
         return outcomes
 
     def _names(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[int]]:
-        """Keys of all shards, and how many each page has."""
+        """Return the keys of all shards, and the number of shards of each page."""
         names, counts = [], []
         for key in keys:
             shards = self._groups[self._known_group(key)]
@@ -156,11 +156,11 @@ def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
-    """What is said of a page whose shards had these outcomes."""
+    """Combine the outcomes of a page's shards into that of the page."""
     missed = [outcome for outcome in outcomes if not outcome.done]
     if not missed:
         return DONE
     safe, worst = all(outcome.memory_safe for outcome in outcomes), missed[0]
     for outcome in missed:
-        worst = more_telling(worst, outcome, memory_safe=safe)
+        worst = pick_outcome(worst, outcome, memory_safe=safe)
     return worst

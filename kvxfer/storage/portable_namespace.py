@@ -1,4 +1,4 @@
-"""Namespaces of portable pages: what workers of different shape must still agree on."""
+"""Namespaces of portable pages: the properties that workers of different shape must share."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -26,12 +26,12 @@ _SAFETENSORS_DTYPES = {
 
 
 def portable_namespace(namespace: Namespace, mappings: Sequence[PageMapping]) -> Namespace:
-    """Name portable pages: the namespace without all that mappings bridge.
+    """Make the namespace of portable pages: without the fields that page mappings bridge.
 
     Model, revision, data type, quantization and configuration must agree, and so must the tensors
-    of a page. Layout, block size, parallel mapping and the packing of an instruction set need
-    not: how a worker's bytes differ is what its mappings say. What they could not tell is in the
-    encoding of a tensor, which is part of the name.
+    of a page. Layout, block size, parallel mapping and the packing of an instruction set may
+    differ: the mappings describe these differences. A difference that they cannot describe is part
+    of a tensor's encoding, and so of the namespace.
 
     Every shard of a group is a group of its own here, as `shard_groups` numbers them.
 
@@ -57,10 +57,10 @@ def portable_namespace(namespace: Namespace, mappings: Sequence[PageMapping]) ->
 
 
 def shard_groups(mappings: Sequence[PageMapping]) -> list[list[int]]:
-    """For each group the groups, in a portable namespace, of the shards that a worker holds.
+    """List for each group the portable namespace's groups of the shards that a worker holds.
 
     Raises:
-        PageMappingError: It holds only a part of one.
+        PageMappingError: The worker holds only a part of some shard.
     """
     firsts = accumulate((len(mapping.page.shards) for mapping in mappings[:-1]), initial=0)
     return [

@@ -1,4 +1,4 @@
-"""Host memory that blocks pass through on their way from one medium to another."""
+"""Staging buffers: host memory that blocks pass through on their way between two media."""
 
 import asyncio
 import heapq
@@ -19,10 +19,10 @@ from kvxfer.storage.calls import Move, call_backend
 from kvxfer.storage.keys import BlockKey
 
 ALIGNMENT_BYTES = 4096
-"""Block size of media and page size of memory: what O_DIRECT and DMA ask for."""
+"""Block size of media and page size of memory: the alignment that O_DIRECT and DMA require."""
 
 NUM_BUFFERS = 4
-MIN_BUFFERS = 2  # one that waits for a medium must not keep the others from moving
+MIN_BUFFERS = 2  # while one buffer waits for a slow medium, another can be filled
 
 Buffer = NDArray[np.uint8]
 Drain = Callable[[], Awaitable[object]]
@@ -34,8 +34,8 @@ class StagedBlocks:
     """Blocks in a staging buffer that is held.
 
     Attributes:
-        blocks: Where they are.
-        quiet: Whether nothing but the holder can still touch the buffer.
+        blocks: Descriptors of the blocks in the buffer.
+        quiet: Whether only the holder can still touch the buffer.
     """
 
     def __init__(self, blocks: Descriptors) -> None:
@@ -45,9 +45,9 @@ class StagedBlocks:
     async def move(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, *, name: str = ""
     ) -> list[Outcome]:
-        """Have a backend store or load blocks of the buffer, as `call_backend` does.
+        """Store or load blocks of the buffer, as `call_backend` does.
 
-        Unless it ends with memory that is safe, the buffer is not used again before it was drained.
+        Unless every outcome is memory-safe, the buffer is drained before it is used again.
         """
         self.quiet, was_quiet = False, self.quiet
         outcomes = await call_backend(move, keys, blocks, name=name)
@@ -56,15 +56,15 @@ class StagedBlocks:
 
 
 class StagingMemory:
-    """A bounded number of buffers, each for one batch of blocks at a time.
+    """Pool of staging buffers, each for one batch of blocks at a time.
 
-    Owned by one event loop at a time. The system gives the memory when it is first touched. Every
-    block in a buffer begins on a multiple of `ALIGNMENT_BYTES`.
+    Owned by one event loop at a time. The system provides the memory when it is first touched.
+    Every block in a buffer begins on a multiple of `ALIGNMENT_BYTES`.
 
     Args:
         max_bytes: Bound on all buffers together; raised to two of the largest block.
         largest_block_bytes: Bytes of the largest block that has to fit.
-        drain: Returns when nothing touches a buffer that was given back while it was not quiet.
+        drain: Called when a buffer comes back that is not quiet; returns when it is.
 
     Attributes:
         buffer_bytes: Bytes of one buffer.
@@ -105,14 +105,14 @@ class StagingMemory:
     ) -> AsyncIterator[StagedBlocks]:
         """Wait for a buffer and describe blocks in it; it goes back when the context ends.
 
-        One that is not quiet then, or whose context ends by an error or a cancellation, goes back
-        when it was drained: something that was begun in it may still write to it.
+        A buffer that is not quiet then, or whose context ends by an error or a cancellation, goes
+        back only after it was drained: a transfer may still write to it.
 
         Args:
             sizes: Bytes of each block; together they fit into a buffer.
-            starts: Where in its chunk each block begins, in bytes.
-            priority: Of those who wait, the lowest comes first, and then who waits longest.
-            share: Acquired for as long as the buffer is in use, drained buffers included.
+            starts: Byte of its chunk at which each block begins.
+            priority: Rank among waiting callers: the lowest first, equal ones in order of arrival.
+            share: Semaphore that is acquired while the buffer is in use, its drain included.
 
         Raises:
             ClosedError: The buffers were withdrawn.
@@ -139,7 +139,7 @@ class StagingMemory:
                 task.add_done_callback(self._settling.discard)
 
     def withdraw(self) -> None:
-        """Hand out no buffer any more: who waits for one, or comes later, gets `ClosedError`."""
+        """Refuse buffers from now on: waiting and later callers get `ClosedError`."""
         self._withdrawn = True
         while self._waiting:
             *_, turn = heapq.heappop(self._waiting)

@@ -1,4 +1,4 @@
-"""Threads for calls that block, as an event loop wants them."""
+"""Thread pool on which an event loop runs blocking calls."""
 
 import asyncio
 import logging
@@ -14,8 +14,8 @@ import aiofiles.os
 from kvxfer.storage.calls import finish
 
 CLOSE_TIMEOUT_S = 10.0
-"""How long `Threads.aclose` waits for functions that still run, such as calls to a file server that
-is gone. A healthy disk is done in less."""
+"""Time that `Threads.aclose` waits for functions that still run, such as calls to a file server
+that is gone. A healthy disk takes less."""
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class Threads:
-    """A bounded pool of threads that blocking functions run on, to their end.
+    """Bounded pool of threads for blocking functions, each of which runs to its end.
 
-    The process does not wait for its threads when it exits: one that hangs in the kernel would
-    keep it from exiting.
+    The process does not wait for these threads when it exits: a thread that hangs in the kernel
+    would keep it from exiting.
 
     Args:
         name: Prefix of the threads' names.
-        num_threads: Calls that run at one time; the others wait.
+        num_threads: Bound on concurrent calls; further ones wait.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -42,8 +42,8 @@ class Threads:
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
 
-        A thread cannot be interrupted: returning earlier would leave it writing to memory that
-        its owner believes to be free.
+        A thread cannot be interrupted: after an earlier return it would still write to memory
+        that its owner reuses.
 
         Raises:
             asyncio.CancelledError: The caller was cancelled; `func` has ended all the same, or
@@ -60,21 +60,21 @@ class Threads:
         return await asyncio.shield(self._begin(func, *args, **kwargs))
 
     async def aclose(self, timeout_s: float | None = None) -> int:
-        """Wait for what runs and let the threads end; may be called again.
+        """Wait for running functions and stop the threads; may be called again.
 
         Args:
-            timeout_s: How long to wait; `CLOSE_TIMEOUT_S` by default.
+            timeout_s: Seconds to wait; `CLOSE_TIMEOUT_S` by default.
 
         Returns:
-            Functions that still ran when time was up, which the log says, too. Nothing that they
-            use may be released.
+            Number of functions that still run, also logged. No memory or file that they use may
+            be released.
         """
         left: set[asyncio.Future[Any]] = set()
         timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
         if self._running:
             _, left = await asyncio.wait(self._running, timeout=timeout_s)
         if left:
-            text = "%s: %d calls have not ended after %g s and are left behind"
+            text = "%s: %d calls still run after %g s and are abandoned"
             logger.warning(text, self._name, len(left), timeout_s)
         self._executor.shutdown()
         return len(left)
@@ -95,9 +95,9 @@ class Threads:
 
 
 class DaemonThreads(Executor):
-    """Threads that are made when they are needed, and that no exit of the process waits for.
+    """Executor of daemon threads, started on demand and not joined when the process exits.
 
-    Those of `concurrent.futures.ThreadPoolExecutor` are joined when the interpreter exits.
+    The threads of `concurrent.futures.ThreadPoolExecutor` are joined when the interpreter exits.
     """
 
     def __init__(self, name: str, num_threads: int) -> None:
@@ -114,7 +114,7 @@ class DaemonThreads(Executor):
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"{self._name}: cannot run anything after it was shut down")
+                raise RuntimeError(f"{self._name}: cannot run a function after it was shut down")
             self._num_busy += 1
             if self._num_started < min(self._num_busy, self._num_threads):
                 name = f"{self._name}-{self._num_started}"
@@ -134,7 +134,7 @@ class DaemonThreads(Executor):
     def _work(self) -> None:
         while call := self._calls.get():
             call()
-            del call  # or what it was about would live until the next one
+            del call  # or its arguments would stay alive until the next call
             with self._lock:
                 self._num_busy -= 1
 

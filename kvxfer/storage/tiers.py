@@ -1,4 +1,4 @@
-"""A backend made of backends: a fast one, and larger ones behind it."""
+"""Tiered backend: a fast backend with larger, slower ones below it."""
 
 import asyncio
 import logging
@@ -19,55 +19,54 @@ from kvxfer.storage.cascade import Cascade
 from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.door import Door
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.outcomes import more_telling
+from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
 from kvxfer.storage.tier import LOOKUP_TIMEOUT_S, Tier
 
 DEFAULT_STAGING_BYTES = 64 << 20
 
 SETTLE_TIMEOUT_S = 30.0
-"""How long `TieredBackend.aclose` goes on carrying blocks down, and waits for memory that a tier
-left in use."""
+"""Time that `TieredBackend.aclose` goes on writing blocks back, and then waits for staging buffers
+that a tier still uses."""
 
 logger = logging.getLogger(__name__)
 
 
 class TieredBackend(Backend):
-    """Keeps blocks in the first tier, and copies of them in the tiers below.
+    """Backend of several tiers: blocks in the first, and copies of them in the tiers below.
 
     A store ends when one tier has the block: the first, or the next one that has room. From
-    there it is copied to the tiers below in the background, through staging memory; a block that
-    is evicted before its turn is not. A load asks one tier after the other, each straight
-    into the described memory, so a corrupt copy heals where another tier has a sound one.
+    there it is written back to the tiers below in the background, through staging buffers, unless
+    it is evicted before its turn. A load tries one tier after the other, each straight into the
+    described memory, so a corrupt copy is no loss where another tier has an intact one.
 
     A key that any tier has is not stored again: no two tiers hold different bytes of one key,
-    as long as each tier answers when it is asked what it has.
+    as long as every tier answers lookups.
 
-    A tier that raises holds nothing while it does, and the others go on. A lower tier that hangs
-    holds nothing either: a lookup there ends after `lookup_timeout_s`, and it is left alone for a
-    while. What a tier missed meanwhile is carried there when it works again, as long as the tier
-    above has it.
+    While a tier raises, or a lower tier hangs, every key is a miss there, and the others work on.
+    A lookup in a hanging tier ends after `lookup_timeout_s`, and the tier is not used for a while.
+    Blocks that a tier missed meanwhile are written back when it works again, as long as the tier
+    above still has them.
 
-    A store is `DONE` when one tier has the block: a machine that stops loses what has not been
-    carried yet. `flush` waits for that.
+    A store is `DONE` when one tier has the block: a machine that stops loses the blocks that were
+    not written back yet. `flush` waits for them.
 
     Blocks of which only a part was stored under their key can be loaded from any tier, but
     below the first a lookup does not find them.
 
     Args:
         tiers: The backends, fastest first; closed with this one.
-        namespace: That of the tiers; says how many bytes a chunk has.
-        staging_bytes: Bound on the memory that blocks pass through between tiers; raised to two
-            of the largest chunk.
-        lookup_timeout_s: How long a lower tier may take to say what it has; None for as long as
-            the caller waits.
+        namespace: Namespace of the tiers; gives the size of a chunk.
+        staging_bytes: Bound on the staging buffers between tiers; raised to two of the largest
+            chunk.
+        lookup_timeout_s: Deadline of a lookup in a lower tier; None for no limit.
 
     Attributes:
-        memory_kinds: What every tier reads and writes directly.
+        memory_kinds: Device types whose memory every tier reads and writes directly.
 
     Raises:
         InvalidArgumentError: There is no tier, one cannot reach host memory, the namespace
-            has no groups, or the bound is not positive.
+            has no groups, or `staging_bytes` is not positive.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class TieredBackend(Backend):
             Tier(
                 index,
                 backend,
-                # Without the first one nothing goes on anyway.
+                # Nothing works without the first tier, so its lookups have no deadline.
                 lookup_timeout_s=lookup_timeout_s if index else None,
                 num_buffers=share,
             )
@@ -122,7 +121,7 @@ class TieredBackend(Backend):
         return [tier.backend for tier in self._tiers]
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`. What only a lower tier has is verified and promoted first."""
+        """See `Backend.lookup`. Blocks of lower tiers are verified and promoted first."""
         self._door.check_batch(keys)
         moving = {key for key in keys if key in self._claims}
         found = await self._find(keys)
@@ -143,7 +142,7 @@ class TieredBackend(Backend):
         busy = [index for index, key in enumerate(keys) if key in self._claims]
         with self._claims.hold([keys[index] for index in free]):
             left = await self._store_where_found(keys, blocks, free, there, outcomes)
-            # The first tier has those that are busy, e.g. being carried down, but maybe not whole.
+            # The first tier has the busy keys, e.g. those being written back, but maybe not whole.
             left = sorted(left + busy)
             if left:
                 stored = await self._store_in_first_with_room(
@@ -153,7 +152,7 @@ class TieredBackend(Backend):
         return outcomes
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.load`. The first tier that gives a block gives it."""
+        """See `Backend.load`. Each block is loaded from the first tier that has it intact."""
         self._door.check_batch(keys, blocks)
         moving = {key for key in keys if key in self._claims}
         outcomes = await self._load_from_any(keys, blocks)
@@ -171,7 +170,7 @@ class TieredBackend(Backend):
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.delete`. Waits for whatever moves these keys between tiers."""
+        """See `Backend.delete`. Waits until these keys are not being moved between tiers."""
         self._door.check_batch(keys)
         deleted = [False] * len(keys)
         async with self._claims.acquire(keys):
@@ -186,21 +185,21 @@ class TieredBackend(Backend):
             await tier.drain()
 
     async def flush(self) -> None:
-        """See `Backend.flush`: every tier has what was stored, and has flushed it."""
+        """See `Backend.flush`: every tier has all stored blocks, and has flushed them."""
         await self._cascade.flush()
         for tier in self.tiers:
             await tier.flush()
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`. First carries down what still waits, unless cancelled.
+        """See `Backend.aclose`. First writes back the queued blocks, unless cancelled.
 
-        Ends within `SETTLE_TIMEOUT_S` and the time that each tier may take to close. The log says
-        what was not carried.
+        Ends within `SETTLE_TIMEOUT_S` and the time that each tier may take to close. Blocks that
+        were not written back are logged.
         """
         if not self._door.close():
             return
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._close_staging)  # once no tier uses it any more
+            stack.push_async_callback(self._close_staging)  # last, after all tiers are closed
             for tier in reversed(self._tiers):
                 stack.push_async_callback(tier.aclose)
             try:
@@ -213,7 +212,7 @@ class TieredBackend(Backend):
                 await self._cascade.cancel()
 
     async def _close_staging(self) -> None:
-        """Wait for buffers that are in use; whoever uses one for longer keeps its memory."""
+        """Wait for buffers in use; the memory of one used for longer stays with its user."""
         try:
             async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 await self._staging.aclose()
@@ -221,7 +220,7 @@ class TieredBackend(Backend):
             logger.warning("staging memory is still in use after %g s", SETTLE_TIMEOUT_S)
 
     async def _find(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Those of `keys` that the first tier has, or that were verified in a lower one."""
+        """Find the keys that the first tier has, or that were verified in a lower one."""
         found = await self._first.lookup(keys)
         for tier in self._lower:
             below = await tier.lookup([key for key in keys if key not in found])
@@ -235,7 +234,7 @@ class TieredBackend(Backend):
         for start, stop in self._staging.cut(sizes):
             batch = keys[start:stop]
             async with self._claims.acquire(batch):
-                promoted = await self._first.lookup(batch)  # by another call, while this waited
+                promoted = await self._first.lookup(batch)  # by another call meanwhile
                 verified |= promoted
                 if wanted := [key for key in batch if key not in promoted]:
                     verified |= await self._promote_batch(tier, wanted)
@@ -247,7 +246,7 @@ class TieredBackend(Backend):
             loaded = await staged.move(tier.load_in_time, keys, staged.blocks)
             intact = [index for index, outcome in enumerate(loaded) if outcome.done]
             verified = [keys[index] for index in intact]
-            if intact:  # what the first tier has no room for was verified all the same
+            if intact:  # verified, also if the first tier has no room for them
                 blocks = staged.blocks.take(intact)
                 await staged.move(self._first.store_in_time, verified, blocks)
         return set(verified)
@@ -260,10 +259,10 @@ class TieredBackend(Backend):
         there: set[BlockKey],
         outcomes: list[Outcome],
     ) -> list[int]:
-        """Store in the lower tier that has a key, which decides whether it has enough of it.
+        """Store each block in the lower tier that has its key already, perhaps only a part of it.
 
         Returns:
-            Those of `free` that no lower tier has, or could store.
+            Indices of `free` that no lower tier has, or could store.
         """
         left = list(free)
         for tier in self._lower:
@@ -278,9 +277,9 @@ class TieredBackend(Backend):
     async def _store_in_first_with_room(
         self, keys: Sequence[BlockKey], blocks: Descriptors, there: set[BlockKey]
     ) -> list[Outcome]:
-        """Store in the first tier, what it refuses in the next, and so on.
+        """Store blocks in the first tier, those it refuses in the next, and so on.
 
-        Those that the first tier had may have been missed by a tier below, which is then asked.
+        A block that the first tier had already may be absent below; its write-back looks it up.
         """
         outcomes = [MISSING] * len(keys)
         left = list(range(len(keys)))
@@ -300,7 +299,7 @@ class TieredBackend(Backend):
         return outcomes
 
     async def _load_from_any(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Load from the first tier, what it does not give from the next, and so on."""
+        """Load blocks from the first tier, those it does not have from the next, and so on."""
         outcomes = [MISSING] * len(keys)
         left = list(range(len(keys)))
         for tier in self._tiers:
@@ -312,7 +311,7 @@ class TieredBackend(Backend):
         return outcomes
 
     def _is_moving(self, key: BlockKey, moving: set[BlockKey]) -> bool:
-        """Whether a key that was not found may have been on its way from tier to tier."""
+        """Whether a key that was not found may have been moving between tiers."""
         return key in moving or key in self._claims
 
     def _chunk_size(self, key: BlockKey) -> int:
@@ -320,11 +319,11 @@ class TieredBackend(Backend):
 
 
 def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
-    """Keep of each block what says most; its memory is as safe as its last tier left it."""
+    """Keep each block's more informative outcome, with the memory safety of its last tier."""
     for index, outcome in zip(indices, given, strict=True):
-        outcomes[index] = more_telling(outcomes[index], outcome, memory_safe=outcome.memory_safe)
+        outcomes[index] = pick_outcome(outcomes[index], outcome, memory_safe=outcome.memory_safe)
 
 
 def _may_go_on(outcome: Outcome) -> bool:
-    """Whether another tier may be given the memory of a block that this one left undone."""
+    """Whether the next tier may be tried: the block is not done and its memory is safe."""
     return not outcome.done and outcome.memory_safe

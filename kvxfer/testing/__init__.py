@@ -1,4 +1,4 @@
-"""What third parties need to test a backend of their own; needs pytest and hypothesis."""
+"""Test kit for backends of third parties; needs pytest and hypothesis."""
 
 from kvxfer.testing.backend_tests import BackendTests
 from kvxfer.testing.block_memory import BlockMemory

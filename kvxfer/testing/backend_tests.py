@@ -1,4 +1,4 @@
-"""The conformance suite of backends: everything the docstring of `Backend` promises."""
+"""Conformance suite of backends: tests of everything that the docstring of `Backend` promises."""
 
 import pytest
 
@@ -10,11 +10,11 @@ from kvxfer.testing.conformance.seeing import SeeingTests
 
 @pytest.mark.asyncio
 class BackendTests(MovingTests, SeeingTests, ContentionTests, MediumTests):
-    """Tests that every backend passes; subclass it as `TestMyBackend` and say how to open one.
+    """Tests that every backend must pass; subclass them as `TestMyBackend` with `make_backend`.
 
-    What to override is in `kvxfer.testing.conformance.suite.BackendSuite`. A new instance is made
-    for every test: an autouse fixture may set attributes, such as a temporary folder, that
-    `make_backend` reads.
+    `kvxfer.testing.conformance.suite.BackendSuite` lists what can be overridden. Every test has
+    an instance of its own: an autouse fixture may set attributes, such as a temporary folder, for
+    `make_backend`.
 
     Examples:
         class TestMyBackend(BackendTests):

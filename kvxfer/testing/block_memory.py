@@ -1,4 +1,4 @@
-"""The KV caches of a pretended engine."""
+"""KV caches of a simulated engine, for tests."""
 
 from collections.abc import Sequence
 
@@ -17,14 +17,14 @@ from kvxfer.storage.keys import GroupIdentity, Namespace
 class BlockMemory:
     """Canonical caches in host memory that scatter every block, with padding between its pages.
 
-    Every page of a group lies in a tensor of its own, whose pages are padded and whose rows are
-    further apart than that.
+    Every page of a group lies in a tensor of its own, with padding in its pages and a gap between
+    its rows.
 
     Args:
         page_sizes_bytes: For each group the pages of one block, un-padded, in payload order.
         num_blocks: Blocks of each group.
         blocks_per_chunk: Blocks stored under one key.
-        padding_bytes: What follows each page: half of it in the page, half between the rows.
+        padding_bytes: Bytes after each page: half of them in the page, half between the rows.
 
     Attributes:
         caches: The canonical caches.
@@ -59,15 +59,15 @@ class BlockMemory:
 
     @property
     def num_groups(self) -> int:
-        """KV-cache groups."""
+        """Number of KV-cache groups."""
         return len(self._page_sizes_bytes)
 
     def chunk_size_bytes(self, group: int) -> int:
-        """Bytes stored under one key of a group."""
+        """Compute the bytes stored under one key of a group."""
         return sum(self._page_sizes_bytes[group]) * self.blocks_per_chunk
 
     def namespace(self, *, model: str = "model", revision: str = "") -> Namespace:
-        """Name what these caches hold, as an engine would."""
+        """Make the namespace of these caches, as an engine would."""
         groups = tuple(GroupIdentity(page_sizes_bytes=pages) for pages in self._page_sizes_bytes)
         return Namespace(
             model=model,

@@ -1,4 +1,4 @@
-"""A backend that is correct because there is nothing to it."""
+"""Dictionary backend: the reference model of a backend, simple enough to be obviously correct."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class DictConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Configuration of a `DictBackend`.
 
     Attributes:
-        max_blocks: Blocks that fit; the one stored first makes room. None for no bound.
+        max_blocks: Bound on the blocks; the one stored first is evicted. None for no bound.
     """
 
     max_blocks: int | None = None
@@ -31,18 +31,18 @@ class _Stored:
     checksum: int
 
     def covers(self, start: int, num_bytes: int) -> bool:
-        """Whether it has these bytes of its chunk."""
+        """Whether these bytes of the chunk are stored."""
         return self.start <= start and start + num_bytes <= self.start + len(self.payload)
 
 
 class DictBackend(Backend):
-    """Keeps blocks in a dictionary: the reference model of a backend, for tests.
+    """Backend that keeps blocks in a dictionary: the reference model of a backend, for tests.
 
-    Copies on the event loop, byte by byte, after giving way to other tasks once.
+    Copies on the event loop, byte by byte, after yielding to other tasks once.
 
     Args:
         config: See `DictConfig`; None for the default.
-        namespace: Names nothing here: every instance keeps its own blocks.
+        namespace: Not used: every instance keeps its own blocks.
     """
 
     config_type = DictConfig
@@ -59,7 +59,7 @@ class DictBackend(Backend):
         return [key in self._blocks for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
+        """See `Backend.store`. Blocks without room are `FAILED`."""
         self._door.check_batch(keys, blocks)
         await asyncio.sleep(0)
         payloads = read_payloads(blocks)
@@ -92,7 +92,7 @@ class DictBackend(Backend):
         self._blocks.clear()
 
     def corrupt(self, key: BlockKey) -> None:
-        """Change a bit of the stored bytes of `key`, as a bad medium would."""
+        """Flip a bit of the stored bytes of `key`, as a bad medium would."""
         stored = self._blocks[key]
         stored.payload = bytes([stored.payload[0] ^ 1]) + stored.payload[1:]
 

@@ -1,4 +1,4 @@
-"""A transfer agent without NIXL: memory of one process, and transfers that end when told to."""
+"""Fake NIXL agent: transfers within one process that tests can hold, delay or fail."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A transfer under way."""
+    """Transfer in flight."""
 
     operation: Operation
     peer: str
@@ -36,14 +36,14 @@ class _Flight:
 
 
 class FakeNixlAgent(TransferAgent):
-    """Copies between registered memory of agents in this process; passes the tests of `NixlAgent`.
+    """Fake agent for memory of this process; passes the same tests as `NixlAgent`.
 
     Bytes are moved at the end of a transfer, as late as hardware might do it: also those of a
     transfer whose caller was cancelled meanwhile.
 
     Attributes:
-        delay_s: How long transfers are in flight; may be changed at any time.
-        failing: Whether transfers that begin now will move half of their fragments, and fail.
+        delay_s: Seconds that transfers are in flight; may be changed at any time.
+        failing: Whether new transfers move only half of their fragments and fail.
     """
 
     _agents: ClassVar["weakref.WeakValueDictionary[str, FakeNixlAgent]"] = (
@@ -69,31 +69,31 @@ class FakeNixlAgent(TransferAgent):
 
     @property
     def in_flight(self) -> int:
-        """Transfers under way now."""
+        """Number of transfers in flight."""
         return len(self._flights)
 
     def hold(self) -> None:
-        """Keep transfers that begin from now on in flight, until `release`."""
+        """Hold new transfers in flight until `release`."""
         self._holding = True
 
     def release(self) -> None:
-        """Let transfers in flight end, and those to come; from any thread."""
+        """End held transfers, and hold no more; thread-safe."""
         self._holding = False
         self._someone_is_held.clear()
         for flight in list(self._flights):
             self._land(flight)
 
     async def until_held(self, timeout_s: float = 10.0) -> None:
-        """Wait until a transfer is held, on whatever event loop.
+        """Wait until a transfer is held, on any event loop.
 
         Raises:
-            TimeoutError: None was.
+            TimeoutError: No transfer was held in time.
         """
         if not await asyncio.to_thread(self._someone_is_held.wait, timeout_s):
             raise TimeoutError("no transfer is held")
 
     def lose(self, peer: str) -> None:
-        """Let a peer die: transfers with it, those in flight too, end with `PeerLostError`."""
+        """Make a peer unreachable: transfers with it, also in flight, end with `PeerLostError`."""
         self._agents.pop(peer, None)
         for flight in list(self._flights):
             if flight.peer == peer:
@@ -131,7 +131,7 @@ class FakeNixlAgent(TransferAgent):
         for flight in flights:
             flight.error = PeerLostError(peer, "it was removed")
         for flight in flights:
-            with contextlib.suppress(TransferFailedError):  # whoever began it is told
+            with contextlib.suppress(TransferFailedError):  # raised in the caller of `transfer`
                 await to_its_end(flight.done)
 
     async def transfer(
@@ -174,7 +174,7 @@ class FakeNixlAgent(TransferAgent):
             raise ClosedError(f"agent {self.name}")
 
     def _land(self, flight: _Flight) -> None:
-        """Move the bytes of a transfer, unless it is over, and end it."""
+        """Move the bytes of a transfer and end it, unless it has ended already."""
         with self._lock:
             if flight not in self._flights:
                 return

@@ -1,4 +1,4 @@
-"""A backend in which things go wrong, the same things for the same seed."""
+"""Fault-injecting backend: a wrapper that injects the same faults for the same seed."""
 
 import asyncio
 import enum
@@ -21,7 +21,7 @@ UNTIL_WAITING_TIMEOUT_S = 10.0
 
 
 class Operation(enum.Enum):
-    """What a backend is asked to do."""
+    """Operation of a backend."""
 
     LOOKUP = "lookup"
     STORE = "store"
@@ -30,9 +30,9 @@ class Operation(enum.Enum):
 
 
 class Fault(enum.Enum):
-    """What can go wrong, in the order in which it is tried.
+    """Kind of fault, in the order in which they are drawn.
 
-    `DELAY`, `HANG`, `STUCK`, `LATE` and `ERROR` befall a whole call, `FAILURE` and `FLIP` a block.
+    `DELAY`, `HANG`, `STUCK`, `LATE` and `ERROR` hit a whole call, `FAILURE` and `FLIP` a block.
     """
 
     DELAY = "delay"
@@ -46,20 +46,20 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRates:
-    """How often what goes wrong; probabilities from 0 to 1.
+    """Rates of faults: the probability of each kind, from 0 to 1.
 
     Attributes:
         delay: A call begins `delay_s` late.
         hang: A call does not begin before `release`, unless it is cancelled.
         stuck: A call does not end before `release` even when cancelled, like a thread in a
             system call; only then does it touch the described memory.
-        late: A store or load does not begin before `release`, and does then although it was
-            cancelled and raised at once, like hardware that nobody can stop. `drain` waits for it.
+        late: A store or load does not begin before `release`, and does so even if it was cancelled
+            and raised at once, like hardware that cannot be stopped. `drain` waits for it.
         error: A call raises `BackendUnavailableError`; nothing was moved.
         failure: A block is `FAILED`; it was not moved.
         flip: One bit of a block differs: of the stored bytes, or of the loaded memory after the
             inner backend has verified it. The block is reported `DONE`.
-        delay_s: Seconds.
+        delay_s: Delay of a `DELAY` fault in seconds.
         operations: The operations that are hit.
     """
 
@@ -78,12 +78,12 @@ class FaultRates:
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """Something that went wrong.
+    """Fault that was injected.
 
     Attributes:
-        fault: What.
-        operation: In which operation.
-        key: Of which block; the first one of the batch when a whole call is hit.
+        fault: Kind of the fault.
+        operation: Operation that was hit.
+        key: Key of the block that was hit; the first one of the batch when a whole call was hit.
     """
 
     fault: Fault
@@ -92,21 +92,22 @@ class InjectedFault:
 
 
 class FaultyBackend(Backend):
-    """Wraps a backend and lets things go wrong.
+    """Wrapper of a backend that injects faults.
 
-    What befalls a key depends on the seed, the operation and how often that key was seen in it,
-    and not on the order in which tasks run. Closing it releases it and closes the inner backend.
+    The faults of a key depend on the seed, the operation and the number of times that the key was
+    used in it, not on the order in which tasks run. Closing the wrapper releases held calls and
+    closes the inner backend.
 
     Args:
         inner: The backend that does the work.
-        seed: Same seed, same faults.
-        rates: How often what goes wrong.
+        seed: Seed of the faults.
+        rates: Rates of the faults.
 
     Attributes:
         inner: As given.
         rates: As given; may be replaced at any time.
-        injected: What went wrong so far, in order.
-        late: The memory that calls will touch which begin only after `release`.
+        injected: The faults injected so far, in order.
+        late: Memory of calls hit by `LATE`, which they touch after `release`.
     """
 
     def __init__(self, inner: Backend, *, seed: int, rates: FaultRates) -> None:
@@ -125,21 +126,21 @@ class FaultyBackend(Backend):
 
     @property
     def waiting(self) -> int:
-        """Calls that hang or are stuck now."""
+        """Number of calls that hang or are stuck now."""
         return len(self._waiters)
 
     def release(self) -> None:
-        """Let go of every call that hangs or is stuck, for good; from any thread."""
+        """Release every call that hangs or is stuck, for good; thread-safe."""
         with self._lock:
             self._released = True
             for waiter in self._waiters:
                 waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
     async def until_waiting(self) -> None:
-        """Wait until a call hangs or is stuck, on whatever event loop.
+        """Wait until a call hangs or is stuck, on any event loop.
 
         Raises:
-            TimeoutError: None did so for ten seconds.
+            TimeoutError: No call did within ten seconds.
         """
         if not await asyncio.to_thread(self._someone_waits.wait, UNTIL_WAITING_TIMEOUT_S):
             raise TimeoutError("no call hangs")
@@ -223,7 +224,7 @@ class FaultyBackend(Backend):
     ) -> list[Outcome]:
         move = self._store if operation is Operation.STORE else self._load
         if not keys or len(keys) != blocks.num_blocks:
-            return await move(keys, blocks, [])  # misuse, for the inner backend to refuse
+            return await move(keys, blocks, [])  # misuse, which the inner backend refuses
         outcomes = [Outcome(Status.FAILED, reason="injected failure") for _ in keys]
         moved = [
             index
@@ -246,7 +247,7 @@ class FaultyBackend(Backend):
             if self._hit(Fault.FLIP, self.rates.flip, Operation.STORE, keys[index], ticket)
         ]
         if flipped:
-            blocks = copy_blocks(blocks)  # the caller's memory stays as it is
+            blocks = copy_blocks(blocks)  # the caller's memory stays unchanged
             for index in flipped:
                 flip_bit(blocks, index, xxhash.xxh3_64_intdigest(tickets[index]))
         return await self.inner.store(keys, blocks)
@@ -264,7 +265,7 @@ class FaultyBackend(Backend):
     async def _begin(
         self, operation: Operation, keys: Sequence[BlockKey], tickets: Sequence[bytes]
     ) -> bool:
-        """Let what befalls the whole call happen; return whether it was cancelled when stuck."""
+        """Inject faults of the whole call; return whether it was cancelled while stuck."""
         if not keys:
             return False
         key, ticket, rates = keys[0], tickets[0], self.rates
@@ -299,7 +300,7 @@ class FaultyBackend(Backend):
                     self._someone_waits.clear()
 
     def _tickets(self, operation: Operation, keys: Sequence[BlockKey]) -> list[bytes]:
-        """One per key: what decides its faults, whatever else is in the batch."""
+        """Make one ticket per key, which determines its faults independently of the batch."""
         tickets = []
         for key in keys:
             self._attempts[operation, key] += 1

@@ -1,6 +1,6 @@
-"""The bytes behind descriptors: what a test expects, writes and reads, byte by byte.
+"""Payloads of described blocks: made up, written and read byte by byte, for tests.
 
-Slow and obvious on purpose: this is what the fast paths are compared with. Host memory only.
+Slow and obvious on purpose: the fast paths are compared with it. Host memory only.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from kvxfer.storage.keys import BlockKey
 
 
 def make_payload(key: BlockKey, num_bytes: int, *, version: int = 0) -> bytes:
-    """Make up the bytes of a block, always the same ones for a key and a version."""
+    """Make up the bytes of a block, always the same for a key and a version."""
     seed = xxhash.xxh3_64_intdigest(key, seed=version)
     return np.random.default_rng(seed).bytes(num_bytes)
 

@@ -1,4 +1,4 @@
-"""Random sequences of calls on a backend, compared with a dictionary."""
+"""State machine: random sequences of calls on a backend, compared with a dictionary."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -24,14 +24,14 @@ KEYS = [make_block_key(f"block-{n}".encode(), group) for n in range(NUM_HASHES) 
 
 
 class BackendStateMachine(RuleBasedStateMachine):
-    """Drives a backend through a private event loop; subclass it and say how to open one.
+    """State machine of a backend, on a private event loop; subclass it with `make_backend`.
 
     `TestMyMachine = MyMachine.TestCase` makes a test of it. The model is a dictionary of the
     versions that a key may hold. A miss is allowed only in a bounded backend, wrong bytes never.
 
     Attributes:
         bounded: Whether blocks may disappear and stores may fail for lack of room.
-        persistent: Whether a backend opened again finds what the closed one had stored.
+        persistent: Whether blocks survive closing the backend and opening it again.
     """
 
     bounded: ClassVar[bool] = False
@@ -53,11 +53,11 @@ class BackendStateMachine(RuleBasedStateMachine):
         raise NotImplementedError
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run to its end on the private event loop."""
+        """Run a coroutine to its end on the private event loop."""
         return self._runner.run(coroutine)
 
     def teardown(self) -> None:
-        """Compare everything once more and close the backend."""
+        """Compare all blocks once more and close the backend."""
         try:
             for first in range(0, len(KEYS), MAX_KEYS):
                 self._load(KEYS[first : first + MAX_KEYS], first_block_index=0)
@@ -67,7 +67,7 @@ class BackendStateMachine(RuleBasedStateMachine):
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True))
     def lookup(self, keys: list[BlockKey]) -> None:
-        """What is found was stored; what was stored is found."""
+        """Look keys up: a key is found if, and only if, it was stored."""
         for key, there in zip(keys, self.run(self.backend.lookup(keys)), strict=True):
             if there:
                 assert key in self.model, f"{key!r} was never stored"
@@ -79,7 +79,7 @@ class BackendStateMachine(RuleBasedStateMachine):
         version=st.integers(0, 2),
     )
     def store(self, keys: list[BlockKey], version: int) -> None:
-        """A new key takes the new bytes, a present one keeps its own."""
+        """Store blocks: a new key gets the new bytes, a present key keeps its own."""
         blocks = self._describe(keys, first_block_index=0)
         payloads = [self._payload(key, version) for key in keys]
         write_payloads(blocks, payloads)
@@ -94,12 +94,12 @@ class BackendStateMachine(RuleBasedStateMachine):
         first_block_index=st.integers(0, BLOCKS_PER_CHUNK - 1),
     )
     def load(self, keys: list[BlockKey], first_block_index: int) -> None:
-        """Done blocks have the stored bytes, and no other memory is touched."""
+        """Load blocks: those that are done have the stored bytes; no other memory is touched."""
         self._load(keys, first_block_index=first_block_index)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=MAX_KEYS, unique=True))
     def delete(self, keys: list[BlockKey]) -> None:
-        """What was there is said, and is gone."""
+        """Delete keys: returns which were present; none of them is found afterwards."""
         deleted = self.run(self.backend.delete(keys))
         for key, was_there in zip(keys, deleted, strict=True):
             if was_there:
@@ -112,7 +112,7 @@ class BackendStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.persistent)
     @rule()
     def reopen(self) -> None:
-        """Nothing is lost when the backend is closed and opened again."""
+        """Close the backend and open it again: no block is lost."""
         self.run(self.backend.aclose())
         self.backend = self.run(self.make_backend(self.memory.namespace()))
 
@@ -136,7 +136,7 @@ class BackendStateMachine(RuleBasedStateMachine):
         assert self.memory.snapshot() == before, "bytes around the blocks were written"
 
     def _describe(self, keys: list[BlockKey], *, first_block_index: int) -> Descriptors:
-        """One chunk per key, each in blocks of its own, as a batch in the order of the keys."""
+        """Describe one chunk per key, each in blocks of its own, in the order of the keys."""
         per_chunk = BLOCKS_PER_CHUNK - first_block_index
         chunks = []
         for index, key in enumerate(keys):

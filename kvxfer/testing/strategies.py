@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what kvxfer's interfaces take."""
+"""Hypothesis strategies for arguments of kvxfer's interfaces: keys, batches, blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def key_batches(
 def block_memories(
     *, max_groups: int = 3, max_pages: int = 4, max_page_bytes: int = 64, max_blocks: int = 12
 ) -> st.SearchStrategy[BlockMemory]:
-    """Draw the KV caches of pretended engines, with one or several blocks per chunk."""
+    """Draw the KV caches of simulated engines, with one or several blocks per chunk."""
     pages = st.lists(st.integers(1, max_page_bytes), min_size=1, max_size=max_pages)
     return st.builds(
         BlockMemory,
@@ -47,7 +47,7 @@ class ScatteredBlocks:
     """Blocks in random fragments of one buffer; no two fragments overlap.
 
     Attributes:
-        buffer: uint8; everything that may be touched, and what lies between.
+        buffer: uint8; the memory of all fragments and the gaps between them.
         blocks: The batch; keeps the buffer alive.
     """
 

@@ -1,4 +1,4 @@
-"""Who may move bytes now: bounded memory in flight, loads before stores."""
+"""Admission of transfers: a bound on the bytes in flight, loads before stores."""
 
 import asyncio
 import heapq
@@ -10,14 +10,13 @@ from kvxfer.errors import InvalidArgumentError
 
 
 class Admission:
-    """Lets transfers in, by priority and then in order, while the bytes in flight have a bound.
+    """Admission of transfers by priority and then in order, with a bound on the bytes in flight.
 
-    A transfer at the head of the queue is never overtaken by one behind it, so that a large one
-    does not starve. Belongs to one event loop.
+    The transfer at the head of the queue is never overtaken, so that a large one does not starve.
+    Owned by one event loop.
 
     Args:
-        max_bytes: Bound on the bytes in flight. A single transfer that is larger is let in
-            alone.
+        max_bytes: Bound on the bytes in flight. A larger transfer is admitted when it is alone.
 
     Raises:
         InvalidArgumentError: The bound is not positive.
@@ -33,7 +32,7 @@ class Admission:
 
     @property
     def bytes_in_flight(self) -> int:
-        """Bytes of the transfers that were let in and have not left."""
+        """Bytes of the transfers that were admitted and have not ended."""
         return self._bytes_in_flight
 
     @asynccontextmanager
@@ -42,21 +41,21 @@ class Admission:
         num_bytes = min(num_bytes, self._max_bytes)
         turn = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (priority, next(self._order), num_bytes, turn))
-        self._let_in()
+        self._admit_waiting()
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # let in at the same moment: give the room back
+            if not turn.cancelled():  # admitted at the same moment: release its bytes
                 self._bytes_in_flight -= num_bytes
-            self._let_in()
+            self._admit_waiting()
             raise
         try:
             yield
         finally:
             self._bytes_in_flight -= num_bytes
-            self._let_in()
+            self._admit_waiting()
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         while self._waiting:
             _, _, num_bytes, turn = self._waiting[0]
             if not turn.cancelled():

@@ -1,4 +1,4 @@
-"""Batches: keys and the blocks that belong to them, checked before anything is moved."""
+"""Batches: keys and their blocks, checked and described before any byte is moved."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,12 +23,12 @@ def describe_batch(
 ) -> Descriptors:
     """Describe the blocks of a batch, group after group, one entry for each key.
 
-    A block belongs to one group at a time: where groups lie over each other, a batch that has one
-    block for two of them is refused. The null block, of which that is not so, is not loaded into.
+    A block belongs to one group at a time: where groups share memory, a batch that uses one block
+    for two of them is refused. Only the null block may be in several groups; loads refuse it.
 
     Raises:
-        InvalidArgumentError: The keys, blocks and groups do not fit each other; its children name
-            what is wrong.
+        InvalidArgumentError: The keys, blocks and groups do not fit each other; subclasses say in
+            which way.
     """
     num_groups = describer.num_groups
     firsts = [0] * num_groups if first_block_indices is None else first_block_indices
@@ -62,7 +62,7 @@ def describe_batch(
 def _require_absent(null: int, used: Mapping[int, NDArray[np.int64]]) -> None:
     for group, ids in used.items():
         if (ids == null).any():
-            expected = "another than the null block, which has nothing to keep"
+            expected = "a block other than the null block, which keeps no data"
             raise InvalidArgumentError(f"block_ids[{group}]", null, expected)
 
 
@@ -78,5 +78,5 @@ def _require_apart(
     if counts.max() > 1:
         block = int(counts.argmax())
         first, second, *_ = (group for group in groups if (used[group] == block).any())
-        expected = f"a block that group {first} does not use: the two lie over each other"
+        expected = f"a block that group {first} does not use: the two groups share memory"
         raise DuplicateError(f"block_ids[{second}]", block, expected)

@@ -1,4 +1,4 @@
-"""Moves batches of blocks between KV caches and a backend."""
+"""Transfer engine: moves batches of blocks between KV caches and a backend."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_MAX_BYTES_IN_FLIGHT = 256 << 20
 
 CLOSE_TIMEOUT_S = 120.0
-"""How long closing waits for transfers that were cancelled, and for the backend to close."""
+"""Deadline of closing: for cancelled transfers to end, and for the backend to close."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class TransferEngine:
-    """Stores and loads batches of blocks, from an event loop or from an engine's step loop.
+    """Engine that stores and loads batches of blocks, called from an event loop or a step loop.
 
     The asynchronous methods (`lookup`, `store`, `load`, `flush`) may be awaited on any event loop;
     the polled ones (`submit_store`, `submit_load`, `submit_call`, `get_finished`, `wait`, `cancel`,
@@ -60,19 +60,18 @@ class TransferEngine:
     batch waits for its turn. A batch is cut into pieces, so that a large store does not hold up
     a load. Every block gets one outcome; no failure of a backend is raised.
 
-    Caches in the memory of a GPU are moved after everything that the calling thread's current
-    stream was given to do before the call. Where the backend reaches host memory only, blocks pass
-    through staging buffers. Blocks of caches whose memory the engine freed or resized are `FAILED`.
+    Caches in the memory of a GPU are moved after all work that was on the calling thread's current
+    stream before the call. Where the backend reaches host memory only, blocks pass through staging
+    buffers. Blocks of caches whose memory the serving engine freed or resized are `FAILED`.
 
     Args:
         caches: The caches to move blocks of; kept alive.
-        backend: Where blocks go; closed with the engine.
+        backend: Backend that stores the blocks; closed with the engine.
         blocks_per_chunk: Blocks stored under one key.
-        mappings: For each group how its blocks are portable pages, if that is what is stored
-            under one key.
+        mappings: Page mapping of each group, if portable pages are stored under the keys.
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
-        timeout_s: Deadline of batches that do not bring their own, None for none.
-        staging_bytes: Bound on the pinned host memory of staging buffers, where there are any;
+        timeout_s: Deadline of calls without one of their own, None for no limit.
+        staging_bytes: Bound on the pinned host memory of staging buffers, where any are needed;
             raised to two of the largest block.
 
     Attributes:
@@ -121,10 +120,9 @@ class TransferEngine:
     async def lookup(
         self, keys: Sequence[BlockKey], *, timeout_s: float | None = None
     ) -> list[bool]:
-        """Say for each key whether a load would find it now.
+        """Return for each key whether a load would find it now.
 
-        A medium that does not answer in time has nothing: every key is a miss then, and the log
-        says why.
+        After the deadline every key is a miss, and a warning is logged.
 
         Args:
             keys: The keys.
@@ -162,11 +160,11 @@ class TransferEngine:
             One outcome per key, in order.
 
         Raises:
-            InvalidArgumentError: A batch that cannot be; its children name what is wrong. Nothing
-                was read or written.
+            InvalidArgumentError: The batch is invalid; subclasses say in which way. Nothing was
+                read or written.
             ClosedError: The engine was closed.
-            asyncio.CancelledError: The caller was cancelled. What the backend had begun may go
-                on: the memory is safe once `drain` returns.
+            asyncio.CancelledError: The caller was cancelled. Transfers that the backend had begun
+                may go on: the memory is safe once `drain` returns.
         """
         job = self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s)
         return await self._home.run(self._mover.move(job))
@@ -216,7 +214,7 @@ class TransferEngine:
         """Begin any other call, such as `backend.lookup(keys)`, and return at once.
 
         Returns:
-            What the call will return or raise. Closing the engine cancels it.
+            A future of the call's result or error. Closing the engine cancels it.
 
         Raises:
             ClosedError: The engine was closed.
@@ -231,7 +229,7 @@ class TransferEngine:
             raise
 
     def get_finished(self) -> list[FinishedJob]:
-        """Take the jobs that ended since the last call, each exactly once; never blocks."""
+        """Return the jobs that ended since the last call, each exactly once; never blocks."""
         self._door.require_same_process()
         return self._submissions.take_finished()
 
@@ -252,9 +250,9 @@ class TransferEngine:
         return self._submissions.wait(ids, timeout_s)
 
     def cancel(self, job_id: JobId) -> None:
-        """Ask a submitted job to end; its blocks without an outcome become `CANCELLED`.
+        """Cancel a submitted job; its blocks without an outcome become `CANCELLED`.
 
-        An unknown or ended job is left alone.
+        Without effect on an unknown or ended job.
         """
         self._door.require_same_process()
         self._submissions.cancel(_job_id("job_id", job_id))
@@ -270,17 +268,16 @@ class TransferEngine:
         await self._home.run(self._mover.drain())
 
     async def flush(self, *, timeout_s: float | None = None) -> bool:
-        """Wait until all blocks whose store is done are kept for good.
+        """Wait until all blocks whose store is done are in every tier, and synced to disk.
 
-        Every tier has them then, and files have reached the disk: those outlive the process and a
-        power cut, which the memory of hosts and peers does not. Without it a store is done as soon
-        as one tier has the block.
+        Blocks in files then survive the end of the process and a power cut; those in the memory of
+        hosts and peers do not. Without a flush a store is done as soon as one tier has the block.
 
         Args:
             timeout_s: Deadline from now, instead of the engine's.
 
         Returns:
-            Whether that was so in time.
+            Whether that happened before the deadline.
 
         Raises:
             ClosedError: The engine was closed.
@@ -290,9 +287,9 @@ class TransferEngine:
         return await self._home.run(self._flush(self._timeout(timeout_s)))
 
     async def aclose(self) -> None:
-        """Cancel what waits, wait for what moves, close the backend. May be called again.
+        """Cancel waiting jobs, wait for moving ones, close the backend. May be called again.
 
-        Ends within `CLOSE_TIMEOUT_S`; the log says what was left behind.
+        Ends within `CLOSE_TIMEOUT_S`; transfers that are abandoned then are logged.
         """
         if not self._door.close():
             return
@@ -300,7 +297,7 @@ class TransferEngine:
         await asyncio.to_thread(self._home.stop)
 
     def close(self) -> None:
-        """As `aclose`, for callers without an event loop; blocks the thread.
+        """Close the engine as `aclose` does, without an event loop; blocks the thread.
 
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
@@ -350,14 +347,14 @@ class TransferEngine:
 
     async def _lookup(self, keys: Sequence[BlockKey], timeout_s: float | None) -> list[bool]:
         try:
-            return await self._calls.within(timeout_s, self.backend.lookup(keys))
+            return await self._calls.wait_for(timeout_s, self.backend.lookup(keys))
         except TimeoutError:
             logger.warning("lookup of %d blocks: no answer in %s s", len(keys), timeout_s)
             return [False] * len(keys)
 
     async def _flush(self, timeout_s: float | None) -> bool:
         try:
-            await self._calls.within(timeout_s, self.backend.flush())
+            await self._calls.wait_for(timeout_s, self.backend.flush())
         except TimeoutError:
             return False
         return True
@@ -368,19 +365,19 @@ class TransferEngine:
             call.cancel()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._mover.until_handed_back(CLOSE_TIMEOUT_S / 2)
+                await self._mover.wait_until_idle(CLOSE_TIMEOUT_S / 2)
                 if self._submitted_calls:
                     await asyncio.wait(self._submitted_calls, timeout=CLOSE_TIMEOUT_S / 4)
-                await self._calls.within(CLOSE_TIMEOUT_S, self._reach.aclose())
+                await self._calls.wait_for(CLOSE_TIMEOUT_S, self._reach.aclose())
                 await self._mover.drain()
         except TimeoutError:
-            text = "not closed after %g s: %d transfers are left behind"
+            text = "not closed after %g s: %d transfers are abandoned"
             logger.warning(text, CLOSE_TIMEOUT_S, self._mover.num_unsettled)
         else:
             self._memory.close()
 
     def _timeout(self, timeout_s: float | None) -> float | None:
-        """The deadline that a call brings, or the engine's."""
+        """Choose the deadline of a call: its own, or the engine's."""
         given = require_timeout("timeout_s", timeout_s)
         return self._timeout_s if given is None else given
 

@@ -1,4 +1,4 @@
-"""Event loop that all the work of an engine runs on."""
+"""Home of a transfer engine: the one event loop that all its work runs on."""
 
 import asyncio
 import threading
@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from kvxfer.errors import ClosedError, EventLoopError
 
 LIVENESS_S = 0.5
-"""How often who waits for another event loop looks whether that still runs."""
+"""Interval at which a caller that waits for another event loop checks that it still runs."""
 
 T = TypeVar("T")
 
 
 class LoopThread:
-    """An event loop on a thread of its own, from construction to `stop`."""
+    """Event loop on a thread of its own, from construction to `stop`."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -39,14 +39,14 @@ class LoopThread:
 
 
 class Home:
-    """The one event loop of an engine: its own, on a thread, or a running one that it moved into.
+    """Event loop of an engine: its own, on a thread, or a running one that it moved into.
 
-    A loop that somebody else runs may stop at any time, and what was begun on it never ends then.
-    So an engine lives on such a loop only where it was asked to, between `move_in` and its end,
-    and whoever waits for work there looks whether it still runs. Thread-safe.
+    A loop that the caller runs may stop at any time, and then work on it never ends. So an engine
+    uses such a loop only when asked to, between `move_in` and its end, and callers that wait for
+    work there check that it still runs. Thread-safe.
 
     Args:
-        what: What errors call the owner.
+        what: Name of the owner in errors.
     """
 
     def __init__(self, what: str) -> None:
@@ -56,23 +56,23 @@ class Home:
         self._thread: LoopThread | None = None
 
     def require_elsewhere(self, verb: str) -> None:
-        """Check that blocking the caller does not block the home.
+        """Check that the caller does not run at home, so that it may block.
 
         Raises:
-            EventLoopError: It would.
+            EventLoopError: The caller runs on the home's event loop.
         """
         if self._is_here():
             detail = f"{verb}() would block the event loop that it waits for; await the method"
             raise EventLoopError(self._what, detail)
 
     def move_in(self) -> None:
-        """Live on the running event loop, unless there is a home already."""
+        """Use the running event loop as home, unless there is a home already."""
         loop = asyncio.get_running_loop()
         with self._lock:
             self._loop = self._loop or loop
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something at home, from whatever event loop, and await its end.
+        """Run a coroutine at home, from any event loop, and await its end.
 
         Raises:
             EventLoopError: The loop that the engine moved into does not run.
@@ -90,7 +90,7 @@ class Home:
         return future.result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin something at home and return at once; errors as `run`."""
+        """Begin a coroutine at home and return at once; errors as `run`."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._open())
         except BaseException:
@@ -102,10 +102,10 @@ class Home:
         self._open().call_soon_threadsafe(func, *args)
 
     def wait(self, futures: Collection[Future[Any]], timeout_s: float | None) -> bool:
-        """Block until futures that are set at home are done; say whether they were in time.
+        """Block until futures that are set at home are done; return whether they were in time.
 
         Raises:
-            EventLoopError: The caller's own loop would have to set them, or it does not run.
+            EventLoopError: The caller runs on the home's event loop, or that does not run.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         left = wait_for_futures(futures, 0).not_done
@@ -120,13 +120,13 @@ class Home:
         return True
 
     def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run something at home and block until its end; errors as `wait`."""
+        """Run a coroutine at home and block until its end; errors as `wait`."""
         future = self.submit(work)
         self.wait([future], None)
         return future.result()
 
     def stop(self) -> None:
-        """End the thread, if there is one; may be called again."""
+        """Stop the home's own thread, if it has one; may be called again."""
         if self._thread is not None:
             self._thread.stop()
 
@@ -150,5 +150,5 @@ class Home:
 
     def _require_running(self) -> None:
         if self._thread is None and self._loop is not None and not self._loop.is_running():
-            detail = "the event loop that it was entered on with 'async with' does not run"
+            detail = "the event loop on which 'async with' was entered does not run"
             raise EventLoopError(self._what, detail)

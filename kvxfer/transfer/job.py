@@ -1,4 +1,4 @@
-"""One batch on its way, and what became of it."""
+"""Jobs: batches of blocks that are being moved, and their outcomes."""
 
 import enum
 import time
@@ -16,7 +16,7 @@ JobId = NewType("JobId", int)
 
 
 class Direction(enum.IntEnum):
-    """Which way bytes move; the smaller value goes first."""
+    """Direction of a job; also its priority, the smaller value first."""
 
     LOAD = 0
     STORE = 1
@@ -24,7 +24,7 @@ class Direction(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """The end of a submitted job; every job has exactly one.
+    """Result of a submitted job; reported exactly once for each.
 
     Attributes:
         job_id: As returned when it was submitted.
@@ -48,7 +48,7 @@ class FinishedJob:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A run of a job's blocks that goes to the backend in one call."""
+    """Run of a job's blocks that is passed to the backend in one call."""
 
     start: int
     stop: int
@@ -57,11 +57,11 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A batch and its outcomes so far; belongs to the engine's event loop.
+    """Batch of blocks and its outcomes so far; owned by the engine's event loop.
 
     Attributes:
-        deadline: On the clock of `time.monotonic`, None for none.
-        entered: Per block, whether it was handed to the backend.
+        deadline: Deadline on the clock of `time.monotonic`, None for no limit.
+        in_backend: Per block, whether it was passed to the backend.
         outcomes: Per block, None until it has one.
     """
 
@@ -71,11 +71,11 @@ class Job:
     blocks: Descriptors
     deadline: float | None
     submitted: float = field(default_factory=time.monotonic)
-    entered: list[bool] = field(init=False)
+    in_backend: list[bool] = field(init=False)
     outcomes: list[Outcome | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.entered = [False] * len(self.keys)
+        self.in_backend = [False] * len(self.keys)
         self.outcomes = [None] * len(self.keys)
 
     @property
@@ -84,7 +84,7 @@ class Job:
         return None not in self.outcomes
 
     def cut(self, max_bytes: int) -> list[Piece]:
-        """Runs of blocks of at most `max_bytes` each, or of one block."""
+        """Cut the job into runs of blocks of at most `max_bytes` each, or of one block."""
         sizes = self.blocks.block_sizes
         return [
             Piece(start, stop, int(sizes[start:stop].sum()))
@@ -92,14 +92,14 @@ class Job:
         ]
 
     def end(self, status: Status, reason: str) -> None:
-        """Give every block without an outcome this one; memory in the backend is not safe."""
+        """Set the outcome of blocks that have none; memory passed to the backend is not safe."""
         for index, outcome in enumerate(self.outcomes):
             if outcome is None:
-                safe = not self.entered[index]
+                safe = not self.in_backend[index]
                 self.outcomes[index] = Outcome(status, memory_safe=safe, reason=reason)
 
     def finished(self) -> FinishedJob:
-        """What became of the job, once every block has an outcome."""
+        """Make the result of the job, once every block has an outcome."""
         outcomes = [outcome for outcome in self.outcomes if outcome is not None]
         assert len(outcomes) == len(self.keys)
         done = np.array([outcome.done for outcome in outcomes])

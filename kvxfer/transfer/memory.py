@@ -1,4 +1,4 @@
-"""The memory of caches, as transfers find it."""
+"""Cache memory: guards against freed caches, and orders transfers after GPU work."""
 
 import contextlib
 import dataclasses
@@ -15,13 +15,13 @@ from kvxfer.kvcache.storages import CacheStorages
 
 
 class CacheMemory:
-    """Whether caches are where they were, and what their devices have to do before a transfer.
+    """Memory of caches: detects that it was freed or moved, and orders transfers after GPU work.
 
     Args:
         caches: The caches; kept alive.
 
     Raises:
-        DeviceUnavailableError: They are on a GPU that cannot be used.
+        DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
 
     def __init__(self, caches: CanonicalKVCaches) -> None:
@@ -36,12 +36,15 @@ class CacheMemory:
             self._opened = stack.pop_all()
 
     def order(self, blocks: Descriptors) -> Descriptors:
-        """Have a transfer wait for all that the device was given to do until now.
+        """Order a transfer of blocks after the work on the current stream.
 
         To be called on the thread whose current stream computes with the blocks.
 
+        Returns:
+            The same blocks, with the mark that the transfer has to wait for.
+
         Raises:
-            DeviceError: The device does not take it.
+            DeviceError: The driver refused.
         """
         if (stream := self._streams.get(blocks.device)) is None:
             return blocks
@@ -52,7 +55,7 @@ class CacheMemory:
         return self._storages.describe_change()
 
     def close(self) -> None:
-        """Let go of the devices; may be called again."""
+        """Release the devices; may be called again."""
         self._opened.close()
 
 
@@ -65,5 +68,5 @@ def _open_stream(device_index: int, stack: ExitStack) -> ComputeStream:
 
 
 def _close(driver: CudaDriver) -> None:
-    with contextlib.suppress(DeviceError):  # nothing is left to be let go of
+    with contextlib.suppress(DeviceError):  # a lost device has released everything
         driver.close()

@@ -1,4 +1,4 @@
-"""Jobs on their way: handed to a backend piece by piece, and what may still touch their memory."""
+"""Mover of jobs: passes them to a backend piece by piece, and tracks memory still in use."""
 
 import asyncio
 import time
@@ -14,10 +14,10 @@ PIECES_IN_FLIGHT = 4
 
 
 class JobMover:
-    """Moves jobs between caches and a backend. Belongs to one event loop.
+    """Mover of jobs between caches and a backend. Owned by one event loop.
 
     Args:
-        backend: What reaches the memory of the caches.
+        backend: Backend that reaches the memory of the caches.
         memory: The memory of the caches.
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
     """
@@ -32,15 +32,15 @@ class JobMover:
 
     @property
     def num_unsettled(self) -> int:
-        """Pieces that are moved, and calls whose memory is not quiet."""
+        """Pieces that are being moved, and ended calls that may still touch memory."""
         return len(self._moving) + len(self._settling)
 
     def may_touch(self, job_id: JobId) -> bool:
-        """Whether memory of a job may still be touched; from any thread."""
+        """Whether a transfer may still touch memory of a job; thread-safe."""
         return job_id in [*list(self._moving.values()), *list(self._settling.values())]
 
     async def move(self, job: Job) -> list[Outcome]:
-        """Hand every piece to the backend, until they end, the deadline or a cancellation."""
+        """Move every piece, until all end, the deadline passes or the job is cancelled."""
         if job.ended:
             return list(job.finished().outcomes)
         tasks = [asyncio.create_task(self._move(job, piece)) for piece in job.cut(self._max_piece)]
@@ -60,13 +60,13 @@ class JobMover:
             job.end(status, reason)
         return list(job.finished().outcomes)
 
-    async def until_handed_back(self, timeout_s: float) -> None:
-        """Wait until the backend has nothing to move, but no longer than `timeout_s`."""
+    async def wait_until_idle(self, timeout_s: float) -> None:
+        """Wait until the backend moves no piece, but no longer than `timeout_s`."""
         if self._moving:
             await asyncio.wait(self._moving, timeout=timeout_s)
 
     async def drain(self) -> None:
-        """Wait until nothing that began before touches the caches, abandoned transfers included."""
+        """Wait until no earlier transfer touches the caches, abandoned ones included."""
         if self._moving:
             await asyncio.wait(list(self._moving))
         if self._settling:
@@ -74,19 +74,19 @@ class JobMover:
 
     async def _move(self, job: Job, piece: Piece) -> None:
         async with self._admission.admit(job.direction, piece.num_bytes):
-            outcomes = await self._hand_over(job, piece)
+            outcomes = await self._pass_to_backend(job, piece)
         for index, outcome in enumerate(outcomes, piece.start):
             if job.outcomes[index] is None:
                 job.outcomes[index] = outcome
         if not all(outcome.memory_safe for outcome in outcomes):
             self._settle(job)
 
-    async def _hand_over(self, job: Job, piece: Piece) -> Sequence[Outcome]:
-        """Have the backend move a piece, unless the engine took its memory back meanwhile."""
+    async def _pass_to_backend(self, job: Job, piece: Piece) -> Sequence[Outcome]:
+        """Pass a piece to the backend, unless the serving engine freed its memory meanwhile."""
         keys = job.keys[piece.start : piece.stop]
         if change := self._memory.describe_change():
             return [Outcome(Status.FAILED, reason=change)] * len(keys)
-        job.entered[piece.start : piece.stop] = [True] * len(keys)
+        job.in_backend[piece.start : piece.stop] = [True] * len(keys)
         move = self._backend.load if job.direction is Direction.LOAD else self._backend.store
         try:
             return await call_backend(move, keys, job.blocks.select(piece.start, piece.stop))
@@ -95,7 +95,7 @@ class JobMover:
             raise
 
     def _settle(self, job: Job) -> None:
-        """Count the job's memory as in use until the backend says that it is quiet."""
+        """Count the job's memory as in use until the backend is drained."""
         task = asyncio.create_task(self._backend.drain())
         self._settling[task] = job.job_id
         task.add_done_callback(self._settling.pop)

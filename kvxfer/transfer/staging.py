@@ -1,4 +1,4 @@
-"""Staging: host memory between a device and a backend that cannot reach it."""
+"""Staging for GPUs: host buffers between device memory and a backend that cannot reach it."""
 
 import asyncio
 import dataclasses
@@ -29,29 +29,29 @@ _MovePart = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list
 
 
 class StagedBackend(Backend):
-    """Lets a backend that reaches host memory store and load blocks in the memory of a GPU.
+    """Backend for blocks in GPU memory, on top of a backend that reaches only host memory.
 
     Batches are cut into parts of a staging buffer each. Every part is copied to its buffer and
     then stored, or loaded and then copied, on its own: while one waits for the medium, others
-    are copied. All calls share the buffers, loads before stores. To the backend each part is a
-    batch of its own. Blocks that it reaches itself are handed on as they are.
+    are copied. All calls share the buffers, loads before stores. To the inner backend each part is
+    a batch of its own. Blocks in memory that it reaches itself are passed on unchanged.
 
     Of a load only blocks that arrived are copied: the memory of the others stays as it was.
-    What the backend says of the safety of memory is about a staging buffer, which is then not
-    used before the backend is drained; the device's own memory is quiet.
+    Where the inner backend reports unsafe memory, that is a staging buffer, which is not used
+    again before the backend is drained; no transfer touches the device's memory then.
 
-    A lost device ends staging, as it ends what the process can do with the device: blocks that
+    A lost device ends staging, because the process cannot use the device any more: blocks that
     were being copied are `FAILED` with memory that is not safe, later ones `FAILED` at once.
 
     Args:
-        inner: Reads and writes host memory; closed with this backend.
+        inner: Backend that reads and writes host memory; closed with this one.
         copy_engine: Copies between host and device; closed with this backend.
         largest_block_bytes: Bytes of the largest block that will be moved.
         staging_bytes: Bound on the memory of all buffers; raised to two of the largest block.
 
     Attributes:
         inner: As given.
-        memory_kinds: What `inner` reaches, and "cuda".
+        memory_kinds: Those of `inner`, and "cuda".
 
     Raises:
         InvalidArgumentError: `inner` cannot reach host memory, or a bound is not positive.
@@ -131,7 +131,7 @@ class StagedBackend(Backend):
         await self.inner.flush()
 
     async def drain(self) -> None:
-        """See `Backend.drain`. Nobody can wait for a lost device: for that it does not."""
+        """See `Backend.drain`. Does not wait for a lost device, which never ends its work."""
         await self.inner.drain()
 
     async def aclose(self) -> None:
@@ -148,7 +148,7 @@ class StagedBackend(Backend):
     async def _move(
         self, move_part: _MovePart, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        """Move all parts; returns, or raises, when none of them touches memory any more."""
+        """Move all parts; return or raise only when none of them touches memory any more."""
         parts = [
             asyncio.create_task(move_part(keys[start:stop], blocks.select(start, stop)))
             for start, stop in self._staging.cut(blocks.block_sizes.tolist())
@@ -186,7 +186,7 @@ class StagedBackend(Backend):
         return self._staging.hold(sizes, starts, priority=direction)
 
     async def _copy(self, source: Descriptors, destination: Descriptors) -> Outcome:
-        """Copy on a thread, to the end; say what became of all the blocks."""
+        """Copy on a thread, to the end; return the one outcome of all the blocks."""
         try:
             await self._threads.run(self._copy_blocking, source, destination)
         except DeviceLostError as exc:
@@ -197,7 +197,7 @@ class StagedBackend(Backend):
             logger.exception("copy of %d blocks failed", source.num_blocks)
             return Outcome(Status.FAILED, reason=repr(exc))
         finally:
-            if self._lost:  # also when this call was cancelled, and does not learn it otherwise
+            if self._lost:  # checked here since a cancelled call does not see the error
                 self._staging.withdraw()
         return DONE
 
@@ -229,14 +229,17 @@ def stage(
     *,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
 ) -> Backend:
-    """The backend itself where it reaches the memory of caches, or staging around it.
+    """Wrap a backend in staging buffers, unless it reaches the memory of caches itself.
 
     Args:
         backend: The backend.
         caches: The caches.
         largest_block_bytes: See `StagedBackend`.
-        opened: What is opened here is closed with it, but for the backend.
+        opened: Exit stack that closes the copy engine opened here; not the backend.
         staging_bytes: See `StagedBackend`.
+
+    Returns:
+        A `StagedBackend`, or `backend` itself.
 
     Raises:
         InvalidArgumentError: The backend reaches the caches neither way, or a bound is not
@@ -254,7 +257,7 @@ def stage(
 
 
 def _safe(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """What became of blocks whose own memory is quiet, whatever touches the staging buffer."""
+    """Mark outcomes as memory-safe: only the staging buffer may still be touched."""
     return [dataclasses.replace(outcome, memory_safe=True) for outcome in outcomes]
 
 

@@ -1,4 +1,4 @@
-"""Jobs of the polled face: submitted from any thread, moved at the engine's home."""
+"""Submitted jobs of the polled interface: added from any thread, moved at the engine's home."""
 
 import asyncio
 from collections import deque
@@ -20,18 +20,18 @@ class _Submission:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """End the job; to be called at home."""
+        """Cancel the job; to be called at home."""
         self.cancelled = True
         if self.task is not None:
             self.task.cancel()
 
 
 class Submissions:
-    """Keeps the jobs that were submitted until their end was taken.
+    """Submitted jobs, kept until their results were taken.
 
     Args:
-        home: Where jobs are moved.
-        mover: What moves them.
+        home: Event loop that moves jobs.
+        mover: Mover of the jobs.
     """
 
     def __init__(self, home: Home, mover: JobMover) -> None:
@@ -52,7 +52,7 @@ class Submissions:
         return job.job_id
 
     def take_finished(self) -> list[FinishedJob]:
-        """Take the jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         finished = []
         while self._finished:
             job = self._finished.popleft()
@@ -66,13 +66,13 @@ class Submissions:
         return self._home.wait([submission.ended for submission in found if submission], timeout_s)
 
     def cancel(self, job_id: JobId) -> None:
-        """Ask a job to end; an unknown or ended one is left alone."""
+        """Cancel a job; without effect on an unknown or ended one."""
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
             self._home.call_soon(submission.cancel)
 
     def cancel_all(self) -> None:
-        """End every job; to be called at home."""
+        """Cancel every job; to be called at home."""
         for submission in list(self._submitted.values()):
             submission.cancel()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench.free_blocks import BlockIds, FreeBlocks, serve
+from kvxfer.bench.free_blocks import BlockIds, FreeBlocks, assign_blocks
 
 
 def test_a_fresh_cache_hands_out_neighbours_after_the_null_block() -> None:
@@ -26,7 +26,7 @@ def test_blocks_that_came_back_are_handed_out_last_and_backwards() -> None:
 
 
 def test_a_request_keeps_its_blocks_until_the_next_has_its_own() -> None:
-    served = [block_ids.tolist() for block_ids in serve(7, 5, 2)]
+    served = [block_ids.tolist() for block_ids in assign_blocks(7, 5, 2)]
     assert served == [[1, 2], [3, 4], [5, 6], [2, 1], [4, 3]]
 
 

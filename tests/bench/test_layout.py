@@ -6,7 +6,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from kvxfer.bench.free_blocks import BlockIds, serve
+from kvxfer.bench.free_blocks import BlockIds, assign_blocks
 from kvxfer.bench.layout import io_sizes, run
 from kvxfer.bench.models import MODELS, PublishedModel
 from kvxfer.bench.report import Row
@@ -69,7 +69,7 @@ def test_every_model_is_reported_both_ways_and_no_goal_is_missed(rows: list[Row]
 
 
 def test_what_is_published_of_transfers_is_reproduced(rows: list[Row]) -> None:
-    in_reused_cache = fmean(num_runs(block_ids) for block_ids in serve(39789, 128, 640))
+    in_reused_cache = fmean(num_runs(block_ids) for block_ids in assign_blocks(39789, 128, 640))
     assert 100 < in_reused_cache < 1000
     both_ways = [row for row in rows if row.unit == "descriptors/transfer"]
     assert [(row.value, row.baseline) for row in both_ways] == [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvxfer.bench import mapping
-from kvxfer.bench.mapping import CASES, NUM_KV_HEADS, Case, Engine, Worker, start, transfer
+from kvxfer.bench.mapping import CASES, NUM_KV_HEADS, Case, Engine, Worker, make_workers, transfer
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 
 NUM_LAYERS, NUM_TOKENS = 2, 128
@@ -49,7 +49,7 @@ def others_of_worker(engine: Engine, worker: Worker) -> torch.Tensor:
 def test_every_element_arrives_in_its_place_and_other_blocks_stay(
     case: Case, engine: CPUCopyEngine
 ) -> None:
-    _, writers, readers = start(case, num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS)
+    _, writers, readers = make_workers(case, num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS)
     expected = elements(case.writer, writers)
     assert expected.shape == (NUM_LAYERS, 2, NUM_KV_HEADS, NUM_TOKENS, mapping.HEAD_DIM)
     assert not torch.equal(elements(case.reader, readers), expected)
@@ -64,7 +64,7 @@ def test_every_element_arrives_in_its_place_and_other_blocks_stay(
 
 @every_case
 def test_the_baseline_moves_as_many_bytes_of_the_same_memory(case: Case) -> None:
-    pages, *engines = start(case, num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS)
+    pages, *engines = make_workers(case, num_layers=NUM_LAYERS, num_tokens=NUM_TOKENS)
     for workers in engines:
         for mapped in (True, False):
             sides = [worker.describe(mapped=mapped) for worker in workers]

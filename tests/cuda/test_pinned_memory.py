@@ -93,4 +93,4 @@ def test_pages_are_moved_where_the_device_is_near(
     with caplog.at_level(logging.INFO):
         PinnedMemory(driver, region).close()
     (message,) = caplog.messages
-    assert message.startswith("host memory stays where it is instead of on node 700: ")
+    assert message.startswith("host memory was not moved to NUMA node 700: ")

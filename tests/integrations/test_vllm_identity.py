@@ -216,7 +216,7 @@ def test_the_scheduler_receives_what_every_worker_published() -> None:
     assert receive_identities("test-identity", 2) == published
     for segment in segments:
         segment.close()
-    with pytest.raises(InvalidArgumentError, match="whose workers"):
+    with pytest.raises(InvalidArgumentError, match="workers that published"):
         receive_identities("test-identity", 2)
 
 
@@ -237,9 +237,9 @@ def test_an_engine_with_tiers_below_is_built_from_urls(
 def test_a_vllm_that_does_not_say_what_its_model_is_gets_no_files() -> None:
     config = make_config(backend=["host://?capacity=1MiB"] * 2)
     memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
-    with pytest.raises(InvalidArgumentError, match="what its model is"):
+    with pytest.raises(InvalidArgumentError, match="its model's configuration"):
         KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))
-    with pytest.raises(InvalidArgumentError, match="whose workers"):
+    with pytest.raises(InvalidArgumentError, match="workers that published"):
         KVXferOffloadingSpec(config).get_manager()
 
 

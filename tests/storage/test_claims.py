@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvxfer.storage.claims import KeyClaims
-from kvxfer.testing.conformance.suite import give_way, make_keys
+from kvxfer.testing.conformance.suite import make_keys, yield_to_loop
 
 KEYS = make_keys(4)
 
@@ -21,8 +21,8 @@ async def test_a_batch_is_claimed_as_a_whole_when_its_last_key_is_free() -> None
     with claims.hold(KEYS[:1]), claims.hold(KEYS[3:]):
         with claims.hold(KEYS[1:2]):
             task = asyncio.create_task(work())
-            await give_way(5)
-        await give_way(5)
+            await yield_to_loop(5)
+        await yield_to_loop(5)
         assert not entered.is_set()
         assert KEYS[1] not in claims, "part of a batch was claimed"
     await task
@@ -50,7 +50,7 @@ async def test_overlapping_batches_never_wait_for_each_other() -> None:
                 for key in batch:
                     holders[key] += 1
                     assert holders[key] == 1
-                await give_way(worker % 3)
+                await yield_to_loop(worker % 3)
                 for key in batch:
                     holders[key] -= 1
 

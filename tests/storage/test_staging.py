@@ -13,7 +13,7 @@ from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.calls import Move
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.testing.conformance.suite import give_way, make_keys
+from kvxfer.testing.conformance.suite import make_keys, yield_to_loop
 from kvxfer.testing.payloads import read_payloads, write_payloads
 
 
@@ -55,7 +55,7 @@ async def test_who_comes_when_all_buffers_are_in_use_waits_for_one() -> None:
     async with staging.hold([1], [0]):
         async with staging.hold([1], [0]):
             task = asyncio.create_task(work())
-            await give_way(5)
+            await yield_to_loop(5)
             assert not entered.is_set()
         await task
 
@@ -71,7 +71,7 @@ async def test_of_those_who_wait_the_lowest_priority_comes_first_and_then_the_lo
     async with staging.hold([1], [0]), asyncio.TaskGroup() as tasks, staging.hold([1], [0]):
         for name, priority in (("store", 1), ("load", 0), ("store 2", 1), ("load 2", 0)):
             tasks.create_task(work(name, priority))
-        await give_way(3)
+        await yield_to_loop(3)
     assert order == ["load", "load 2", "store", "store 2"]
 
 
@@ -86,7 +86,7 @@ async def test_a_buffer_is_not_lost_with_who_waited_for_it(*, is_handed_over: bo
     async with staging.hold([1], [0]):
         async with staging.hold([1], [0]):
             task = asyncio.create_task(work())
-            await give_way(3)
+            await yield_to_loop(3)
             if not is_handed_over:
                 task.cancel()
         task.cancel()
@@ -108,7 +108,7 @@ async def test_who_waits_for_buffers_that_are_withdrawn_learns_it_and_who_has_on
 
     async with staging.hold([1], [0]) as held, staging.hold([1], [0]):
         tasks = [asyncio.create_task(work()) for _ in range(3)]
-        await give_way(3)
+        await yield_to_loop(3)
         tasks[0].cancel()
         staging.withdraw()
         tasks[1].cancel()

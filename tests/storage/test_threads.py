@@ -117,7 +117,7 @@ async def test_closing_leaves_behind_what_does_not_end_and_says_so(
     call = asyncio.ensure_future(threads.run(gate))
     await gate.until_entered()
     assert await threads.aclose(timeout_s=0.01) == 1
-    assert "test: 1 calls have not ended after 0.01 s" in caplog.text
+    assert "test: 1 calls still run after 0.01 s" in caplog.text
     gate.opened.set()
     assert await call == "through"
 

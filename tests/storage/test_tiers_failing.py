@@ -21,7 +21,7 @@ from kvxfer.testing import (
     FaultyBackend,
     Operation,
 )
-from kvxfer.testing.conformance.suite import cancel, give_way, statuses, store_made_up
+from kvxfer.testing.conformance.suite import cancel, statuses, store_made_up, yield_to_loop
 from tests.storage.opened_tiers import (
     KEYS,
     load_from,
@@ -187,7 +187,7 @@ async def test_blocks_that_fail_on_their_way_down_are_logged_once(
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 2
     assert "store of 8 of 8 blocks failed: injected failure" in warnings[0]
-    assert "tier 1: 8 blocks were not carried there" in warnings[1]  # when it is closed
+    assert "tier 1: 8 blocks were not written back there" in warnings[1]  # when it is closed
 
 
 async def test_a_lower_tier_that_gives_too_few_outcomes_has_failed(memory: BlockMemory) -> None:
@@ -235,7 +235,7 @@ async def test_a_cancelled_load_waits_for_the_lower_tier_to_let_go(memory: Block
         load = asyncio.ensure_future(tiers.backend.load(KEYS, memory.describe(0, range(8, 16))))
         await tiers.faults.until_waiting()
         load.cancel()
-        await give_way(10)
+        await yield_to_loop(10)
         assert not load.done()
         tiers.faults.release()
         await cancel(load)
@@ -258,7 +258,7 @@ async def test_closing_waits_for_calls_and_for_what_they_stored(memory: BlockMem
     async with opened(memory) as tiers:
         blocks = memory.describe(0, range(8))
         store = asyncio.create_task(store_made_up(tiers.backend, KEYS, blocks))
-        await give_way(3)
+        await yield_to_loop(3)
         await tiers.backend.aclose()
         await store
         assert tiers.lower.stored == KEYS
@@ -270,7 +270,7 @@ async def test_a_cancelled_close_gives_up_what_hangs_and_still_closes(memory: Bl
         await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.faults.until_waiting()
         close = asyncio.create_task(tiers.backend.aclose())
-        await give_way(10)
+        await yield_to_loop(10)
         assert not close.done()
         close.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -371,7 +371,7 @@ async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended
     hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
     slow = tier.Tier(1, hanging, lookup_timeout_s=0.01)
     assert await slow.lookup(KEYS) == set()
-    assert not slow.answers
+    assert not slow.is_available
     assert await slow.load(KEYS[:1], memory.describe(0, [0])) == [Outcome(Status.MISSING)]
     [outcome] = await slow.store(KEYS[:1], memory.describe(0, [0]))
     assert outcome.status is Status.TIMED_OUT
@@ -435,9 +435,9 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
 
     backend = TieredBackend([open_host(namespace, 8), Unclosable(None, namespace)], namespace)
     await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
-    await give_way(3)
+    await yield_to_loop(3)
     await backend.aclose()
-    assert "1 blocks were not carried" in caplog.text
+    assert "1 blocks were not written back" in caplog.text
     assert "not closed after 0.5 s" in caplog.text
     assert "staging memory is still in use" in caplog.text
     quiet.set()
@@ -451,8 +451,8 @@ async def test_what_a_tier_missed_while_it_failed_is_carried_when_it_works_again
     memory: BlockMemory,
 ) -> None:
     async with opened(memory) as tiers:
-        [carrier] = tiers.backend._cascade.carriers
-        carrier.first_pause_s = 0.0
+        [queue] = tiers.backend._cascade.queues
+        queue.first_pause_s = 0.0
         tiers.fail(*Operation, error=1.0)
         payloads = await store_made_up(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
         await tiers.backend._cascade.settle()
@@ -481,8 +481,8 @@ async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockM
     namespace = memory.namespace()
     lower = Picky(None, namespace)
     async with TieredBackend([open_host(namespace, 8), lower], namespace) as backend:
-        [carrier] = backend._cascade.carriers
-        carrier.first_pause_s = 0.0
+        [queue] = backend._cascade.queues
+        queue.first_pause_s = 0.0
         await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
         await backend._cascade.settle()
         await store_made_up(backend, KEYS[1:], memory.describe(0, range(1, 8)))
@@ -497,7 +497,7 @@ async def test_flushing_waits_for_every_tier(memory: BlockMemory) -> None:
         await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.faults.until_waiting()
         flush = asyncio.ensure_future(tiers.backend.flush())
-        await give_way(10)
+        await yield_to_loop(10)
         assert not flush.done()
         tiers.faults.release()
         await flush

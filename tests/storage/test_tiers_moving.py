@@ -13,7 +13,7 @@ from kvxfer.testing import (
     FaultyBackend,
     Operation,
 )
-from kvxfer.testing.conformance.suite import give_way, make_keys, statuses, store_made_up
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_made_up, yield_to_loop
 from kvxfer.testing.payloads import read_payloads
 from tests.storage.opened_tiers import (
     KEYS,
@@ -84,7 +84,7 @@ async def test_a_chunk_stored_anew_before_its_turn_is_carried_as_it_is_now() -> 
     async with opened(memory) as tiers:
         await store_made_up(tiers.backend, KEYS[:2], memory.describe(0, range(8)))
         with tiers.backend._claims.hold(KEYS[:1]):  # its batch waits
-            await give_way(2)
+            await yield_to_loop(2)
             await tiers.first.delete(KEYS[1:2])
             tail = memory.describe(0, [8, 9], first_block_index=2)
             payloads = await store_made_up(tiers.backend, KEYS[1:2], tail)
@@ -141,7 +141,7 @@ async def test_a_key_stored_anew_while_its_old_bytes_are_carried_keeps_the_old_o
         store = asyncio.create_task(
             store_made_up(tiers.backend, KEYS[:1], memory.describe(0, [1]), version=1)
         )
-        await give_way(10)
+        await yield_to_loop(10)
         assert not store.done()
         tiers.faults.release()
         await store
@@ -157,7 +157,7 @@ async def test_a_block_on_its_way_down_is_not_missing(memory: BlockMemory) -> No
         await tiers.first.delete(KEYS[:1])
         load = asyncio.create_task(load_from(tiers.backend, memory, KEYS[:1]))
         lookup = asyncio.create_task(tiers.backend.lookup(KEYS[:2]))
-        await give_way(10)
+        await yield_to_loop(10)
         tiers.faults.release()
         assert await load == payloads
         assert await lookup == [True, False]
@@ -192,7 +192,7 @@ async def test_a_cancelled_lookup_leaves_the_promotion_to_the_next(memory: Block
         first = asyncio.create_task(tiers.backend.lookup(KEYS))
         await tiers.faults.until_waiting()
         second = asyncio.create_task(tiers.backend.lookup(KEYS))
-        await give_way(5)
+        await yield_to_loop(5)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
@@ -261,7 +261,7 @@ async def test_delete_waits_for_blocks_that_are_being_carried(memory: BlockMemor
         await store_made_up(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
         await tiers.faults.until_waiting()
         delete = asyncio.create_task(tiers.backend.delete(KEYS[:3]))
-        await give_way(10)
+        await yield_to_loop(10)
         assert not delete.done()
         tiers.faults.release()
         assert await delete == [True, True, False]
@@ -318,9 +318,9 @@ async def test_of_too_many_blocks_that_wait_the_oldest_are_not_carried(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(memory) as tiers:
-        [carrier] = tiers.backend._cascade.carriers
-        carrier.max_pending = 3
+        [queue] = tiers.backend._cascade.queues
+        queue.max_pending = 3
         await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.backend._cascade.settle()
         assert tiers.lower.stored == KEYS[5:]
-    assert "5 blocks are not carried" in caplog.text
+    assert "5 blocks are not written back" in caplog.text

@@ -119,6 +119,6 @@ async def test_files_whose_metadata_hangs_hold_up_neither_host_memory_nor_the_en
             await cancelled
         assert not await engine.flush(timeout_s=0.01)
     assert "tier 1 (FileBackend): lookup of 2 blocks took longer" in caplog.text
-    assert "2 blocks were not carried" in caplog.text
-    assert "have not ended after 0.05 s and are left behind" in caplog.text
+    assert "2 blocks were not written back" in caplog.text
+    assert "calls still run after 0.05 s and are abandoned" in caplog.text
     server.answers.set()

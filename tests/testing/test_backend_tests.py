@@ -280,28 +280,28 @@ CAUGHT_BY = [
     (Unordered, "test_lookup_answers_in_the_order_of_the_keys"),
     (Overrunning, "test_a_load_writes_nothing_but_its_blocks"),
     (Scribbling, "test_a_miss_is_an_outcome_and_leaves_memory_untouched"),
-    (Scribbling, "test_of_a_partly_missing_batch_the_rest_is_loaded"),
+    (Scribbling, "test_present_blocks_of_a_partly_missing_batch_are_loaded"),
     (Overwriting, "test_storing_a_present_key_is_done_and_keeps_the_old_bytes"),
-    (Shadowing, "test_a_store_of_more_than_is_there_replaces_it"),
-    (Overwriting, "test_a_store_of_less_than_is_there_changes_nothing"),
-    (Shadowing, "test_of_two_parts_that_lie_apart_the_last_one_is_there"),
-    (Scribbling, "test_of_a_part_asked_as_a_whole_no_memory_is_written"),
-    (Busy, "test_tasks_that_store_a_part_and_the_whole_both_learn_what_is_there"),
+    (Shadowing, "test_a_store_of_a_larger_part_replaces_the_stored_one"),
+    (Overwriting, "test_a_store_of_a_smaller_part_changes_nothing"),
+    (Shadowing, "test_of_two_disjoint_parts_the_last_one_is_stored"),
+    (Scribbling, "test_loading_the_whole_of_a_stored_part_writes_no_memory"),
+    (Busy, "test_concurrent_stores_of_a_part_and_the_whole_are_both_done"),
     (Groupless, "test_blocks_of_two_groups_go_in_one_batch"),
     (Headless, "test_either_end_of_a_stored_chunk_can_be_loaded_alone"),
     (Headless, "test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one"),
-    (Forgetful, "test_what_was_stored_is_loaded_bit_for_bit"),
-    (BitFlipping, "test_what_was_stored_is_loaded_bit_for_bit"),
+    (Forgetful, "test_stored_blocks_are_loaded_bit_for_bit"),
+    (BitFlipping, "test_stored_blocks_are_loaded_bit_for_bit"),
     (Boasting, "test_a_deleted_block_is_gone_and_can_be_stored_anew"),
     (Disorderly, "test_a_deleted_block_is_gone_and_can_be_stored_anew"),
-    (Underfoot, "test_deleting_a_block_in_use_does_not_harm_who_uses_it"),
+    (Underfoot, "test_deleting_a_block_in_use_does_not_harm_its_reader"),
     (Rigid, "test_a_block_may_be_stored_from_one_shape_and_loaded_into_another"),
-    (Trusting, "test_a_batch_that_cannot_be_is_refused_and_nothing_moves"),
-    (Trusting, "test_a_closed_backend_says_so_and_may_be_closed_again"),
+    (Trusting, "test_an_invalid_batch_is_refused_and_nothing_moves"),
+    (Trusting, "test_a_closed_backend_raises_and_may_be_closed_again"),
     (Shared, "test_namespaces_never_see_each_other"),
     (Hoarding, "test_descriptors_are_forgotten_when_the_call_is_over"),
     (Racing, "test_many_tasks_at_once_never_get_wrong_bytes"),
-    (Busy, "test_two_tasks_that_store_one_key_both_learn_that_it_is_there"),
+    (Busy, "test_concurrent_stores_of_one_key_are_all_done"),
     (Abandoning, "test_memory_is_quiet_after_a_cancelled_load"),
     (Tearing, "test_a_cancelled_store_keeps_whole_blocks_or_none"),
     (Unchecked, "test_corrupt_bytes_are_reported_once_and_then_a_miss"),
@@ -338,7 +338,7 @@ async def test_the_suite_catches_a_wrong_backend(
 
 
 def test_every_test_of_the_suite_catches_something() -> None:
-    needs_a_medium = {"test_what_was_stored_outlives_the_backend"}  # see test_dict_backend.py
+    needs_a_medium = {"test_stored_blocks_outlive_a_persistent_backend"}  # see test_dict_backend.py
     tests = {name for name in dir(BackendTests) if name.startswith("test_")}
     assert {test for _, test in CAUGHT_BY} == tests - needs_a_medium
 

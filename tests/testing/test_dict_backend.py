@@ -54,7 +54,7 @@ async def test_the_suite_catches_a_backend_that_says_it_persists_and_does_not() 
         persistent = True
 
     with pytest.raises(AssertionError):
-        await Liar().test_what_was_stored_outlives_the_backend()
+        await Liar().test_stored_blocks_outlive_a_persistent_backend()
 
 
 class KeptMachine(BackendStateMachine):

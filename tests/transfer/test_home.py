@@ -221,7 +221,7 @@ async def test_closing_ends_in_time_and_says_what_it_left(
     async with TransferEngine(memory.caches, backend) as engine:
         [outcome] = await engine.load(KEYS[:1], [[1]], timeout_s=0.01)
         assert not outcome.memory_safe
-    assert "not closed after 0.05 s: 1 transfers are left behind" in caplog.text
+    assert "not closed after 0.05 s: 1 transfers are abandoned" in caplog.text
     backend.free.set()
     await engine._mover.drain()
 

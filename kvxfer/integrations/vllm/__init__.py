@@ -1,4 +1,4 @@
-"""Offloads vLLM's KV cache.
+"""Offloading of vLLM's KV cache.
 
 `KVXferOffloadingSpec` serves vLLM's OffloadingConnector, `KVXferTier` its TieringOffloadingSpec.
 """

@@ -1,4 +1,4 @@
-"""What a slower place was asked, and said."""
+"""Lookup results of a lower tier, remembered for the requests that wait for them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ from kvxfer.storage.keys import BlockKey
 
 @dataclass(slots=True)
 class _Answer:
-    """Whether a key is there, None as long as nobody knows; and which requests want to know."""
+    """Lookup result of a key, None while it is unknown, and the requests that wait for it."""
 
     found: bool | None = None
     req_ids: set[str] = field(default_factory=set)
 
 
 class Answers:
-    """Remembers for each request what a slower place said about the keys that it needs.
+    """Lookup results of a lower tier, by key and by waiting request.
 
-    An answer is forgotten when the last request that wanted it is released, so that a request
-    which waits is told the same until it is scheduled, and the next one asks anew.
+    A result is forgotten when the last request that wanted it is released. So a waiting request
+    gets the same result until it is scheduled, and a later request looks the key up again.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Answers:
         self._keys_of: dict[str, set[BlockKey]] = {}
 
     def get(self, key: BlockKey, req_id: str) -> bool | None:
-        """What is known about a key; what is not known will be asked for this request."""
+        """Return the result for a key; None if it is unknown, and the key is to be looked up."""
         answer = self._answers.get(key)
         if answer is None:
             answer = self._answers[key] = _Answer()
@@ -37,13 +37,13 @@ class Answers:
         return answer.found
 
     def take_unasked(self) -> list[BlockKey]:
-        """Take the keys to be asked now, in the order in which they were wanted."""
+        """Return the keys to be looked up now, in the order in which they were wanted."""
         keys = list(self._unasked)
         self._unasked.clear()
         return keys
 
     def tell(self, keys: Sequence[BlockKey], found: Sequence[bool]) -> None:
-        """Take note of answers; those to questions that nobody has any more are dropped."""
+        """Record lookup results; those of keys that no request waits for any more are dropped."""
         for key, there in zip(keys, found, strict=True):
             answer = self._answers.get(key)
             if answer is None or answer.found is not None:
@@ -53,7 +53,7 @@ class Answers:
                 del self._answers[key]
 
     def deny(self, keys: Iterable[BlockKey]) -> None:
-        """Say no to every request that wants these keys: what was found could not be read."""
+        """Turn these keys into misses for every waiting request: their blocks cannot be loaded."""
         for key in keys:
             if answer := self._answers.get(key):
                 answer.found = False
@@ -62,7 +62,7 @@ class Answers:
                     del self._answers[key]
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Have the next request ask anew, because the keys are being stored."""
+        """Forget results of keys that are being stored: the next request looks them up again."""
         for key in keys:
             self._unasked.pop(key, None)
             if answer := self._answers.pop(key, None):
@@ -70,7 +70,7 @@ class Answers:
                     self._keys_of[req_id].discard(key)
 
     def release(self, req_id: str) -> None:
-        """Forget what only this request wanted; what was asked is kept until it is answered."""
+        """Forget results that only this request wanted; running lookups are kept until they end."""
         for key in self._keys_of.pop(req_id, ()):
             answer = self._answers[key]
             answer.req_ids.discard(req_id)
@@ -79,7 +79,7 @@ class Answers:
                 self._unasked.pop(key, None)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all results."""
         self._answers.clear()
         self._unasked.clear()
         self._keys_of.clear()

@@ -1,9 +1,9 @@
-"""How vLLM's CPU attention arranges the keys and the values of a block: as data.
+"""CPU packing: the order of keys and values within a block of vLLM's CPU attention, as data.
 
 In the cache of a layer, `(num_blocks, num_kv_heads, tokens_per_block, 2 * head_dim)`, a head of a
-block is a plane of keys and then a plane of values, whatever the last dimension says. What order
-each plane has is the kernel's business, which vLLM picks by an instruction set. Only orders that
-were measured are told here; any other plane is bytes without a meaning.
+block is a plane of keys and then a plane of values, in spite of the shape. The order within a
+plane depends on the kernel, which vLLM picks by an instruction set. Only measured orders are
+listed here; any other plane is opaque bytes.
 """
 
 import inspect
@@ -14,19 +14,19 @@ import numpy.typing as npt
 import torch
 
 MEASURED_ITEMSIZES = (2, 4)
-"""float16, bfloat16 and float32 are copied bit by bit; eight bits are quantized on the way."""
+"""Sizes of elements that kernels copy bit by bit; elements of one byte are quantized."""
 TOKEN_UNITS = {"vec": 32, "vec16": 16}
-"""Measured instruction sets, and what a block has to be a multiple of for their kernel."""
+"""Measured instruction sets, and the number of tokens that their blocks are a multiple of."""
 ISA_QUESTION = ("dtype", "block_size", "head_size", "kv_cache_dtype")
 """What vLLM 0.22 to 0.32 derives the instruction set from; a new parameter is a new rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPlane:
-    """The order in memory of the keys, or of the values, of one head in one block.
+    """Order in memory of the keys, or of the values, of one head in one block.
 
-    An element's token is the sum of value times step over the digits `token`, and so is its
-    dimension; its place is what the values of all digits count, the last one fastest.
+    An element's token is the sum of value times step over the digits `token`, and likewise its
+    dimension; its place is the number that the values of all digits form, the last one fastest.
 
     Attributes:
         digits: Axis, step and size of each, outermost first; an axis is `token` or `dim`.
@@ -35,7 +35,7 @@ class PackedPlane:
     digits: tuple[tuple[str, int, int], ...]
 
     def elements(self) -> npt.NDArray[np.int64]:
-        """Token and dimension of each place, in order of memory: `(places, 2)`."""
+        """List the token and the dimension of each place, in order of memory: `(places, 2)`."""
         elements = np.zeros((1, 2), np.int64)
         for axis, step, size in self.digits:
             values = np.zeros((size, 2), np.int64)
@@ -47,7 +47,7 @@ class PackedPlane:
 def cpu_packing(
     isa: str, *, tokens_per_block: int, head_dim: int, itemsize: int
 ) -> tuple[PackedPlane, PackedPlane] | None:
-    """Say how the keys and the values of one head lie in a block of the CPU attention.
+    """Return the order of the keys and of the values of one head in a block of the CPU attention.
 
     The same instruction set is compiled several times, for AVX2, AVX-512 and other processors:
     `kernel_packs_as` proves the answer for the kernel of this process.
@@ -73,7 +73,7 @@ def cpu_attention_isa(
 ) -> str | None:
     """Ask vLLM which instruction set its CPU attention uses on this machine.
 
-    It is told of a layer whose backend is `CPU_ATTN`, and of no other one.
+    The answer holds for layers whose backend is `CPU_ATTN`, and for no others.
 
     Args:
         dtype: Of the model.
@@ -82,8 +82,8 @@ def cpu_attention_isa(
         kv_cache_dtype: As in vLLM's `CacheConfig.cache_dtype`.
 
     Returns:
-        vLLM's name of it. None where this vLLM runs on something else than a CPU, refuses such a
-        cache, or does not tell in the way that is known here.
+        vLLM's name of it. None where this vLLM does not run on a CPU, refuses such a cache, or has
+        another interface for this question.
     """
     from vllm.platforms import current_platform
 
@@ -101,14 +101,14 @@ def cpu_attention_isa(
 
 
 def kernel_packs_as(planes: tuple[PackedPlane, PackedPlane], isa: str, dtype: torch.dtype) -> bool:
-    """Try whether the kernel of this process packs as `planes` say.
+    """Test whether the kernel of this process packs keys and values in the order of `planes`.
 
-    It is given a block of memory of its own, in which no two keys or values are alike.
+    The kernel writes distinct keys and values to a block of separate memory.
 
     Args:
-        planes: What `cpu_packing` says.
+        planes: Planes from `cpu_packing`.
         isa: Instruction set that the kernel is to use.
-        dtype: Of the cache.
+        dtype: Data type of the cache.
 
     Returns:
         Whether every element was in its place, bit by bit.

@@ -1,4 +1,4 @@
-"""What changes the bytes of vLLM's KV cache: the namespace of chunks that outlive an engine."""
+"""Identity of a vLLM model: the namespace of chunks that outlive an engine."""
 
 import json
 import zlib
@@ -29,13 +29,13 @@ SEGMENT_HEADER = b"kvxfer worker identity 1"
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What tells two models apart whose caches look the same, and is not in `OffloadingConfig`.
+    """Identity of a model, beyond `OffloadingConfig`: properties that change the cache's values.
 
     Attributes:
         revision: Revision of the weights.
-        quantization: How weights and cache are quantized.
-        config_hash: XXH3 of all else that changes values: configuration of the model (RoPE,
-            windows), attention backend, draft model.
+        quantization: Quantization of weights and cache.
+        config_hash: XXH3 of all other properties that change values: configuration of the model
+            (RoPE, windows), attention backend, draft model.
     """
 
     revision: str
@@ -44,16 +44,16 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def identify_model(vllm_config: Any) -> ModelIdentity:
-    """Find out what the model of an engine is.
+    """Identify the model of an engine.
 
     Args:
         vllm_config: A `vllm.config.VllmConfig`.
 
     Raises:
-        InvalidArgumentError: It cannot be told which weights these are, or adapters are loaded.
+        InvalidArgumentError: The revision of the weights is unknown, or adapters are loaded.
     """
     if vllm_config.lora_config is not None:
-        rule = "no LoRA: its keys name an adapter's folder and not what is in it"
+        rule = "an engine without LoRA, whose keys name an adapter's folder and not its weights"
         raise InvalidArgumentError("backend", "a tier below host memory", rule)
     model, cache = vllm_config.model_config, vllm_config.cache_config
     facts = _describe(model) | {
@@ -79,10 +79,10 @@ def identify_model(vllm_config: Any) -> ModelIdentity:
 def row_namespace(
     config: OffloadingConfig, identity: ModelIdentity, *, row_size_bytes: int
 ) -> Namespace:
-    """Name rows of host memory: the chunks of all workers, one row under each key.
+    """Make the namespace of rows of host memory: the chunks of all workers under one key.
 
-    vLLM's release is part of it, because how an attention backend arranges a page is told
-    nowhere and has changed between releases.
+    vLLM's release is part of it, because the layout of an attention backend's page is not
+    exposed and has changed between releases.
     """
     known = {
         group_id: GroupIdentity(
@@ -119,11 +119,11 @@ def row_namespace(
 
 
 class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker tells the scheduler, to which vLLM does not.
+    """Identity of one worker's model and pages, sent to the scheduler, which vLLM does not tell.
 
     Attributes:
-        model: What its model is.
-        pages: What the bytes of its blocks are.
+        model: Identity of its model.
+        pages: Description of its blocks' bytes.
     """
 
     model: ModelIdentity
@@ -131,9 +131,9 @@ class WorkerIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def publish_identity(name: str, rank: int, identity: WorkerIdentity) -> SharedSegment:
-    """Put an identity where the scheduler finds it; to be closed when the engine ends.
+    """Publish an identity in shared memory for the scheduler; closed when the engine ends.
 
-    vLLM tells its workers what the model is, not the spec that it builds for its scheduler.
+    vLLM gives the model's configuration to its workers, but not to the scheduler's spec.
     """
     segment = SharedSegment(f"{name}-worker-{rank}", SEGMENT_HEADER, SEGMENT_BYTES)
     encoded = zlib.compress(msgspec.json.encode(identity, enc_hook=str))
@@ -142,7 +142,7 @@ def publish_identity(name: str, rank: int, identity: WorkerIdentity) -> SharedSe
 
 
 def receive_identities(name: str, num_workers: int) -> list[WorkerIdentity]:
-    """Read what all workers published, by rank.
+    """Read the identities that all workers published, by rank.
 
     Raises:
         InvalidArgumentError: A worker published nothing.
@@ -157,7 +157,7 @@ def _receive_identity(name: str, rank: int) -> WorkerIdentity:
     finally:
         segment.close()
     if not any(encoded):
-        rule = "an engine whose workers say what their model is; keep to host:// alone"
+        rule = "workers that published their model's identity; use host:// alone"
         raise InvalidArgumentError("backend", "a tier below host memory", rule)
     text = zlib.decompressobj().decompress(encoded)
     return msgspec.json.decode(text, type=WorkerIdentity, dec_hook=_decode_dtype)
@@ -169,7 +169,7 @@ def _decode_dtype(kind: type, value: Any) -> Any:
 
 
 def _describe(model: Any) -> dict[str, Any]:
-    """What the configuration of a model says about its values."""
+    """Collect the parts of a model's configuration that change its values."""
     config = {
         name: value
         for name, value in model.hf_config.to_dict().items()
@@ -188,10 +188,10 @@ def _describe(model: Any) -> dict[str, Any]:
 
 
 def _find_revision(model: Any) -> str:
-    """Which weights these are: a commit, the caller's word, or the files as they are now.
+    """Find the revision of the weights: a commit, the `revision` of the caller, or a file hash.
 
-    The files of a local folder are told apart by size and time: to hash them would read the
-    model once more. A copy of the folder is another revision then; `revision` says it is not.
+    The files of a local folder are hashed by size and time, not by content, which would read the
+    whole model again. So a copy of the folder is another revision, unless `revision` is given.
     """
     path = Path(model.model_weights or model.model)
     if not path.exists():
@@ -199,7 +199,7 @@ def _find_revision(model: Any) -> str:
     else:
         revision = model.revision or _hash_files(path)
     if not revision:
-        rule = f"given for {str(path)!r}: nothing else tells its weights from other ones"
+        rule = f"a revision of the weights at {str(path)!r}, which has no commit or weight file"
         raise InvalidArgumentError("revision", revision, rule)
     return str(revision)
 

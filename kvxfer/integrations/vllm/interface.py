@@ -1,7 +1,7 @@
-"""vLLM's offloading interface: all that kvxfer imports from vLLM, and what its releases change.
+"""Interface of vLLM's offloading: all imports from vLLM, and differences between its releases.
 
-The newest release is what the adapter is written for; older ones are made to look like it here,
-by looking for what they have, never by their number.
+The adapter is written for the newest release; older ones are adapted to it here, by looking for
+their attributes, never by their version number.
 """
 
 import enum
@@ -60,7 +60,7 @@ except ImportError as exc:
 
 
 class _Medium(enum.StrEnum):
-    """Media of tiers, as the strings that they were before 0.27."""
+    """Media of tiers, as strings, as before vLLM 0.27."""
 
     CPU = "CPU"
     STORAGE = "STORAGE"
@@ -71,21 +71,21 @@ TransferJob: Any = getattr(tiering, "TransferJob", object)
 
 
 def may_load_from_storage(req_context: ReqContext) -> bool:
-    """Whether a request may be given what is in a storage tier; every one may before 0.27."""
+    """Whether a request may load from a storage tier; every request may before 0.27."""
     tiers = getattr(req_context, "load_tier_filter", None)
     return tiers is None or bool(tiers.allows(Medium.STORAGE, None))
 
 
 def group_ids(config: OffloadingConfig) -> list[int]:
-    """For each group the index that vLLM's keys carry; before 0.30 every group was offloaded."""
+    """List each group's index in vLLM's keys; before 0.30 every group was offloaded."""
     return [getattr(group, "group_id", index) for index, group in enumerate(config.groups)]
 
 
 def layout_name(config: OffloadingConfig) -> str:
-    """What vLLM calls the layout of the caches, the same in all processes of an engine.
+    """Return vLLM's name of the caches' layout, the same in all processes of an engine.
 
-    Before 0.29 it is told nowhere. It followed from the attention backend, which has to be named
-    next to it, unless this variable said otherwise.
+    Before 0.29 it is not exposed: it follows from the attention backend, which therefore has to be
+    part of the namespace, too, unless an environment variable overrides it.
     """
     if hasattr(config, "kv_cache_layout"):
         return config.kv_cache_layout or ""
@@ -93,7 +93,7 @@ def layout_name(config: OffloadingConfig) -> str:
 
 
 def host_layout(config: OffloadingConfig) -> Mapping[str, int]:
-    """How workers share the bytes of a chunk; before 0.27 and 0.28 there was one way only."""
+    """Return how workers share the bytes of a chunk; before 0.27 and 0.28 in one way only."""
     return {
         "replicated": int(getattr(config, "replicated_layout", False)),
         "canonical": int(getattr(config, "canonical_layout", False)),
@@ -103,16 +103,16 @@ def host_layout(config: OffloadingConfig) -> Mapping[str, int]:
 def workers_keep_the_same(config: OffloadingConfig) -> bool:
     """Whether all workers have the same bytes, and one of them is enough to store them.
 
-    So it is with latents in tensor parallelism on one machine; before 0.27 nobody said so.
+    So it is with latents in tensor parallelism on one machine; not exposed before 0.27.
     """
     return bool(getattr(config, "replicated_layout", False))
 
 
 def require_tiering() -> None:
-    """Check that vLLM's tiers take what a verified one tells of its jobs.
+    """Check that vLLM's tiers can report the chunks of a job that were loaded intact.
 
     Raises:
-        UnsupportedEngineError: They do not, before 0.31.
+        UnsupportedEngineError: vLLM is older than 0.31.
     """
     if "transfer_bytes" not in {field.name for field in fields(JobResult)}:
         detail = "its secondary tiers have another interface"

@@ -1,4 +1,4 @@
-"""Rows of host memory that go to a slower place and come back, without ever blocking."""
+"""Lower tier under vLLM: stores rows of host memory in a backend and loads them, by polling."""
 
 import logging
 import secrets
@@ -27,7 +27,7 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
 PAUSE_S = 5.0
-"""How long nothing is asked of a backend that let a deadline pass: requests wait for lookups."""
+"""Pause in the lookups of a backend that missed a deadline, since requests wait for lookups."""
 SALT_BYTES = 16
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Purgeable(Protocol):
-    """A backend that can delete everything in its namespace at once."""
+    """Backend that can delete every block of its namespace at once."""
 
     async def purge(self) -> Any:
         """Delete every block of the namespace."""
@@ -68,23 +68,23 @@ class _Lookup:
 
 
 class LowerTier:
-    """Stores rows of host memory in a backend and loads them back; polled, from one thread.
+    """Tier below host memory: stores rows in a backend and loads them; polled, from one thread.
 
-    A row is what is kept under one key: the chunk of every worker. The backend moves it in one
-    piece, on the event loop of a `TransferEngine`, which bounds the bytes in flight and applies
-    deadlines. Whatever the backend does, no call blocks but `drain`, `reset` and `close`, and
-    those not for longer than they were told.
+    A row is the memory of one key: the chunks of every worker. The backend moves it in one piece,
+    on the event loop of a `TransferEngine`, which bounds the bytes in flight and applies
+    deadlines. Only `drain`, `reset` and `close` block, and not beyond their timeouts, even if the
+    backend hangs.
 
     Args:
         rows: uint8, `(num_rows, row_size_bytes)`, contiguous; kept alive.
         num_groups: One more than the largest group index of a key.
-        backend: Where rows go; closed with the tier.
-        mappings: For each group how rows are portable pages; by default they are stored as they
-            are.
-        timeouts: How long the backend may take.
+        backend: Backend that stores the rows; closed with the tier.
+        mappings: Page mapping of each group, by which rows are portable pages; by default rows are
+            stored unchanged.
+        timeouts: Deadlines of the backend.
 
     Raises:
-        BackendUnavailableError: The backend cannot begin; it is closed.
+        BackendUnavailableError: The backend cannot start; it is closed.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class LowerTier:
         self._paused_until = 0.0
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
-        """Whether the backend has a key, None as long as it did not say.
+        """Whether the backend has a key; None while its lookup has not ended.
 
-        Keys are asked in batches, by `flush`; an answer stays until the request is released.
+        Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
         if time.monotonic() < self._paused_until:
             return False
@@ -130,11 +130,11 @@ class LowerTier:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the backend was asked for keys and did not answer yet."""
+        """Whether a lookup of the backend has not ended yet."""
         return bool(self._lookups)
 
     def flush(self) -> None:
-        """Ask the backend for all the keys that were looked up since the last call."""
+        """Start one lookup in the backend of all keys that were wanted since the last call."""
         keys = self._answers.take_unasked()
         if not keys:
             return
@@ -143,20 +143,20 @@ class LowerTier:
         self._lookups.append(_Lookup(keys, self._engine.submit_call(call), deadline))
 
     def deny(self, keys: Sequence[BlockKey]) -> None:
-        """Say no from now on to the requests that looked up these keys."""
+        """Turn these keys into misses for the requests that looked them up."""
         self._answers.deny(keys)
 
     def release(self, req_id: str) -> None:
-        """Forget what only this request asked for."""
+        """Forget lookup results that only this request wanted."""
         self._answers.release(req_id)
 
     def submit_store(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
-        """Begin to store rows, which must stay as they are until they are reported."""
+        """Begin to store rows, which must not change until `poll` reports them."""
         self._answers.forget(keys)
         return self._submit(Direction.STORE, keys, rows)
 
     def submit_load(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
-        """Begin to load rows, which belong to the tier until they are reported."""
+        """Begin to load rows, which belong to the tier until `poll` reports them."""
         return self._submit(Direction.LOAD, keys, rows)
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
@@ -165,14 +165,14 @@ class LowerTier:
         self._engine.submit_call(call).add_done_callback(_log_failure)
 
     def is_late(self, key: BlockKey) -> bool:
-        """Whether a load of this key was given up, although its memory is still in use."""
+        """Whether a load of this key was abandoned while its memory is still in use."""
         return any(
             each.key == key and each.direction is Direction.LOAD and not each.void
             for each in self._late
         )
 
     def poll(self) -> list[Moved]:
-        """Take note of answers; take the rows that were moved since the last call."""
+        """Record lookup results; return the rows that were moved since the last call."""
         self._take_answers()
         moved: list[Moved] = []
         for finished in self._engine.get_finished():
@@ -190,10 +190,10 @@ class LowerTier:
         return moved
 
     def drain(self, *, timeout_s: float | None = None) -> bool:
-        """Block until no row is touched any more; the next `poll` reports what was moved.
+        """Block until no transfer touches a row; the next `poll` reports the rows.
 
         Returns:
-            Whether that was so in time.
+            Whether that happened before the timeout.
         """
         ended = self._engine.wait(list(self._jobs), timeout_s=timeout_s)
         quiet = self._engine.submit_call(self._engine.drain())
@@ -205,15 +205,15 @@ class LowerTier:
         return ended
 
     def reset(self) -> list[int]:
-        """Forget everything; nothing that was stored before will be found again.
+        """Forget every row: none that was stored before will be found again.
 
         A reset can mean that the weights were changed in memory. From here on rows are stored
-        under other names, which nobody else knows: neither are old rows found, not even those
-        that a hanging backend stores later, nor are new ones taken for rows of the weights on disk
-        by the next engine. That the backend is purged as well only makes room.
+        under salted keys, known only to this process: so old rows are not found, not even those
+        that a hanging backend stores later, and the next engine does not take new rows for rows of
+        the weights on disk. Purging the backend as well only makes room.
 
         Returns:
-            Rows whose memory is still in use; `poll` reports them when it is not, as void.
+            Rows whose memory is still in use; `poll` reports them later, as void.
         """
         for job_id, job in self._jobs.items():
             job.void = True
@@ -232,7 +232,7 @@ class LowerTier:
         return unfinished + [each.row for each in self._late]
 
     def close(self) -> bool:
-        """Finish what is being stored, give up what is being loaded, and close the backend.
+        """Finish stores, cancel loads, and close the backend.
 
         Returns:
             Whether that was done in time. If not, the backend may still touch rows.
@@ -249,7 +249,7 @@ class LowerTier:
         closing.start()
         closing.join(max(1.0, deadline - time.monotonic()))
         if closing.is_alive():
-            logger.warning("the lower tier does not end; what it did not store yet is lost")
+            logger.warning("the lower tier did not close in time; its unfinished stores are lost")
         return not closing.is_alive()
 
     def _close_engine(self) -> None:
@@ -273,7 +273,7 @@ class LowerTier:
         return job_id
 
     def _name(self, key: BlockKey) -> BlockKey:
-        """What a key is called in the backend."""
+        """Make the backend's key: the salt of this process, and the key."""
         return BlockKey(self._salt + key)
 
     def _take_answers(self) -> None:
@@ -292,7 +292,7 @@ class LowerTier:
     def _pause(self, reason: str) -> None:
         now = time.monotonic()
         if now >= self._paused_until:
-            logger.warning("the lower tier is not asked for %g s: %s", PAUSE_S, reason)
+            logger.warning("the lower tier is not used for %g s: %s", PAUSE_S, reason)
         self._paused_until = now + PAUSE_S
 
 

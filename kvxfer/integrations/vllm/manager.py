@@ -1,4 +1,4 @@
-"""The scheduler's side: which chunks are in host memory, and where."""
+"""Offloading manager, the scheduler's side: the index of the chunks in host memory."""
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
@@ -23,14 +23,14 @@ from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey
 
 VERIFY_BYTES_PER_STEP = 64 << 20
-"""What `lookup` may read in one scheduling step, at some 25 GB/s (XXH3 on one core) 3 ms."""
+"""Bytes that `lookup` may verify in one scheduling step: 3 ms at 25 GB/s (XXH3 on one core)."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement(LoadStoreSpec):
-    """Where chunks are in the pool; travels from the scheduler to the workers.
+    """Slots of chunks in the pool, sent from the scheduler to the workers.
 
     Attributes:
         keys: vLLM's keys, group after group.
@@ -43,11 +43,11 @@ class Placement(LoadStoreSpec):
 
 @dataclass(slots=True, eq=False)
 class _Check:
-    """A chunk that is kept as it is because it was, or will be, verified for a request.
+    """Verification of a chunk, which is pinned for the requests that looked it up.
 
     Attributes:
-        outcome: None until it was verified.
-        num_holders: Requests that it is kept for.
+        outcome: None until the chunk was verified.
+        num_holders: Requests that the chunk is held for.
     """
 
     key: BlockKey
@@ -57,12 +57,12 @@ class _Check:
 
 
 class KVXferOffloadingManager(OffloadingManager):
-    """Keeps the index of a host pool for vLLM's scheduler; no call blocks.
+    """Offloading manager over the index of a host pool; no call blocks.
 
     vLLM cannot recover from a load that fails. So a hit is promised only for a chunk that was
     verified and is pinned: from the first lookup on, the chunk is held for the request until the
     request is scheduled, loads, or ends. Verifying reads memory on the scheduler's thread, a
-    bounded amount in each step; what is left over is a pending hit until the next step. (A
+    bounded number of bytes in each step; further chunks are pending hits until the next step. (A
     thread would gain nothing: hashing holds the interpreter lock.)
 
     Args:
@@ -82,7 +82,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
-        """Say whether a chunk is there; `HIT_PENDING` while it is being stored or verified."""
+        """Look up a chunk; `HIT_PENDING` while it is being stored or verified."""
         state = self._index.state(key)
         if state is None:
             return LookupResult.MISS
@@ -102,7 +102,7 @@ class KVXferOffloadingManager(OffloadingManager):
     def prepare_load(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
     ) -> Placement:
-        """Pin chunks until `complete_load`; they were hits in this step, so they are there."""
+        """Pin chunks until `complete_load`; they were hits in this step, so they are present."""
         slots = self._index.pin(list(keys))
         self._release(req_context.req_id)
         self._counters.add(metrics.LOADED, len(slots))
@@ -113,13 +113,13 @@ class KVXferOffloadingManager(OffloadingManager):
         self._index.touch(list(keys))
 
     def complete_load(self, keys: Collection[BlockKey], *_: Any, **__: Any) -> None:
-        """Let go of what `prepare_load` pinned."""
+        """Unpin the chunks that `prepare_load` pinned."""
         self._index.unpin(list(keys))
 
     def prepare_store(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
     ) -> PrepareStoreOutput | None:
-        """Find slots for chunks; as many leading ones as there is room for, None if for none."""
+        """Find slots for the leading chunks that have room; None if there is no room at all."""
         self._release(req_context.req_id)
         plan = self._index.begin_store(list(keys))
         self._counters.add(metrics.EVICTED, len(plan.evicted))
@@ -141,8 +141,8 @@ class KVXferOffloadingManager(OffloadingManager):
         success: bool = True,  # noqa: FBT001, FBT002 - vLLM's signature
         **_: Any,
     ) -> None:
-        """Make chunks loadable, those that every worker finished; drop the others."""
-        wanted = set(keys)  # vLLM's is unordered, and eviction spares the heads of prompts
+        """Make the chunks loadable that every worker finished; drop the others."""
+        wanted = set(keys)  # vLLM's are unordered, but eviction spares the heads of prompts
         storing = [key for key in self._storing if key in wanted]
         stored: list[BlockKey] = []
         lost: list[BlockKey] = []
@@ -164,26 +164,26 @@ class KVXferOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: Any) -> None:
-        """Let go of chunks held for requests that run now: they loaded what they will load."""
+        """Release chunks held for requests that run now: they will load no more."""
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         for req_id in context.new_req_ids:
             self._release(req_id)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Let go of what a request still holds."""
+        """Release the chunks that a request still holds."""
         self._release(req_context.req_id)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Take the events since the last call."""
+        """Return the events since the last call."""
         events, self._events = self._events or [], None if self._events is None else []
         return events
 
     def has_pending_work(self) -> bool:
-        """Nothing happens here between steps."""
+        """Whether there is work between steps: never."""
         return False
 
     def reset_cache(self) -> None:
-        """Forget every chunk; vLLM reports no transfer of before any more."""
+        """Forget every chunk; vLLM no longer reports transfers begun before."""
         self._emit(self._index.keys(), removed=True)
         self._index.clear()
         self._checks.clear()
@@ -191,7 +191,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._storing.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Take the metrics since the last call."""
+        """Return the metrics since the last call."""
         idle = self._index.num_free_slots + self._index.num_evictable
         return self._counters.report(
             {
@@ -202,11 +202,11 @@ class KVXferOffloadingManager(OffloadingManager):
         )
 
     def shutdown(self) -> None:
-        """Let go of the pool; may be called again."""
+        """Close the pool; may be called again."""
         self._pool.close()
 
     def _hold(self, key: BlockKey, req_id: str) -> _Check:
-        """Keep a chunk as it is for a request."""
+        """Hold a chunk for a request: pinned until every holder released it."""
         check = self._checks.get(key)
         if check is None:
             (slot,) = self._index.pin([key])
@@ -226,7 +226,7 @@ class KVXferOffloadingManager(OffloadingManager):
                 self._index.unpin([key])
 
     def _drop(self, check: _Check, outcome: Outcome) -> None:
-        """Forget a chunk that failed its check, for every request that holds it."""
+        """Quarantine a chunk that failed its check, and release it for every holder."""
         if outcome.status is Status.CORRUPT:
             self._counters.add(metrics.CORRUPT)
         logger.warning("dropped chunk %s: %s", check.key.hex(), outcome)

@@ -1,6 +1,6 @@
 """Metrics of the vLLM adapter, reported through vLLM's own mechanism.
 
-Their names begin with `vllm:` because vLLM shows no others.
+Their names begin with `vllm:` because vLLM exports no others.
 """
 
 from collections.abc import Mapping
@@ -69,18 +69,18 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
 
 
 class Counters:
-    """Counts since the last report."""
+    """Counters of metrics since the last report."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
 
     def add(self, name: str, number: int = 1) -> None:
-        """Count `number` more of a metric of `DEFINITIONS`."""
+        """Add `number` to a metric of `DEFINITIONS`."""
         if number:
             self._counts[name] = self._counts.get(name, 0) + number
 
     def report(self, gauges: Mapping[str, int]) -> OffloadingConnectorStats:
-        """Take the counts, and these gauges, as vLLM wants them."""
+        """Return the counts, and these gauges, in vLLM's form, and reset the counts."""
         stats = OffloadingConnectorStats()
         for name, value in gauges.items():
             stats.set_gauge(name, value)

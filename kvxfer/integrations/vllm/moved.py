@@ -1,4 +1,4 @@
-"""What became of a row that went to a lower tier or came from it."""
+"""Outcome of one row that was stored in a lower tier or loaded from it."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,15 @@ from kvxfer.transfer.job import Direction, JobId
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What became of a row; each is reported once, when nothing touches its memory any more.
+    """Outcome of moving one row; reported once, when nothing touches the row any more.
 
     Attributes:
         job_id: As returned when it was submitted.
         direction: `STORE` from host memory, `LOAD` to it.
         key: Key of the row.
         row: Index of the row.
-        outcome: What became of it.
-        void: The tier was reset since; only the memory is of interest.
+        outcome: Outcome of the row.
+        void: Whether the tier was reset meanwhile: the row's bytes are of no use.
     """
 
     job_id: JobId

@@ -1,4 +1,4 @@
-"""Rows of host memory as portable pages: the chunks of all workers of an engine."""
+"""Row mappings: rows of host memory, the chunks of all workers, as portable pages."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,10 +19,10 @@ from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
 
 
 def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
-    """How many workers keep the same bytes, so that a row has one part for all of them.
+    """Count the workers that keep the same bytes, so that a row has one part for all of them.
 
     Args:
-        pages: What a worker says of its blocks, None if it says nothing.
+        pages: A worker's description of its blocks, None if it has none.
         config: vLLM's plan of the offloading.
     """
     parallel = config.parallel
@@ -32,23 +32,23 @@ def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
         return 1
     boxes = [box for group in pages.groups for box in group.boxes]
     if any(group.reason for group in pages.groups) or any("head" not in b.axes for b in boxes):
-        return 1  # other things are divided in another way
+        return 1  # pages without heads are divided in another way
     return max(1, int(parallel.tp_size) // max(1, pages.num_kv_heads))
 
 
 def map_rows(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, encoding: str
 ) -> list[PageMapping]:
-    """Say what a row is, for every group that a key may name.
+    """Make the page mapping of rows for every group that a key may name.
 
-    A row has a part for each worker, or one for all where they keep the same. A group of which
-    this cannot be told is kept as it is: another engine reads it if it has the same `encoding`.
+    A row has a part for each worker, or one for all where they keep the same. A group that cannot
+    be mapped is stored as plain bytes: another engine reads it if it has the same `encoding`.
 
     Args:
-        workers: What each worker says of its blocks, by rank.
+        workers: Description of each worker's blocks, by rank.
         config: vLLM's plan of the offloading.
-        shape: Of the pool.
-        encoding: What tells this engine's rows from others' that mean something else.
+        shape: Shape of the pool.
+        encoding: Name that distinguishes this engine's plain bytes from other engines'.
     """
     position = {group_id: index for index, group_id in enumerate(group_ids(config))}
     mappings = []
@@ -66,11 +66,11 @@ def map_rows(
 def _map_group(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
 ) -> PageMapping:
-    """What a row holds of a group, all of it.
+    """Make the page mapping of a group's rows.
 
     Raises:
-        PageMappingError: That is not known, or not a whole page.
-        InvalidArgumentError: The workers are none that could share a model.
+        PageMappingError: The content of a row is not known, or not a whole page.
+        InvalidArgumentError: The workers cannot belong to one model.
     """
     boxes = list(_row_boxes(workers, config, shape, group))
     tokens = config.groups[group].tokens_per_block * _num_blocks(config)
@@ -88,7 +88,7 @@ def _map_group(
 
 
 def _keep_row(row_size_bytes: int, encoding: str) -> PageMapping:
-    """A row as it is."""
+    """Make a page mapping that stores a row as plain bytes."""
     box = PageBox(
         layer_name="row",
         part=OPAQUE,
@@ -103,10 +103,10 @@ def _keep_row(row_size_bytes: int, encoding: str) -> PageMapping:
 def _row_boxes(
     workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
 ) -> Iterator[PageBox]:
-    """What a row holds of a group, with the indices of the whole model.
+    """Yield the boxes of a group in a row, with the indices of the whole model.
 
     Raises:
-        PageMappingError: That is not known, or several parts of a row are the same.
+        PageMappingError: The boxes are not known, or several parts of a row are the same.
     """
     if config.parallel.pp_size > 1:
         raise PageMappingError("layer", f"{config.parallel.pp_size} stages", "one stage")

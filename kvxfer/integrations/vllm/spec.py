@@ -1,4 +1,4 @@
-"""The entry point that vLLM's OffloadingConnector builds in its scheduler and every worker."""
+"""Offloading spec: the class that vLLM's OffloadingConnector builds in scheduler and workers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +49,7 @@ from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, TransferEngine
 
 
 class KVXferOffloadingSpec(OffloadingSpec):
-    """Offloads vLLM's KV cache through kvxfer.
+    """Offloading spec that stores vLLM's KV cache in kvxfer's backends.
 
     Configured by `kv_connector_extra_config`: `backend` is the URL (or mapping) of the host
     pool, e.g. `host://?capacity=4GiB`, shared by all workers of the engine on this machine; or a
@@ -57,8 +57,8 @@ class KVXferOffloadingSpec(OffloadingSpec):
     "file:///var/cache/kv?capacity=200GiB"]`.
 
     Raises:
-        InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and it
-            cannot be told what the model is.
+        InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and the
+            model cannot be identified.
     """
 
     @classmethod
@@ -66,7 +66,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
         cls,
         extra_config: Mapping[str, Any],  # noqa: ARG003 - vLLM's signature
     ) -> dict[str, OffloadingMetricMetadata]:
-        """Metrics that the manager reports."""
+        """Define the metrics that the manager reports."""
         return dict(metrics.DEFINITIONS)
 
     def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
@@ -77,7 +77,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
         self._worker: OffloadingWorker | None = None
 
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side; the same one at every call."""
+        """Return the scheduler's side; the same object at every call."""
         if self._manager is None:
             world_size = self.config.parallel.world_size
             workers = receive_identities(self._name, world_size) if self._lower else []
@@ -91,7 +91,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The side of the worker with these caches; the same one at every call."""
+        """Return the side of the worker with these caches; the same object at every call."""
         if self._worker is None:
             caches = convert_caches(kv_caches)
             identity = self._identify(caches) if self._lower else None
@@ -108,7 +108,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
                 backend,
                 blocks_per_chunk=self.blocks_per_chunk,
                 max_bytes_in_flight=DEFAULT_MAX_BYTES_IN_FLIGHT,
-                timeout_s=None,  # host copies end; a load given up would end the engine
+                timeout_s=None,  # host copies always end; a failed load would end the engine
             )
             self._worker = KVXferOffloadingWorker(
                 engine,
@@ -141,7 +141,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
     def _identify(self, caches: OurCaches) -> WorkerIdentity:
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None:
-            rule = "host:// alone: vLLM does not say what its model is"
+            rule = "host:// alone, since vLLM does not tell its model's configuration"
             raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
         return WorkerIdentity(
             model=identify_model(vllm_config),
@@ -153,7 +153,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
 
     @property
     def _name(self) -> str:
-        """What all processes of this engine call it."""
+        """Name of this engine, the same in all its processes."""
         engine_id = xxhash.xxh3_64_hexdigest(self.config.engine_id.encode())
         return f"vllm-{engine_id}-{self.config.parallel.data_parallel_index}"
 
@@ -174,9 +174,9 @@ class KVXferOffloadingSpec(OffloadingSpec):
         )
 
     def _namespace(self) -> Namespace:
-        """What this engine's blocks are, as far as scheduler and workers both know.
+        """Make the pool's namespace of properties that scheduler and workers both know.
 
-        The pool is private to the engine, so what cannot differ within one is not needed.
+        The pool is private to the engine, so properties that cannot differ within one are left out.
         """
         config = self.config
         return Namespace(
@@ -204,7 +204,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
 
 
 def _parse_tiers(backend: Any) -> tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]:
-    """The host pool, and the tiers below it."""
+    """Parse the host pool's configuration, and those of the tiers below it."""
     tiers = backend if isinstance(backend, Sequence) and not isinstance(backend, str) else [backend]
     if not tiers or not all(isinstance(tier, (str, Mapping)) for tier in tiers):
         raise InvalidArgumentError("backend", backend, "a URL such as 'host://?capacity=4GiB'")

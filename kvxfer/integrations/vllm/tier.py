@@ -1,4 +1,4 @@
-"""A tier under vLLM's own CPU offloading, for its `TieringOffloadingSpec`."""
+"""Secondary tier under vLLM's own CPU offloading, for its `TieringOffloadingSpec`."""
 
 import ctypes
 import time
@@ -33,7 +33,7 @@ Submit = Callable[[Sequence[BlockKey], Sequence[int]], JobId]
 
 @dataclass(slots=True)
 class _Job:
-    """A job of vLLM's, of which rows are still on their way."""
+    """Job of vLLM with rows that are still being moved."""
 
     job_id: int
     num_left: int
@@ -43,25 +43,25 @@ class _Job:
 
 
 class KVXferTier(SecondaryTierManager):
-    """Keeps chunks of vLLM's CPU tier in a kvxfer backend, verified.
+    """Secondary tier that stores chunks of vLLM's CPU tier in a kvxfer backend, verified.
 
     Configured as one of `secondary_tiers`: `{"type": "KVXferTier", "module_path":
     "kvxfer.integrations.vllm", "backend": "file:///var/cache/kv?capacity=200GiB", "revision":
     "..."}`. A chunk that is corrupt, gone or late is dropped from its promotion and recomputed.
-    A job is reported only when its memory is quiet, whatever its deadline: vLLM reuses it then.
+    A job is reported only when nothing touches its memory, even after its deadline: vLLM reuses
+    the memory then.
 
     Args:
         offloading_spec: vLLM's spec.
         primary_kv_view: `(num_chunks, row_size_bytes)`; valid until `shutdown` returned.
         tier_type: vLLM's name of the tier.
-        backpressure_detector: vLLM's.
+        backpressure_detector: Passed on to vLLM's base class.
         backend: URL or mapping of a backend, or an open one; closed on `shutdown`.
-        revision: Says which model this is, with everything that changes its values at equal
-            tokens: weights, quantization, overrides of its configuration. vLLM does not tell its
-            tiers.
+        revision: Name of the model and of every property that changes its values at equal tokens:
+            weights, quantization, overrides of its configuration. vLLM does not tell its tiers.
 
     Raises:
-        InvalidArgumentError: `backend` is wrong, or there is no `revision` for it.
+        InvalidArgumentError: `backend` is wrong, or a `revision` is missing for it.
         UnsupportedEngineError: vLLM is older than 0.31.
     """
 
@@ -86,7 +86,7 @@ class KVXferTier(SecondaryTierManager):
         )
         if not isinstance(backend, Backend):
             if not revision:
-                rule = "what tells this model from others: its commit, quantization, overrides"
+                rule = "a name for this model: its commit, quantization, overrides"
                 raise InvalidArgumentError("revision", revision, rule)
             backend_type, backend_config = parse_backend(backend)
             backend = backend_type(backend_config, namespace)
@@ -95,7 +95,7 @@ class KVXferTier(SecondaryTierManager):
         self._empty: list[_Job] = []
 
     def lookup(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
-        """Say whether the backend has a chunk; `RETRY` until it answered."""
+        """Look up a chunk in the backend; `RETRY` while the lookup has not ended."""
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
@@ -110,7 +110,7 @@ class KVXferTier(SecondaryTierManager):
         self._submit(self._tier.submit_load, job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Take the jobs that ended since the last call; of failed loads, say which chunks came."""
+        """Return the jobs that ended since the last call; a failed load with its loaded chunks."""
         results = [self._result(job) for job in self._empty]
         self._empty.clear()
         for moved in self._tier.poll():
@@ -133,11 +133,11 @@ class KVXferTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Forget what only this request looked up."""
+        """Forget lookup results that only this request wanted."""
         self._tier.release(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM's signature
-        """Ask the backend for what was looked up in this step."""
+        """Start the backend lookup of the keys that were wanted in this step."""
         self._tier.flush()
 
     def drain_jobs(self) -> None:
@@ -152,7 +152,9 @@ class KVXferTier(SecondaryTierManager):
                 vLLM keeps then.
         """
         if not self._tier.close():
-            raise BackendUnavailableError(f"{self.tier_type} does not end; its memory is in use")
+            raise BackendUnavailableError(
+                f"{self.tier_type} did not close in time; its memory is still in use"
+            )
 
     def _submit(self, submit: Submit, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
@@ -174,7 +176,7 @@ class KVXferTier(SecondaryTierManager):
 
 
 def _detached(view: memoryview) -> NDArray[np.uint8]:
-    """The same memory without a hold on the view: vLLM releases it when all tiers are shut."""
+    """View the same memory without a reference to the view, which vLLM releases at shutdown."""
     array = np.asarray(view)
     buffer = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
     rows: NDArray[np.uint8] = np.frombuffer(memoryview(buffer), np.uint8)

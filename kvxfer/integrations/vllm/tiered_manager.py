@@ -1,4 +1,4 @@
-"""The scheduler's side of two tiers: host memory, and a slower place below it."""
+"""Tiered offloading manager, the scheduler's side: host memory with a lower tier below it."""
 
 import logging
 import time
@@ -23,28 +23,29 @@ from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.transfer.job import Direction
 
 MAX_SHARE_ON_THE_WAY_DOWN = 0.5
-"""Of the slots: those being copied to the tier below cannot be evicted, and stores need room."""
+"""Largest share of slots that are copied to the tier below at one time: these cannot be evicted,
+and stores need room."""
 YIELD_S = 0.001
-"""What a step without a model gives away while requests wait: in one process, vLLM polls in a
-tight loop, and the thread that moves chunks would get the interpreter lock every 5 ms only."""
+"""Sleep in a scheduling step that runs no model, while requests wait: in one process, vLLM polls
+in a tight loop, and the thread that moves chunks would get the interpreter lock only every 5 ms."""
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
-"""Pauses before chunks are offered again to a tier that failed to take some; each is twice as long
-as the one before."""
+"""Pauses before a retry of chunks that the tier below failed to store; each is twice as long as the
+one before."""
 
 logger = logging.getLogger(__name__)
 
 
 class TieredOffloadingManager(KVXferOffloadingManager):
-    """Keeps the index of a host pool and copies its chunks to a lower tier and back.
+    """Offloading manager that also writes chunks of the host pool back to a lower tier.
 
-    A chunk is copied down when every worker has stored it, pinned meanwhile. What the lower tier
-    fails to take is offered to it again, as long as it is in host memory. A chunk that is looked
-    up and not in host memory is asked for below (`RETRY`), given a slot and loaded
-    (`HIT_PENDING`), and held for the requests that wait for it once it landed. Whatever goes
-    wrong below makes it a miss for those requests. While a load that was given up may still
-    write to its slot, the chunk is a miss and the slot stays out of use.
+    A chunk is written back when every worker has stored it, pinned meanwhile. Chunks that the
+    lower tier fails to store are retried, as long as they are in host memory. A chunk that is
+    looked up and not in host memory is looked up below (`RETRY`), given a slot and loaded
+    (`HIT_PENDING`), and then held for the requests that wait for it. Any failure below makes it a
+    miss for those requests. While a load that was abandoned may still write to its slot, the chunk
+    is a miss and the slot stays out of use.
 
     Args:
         pool: The pool, mapped by this process; closed on `shutdown`.
@@ -72,7 +73,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._step_ended_s = 0.0
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
-        """Say whether a chunk is there, in either tier; `RETRY` while the lower one is asked."""
+        """Look up a chunk in both tiers; `RETRY` while the lookup in the lower one runs."""
         self._take_moved()
         if self._tier.is_late(key):
             return LookupResult.MISS
@@ -94,21 +95,21 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     def prepare_store(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
     ) -> PrepareStoreOutput | None:
-        """Find slots for chunks, those included that are on their way no more."""
+        """Find slots for chunks, after those of ended transfers were unpinned."""
         self._take_moved()
         return super().prepare_store(keys, req_context)
 
     def complete_store(
         self, keys: Collection[BlockKey], req_context: ReqContext, *args: Any, **kwargs: Any
     ) -> None:
-        """Make chunks loadable, and begin to copy them to the lower tier."""
+        """Make chunks loadable, and begin to write them back to the lower tier."""
         wanted = set(keys)
         storing = [key for key in self._storing if key in wanted]
         super().complete_store(keys, req_context, *args, **kwargs)
         self._copy_down([key for key in storing if self._index.state(key) is not None])
 
     def on_schedule_end(self, context: Any) -> None:
-        """Ask the lower tier for what this step wanted to know, and load what it found."""
+        """Start the lower tier's lookups of this step, and loads of the chunks that it found."""
         self._take_moved()
         self._end_stores()
         self._offer_again()
@@ -121,7 +122,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._yield()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Let go of what a request holds and waits for; loads on their way end by themselves."""
+        """Release the chunks that a request holds or waits for; running loads go on."""
         super().on_request_finished(req_context)
         self._tier.release(req_context.req_id)
 
@@ -139,7 +140,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._keep_out(set(in_use))
 
     def shutdown(self) -> None:
-        """Finish the copies to the lower tier, as far as time allows, and let go of the pool."""
+        """Finish write-backs to the lower tier, as far as time allows, and close the pool."""
         self._tier.close()
         super().shutdown()
 
@@ -156,14 +157,14 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._emit(plan.evicted, removed=True)
         if not plan.keys:
             self._counters.add(metrics.LOWER_LOADS_REFUSED)
-            self._tier.deny([key])  # or the request would wait for room, again and again
+            self._tier.deny([key])  # or the request would look for room again and again
             return False
         self._pool.unseal(plan.slots)
         self._to_load[key] = plan.slots[0]
         return True
 
     def _copy_down(self, stored: Sequence[BlockKey]) -> None:
-        """Begin to copy the first of these chunks, as many as may be on the way at once."""
+        """Begin to write back the first of these chunks, up to the bound on chunks in flight."""
         room = self._max_going_down - self._num_going_down
         self._counters.add(metrics.LOWER_STORES_DROPPED, max(0, len(stored) - room))
         if chosen := list(stored[:room]):
@@ -171,9 +172,9 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._num_going_down += len(chosen)
 
     def _take_moved(self) -> None:
-        """Once in a step, finish the loads that ended, as many as may be hashed in it.
+        """Finish loads that ended, once in a step, as many as may be hashed in it.
 
-        Once, because answers in the middle of a prompt would give slots to its end first.
+        Once, because results in the middle of a prompt's lookups would give slots to its end first.
         """
         if self._polled:
             return
@@ -201,10 +202,10 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._drop_failed(failed)
 
     def _end_stores(self) -> None:
-        """Let go of chunks that were copied down, and see that the copies are of sound bytes.
+        """Unpin chunks that were written back, and verify that the copies are of intact bytes.
 
-        A bit that flipped in host memory before it was read would be stored with a checksum that
-        fits. Requests come first: this uses what they left of the bytes of the step.
+        A bit that flipped in host memory before it was read would be stored with a matching
+        checksum. Requests come first: this uses the bytes of the step that they left over.
         """
         while self._copied and self._bytes_to_verify > 0:
             moved = self._copied.popleft()
@@ -220,7 +221,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._index.unpin([moved.key])
 
     def _note_taken(self, key: BlockKey, *, taken: bool) -> None:
-        """Remember what the lower tier did not take, and for how long to leave it alone."""
+        """Remember a chunk that the lower tier failed to store, and when to retry."""
         if taken:
             self._not_taken.pop(key, None)
             self._pause_s = 0.0
@@ -232,7 +233,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._next_offer_s = now + self._pause_s
 
     def _offer_again(self) -> None:
-        """Copy down what was not taken: one chunk as a probe, and the others once that arrived."""
+        """Retry failed write-backs: one chunk as a probe, and the others once it was stored."""
         room = self._max_going_down - self._num_going_down
         if not self._not_taken or room < 1 or time.monotonic() < self._next_offer_s:
             return
@@ -241,7 +242,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._not_taken = dict.fromkeys(there)
         offered = there[: 1 if self._pause_s else room]
         for key in offered:
-            del self._not_taken[key]  # until it is known what became of it
+            del self._not_taken[key]  # added again if the retry fails
         self._copy_down(offered)
 
     def _drop_failed(self, loads: Sequence[Moved]) -> None:
@@ -252,7 +253,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._waiting.pop(moved.key, None)
 
     def _land(self, keys: Sequence[BlockKey]) -> None:
-        """Make chunks loadable, held for the requests that wait: nothing may evict them now."""
+        """Make chunks loadable, and hold them for the waiting requests, so as not to be evicted."""
         self._index.finish_store(keys, stored=True)
         self._counters.add(metrics.LOWER_LOADED, len(keys))
         self._emit(keys, removed=False)
@@ -266,7 +267,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             req_ids.discard(req_id)
 
     def _keep_out(self, slots: Collection[int]) -> None:
-        """Occupy slots of the empty index that something may still write to or read from."""
+        """Occupy slots of the empty index that a transfer may still write to or read from."""
         if not slots:
             self._kept_out = {}
             return

@@ -1,4 +1,4 @@
-"""A worker's side: moves the blocks that the scheduler placed."""
+"""Offloading worker: moves blocks between a worker's caches and the slots of the host pool."""
 
 import logging
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
 MAX_YIELD_S = 0.002
-"""What `get_finished` waits for a load at most. vLLM polls in a tight loop; a thread that never
-gives up the interpreter lock would keep the copy from being started."""
+"""Longest wait of `get_finished` for a load. vLLM polls in a tight loop; a thread that never
+releases the interpreter lock would delay the start of the copy."""
 
 logger = logging.getLogger(__name__)
 
 
 class KVXferOffloadingWorker(OffloadingWorker):
-    """Moves blocks between a worker's caches and its part of the pool.
+    """Offloading worker that moves blocks between its caches and its part of the pool.
 
     A store that fails is reported as done: the scheduler finds its slots unfinished and drops
     them. A load that fails cannot be told to vLLM without ending the engine; that is why chunks
     are verified before the scheduler promises them.
 
     Args:
-        engine: Moves blocks to a `PlacedBackend`; closed on `shutdown`.
-        group_ids: For each group of the caches, the index that vLLM's keys carry.
+        engine: Engine that moves blocks to a `PlacedBackend`; closed on `shutdown`.
+        group_ids: Index in vLLM's keys of each group of the caches.
         blocks_per_chunk: Blocks stored under one key.
-        closes: What else to close on `shutdown`.
+        closes: Segments that are closed on `shutdown`, too.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Take the jobs that ended since the last call."""
+        """Return the jobs that ended since the last call."""
         if self._loads:
             self._engine.wait(self._loads, timeout_s=MAX_YIELD_S)
         results, self._results = self._results, []
@@ -110,7 +110,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
         self._engine.wait([self._ours[job_id] for job_id in job_ids if job_id in self._ours])
 
     def shutdown(self) -> None:
-        """Wait for what moves and let go of the pool."""
+        """Wait for running transfers and close the pool."""
         self._engine.close()
         for segment in self._closes:
             segment.close()
@@ -122,7 +122,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
     def _batch(
         self, blocks: GPULoadStoreSpec, placement: Placement
     ) -> tuple[list[BlockKey], list[NDArray[np.int32]], list[int]]:
-        """Keys with their slots, block ids and first block indices, per group."""
+        """Convert a job to placed keys, and block ids and first block indices per group."""
         keys = []
         for key, slot in zip(placement.keys, placement.slots, strict=True):
             keys.append(place(key, slot, self._group_of_id[group_of(key)]))
@@ -139,9 +139,9 @@ class KVXferOffloadingWorker(OffloadingWorker):
         block_ids: Sequence[NDArray[np.int32]],
         firsts: Sequence[int],
     ) -> None:
-        """Check that blocks are missing nowhere but before the first one of each group.
+        """Check that blocks are missing only before the first one of each group.
 
-        vLLM leaves out null blocks; in the middle of a chunk that would shift all that follow.
+        vLLM leaves out null blocks; in the middle of a chunk that would shift all later blocks.
         """
         num_keys = [0] * len(block_ids)
         for key in keys:

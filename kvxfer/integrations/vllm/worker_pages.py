@@ -1,4 +1,4 @@
-"""What the bytes of a worker's blocks mean, told to the scheduler, which moves them all at once."""
+"""Worker pages: the meaning of the bytes of a worker's blocks, described for the scheduler."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,18 @@ from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.spec import AttentionSpec
 
 CPU_AXES: dict[str, tuple[str, ...]] = {"k": ("head", "dim", "token")}
-"""Portable order of what the CPU attention keeps transposed: otherwise no two elements of a key
-would be neighbours on both sides. `cpu_packing` has the evidence."""
+"""Portable order of the axes of keys, which the CPU attention stores transposed: in the usual order
+no two elements of a key would be neighbours on both sides. See `cpu_packing` for the evidence."""
 
 
 class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
-    """What one block of a group is on one worker.
+    """Description of one block of a group on one worker.
 
     Attributes:
         payload_size_bytes: Bytes of the block.
-        boxes: What they are; empty when that cannot be told.
+        boxes: Boxes of elements in these bytes; empty when they are unknown.
         axes: Portable order of the axes of some parts, where it is not the usual one.
-        reason: Why it cannot be told.
+        reason: Reason why the boxes are unknown.
     """
 
     payload_size_bytes: int
@@ -46,7 +46,7 @@ class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):
-    """What the blocks of one worker are.
+    """Description of the blocks of one worker.
 
     Attributes:
         groups: One for each group that is offloaded.
@@ -62,10 +62,10 @@ class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):
 def describe_pages(
     caches: CanonicalKVCaches, config: OffloadingConfig, vllm_config: Any
 ) -> WorkerPages:
-    """Find out what the bytes of this worker's caches mean.
+    """Describe the bytes of this worker's caches.
 
-    vLLM says it of the tensors that it bound to its layers. Each is canonicalized anew, and must
-    be in the blocks that vLLM handed over; else its group is bytes.
+    Their layout is known from the tensors that vLLM bound to its layers. Each is canonicalized
+    again, and must lie within the blocks that vLLM handed over; else its group is opaque bytes.
 
     Args:
         caches: The caches that vLLM handed over, which are bytes.
@@ -104,7 +104,7 @@ def _describe_group(
             place = min(index, len(refs) - 1)
             found, axes = _describe_layer(name, refs[place], caches, tokens, vllm_config)
             boxes += [box.moved(starts[place]) for box in found]
-    except Exception as exc:  # noqa: BLE001 - what this vLLM does not tell is kept as bytes
+    except Exception as exc:  # noqa: BLE001 - a group that is not understood is kept as bytes
         return GroupPages(payload_size_bytes=size, reason=f"{type(exc).__name__}: {exc}")
     return GroupPages(payload_size_bytes=size, boxes=tuple(boxes), axes=dict(axes))
 
@@ -119,7 +119,7 @@ def _describe_layer(
     """Find a layer's boxes in the page of a ref, its own or that of several layers.
 
     Raises:
-        LayoutError: The layer's pages are not there.
+        LayoutError: The layer's pages are not within the ref's pages.
     """
     theirs = caches.tensors[ref.tensor_idx].tensor
     layer = _canonicalize_layer(name, tokens_per_block, len(theirs), vllm_config)
@@ -135,11 +135,11 @@ def _describe_layer(
 def _canonicalize_layer(
     name: str, tokens_per_block: int, num_blocks: int, vllm_config: Any
 ) -> CanonicalKVCaches:
-    """Understand the tensor that vLLM bound to a layer.
+    """Canonicalize the tensor that vLLM bound to a layer.
 
     Raises:
         PageMappingError: The layer keeps states.
-        KVXferError: It cannot be understood.
+        KVXferError: The layout of the tensor is not understood.
     """
     layer = vllm_config.compilation_config.static_forward_context[name]
     entry = layer.kv_cache
@@ -158,7 +158,7 @@ def _canonicalize_layer(
 def _say_packing(
     name: str, boxes: Sequence[PageBox], layer: CanonicalKVCaches, vllm_config: Any
 ) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
-    """Say what a layer's keys and values are where a CPU's kernels have an order of their own."""
+    """Describe a layer's keys and values in the order of the CPU's kernels, if those have one."""
     attention = vllm_config.compilation_config.static_forward_context[name]
     if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
         return boxes, {}
@@ -177,7 +177,7 @@ def _say_packing(
 def _seen_packing(
     isa: str, tokens_per_block: int, head_dim: int, dtype: torch.dtype
 ) -> tuple[PackedPlane, PackedPlane] | None:
-    """What `cpu_packing` says, if the kernel does it: tried once for all layers alike."""
+    """Return `cpu_packing` if the kernel confirms it; tried once for all equal layers."""
     planes = cpu_packing(
         isa, tokens_per_block=tokens_per_block, head_dim=head_dim, itemsize=dtype.itemsize
     )
@@ -194,7 +194,7 @@ def _as_packed(box: PageBox, plane: PackedPlane) -> PageBox:
 
 
 def as_bytes(box: PageBox, packing: str) -> PageBox:
-    """Keys or values of each head as bytes: heads can still be divided among other workers.
+    """Turn keys or values of each head into bytes: heads can still be divided among workers.
 
     Raises:
         PageMappingError: A head of a block is in several pieces.

@@ -1,4 +1,4 @@
-"""KV caches as vLLM shows them to a connector of one's own, whichever hook its release calls."""
+"""Hooks for a vLLM connector of one's own: KV caches from whichever hook a release calls."""
 
 from kvxfer.integrations.vllm_connector.hooks import KVCacheHooks
 

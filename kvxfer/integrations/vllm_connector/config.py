@@ -1,4 +1,4 @@
-"""vLLM's plan of its KV cache, in kvxfer's terms."""
+"""Conversion of vLLM's KV-cache configs and specs to kvxfer's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,11 +26,11 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
 
     Args:
         config: A `vllm.v1.kv_cache_interface.KVCacheConfig`.
-        kv_caches: What was registered for each layer: from 0.27 on, the states of a recurrent
-            layer are one tensor of bytes.
+        kv_caches: Tensors registered for each layer: from 0.27 on, the states of a recurrent layer
+            are one tensor of bytes.
 
     Raises:
-        InvalidArgumentError: A layer keeps something that kvxfer has no spec for.
+        InvalidArgumentError: kvxfer has no spec for a layer's cache.
     """
     return KVCacheConfig(
         num_blocks=config.num_blocks,
@@ -41,7 +41,7 @@ def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
             )
             for group in config.kv_cache_groups
         ),
-        # From 0.29 on a tensor lists its layers, and says nothing of those that it shares.
+        # From 0.29 on a tensor lists its layers, but not the tensors that they share.
         shared_tensors=tuple(
             tuple(tensor.shared_by)
             for tensor in config.kv_cache_tensors
@@ -56,7 +56,7 @@ def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
 
     Args:
         spec: A `vllm.v1.kv_cache_interface.KVCacheSpec`.
-        entry: What was registered for a layer with this spec.
+        entry: Tensors registered for a layer with this spec.
 
     Raises:
         InvalidArgumentError: kvxfer has no spec for it: a page has other bytes than keys and
@@ -151,4 +151,4 @@ _CONVERT = {
     "CrossAttentionSpec": _cross,
     "FullAttentionSpec": _full,
 }
-"""By the name of vLLM's class, or of the nearest one that it derives from."""
+"""Conversions by the name of vLLM's class, or of its nearest base class."""

@@ -1,4 +1,4 @@
-"""The hooks by which vLLM shows a connector its KV caches, as one."""
+"""Connector hooks: a mix-in that turns every hook for KV caches in vLLM's releases into one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from kvxfer.kvcache.canonical import (
 )
 
 CROSS_LAYER = "every layer"
-"""What the one tensor of all layers is registered under; it may have any name."""
+"""Name under which the one tensor of all layers is registered; any name would do."""
 
 
 class KVCacheHooks(ABC):
-    """Turns every hook that tells a worker's connector of its KV caches into `use_kv_caches`.
+    """Mix-in for connectors: turns every hook that passes KV caches into `use_kv_caches`.
 
     To be mixed into a connector, in front of vLLM's base class:
 
@@ -30,8 +30,8 @@ class KVCacheHooks(ABC):
     A release calls one of the hooks, once: `register_kv_caches` with a tensor per layer;
     `register_cross_layers_kv_cache` (up to 0.28) with one tensor of all layers, which it allocates
     where the model and its attention backend allow it; or, in a vLLM that allocates canonical
-    caches itself, `initialize_worker_connector`. Nothing is imported from vLLM; a release from
-    0.20 on is understood by what its objects have.
+    caches itself, `initialize_worker_connector`. Nothing is imported from vLLM; releases from 0.20
+    on are told apart by the attributes of their objects.
 
     Implementors must define `use_kv_caches`.
     """
@@ -43,11 +43,11 @@ class KVCacheHooks(ABC):
 
     @abstractmethod
     def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
-        """Take this worker's KV caches; their memory is vLLM's and lives as long as the worker."""
+        """Use this worker's KV caches, whose memory vLLM owns and keeps as long as the worker."""
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """Ask for one tensor of all layers: a block of it is one piece of memory."""
+        """Whether vLLM should allocate one tensor of all layers: yes, its blocks are contiguous."""
         return True
 
     def register_kv_caches(
@@ -56,7 +56,7 @@ class KVCacheHooks(ABC):
         """Take one entry per layer; entries that belong to no group, such as encoders', are left.
 
         Raises:
-            InvalidArgumentError: A layer keeps something that kvxfer has no spec for.
+            InvalidArgumentError: kvxfer has no spec for a layer's cache.
             LayoutError: A tensor is not laid out as vLLM says, see `canonicalize`.
         """
         config = convert_config(self._kv_cache_config, kv_caches)
@@ -74,9 +74,9 @@ class KVCacheHooks(ABC):
         """Take one tensor of all layers.
 
         Raises:
-            InvalidArgumentError: A layer keeps something that kvxfer has no spec for, or the
-                backend does not say how it lays out such a tensor.
-            LayoutError: It is not laid out as the backend says, see `canonicalize`.
+            InvalidArgumentError: kvxfer has no spec for a layer's cache, or the attention backend
+                does not tell the layout of such a tensor.
+            LayoutError: The tensor is not laid out as the backend says, see `canonicalize`.
         """
         config = convert_config(self._kv_cache_config, {})
         layouts = {CROSS_LAYER: cross_layer_layout(attn_backend)}
@@ -85,14 +85,14 @@ class KVCacheHooks(ABC):
     def initialize_worker_connector(self, data: Any) -> None:
         """Take the canonical caches that vLLM allocated, if it did.
 
-        No release up to 0.32 calls it: it is as vLLM's proposal for such an allocation has it.
+        No release up to 0.32 calls it: it follows vLLM's proposal for such an allocation.
         """
         if (canonical := getattr(data, "canonical_kv_caches", None)) is not None:
             self.use_kv_caches(convert_caches(canonical))
 
 
 def convert_caches(caches: Any) -> CanonicalKVCaches:
-    """Take over the canonical caches that vLLM made; zero-copy."""
+    """Convert canonical caches that vLLM made; zero-copy."""
     return CanonicalKVCaches(
         tensors=[
             CanonicalKVCacheTensor(tensor.tensor, tensor.page_size_bytes)

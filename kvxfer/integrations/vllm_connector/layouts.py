@@ -1,4 +1,4 @@
-"""What vLLM says of the layout of a registered KV cache, as `KVLayout` writes it."""
+"""Layouts of registered KV caches, as vLLM tells them, in the notation of `KVLayout`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,20 +19,20 @@ from kvxfer.kvcache.spec import (
 Entry = torch.Tensor | Sequence[torch.Tensor]
 
 AXES = {"B": "block", "H": "head", "N": "token"}
-"""Letters of the names that layouts have from 0.29 on; `C` is what one token keeps per head."""
+"""Axes by the letters of layout names, from 0.29 on; `C` is one token's elements per head."""
 PROBE = {"num_blocks": 1009, "block_size": 16, "num_kv_heads": 7, "head_size": 64}
-"""Sizes to ask a backend's shape with: numbers that are told apart, and that backends accept."""
+"""Sizes with which a backend's shape is probed: distinct numbers that backends accept."""
 AXIS_OF_SIZE = {1009: "block", 16: "token", 7: "head", 64: "dim", 128: "kv*dim", 2: "kv"}
 CPU_BACKEND = "CPU_ATTN"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """What was registered for a layer, and what vLLM says of it.
+    """Registered cache of a layer, and its layout.
 
     Attributes:
         entry: Its tensor, or the states of a recurrent layer.
-        layout: Axes of the tensor; empty where vLLM does not say.
+        layout: Axes of the tensor; empty where vLLM does not tell.
     """
 
     entry: Entry
@@ -40,12 +40,12 @@ class LayerCache:
 
 
 def layer_cache(name: str, entry: Entry, config: KVCacheConfig, vllm_config: Any) -> LayerCache:
-    """Find out how the cache of a layer is laid out.
+    """Find the layout of a layer's cache.
 
     Args:
         name: Name of the layer.
-        entry: What was registered for it.
-        config: The plan that it belongs to.
+        entry: Tensors registered for it.
+        config: KV-cache config that has the layer.
         vllm_config: A `vllm.config.VllmConfig`.
     """
     spec = _spec_of(name, config)
@@ -64,10 +64,10 @@ def layer_cache(name: str, entry: Entry, config: KVCacheConfig, vllm_config: Any
 
 
 def cross_layer_layout(attn_backend: Any) -> str:
-    """Ask a backend how it lays out one tensor of all layers.
+    """Ask an attention backend for the layout of one tensor of all layers.
 
     Raises:
-        InvalidArgumentError: It does not say.
+        InvalidArgumentError: The backend does not tell.
     """
     layout = _axes_of_backend(attn_backend, layers=True)
     if not layout:
@@ -82,7 +82,7 @@ def _spec_of(name: str, config: KVCacheConfig) -> KVCacheSpec:
 
 
 def _axes_of_name(name: str, spec: KVCacheSpec, num_axes: int) -> str:
-    """Axes that a name stands for; latents have no heads, and a dimension for them or not."""
+    """Convert a layout's name to axes; tensors of latents may have a head axis of one or none."""
     if not isinstance(spec, (MLASpec, SlidingWindowMLASpec)):
         return " ".join(AXES.get(letter, "kv*dim") for letter in name if letter != "L")
     axes = [AXES.get(letter, "dim") for letter in name if letter != "L"]
@@ -90,7 +90,7 @@ def _axes_of_name(name: str, spec: KVCacheSpec, num_axes: int) -> str:
 
 
 def _axes_of_backend(backend: Any, *, layers: bool = False) -> str:
-    """Axes in the order of memory, from the shape and the stride order that a backend states."""
+    """Derive the axes, in order of memory, from a backend's shape and stride order."""
     try:
         shape = backend.get_kv_cache_shape(**PROBE)
     except (AttributeError, NotImplementedError):

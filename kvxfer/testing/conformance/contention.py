@@ -1,4 +1,4 @@
-"""Conformance: many tasks at once, and cancelled ones."""
+"""Conformance tests of concurrent and cancelled calls."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -10,19 +10,19 @@ from kvxfer.testing.conformance.suite import (
     BackendSuite,
     assert_done_are,
     cancel,
-    give_way,
     make_keys,
     make_large_memory,
     make_memory,
     statuses,
     store_made_up,
     tails,
+    yield_to_loop,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 
 class ContentionTests(BackendSuite):
-    """Concurrency and cancellation."""
+    """Tests of concurrency and cancellation."""
 
     async def test_many_tasks_at_once_never_get_wrong_bytes(self) -> None:
         memory = make_memory()
@@ -54,7 +54,7 @@ class ContentionTests(BackendSuite):
                 for worker in range(16):
                     tasks.create_task(work(worker))
 
-    async def test_two_tasks_that_store_one_key_both_learn_that_it_is_there(self) -> None:
+    async def test_concurrent_stores_of_one_key_are_all_done(self) -> None:
         memory, keys = make_memory(), make_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
             blocks = memory.describe(0, [0, 1])
@@ -66,7 +66,7 @@ class ContentionTests(BackendSuite):
             assert statuses(await backend.load(keys, target)) == [Status.DONE, Status.DONE]
             assert read_payloads(target) == payloads
 
-    async def test_tasks_that_store_a_part_and_the_whole_both_learn_what_is_there(self) -> None:
+    async def test_concurrent_stores_of_a_part_and_the_whole_are_both_done(self) -> None:
         self.require_parts()
         memory, [key] = make_memory(blocks_per_chunk=4), make_keys(1)
         payload = make_payload(key, memory.chunk_size_bytes(0))
@@ -91,10 +91,10 @@ class ContentionTests(BackendSuite):
             for turns in range(12):
                 write_payloads(target, [bytes(len(payload)) for payload in payloads])
                 load = asyncio.ensure_future(backend.load(keys, target))
-                await give_way(turns)
+                await yield_to_loop(turns)
                 await cancel(load)
                 quiet = read_payloads(tails(target))
-                # Takes as long as what may have been left behind.
+                # Takes as long as a transfer that the cancelled call may have abandoned.
                 outcomes = await backend.load(keys, elsewhere)
                 assert statuses(outcomes) == [Status.DONE] * 8, "a cancelled load did harm"
                 assert read_payloads(elsewhere) == payloads
@@ -110,7 +110,7 @@ class ContentionTests(BackendSuite):
                 payloads = [make_payload(key, size) for key in keys]
                 write_payloads(blocks, payloads)
                 store = asyncio.ensure_future(backend.store(keys, blocks))
-                await give_way(turns)
+                await yield_to_loop(turns)
                 await cancel(store)
                 ends = tails(blocks)  # the memory is ours again
                 write_payloads(ends, [bytes(n) for n in ends.block_sizes.tolist()])

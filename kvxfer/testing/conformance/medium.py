@@ -1,4 +1,4 @@
-"""Conformance: a medium that is full, or changes what it keeps."""
+"""Conformance tests of a medium that is full, or corrupts blocks."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -18,7 +18,7 @@ from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 
 class MediumTests(BackendSuite):
-    """Corruption and eviction."""
+    """Tests of corruption and eviction."""
 
     async def test_corrupt_bytes_are_reported_once_and_then_a_miss(self) -> None:
         memory, keys = make_memory(), make_keys(3)

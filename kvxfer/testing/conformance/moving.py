@@ -1,4 +1,4 @@
-"""Conformance: what was stored is loaded."""
+"""Conformance tests of stores and loads."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -19,9 +19,9 @@ from kvxfer.testing.payloads import read_payloads, write_payloads
 
 
 class MovingTests(BackendSuite):
-    """Store and load, whole chunks and parts of them."""
+    """Tests of store and load, of whole chunks and parts of them."""
 
-    async def test_what_was_stored_is_loaded_bit_for_bit(self) -> None:
+    async def test_stored_blocks_are_loaded_bit_for_bit(self) -> None:
         memory, keys = make_memory(), make_keys(8)
         async with await self.make_backend(memory.namespace()) as backend:
             blocks = memory.describe(0, [3, 9, 1, 0, 17, 18, 19, 40])
@@ -63,7 +63,7 @@ class MovingTests(BackendSuite):
             assert statuses(outcomes) == [Status.MISSING] * 3
         assert memory.snapshot() == before
 
-    async def test_of_a_partly_missing_batch_the_rest_is_loaded(self) -> None:
+    async def test_present_blocks_of_a_partly_missing_batch_are_loaded(self) -> None:
         memory, keys = make_memory(), make_keys(4)
         async with await self.make_backend(memory.namespace()) as backend:
             payloads = await store_made_up(backend, keys[::2], memory.describe(0, [0, 1]))
@@ -85,7 +85,7 @@ class MovingTests(BackendSuite):
             assert statuses(await backend.load(keys, target)) == [Status.DONE] * 3
             assert read_payloads(target) == [*old, new[2]]
 
-    async def test_a_store_of_more_than_is_there_replaces_it(self) -> None:
+    async def test_a_store_of_a_larger_part_replaces_the_stored_one(self) -> None:
         self.require_parts()
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
@@ -99,7 +99,7 @@ class MovingTests(BackendSuite):
                 assert statuses(await backend.load([key], target)) == [Status.DONE]
                 assert read_payloads(target) == payloads
 
-    async def test_a_store_of_less_than_is_there_changes_nothing(self) -> None:
+    async def test_a_store_of_a_smaller_part_changes_nothing(self) -> None:
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
             for key, first in zip(keys, [0, 2], strict=True):
@@ -110,7 +110,7 @@ class MovingTests(BackendSuite):
                 assert statuses(await backend.load([key], target)) == [Status.DONE]
                 assert read_payloads(target) == payloads
 
-    async def test_of_two_parts_that_lie_apart_the_last_one_is_there(self) -> None:
+    async def test_of_two_disjoint_parts_the_last_one_is_stored(self) -> None:
         self.require_parts()
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(1)
         async with await self.make_backend(memory.namespace()) as backend:
@@ -144,7 +144,7 @@ class MovingTests(BackendSuite):
             assert statuses(await backend.load(keys, target)) == [Status.DONE, Status.DONE]
             assert read_payloads(target) == [payloads[0][2 * block :], payloads[1][: 3 * block]]
 
-    async def test_of_a_part_asked_as_a_whole_no_memory_is_written(self) -> None:
+    async def test_loading_the_whole_of_a_stored_part_writes_no_memory(self) -> None:
         self.require_parts()
         memory = BlockMemory([[64 << 10]], num_blocks=16, blocks_per_chunk=4)  # large fragments
         [key] = make_keys(1)

@@ -1,4 +1,4 @@
-"""Conformance: who sees which block, and for how long."""
+"""Conformance tests of the visibility of blocks: lookup, delete, namespaces, closing."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -22,22 +22,22 @@ from kvxfer.storage.backend import Status
 from kvxfer.testing.conformance.suite import (
     BackendSuite,
     assert_done_are,
-    give_way,
     make_keys,
     make_large_memory,
     make_memory,
     statuses,
     store_made_up,
+    yield_to_loop,
 )
 from kvxfer.testing.payloads import read_payloads
 
 
 class Owner:
-    """Something whose lifetime can be watched."""
+    """Object whose lifetime can be observed."""
 
 
 class SeeingTests(BackendSuite):
-    """Lookup, delete, misuse, namespaces, and the end of a backend."""
+    """Tests of lookup, delete, misuse, namespaces, and closing."""
 
     async def test_lookup_answers_in_the_order_of_the_keys(self) -> None:
         memory, keys = make_memory(), make_keys(20)
@@ -62,14 +62,14 @@ class SeeingTests(BackendSuite):
             assert statuses(await backend.load(keys[:1], target)) == [Status.DONE]
             assert read_payloads(target) == new
 
-    async def test_deleting_a_block_in_use_does_not_harm_who_uses_it(self) -> None:
+    async def test_deleting_a_block_in_use_does_not_harm_its_reader(self) -> None:
         memory, keys = make_large_memory(), make_keys(8)
         async with await self.make_backend(memory.namespace()) as backend:
             payloads = await store_made_up(backend, keys, memory.describe(0, range(8)))
             target = memory.describe(0, range(8, 16))
             for turns in range(4):
                 load = asyncio.ensure_future(backend.load(keys, target))
-                await give_way(turns)
+                await yield_to_loop(turns)
                 deleted = await backend.delete(keys)
                 outcomes = await load
                 assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
@@ -80,7 +80,7 @@ class SeeingTests(BackendSuite):
                 assert await backend.lookup(keys) == [False] * len(keys)
                 await store_made_up(backend, keys, memory.describe(0, range(8)))
 
-    async def test_a_batch_that_cannot_be_is_refused_and_nothing_moves(self) -> None:
+    async def test_an_invalid_batch_is_refused_and_nothing_moves(self) -> None:
         memory, keys = make_memory(), make_keys(3)
         async with await self.make_backend(memory.namespace()) as backend:
             blocks = memory.describe(0, [0, 1, 2])
@@ -96,7 +96,7 @@ class SeeingTests(BackendSuite):
             assert memory.snapshot() == before
             assert await backend.lookup(keys) == [False] * 3
 
-    async def test_a_closed_backend_says_so_and_may_be_closed_again(self) -> None:
+    async def test_a_closed_backend_raises_and_may_be_closed_again(self) -> None:
         memory, keys = make_memory(), make_keys(1)
         blocks = memory.describe(0, [0])
         backend = await self.make_backend(memory.namespace())
@@ -126,9 +126,9 @@ class SeeingTests(BackendSuite):
             assert await theirs.delete(keys) == [False, False]
             assert await ours.lookup(keys) == [True, True]
 
-    async def test_what_was_stored_outlives_the_backend(self) -> None:
+    async def test_stored_blocks_outlive_a_persistent_backend(self) -> None:
         if not self.persistent:
-            pytest.skip("this backend keeps nothing when it is closed")
+            pytest.skip("this backend is not persistent")
         memory, keys = make_memory(), make_keys(4)
         async with await self.make_backend(memory.namespace()) as backend:
             payloads = await store_made_up(backend, keys, memory.describe(0, range(4)))

@@ -1,4 +1,4 @@
-"""What a subclass of `BackendTests` has to say, and what its tests share."""
+"""Base of the conformance suite: the methods to override, and helpers that its tests share."""
 
 import asyncio
 import dataclasses
@@ -20,12 +20,11 @@ TAIL_BYTES = 8
 
 
 class BackendSuite(ABC):
-    """How the suite opens backends, and what it may expect of them.
+    """Base of the suite: opens backends, and declares their properties.
 
     Attributes:
-        persistent: Whether a backend opened again finds what the closed one had stored.
-        max_blocks: Blocks that fit into the backend of `make_bounded_backend`, None when there
-            is no such thing.
+        persistent: Whether blocks survive closing a backend and opening it again.
+        max_blocks: Blocks that fit into the backend of `make_bounded_backend`, None without one.
         stores_parts: Whether a part of a chunk can be stored.
         num_blocks: Blocks for which `make_backend` must have room.
     """
@@ -51,7 +50,7 @@ class BackendSuite(ABC):
         pytest.skip(f"{type(self).__name__} cannot corrupt {key!r} in {type(backend).__name__}")
 
     def require_parts(self) -> None:
-        """Skip a test that stores a part of a chunk where that cannot be."""
+        """Skip a test that stores a part of a chunk, unless the backend can."""
         if not self.stores_parts:
             pytest.skip("this backend stores whole chunks only")
 
@@ -102,7 +101,7 @@ def assert_done_are(
 
 
 def tails(blocks: Descriptors) -> Descriptors:
-    """Describe the last 8 bytes of every fragment: quick to read while something else writes."""
+    """Describe the last 8 bytes of every fragment: quick to read during other writes."""
     return dataclasses.replace(
         blocks,
         addresses=blocks.addresses + blocks.lengths - np.uint64(TAIL_BYTES),
@@ -110,14 +109,14 @@ def tails(blocks: Descriptors) -> Descriptors:
     )
 
 
-async def give_way(turns: int) -> None:
-    """Let the event loop go round so many times."""
+async def yield_to_loop(turns: int) -> None:
+    """Yield to the event loop `turns` times."""
     for _ in range(turns):
         await asyncio.sleep(0)
 
 
 async def cancel(transfer: "asyncio.Future[list[Outcome]]") -> None:
-    """Cancel a transfer, which may have come to its end before, and wait for it."""
+    """Cancel a transfer, which may have ended already, and wait for it."""
     transfer.cancel()
     try:
         await transfer

@@ -1,4 +1,4 @@
-"""Conformance: backends that hand calls on to another one, by way of memory of their own or not."""
+"""Conformance tests of backends that wrap another one, with staging buffers or without."""
 
 # ruff: noqa: D102 - the name of a test says what must hold
 
@@ -21,7 +21,7 @@ LATE = FaultRates(late=1.0)
 
 
 class _Watched(DictBackend):
-    """Notes the memory of each call."""
+    """Backend that records the memory of each call."""
 
     def __init__(self, namespace: Namespace) -> None:
         super().__init__(None, namespace)
@@ -38,24 +38,22 @@ class _Watched(DictBackend):
 
 @pytest.mark.asyncio
 class WrapperTests(ABC):
-    """Tests of a backend that wraps another one, which writes after a cancelled call returned.
+    """Tests of a wrapper whose inner backend still writes after a cancelled call returned.
 
     Attributes:
-        moving: The calls that end when the inner backend has moved bytes for them.
+        moving: Names of the calls for which the inner backend moves bytes.
     """
 
     moving: ClassVar[frozenset[str]] = frozenset({"load", "store"})
 
     @abstractmethod
     def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
-        """Open the backend around `inner`, which has what was stored and nothing else has."""
+        """Open the backend around `inner`, which alone keeps the stored blocks."""
 
     @pytest.mark.parametrize("call", ["load", "store", "lookup"])
-    async def test_memory_that_may_still_be_touched_is_given_to_nobody_else(
-        self, call: str
-    ) -> None:
+    async def test_unsafe_memory_is_not_used_again_before_it_is_drained(self, call: str) -> None:
         if call not in self.moving:
-            pytest.skip(f"its {call} waits for no bytes")
+            pytest.skip(f"its {call} moves no bytes")
         memory = make_memory()
         namespace, keys = memory.namespace(), make_keys(4)
         inner = _Watched(namespace)
