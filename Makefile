@@ -52,7 +52,7 @@ lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
 
-docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict
+docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/python -m tests.page_width site
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 

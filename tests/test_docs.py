@@ -1,5 +1,6 @@
-"""Documentation: the Python blocks of the README and of every page run unchanged."""
+"""The README and the documentation are true: code runs, and what they name and quote is there."""
 
+import ast
 import contextlib
 import re
 import shlex
@@ -16,6 +17,20 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash", "toml", ""}
 SERVER_LIMIT_S = 60
+SOURCES = [path for folder in ("kvxfer", "backends") for path in (ROOT / folder).rglob("*.py")]
+METRIC = re.compile(r"vllm:kvxfer_\w+")
+PATH = re.compile(r"`((?:kvxfer|backends|tests)/[\w/.]*)`")
+FLOORS = (
+    {"checks", "errors", "units"},
+    {"kvcache"},
+    {"copy_engine"},
+    {"storage"},
+    {"transfer", "backends"},
+    {"connect"},
+    {"integrations", "cli", "bench", "testing"},
+)
+MIN_WORDS = 2
+MAX_WORDS_OF_A_VALUE = 2
 
 
 def fences(page: Path) -> list[re.Match[str]]:
@@ -67,12 +82,96 @@ def test_the_python_blocks_of_a_page_run(page: Path) -> None:
 
 def test_the_readme_and_the_guides_have_code() -> None:
     names = {page.name for page in PAGES_WITH_CODE}
-    assert {"README.md", "index.md", "concepts.md", "backends.md", "peers.md"} <= names
+    guides = {"quickstart.md", "concepts.md", "backends.md", "peers.md"}
+    assert {"README.md", "index.md"} | guides <= names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_block_is_in_a_language_that_this_test_would_overlook(page: Path) -> None:
     assert {fence[1] for fence in fences(page)} <= LANGUAGES
+
+
+def test_the_files_that_pages_name_exist() -> None:
+    named = {name for page in PAGES for name in PATH.findall(page.read_text())}
+    assert "kvxfer/connect.py" in named
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+def test_the_metrics_that_pages_name_exist() -> None:
+    named = {name for page in PAGES for name in METRIC.findall(page.read_text())}
+    reported = METRIC.findall((ROOT / "kvxfer/integrations/vllm/metrics.py").read_text())
+    assert named == set(reported)
+
+
+def floor_of(module: str) -> int:
+    """Number of the floor of a module such as `kvxfer.storage.keys`, from below."""
+    return next(number for number, names in enumerate(FLOORS) if module.split(".")[1] in names)
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Find the modules of kvxfer that a file imports when it runs, not for its types alone."""
+    tree = ast.parse(path.read_text())
+    ifs = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    for_types = {
+        id(node)
+        for each in ifs
+        if isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING"
+        for node in ast.walk(each)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            module = node.module or ""
+            yield from [module] * module.startswith("kvxfer.")
+
+
+def test_modules_import_from_their_own_floor_and_those_below_only() -> None:
+    upwards = []
+    for path in SOURCES:
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts if parts[0] == "kvxfer" else ("kvxfer", *parts))
+        if module in {"kvxfer.__init__", "kvxfer.public"}:
+            continue
+        for imported in imports_of(path):
+            upwards += [(module, imported)] * (floor_of(imported) > floor_of(module))
+    assert not upwards
+
+
+def words(text: str) -> list[str]:
+    """Find the words of a text, of three letters or more: no quoted values, no parts of paths."""
+    return re.findall(r"(?<![-\w/])[a-z]{3,}\b(?!/)", re.sub("'[^']*'", "", text))
+
+
+def message_patterns() -> list[re.Pattern[str]]:
+    """Make patterns of the texts in the source, of those that have a few words of their own."""
+    parts: list[list[str]] = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                literals = [v.value if isinstance(v, ast.Constant) else "\0" for v in node.values]
+                parts.append("".join(map(str, literals)).split("\0"))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts.append(re.split(r"%[sdgr]", node.value))
+    texts = [each for each in parts if len(words(" ".join(each))) >= MIN_WORDS]
+    return [re.compile("(.+)".join(map(re.escape, each)) + "$") for each in texts]
+
+
+def is_quoted(text: str, patterns: list[re.Pattern[str]]) -> bool:
+    """Whether a text ends with a message of the source, and so do long values in the message."""
+    for match in filter(None, (pattern.search(text) for pattern in patterns)):
+        values = text[: match.start()], *match.groups()
+        long = [value for value in values if len(words(value)) > MAX_WORDS_OF_A_VALUE]
+        if all(is_quoted(value, patterns) for value in long):
+            return True
+    return False
+
+
+def test_the_messages_that_the_page_about_failures_quotes_are_in_the_source() -> None:
+    page = ROOT / "docs" / "failures.md"
+    quoted = [line for fence in fences(page) if not fence[1] for line in fence[2].splitlines()]
+    patterns = message_patterns()
+    assert len(quoted) > 10
+    assert not [line for line in quoted if not is_quoted(line, patterns)]
+    assert not is_quoted(f"{quoted[0]} and something else that is wrong", patterns)
 
 
 # The backend of the guide is held to the contract that it explains.
