@@ -54,8 +54,9 @@ def _show(line: str) -> None:
 
 
 def _last_line(path: Path) -> str:
-    lines = [line for line in _tail(path) if line.strip()]
-    return "".join(filter(str.isprintable, lines[-1].strip())) if lines else ""
+    """What the command printed last; indented lines and warnings say little of how far it is."""
+    lines = [line for line in _tail(path) if not line.startswith((" ", "WARNING"))]
+    return "".join(filter(str.isprintable, next(filter(None, reversed(lines)), "")))
 
 
 def _tail(path: Path) -> list[str]:
