@@ -25,7 +25,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(INSTALLED)
 
-demo: $(SMOLLM2) ; $(BIN)/python -m tests.e2e.demo
+# In another data type: `make demo DTYPE=float32`. With a byte altered, which has to fail: `PLANT=page`, `PLANT=file`.
+demo: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
 
 # The simulated driver of a GPU must not meet what looks for a real one: it has a process of its own.
 test: $(INSTALLED)
