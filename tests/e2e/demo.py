@@ -26,7 +26,7 @@ from tests.e2e import audit, models, oracle, text
 NUM_PROMPTS = 4
 TOKENS_PER_BLOCK = 128
 NUM_BLOCKS = 19
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 CAPACITY = "1GiB"
 FILE_CAPACITY = "4GiB"
 FILES = text.REPOSITORY / "build" / "demo"
@@ -35,9 +35,9 @@ NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 NEXT = """
 What to try next:
-  with your model   vllm serve MODEL --kv-transfer-config ...   (the line is in docs/vllm.md)
-  look at files     .venv/bin/kvxfer ls {files}
-  share blocks      .venv/bin/kvxfer serve --listen 127.0.0.1:7000 --capacity 4GiB   (docs/peers.md)
+  your own model   vllm serve MODEL --kv-transfer-config ... (docs/vllm.md has it)
+  the files        .venv/bin/kvxfer ls {files}
+  sharing blocks   .venv/bin/kvxfer serve --listen 127.0.0.1:7000 --capacity 4GiB
 """
 
 Step = Callable[[str, int], Callable[[], None]]
@@ -115,13 +115,13 @@ def _run(
     with tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as audited:
         config = _engine_config(folder, dtype, Path(audited) if plant == "page" else None)
         with _started(config, step("start vLLM with kvxfer", 1), prompts[0]) as engine:
-            advance = step("compute the prompts, and hit the engine's own cache", 2 * NUM_PROMPTS)
+            advance = step("compute the prompts, and hit vLLM's own cache", 2 * NUM_PROMPTS)
             reference = oracle.run_reference(
                 engine, prompts, max_tokens=MAX_TOKENS, advance=lambda _: advance()
             )
             engine.settle()
             reference_tokens = engine.metrics().get(HITS, 0)
-            advance = step("reset that cache, and hit kvxfer's host memory", NUM_PROMPTS)
+            advance = step("reset that cache, and hit kvxfer's memory", NUM_PROMPTS)
             memory_hits = []
             for prompt in prompts:
                 if not engine.reset():
@@ -169,7 +169,7 @@ def _started(
 @contextlib.contextmanager
 def _steps(console: Console) -> Iterator[Step]:
     """Show a bar for each step on a terminal, and a line elsewhere."""
-    columns = TextColumn("{task.description:<52}"), BarColumn(None), MofNCompleteColumn()
+    columns = TextColumn("{task.description:<45}"), BarColumn(None), MofNCompleteColumn()
     with Progress(
         *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
     ) as progress:
@@ -184,16 +184,16 @@ def _steps(console: Console) -> Iterator[Step]:
 
 
 def _table(runs: Runs) -> Table:
-    table = Table(title="Time to first token, median")
-    table.add_column("the prompt's blocks are")
-    for heading in ("time", "speed-up", "tokens cached", "output"):
+    table = Table(title=f"Time to first token, median of {len(runs.memory_hits)} prompts")
+    table.add_column("blocks are")
+    for heading in ("time", "speed-up", "cached", "output"):
         table.add_column(heading, justify="right")
     computed, device_hits = runs.reference.computed, runs.reference.device_hits
     computed_s = statistics.median(one.first_token_s for one in computed)
     same_tokens = len(computed) - _num_rounded(runs)
     for name, generations, output in (
         ("computed", computed, ""),
-        ("in the engine's cache", device_hits, f"{same_tokens} of {len(computed)} as computed"),
+        ("in vLLM's cache", device_hits, f"{same_tokens} of {len(computed)} as computed"),
         ("in kvxfer's memory", runs.memory_hits, _verdict(runs, runs.memory_hits)),
         ("in kvxfer's files", runs.file_hits, _verdict(runs, runs.file_hits)),
     ):
@@ -210,7 +210,7 @@ def _table(runs: Runs) -> Table:
 
 
 def _verdict(runs: Runs, hits: Sequence[Generation]) -> str:
-    return "DIFFERENT" if any(_hit_differences(runs, hits)) else "as the engine's"
+    return "DIFFERENT" if any(_hit_differences(runs, hits)) else "equal to the bit"
 
 
 def _hit_differences(runs: Runs, hits: Sequence[Generation]) -> Iterator[str]:
@@ -225,10 +225,10 @@ def _problems(runs: Runs, dtype: str) -> Iterator[str]:
     if any(one.cached_tokens for one in computed):
         yield "computed: tokens came from a cache"
     if runs.reference_tokens or any(one.cached_tokens != whole_blocks for one in device_hits):
-        yield f"engine's cache: it did not give the {whole_blocks} tokens that all prompts share"
+        yield f"vLLM's cache: it did not give the {whole_blocks} tokens that all prompts share"
     for hit, truth in zip(device_hits, computed, strict=True):
         if difference := oracle.rounding_difference(hit, truth, dtype=dtype):
-            yield f"engine's cache: {difference}"
+            yield f"vLLM's cache: {difference}"
     for name, hits in ("memory", runs.memory_hits), ("files", runs.file_hits):
         for difference in _hit_differences(runs, hits):
             yield f"kvxfer's {name}: {difference}"
@@ -240,15 +240,15 @@ def _conclusion(runs: Runs, dtype: str) -> str:
     lines = (
         f"kvxfer gave back {runs.memory_tokens:.0f} tokens from memory and "
         f"{runs.file_hits[0].cached_tokens} from files. Every output token and its log-probability "
-        "equals that of a hit in the engine's own cache, to the last bit.\n"
+        "equals that of a hit in vLLM's own cache, to the last bit.\n"
     )
     if dtype in oracle.EXACT_TOKENS:
         return lines + f"In {dtype} every output token is also the one that was computed."
     return lines + (
-        "A hit computes the rest of a prompt only; those are other shapes than the whole prompt's, "
-        f"and {dtype} rounds otherwise in other shapes. So an engine's own hit, too, may continue "
-        f"with other tokens than were computed: here in {_num_rounded(runs)} of "
-        f"{len(runs.reference.computed)} prompts."
+        "After a hit vLLM computes the rest of a prompt only, in other shapes than a whole one, "
+        f"and {dtype} rounds otherwise in other shapes. So a hit, also one in vLLM's own cache, "
+        "may continue with other tokens than were computed: here it did for "
+        f"{_num_rounded(runs)} of {len(runs.reference.computed)} prompts."
     )
 
 

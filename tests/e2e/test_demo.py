@@ -18,7 +18,9 @@ def _small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "FILES", tmp_path / "files")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+)
 def test_it_ends_with_what_to_try_next(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--dtype", dtype]) == 0
     shown = capsys.readouterr().out
@@ -39,6 +41,7 @@ def test_it_fails_where_a_byte_of_a_page_was_altered(
     assert "What to try next" not in shown
 
 
+@pytest.mark.exhaustive
 def test_it_fails_where_a_byte_of_a_file_was_altered(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--plant", "file"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
