@@ -7,6 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 MODELS := build/models/.made
 SMOLLM2 := build/models/smollm2/.made
+QUIETLY := $(PYTHON) tests/quietly.py
 
 # vLLM must neither look for a model on the network nor report home, and block hashes must be the
 # same in every process.
@@ -24,7 +25,8 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(INSTALLED)
 
-demo: $(SMOLLM2) ; $(BIN)/python -m tests.e2e.demo
+# In another data type: `make demo DTYPE=float32`. With a byte altered, which has to fail: `PLANT=page`, `PLANT=file`.
+demo: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
 
 # The simulated driver of a GPU must not meet what looks for a real one: it has a process of its own.
 test: $(INSTALLED)
@@ -65,15 +67,17 @@ check: lint type test check-dist docs e2e
 # `--no-compile`: a small part of these packages is ever imported. `-e .` comes second because its
 # build needs hatchling from the list.
 $(INSTALLED): constraints.txt pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --progress-bar off --no-compile --no-deps -r constraints.txt
-	$(BIN)/pip install --no-deps --no-build-isolation -e .
-	touch $@
+	@test -x $(BIN)/python || $(QUIETLY) build/log/venv.log "Making $(VENV) with $(PYTHON)" $(PYTHON) -m venv $(VENV)
+	@$(QUIETLY) build/log/packages.log "Installing the $(shell grep -c '^[^\#]' constraints.txt) packages of constraints.txt" \
+		$(BIN)/pip install --progress-bar off --disable-pip-version-check --no-compile --no-deps -r constraints.txt
+	@$(QUIETLY) build/log/kvxfer.log "Installing kvxfer" \
+		$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
 
 $(SMOLLM2): tests/e2e/models.py $(INSTALLED)
-	$(BIN)/python -m tests.e2e.models build/models smollm2
-	touch $@
+	@$(QUIETLY) build/log/smollm2.log "Making the model of the demo, build/models/smollm2" $(BIN)/python -m tests.e2e.models build/models smollm2
+	@touch $@
 
 $(MODELS): tests/e2e/models.py $(INSTALLED)
-	$(BIN)/python -m tests.e2e.models
-	touch $@
+	@$(QUIETLY) build/log/models.log "Making the models of the tests, build/models" $(BIN)/python -m tests.e2e.models
+	@touch $@

@@ -25,6 +25,7 @@ LOG_TAIL_LINES = 40
 SETTLE_ROUNDS = 50
 SHUTDOWN_TIMEOUT_S = 35
 LAST_WORDS_TIMEOUT_S = 5
+FRAME_LENGTH_BYTES = 8
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",
@@ -245,17 +246,17 @@ class EngineProcess:
     def _ask(self, command: Any, answer: type[T], timeout_s: float | None = None) -> T:
         self._socket.settimeout(timeout_s or self._config.timeout_s)
         try:
-            self._socket.sendall(msgspec.json.encode(command) + b"\n")
-            line = self._reader.readline()
+            self._socket.sendall(_frame(command))
+            message = _read_frame(self._reader)
         except TimeoutError as exc:
             raise EngineDiedError("the engine does not answer", self._tail()) from exc
         except OSError as exc:
             raise EngineDiedError("the engine is gone", self._tail()) from exc
-        if not line:
+        if message is None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it has yet to say why
                 self._process.wait(LAST_WORDS_TIMEOUT_S)
             raise EngineDiedError("the engine died", self._tail())
-        return msgspec.json.decode(line, type=answer)
+        return msgspec.msgpack.decode(message, type=answer)
 
     def _tail(self) -> str:
         return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
@@ -337,11 +338,7 @@ class _Engine:
                     token_s[output.request_id].append(since)
             num_steps += 1
         return [
-            _generation(
-                outputs.get(name),
-                token_s=token_s[name],
-                aborted=name in aborted,
-            )
+            _generation(outputs.get(name), token_s=token_s[name], aborted=name in aborted)
             for name in names
         ]
 
@@ -376,15 +373,26 @@ def _generation(output: Any, *, token_s: Sequence[float], aborted: bool) -> Gene
     )
 
 
+def _frame(message: Any) -> bytes:
+    """A message with its length in front; JSON cannot say the NaN that a broken cache may give."""
+    encoded = msgspec.msgpack.encode(message)
+    return len(encoded).to_bytes(FRAME_LENGTH_BYTES, "big") + encoded
+
+
+def _read_frame(stream: IO[bytes]) -> bytes | None:
+    """The next message; None at the end of the stream."""
+    num_bytes = int.from_bytes(stream.read(FRAME_LENGTH_BYTES), "big")
+    message = stream.read(num_bytes)
+    return message if num_bytes and len(message) == num_bytes else None
+
+
 def _serve(connection: socket.socket) -> None:
-    with connection, connection.makefile("rwb") as stream:
-        engine = _Engine(msgspec.json.decode(stream.readline(), type=EngineConfig))
-        stream.write(b"null\n")
-        stream.flush()
-        for line in stream:
-            command = msgspec.json.decode(line, type=Generate | Reset | Metrics | Settle)
-            stream.write(msgspec.json.encode(engine.answer(command)) + b"\n")
-            stream.flush()
+    with connection, connection.makefile("rb") as stream:
+        engine = _Engine(msgspec.msgpack.decode(_read_frame(stream) or b"", type=EngineConfig))
+        connection.sendall(_frame(None))
+        while (message := _read_frame(stream)) is not None:
+            command = msgspec.msgpack.decode(message, type=Generate | Reset | Metrics | Settle)
+            connection.sendall(_frame(engine.answer(command)))
         engine.shut_down()
 
 

@@ -2,14 +2,20 @@
 
 import enum
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
 
 DIRECTORY = "KVXFER_E2E_AUDIT_DIRECTORY"
 """Environment variable: directory that the audit writes to."""
 HOOKS = "KVXFER_E2E_AUDIT_HOOKS"
 """Environment variable: values of `Hook`, separated by commas."""
+
+SPEC = {"spec_name": "AuditedSpec", "spec_module_path": "tests.e2e.audited_spec"}
+"""The spec of an engine under audit, in its connector's configuration."""
 
 DIE = "die"
 """File in the directory of the audit, see `Hook.DIE_WHILE_LENDING`."""
@@ -19,7 +25,7 @@ class Hook(enum.Enum):
     """Fault to inject."""
 
     FLIP_LOADED_BIT = "flip-loaded-bit"
-    """Flip one bit of a device page after each load, before it is compared."""
+    """Flip the top bit of an exponent in a device page after each load, before the audit."""
     EVICT_BEFORE_LOAD = "evict-before-load"
     """Store into the pool until it refuses, between the lookup of a prefix and its load."""
     DIE_WHILE_LENDING = "die-while-lending"
@@ -59,6 +65,33 @@ class Audit:
     def clean(self) -> bool:
         """Whether pages were loaded, each with the bytes that were stored."""
         return self.num_loaded > 0 and not self.different and not self.unknown
+
+
+def environment(
+    directory: Path, hooks: Collection[Hook] = (), python_path: Sequence[Path] = ()
+) -> dict[str, str]:
+    """Environment variables of an engine under audit.
+
+    Args:
+        directory: Where the audit writes.
+        hooks: Faults to inject.
+        python_path: Where the engine finds modules first, such as another release of vLLM.
+    """
+    path = [str(REPOSITORY), *map(str, python_path), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        DIRECTORY: str(directory),
+        HOOKS: ",".join(hook.value for hook in hooks),
+    }
+
+
+def flip_a_bit(file: Path) -> None:
+    """Change one byte of the data in the file of a block."""
+    with file.open("r+b") as block:
+        block.seek(file.stat().st_size * 2 // 3)
+        (byte,) = block.read(1)
+        block.seek(-1, 1)
+        block.write(bytes([byte ^ 4]))
 
 
 def read(directory: Path) -> Audit:

@@ -36,6 +36,8 @@ from kvxfer.storage.lending import Lender, Loan, Room, Wanted
 from tests.e2e.audit import DIE, DIRECTORY, HOOKS, Hook
 
 MAX_EVICTION_ATTEMPTS = 1000
+EXPONENT_BIT = 0x40
+"""Of the last byte of a little-endian float, of 16 bits or 32."""
 
 Key = bytes
 
@@ -222,7 +224,11 @@ class _AuditedWorker(_Forwarding):
 
 
 class _BitFlippingWorker(_Forwarding):
-    """Worker that flips a bit of the first page of every load, as a broken copy would."""
+    """Worker that flips a bit of the first page of every load, as a broken copy would.
+
+    The bit is the highest of an exponent: attention to one value of thousands may round a small
+    change away, and the page would be wrong without any output that shows it.
+    """
 
     def __init__(self, inner: Any, caches: Any) -> None:
         super().__init__(inner)
@@ -244,7 +250,7 @@ class _BitFlippingWorker(_Forwarding):
                 group, block_id = victim
                 ref = self._caches.group_data_refs[group][-1]
                 row = self._caches.tensors[ref.tensor_idx].tensor[block_id]
-                row[ref.page_size_bytes - 1] ^= 1
+                row[ref.page_size_bytes - 1] ^= EXPONENT_BIT
         return results
 
 

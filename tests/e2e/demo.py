@@ -3,14 +3,17 @@
 Four questions about this repository, each after the same long text from it, go to a real model:
 computed, found in the engine's own prefix cache, and, after that cache was reset, found in the host
 memory that kvxfer keeps. Then the engine is stopped and started again, and the first question is
-found in the files that kvxfer keeps.
+found in the files that kvxfer keeps. `tests.e2e.oracle` says what has to be equal to what.
 """
 
+import argparse
 import contextlib
+import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -18,115 +21,182 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvxfer.bench.engine import EngineConfig, EngineDiedError, EngineProcess, Generation
-from tests.e2e import models, text
+from tests.e2e import audit, models, oracle, text
 
 NUM_PROMPTS = 4
-SHARED_TOKENS = 19 * 128
 TOKENS_PER_BLOCK = 128
-MAX_TOKENS = 16
+NUM_BLOCKS = 19
+MAX_TOKENS = 8
 CAPACITY = "1GiB"
 FILE_CAPACITY = "4GiB"
+FILES = text.REPOSITORY / "build" / "demo"
 HITS = "vllm:external_prefix_cache_hits"
-AFTER_RESTART = "after restart"
 NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 
+NEXT = """
+What to try next:
+  your own model   vllm serve MODEL --kv-transfer-config ... (docs/vllm.md has it)
+  the files        .venv/bin/kvxfer ls {files}
+  sharing blocks   .venv/bin/kvxfer serve --listen 127.0.0.1:7000 --capacity 4GiB
+"""
 
-def main() -> int:
-    """Run the demo; 1 when a token differs or a hit is missing."""
+Step = Callable[[str, int], Callable[[], None]]
+"""Show the beginning of a step of so many parts; what it returns is called after each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What the prompts gave, and how many tokens the engine got from kvxfer.
+
+    Attributes:
+        reference: Without kvxfer.
+        memory_hits: After the engine's own cache was reset.
+        file_hits: After the engine was started again; of the first prompt.
+        reference_tokens: Tokens from kvxfer that are in `reference`: there should be none.
+        memory_tokens: Tokens from kvxfer that are in `memory_hits`.
+    """
+
+    reference: oracle.Reference
+    memory_hits: list[Generation]
+    file_hits: list[Generation]
+    reference_tokens: float
+    memory_tokens: float
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demo; 1 when an output differs or a hit is missing."""
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument(
+        "--dtype",
+        choices=sorted(oracle.LOGPROB_TOLERANCE),
+        default="bfloat16" if _has_native_bfloat16() else "float32",
+        help="what the model computes in; bfloat16 by default where the processor has it",
+    )
+    parser.add_argument(
+        "--plant",
+        choices=["page", "file"],
+        help="alter one byte: of a page on its way to the engine, or of a file before the restart; "
+        "the demo has to fail",
+    )
+    options = parser.parse_args(arguments)
     console = Console()
     folder = models.make("smollm2", text.REPOSITORY / models.DEFAULT_DIRECTORY)
-    prompts = text.prompts(folder / "tokenizer.json", NUM_PROMPTS, shared_tokens=SHARED_TOKENS)
-    dtype = "bfloat16" if _has_native_bfloat16() else "float32"
+    prompts = text.prompts(
+        folder / "tokenizer.json", NUM_PROMPTS, shared_tokens=NUM_BLOCKS * TOKENS_PER_BLOCK
+    )
     console.print(
-        f"SmolLM2-135M-Instruct in {dtype} on vLLM, {NUM_PROMPTS} prompts that share "
-        f"{SHARED_TOKENS} tokens of this repository's text, host pool of {CAPACITY}, files below"
+        "A vLLM engine forgets what it computed, and kvxfer gives it back.\n\n"
+        f"The model is SmolLM2-135M-Instruct, on this CPU in {options.dtype}. {NUM_PROMPTS} "
+        "prompts ask about this repository, each after the same "
+        f"{NUM_BLOCKS * TOKENS_PER_BLOCK} tokens of its text. kvxfer keeps these as {NUM_BLOCKS} "
+        "blocks, in host memory and in files.\n"
     )
     try:
-        runs, external_hits = _run(folder, dtype, prompts, console)
+        with _steps(console) as step:
+            runs = _run(folder, options.dtype, options.plant, prompts, step)
     except EngineDiedError as exc:
         console.print(f"[red]{exc}")
         return 1
     console.print(_table(runs))
-    problems = _problems(runs, external_hits)
+    problems = list(_problems(runs, options.dtype))
     for problem in problems:
         console.print(f"[red]{problem}")
     if not problems:
-        console.print(
-            f"Every token is identical; kvxfer gave back {external_hits:.0f} tokens to "
-            f"{len(prompts)} prompts, all that they share."
-        )
+        console.print(_conclusion(runs, options.dtype))
+        console.print(NEXT.format(files=_relative(FILES)), soft_wrap=True, highlight=False)
     return 1 if problems else 0
 
 
 def _run(
-    folder: Path, dtype: str, prompts: Sequence[Sequence[int]], console: Console
-) -> tuple[dict[str, list[Generation]], float]:
-    """Each way of getting to the first token, and the tokens that came from kvxfer."""
-    runs: dict[str, list[Generation]] = {}
-    columns = (
-        TextColumn("{task.description:<13}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with (
-        tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as files,
-        Progress(*columns, console=console) as progress,
-    ):
-        config = _engine_config(folder, dtype, files)
-        with _started(config, "starting vLLM", prompts[0], progress) as engine:
-            for name, read_cache, forget in (
-                ("computed", False, False),
-                ("device hit", True, False),
-                ("kvxfer hit", True, True),
-            ):
-                task = progress.add_task(name, total=len(prompts))
-                runs[name] = []
-                for prompt in prompts:
-                    if forget and not engine.reset():
-                        raise EngineDiedError("the device cache cannot be reset", engine.log())
-                    runs[name] += engine.generate(
-                        [prompt], max_tokens=MAX_TOKENS, read_cache=read_cache
-                    )
-                    progress.advance(task)
-                engine.settle()
-            external_hits = engine.metrics()[HITS]
-        with _started(config, "once more", prompts[0], progress) as engine:
-            task = progress.add_task(AFTER_RESTART, total=1)
-            runs[AFTER_RESTART] = engine.generate(prompts[:1], max_tokens=MAX_TOKENS)
-            progress.advance(task)
-    return runs, external_hits
+    folder: Path, dtype: str, plant: str | None, prompts: Sequence[Sequence[int]], step: Step
+) -> Runs:
+    """Run the prompts in each of the ways to their first token."""
+    shutil.rmtree(FILES, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="kvxfer-demo-") as audited:
+        config = _engine_config(folder, dtype, Path(audited) if plant == "page" else None)
+        with _started(config, step("start vLLM with kvxfer", 1), prompts[0]) as engine:
+            advance = step("compute the prompts, and hit vLLM's own cache", 2 * NUM_PROMPTS)
+            reference = oracle.run_reference(
+                engine, prompts, max_tokens=MAX_TOKENS, advance=lambda _: advance()
+            )
+            engine.settle()
+            reference_tokens = engine.metrics().get(HITS, 0)
+            advance = step("reset that cache, and hit kvxfer's memory", NUM_PROMPTS)
+            memory_hits = []
+            for prompt in prompts:
+                if not engine.reset():
+                    raise EngineDiedError("the engine's cache cannot be reset", engine.log())
+                memory_hits += engine.generate([prompt], max_tokens=MAX_TOKENS)
+                advance()
+            memory_tokens = engine.metrics().get(HITS, 0) - reference_tokens
+        if plant == "file":
+            audit.flip_a_bit(next(FILES.rglob("*.safetensors")))
+        with _started(config, step("stop vLLM, and start it again", 1), prompts[0]) as engine:
+            advance = step("hit kvxfer's files", 1)
+            file_hits = engine.generate(prompts[:1], max_tokens=MAX_TOKENS)
+            advance()
+    return Runs(reference, memory_hits, file_hits, reference_tokens, memory_tokens)
 
 
-def _engine_config(folder: Path, dtype: str, files: str) -> EngineConfig:
+def _engine_config(folder: Path, dtype: str, audited: Path | None) -> EngineConfig:
+    """Configuration of an engine; where it is audited, a byte of what it loads is altered."""
     connector = {
         "spec_name": "KVXferOffloadingSpec",
         "spec_module_path": "kvxfer.integrations.vllm",
-        "backend": [f"host://?capacity={CAPACITY}", f"file://{files}?capacity={FILE_CAPACITY}"],
+        "backend": [f"host://?capacity={CAPACITY}", f"file://{FILES}?capacity={FILE_CAPACITY}"],
     }
-    return EngineConfig(model=str(folder), dtype=dtype, connector=connector)
+    if audited is None:
+        return EngineConfig(model=str(folder), dtype=dtype, connector=connector)
+    return EngineConfig(
+        model=str(folder),
+        dtype=dtype,
+        connector=connector | audit.SPEC,
+        environment=audit.environment(audited, [audit.Hook.FLIP_LOADED_BIT]),
+    )
 
 
 @contextlib.contextmanager
 def _started(
-    config: EngineConfig, description: str, prompt: Sequence[int], progress: Progress
+    config: EngineConfig, advance: Callable[[], None], prompt: Sequence[int]
 ) -> Iterator[EngineProcess]:
     """Start an engine and warm it up, with tokens that are no prefix of any prompt."""
-    task = progress.add_task(description, total=1)
     with EngineProcess(config) as engine:
         engine.generate([prompt[299::-1]], max_tokens=2, read_cache=False)
-        progress.advance(task)
+        advance()
         yield engine
 
 
-def _table(runs: dict[str, list[Generation]]) -> Table:
-    table = Table(title="Time to first token, median")
-    table.add_column("prompt is")
-    for heading in ("time", "speed-up", "tokens cached", "output identical"):
+@contextlib.contextmanager
+def _steps(console: Console) -> Iterator[Step]:
+    """Show a bar for each step on a terminal, and a line elsewhere."""
+    columns = TextColumn("{task.description:<45}"), BarColumn(None), MofNCompleteColumn()
+    with Progress(
+        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
+    ) as progress:
+
+        def step(description: str, total: int) -> Callable[[], None]:
+            if not console.is_terminal:
+                console.print(f"{description} ...")
+            task = progress.add_task(description, total=total)
+            return lambda: progress.advance(task)
+
+        yield step
+
+
+def _table(runs: Runs) -> Table:
+    table = Table(title=f"Time to first token, median of {len(runs.memory_hits)} prompts")
+    table.add_column("blocks are")
+    for heading in ("time", "speed-up", "cached", "output"):
         table.add_column(heading, justify="right")
-    truth = runs["computed"]
-    computed_s = statistics.median(one.first_token_s for one in truth)
-    for name, generations in runs.items():
+    computed, device_hits = runs.reference.computed, runs.reference.device_hits
+    computed_s = statistics.median(one.first_token_s for one in computed)
+    same_tokens = len(computed) - _num_rounded(runs)
+    for name, generations, output in (
+        ("computed", computed, ""),
+        ("in vLLM's cache", device_hits, f"{same_tokens} of {len(computed)} as computed"),
+        ("in kvxfer's memory", runs.memory_hits, _verdict(runs, runs.memory_hits)),
+        ("in kvxfer's files", runs.file_hits, _verdict(runs, runs.file_hits)),
+    ):
         seconds = statistics.median(one.first_token_s for one in generations)
         cached = {one.cached_tokens for one in generations}
         table.add_row(
@@ -134,26 +204,62 @@ def _table(runs: dict[str, list[Generation]]) -> Table:
             f"{seconds * 1e3:.0f} ms",
             f"{computed_s / seconds:.1f} x",
             " to ".join(str(count) for count in sorted({min(cached), max(cached)})),
-            "yes" if _tokens(generations) == _tokens(truth[: len(generations)]) else "NO",
+            output,
         )
     return table
 
 
-def _problems(runs: dict[str, list[Generation]], external_hits: float) -> list[str]:
-    whole_blocks = SHARED_TOKENS // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
-    problems = []
-    if external_hits < whole_blocks * NUM_PROMPTS:
-        problems.append(f"kvxfer gave back {external_hits:.0f} tokens only")
-    for name, generations in runs.items():
-        if _tokens(generations) != _tokens(runs["computed"][: len(generations)]):
-            problems.append(f"{name}: the tokens differ from those that were computed")
-        if name != "computed" and min(one.cached_tokens for one in generations) < whole_blocks:
-            problems.append(f"{name}: fewer than {whole_blocks} tokens came from the cache")
-    return problems
+def _verdict(runs: Runs, hits: Sequence[Generation]) -> str:
+    return "DIFFERENT" if any(_hit_differences(runs, hits)) else "equal to the bit"
 
 
-def _tokens(generations: Sequence[Generation]) -> list[list[int]]:
-    return [one.token_ids for one in generations]
+def _hit_differences(runs: Runs, hits: Sequence[Generation]) -> Iterator[str]:
+    for hit, device_hit in zip(hits, runs.reference.device_hits, strict=False):
+        if difference := oracle.hit_difference(hit, device_hit):
+            yield difference
+
+
+def _problems(runs: Runs, dtype: str) -> Iterator[str]:
+    computed, device_hits = runs.reference.computed, runs.reference.device_hits
+    whole_blocks = NUM_BLOCKS * TOKENS_PER_BLOCK
+    if any(one.cached_tokens for one in computed):
+        yield "computed: tokens came from a cache"
+    if runs.reference_tokens or any(one.cached_tokens != whole_blocks for one in device_hits):
+        yield f"vLLM's cache: it did not give the {whole_blocks} tokens that all prompts share"
+    for hit, truth in zip(device_hits, computed, strict=True):
+        if difference := oracle.rounding_difference(hit, truth, dtype=dtype):
+            yield f"vLLM's cache: {difference}"
+    for name, hits in ("memory", runs.memory_hits), ("files", runs.file_hits):
+        for difference in _hit_differences(runs, hits):
+            yield f"kvxfer's {name}: {difference}"
+    if runs.memory_tokens != whole_blocks * len(runs.memory_hits):
+        yield f"kvxfer's memory: it gave back {runs.memory_tokens:.0f} tokens"
+
+
+def _conclusion(runs: Runs, dtype: str) -> str:
+    lines = (
+        f"kvxfer gave back {runs.memory_tokens:.0f} tokens from memory and "
+        f"{runs.file_hits[0].cached_tokens} from files. Every output token and its log-probability "
+        "equals that of a hit in vLLM's own cache, to the last bit.\n"
+    )
+    if dtype in oracle.EXACT_TOKENS:
+        return lines + f"In {dtype} every output token is also the one that was computed."
+    return lines + (
+        "After a hit vLLM computes the rest of a prompt only, in other shapes than a whole one, "
+        f"and {dtype} rounds otherwise in other shapes. So a hit, also one in vLLM's own cache, "
+        "may continue with other tokens than were computed: here it did for "
+        f"{_num_rounded(runs)} of {len(runs.reference.computed)} prompts."
+    )
+
+
+def _num_rounded(runs: Runs) -> int:
+    """Number of prompts whose device hit gave other tokens than were computed."""
+    pairs = zip(runs.reference.device_hits, runs.reference.computed, strict=True)
+    return sum(hit.token_ids != truth.token_ids for hit, truth in pairs)
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _has_native_bfloat16() -> bool:

@@ -8,15 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvxfer.bench.engine import EngineConfig, EngineProcess, Generation
-from tests.e2e import audit, models
+from tests.e2e import audit, models, oracle
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = audit.REPOSITORY
 MIB = 1 << 20
 DTYPES = {"qwen3-next": "bfloat16"}  # every other one computes exactly enough in float32
-LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.25}
 
 
 class AuditedEngine(EngineProcess):
@@ -25,6 +22,7 @@ class AuditedEngine(EngineProcess):
     Args:
         model: Name of one of `models.MODELS`.
         directory: Where the audit writes; what an earlier engine wrote there is known.
+        dtype: What the model computes in; None for that of `DTYPES`.
         capacity: Of the host pool.
         files: Folder of a file tier below it; None for none.
         peers: URL of a tier of peers below it, empty for none.
@@ -40,6 +38,7 @@ class AuditedEngine(EngineProcess):
         model: str,
         directory: Path,
         *,
+        dtype: str | None = None,
         capacity: str = "256MiB",
         files: Path | None = None,
         peers: str = "",
@@ -49,7 +48,7 @@ class AuditedEngine(EngineProcess):
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        self.dtype = DTYPES.get(model, "float32")
+        self.dtype = dtype or DTYPES.get(model, "float32")
         self._directory = directory
         backend = [f"host://?capacity={capacity}"]
         backend += [f"file://{files}?capacity=4GiB"] if files else []
@@ -57,19 +56,10 @@ class AuditedEngine(EngineProcess):
         config = EngineConfig(
             model=str(models.make(model, REPOSITORY / models.DEFAULT_DIRECTORY)),
             dtype=self.dtype,
-            connector={
-                "spec_name": "AuditedSpec",
-                "spec_module_path": "tests.e2e.audited_spec",
-                "backend": backend,
-                "blocks_per_chunk": blocks_per_chunk,
-            },
+            connector=audit.SPEC | {"backend": backend, "blocks_per_chunk": blocks_per_chunk},
             environment={
                 **(environment or {}),
-                "PYTHONPATH": os.pathsep.join(
-                    [str(REPOSITORY), *map(str, python_path), *_python_path()]
-                ),
-                audit.DIRECTORY: str(directory),
-                audit.HOOKS: ",".join(hook.value for hook in hooks),
+                **audit.environment(directory, hooks, python_path),
             },
             **settings,
         )
@@ -80,12 +70,8 @@ class AuditedEngine(EngineProcess):
         return audit.read(self._directory)
 
     def computed(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> list[Generation]:
-        """Run prompts one by one, every token computed; the truth to compare with."""
-        return [
-            generation
-            for prompt in prompts
-            for generation in self.generate([prompt], max_tokens=max_tokens, read_cache=False)
-        ]
+        """Run prompts one by one, every token computed."""
+        return oracle.run_one_by_one(self, prompts, max_tokens=max_tokens, read_cache=False)
 
     def offload(self) -> None:
         """Wait until all is stored, and make the device forget it."""
@@ -115,18 +101,20 @@ def run_engine(model: str, directory: Path, **settings: Any) -> Iterator[Audited
     assert "Traceback" not in engine.log(), engine.log()
 
 
-def _python_path() -> list[str]:
-    """Where this process finds modules first: another release of vLLM, say."""
-    return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
-
-
 def require_same(
     actual: Sequence[Generation], expected: Sequence[Generation], *, dtype: str
 ) -> None:
-    """Fail unless tokens are identical and their log-probabilities nearly so."""
-    assert [one.token_ids for one in actual] == [one.token_ids for one in expected]
-    for one, other in zip(actual, expected, strict=True):
-        assert one.logprobs == pytest.approx(other.logprobs, abs=LOGPROB_TOLERANCE[dtype])
+    """Fail unless generations are those that were computed, as closely as the dtype allows."""
+    pairs = zip(actual, expected, strict=True)
+    differences = [oracle.rounding_difference(*pair, dtype=dtype) for pair in pairs]
+    assert not any(differences), differences
+
+
+def require_same_bits(hits: Sequence[Generation], device_hits: Sequence[Generation]) -> None:
+    """Fail unless hits of single requests equal those in the device's cache to the last bit."""
+    pairs = zip(hits, device_hits, strict=True)
+    differences = [oracle.hit_difference(*pair) for pair in pairs]
+    assert not any(differences), differences
 
 
 def random_prompts(

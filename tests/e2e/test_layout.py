@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import block_outermost
+from tests.e2e import block_outermost, oracle
 from tests.e2e.conftest import Start
-from tests.e2e.harness import random_prompts, require_same
+from tests.e2e.harness import random_prompts, require_same, require_same_bits
 
 pytestmark = pytest.mark.e2e
 
@@ -25,12 +25,15 @@ def test_a_block_is_one_descriptor_where_blocks_are_outermost(
     )
     prompts = random_prompts(2, shared_tokens=700, own_tokens=345)
 
-    computed = engine.computed(prompts, max_tokens=6)
+    reference = oracle.run_reference(engine, prompts, max_tokens=6)
     engine.offload()
     returned = engine.generate(prompts, max_tokens=6)
+    engine.offload()
+    returned_alone = oracle.run_one_by_one(engine, prompts, max_tokens=6)
 
     audit = engine.audit()
     assert audit.descriptors_per_block == [num_descriptors]
     assert audit.clean, audit
     assert all(generation.cached_tokens > 0 for generation in returned)
-    require_same(returned, computed, dtype=engine.dtype)
+    require_same(returned, reference.computed, dtype=engine.dtype)
+    require_same_bits(returned_alone, reference.device_hits)

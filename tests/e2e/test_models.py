@@ -4,8 +4,9 @@ from functools import partial
 
 import pytest
 
+from tests.e2e import oracle
 from tests.e2e.conftest import Start
-from tests.e2e.harness import random_prompts, require_same
+from tests.e2e.harness import random_prompts, require_same, require_same_bits
 
 pytestmark = pytest.mark.e2e
 
@@ -41,17 +42,14 @@ def test_what_was_offloaded_comes_back(
     )
     prompts = random_prompts(2, shared_tokens=700, own_tokens=345)
 
-    computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+    reference = oracle.run_reference(engine, prompts, max_tokens=MAX_TOKENS)
     engine.offload()
-    returned = [
-        generation
-        for prompt in prompts
-        for generation in engine.generate([prompt], max_tokens=MAX_TOKENS)
-    ]
+    returned = oracle.run_one_by_one(engine, prompts, max_tokens=MAX_TOKENS)
 
     assert all(generation.cached_tokens > 0 for generation in returned)
     audit = engine.audit()
     assert audit.clean, audit
     assert audit.ranks == set(range(workers))
     if model != "mla":  # MLA on CPU is not even deterministic without a connector
-        require_same(returned, computed, dtype=engine.dtype)
+        require_same(reference.device_hits, reference.computed, dtype=engine.dtype)
+        require_same_bits(returned, reference.device_hits)

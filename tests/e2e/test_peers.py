@@ -2,16 +2,16 @@
 
 import functools
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvxfer.bench.engine import Generation
 from tests.cli.peers import serving
+from tests.e2e import oracle
 from tests.e2e.audit import DIE, Hook
-from tests.e2e.harness import AuditedEngine, random_prompts, require_same
+from tests.e2e.harness import AuditedEngine, random_prompts, require_same, require_same_bits
 
 pytestmark = pytest.mark.e2e
 
@@ -51,23 +51,26 @@ def free_address() -> str:
 
 def compute_and_store(
     engine: AuditedEngine, prompts: list[list[int]], *, num_chunks: int = NUM_CHUNKS
-) -> list[Generation]:
+) -> oracle.Reference:
     """Compute prompts, and wait until the tier below has so many chunks."""
-    computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+    reference = oracle.run_reference(engine, prompts, max_tokens=MAX_TOKENS)
     for _ in range(SETTLE_ROUNDS):
         engine.settle()
         if engine.metrics().get(STORED, 0) >= num_chunks:
-            return computed
+            return reference
     raise AssertionError(engine.log())
 
 
 def require_hits(
-    engine: AuditedEngine, prompts: list[list[int]], computed: Sequence[Generation]
+    engine: AuditedEngine, prompts: list[list[int]], reference: oracle.Reference
 ) -> None:
     returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
-    require_same(returned, computed, dtype=engine.dtype)
+    require_same(returned, reference.computed, dtype=engine.dtype)
     assert [one.cached_tokens for one in returned] == [SHARED_TOKENS] * len(prompts)
     assert engine.metrics()[LOADED] == NUM_CHUNKS
+    engine.offload()
+    returned_alone = oracle.run_one_by_one(engine, prompts, max_tokens=MAX_TOKENS)
+    require_same_bits(returned_alone, reference.device_hits)
     assert engine.audit().clean, engine.audit()
 
 
@@ -76,9 +79,9 @@ def test_an_engine_finds_at_a_peer_what_one_before_it_stored(start: Start) -> No
     with serving("--capacity", "64MiB") as peer:
         url = f"nixl://{peer.endpoint}"
         first = start(url)
-        computed = compute_and_store(first, prompts)
+        reference = compute_and_store(first, prompts)
         first.close()
-        require_hits(start(url), prompts, computed)
+        require_hits(start(url), prompts, reference)
 
 
 def test_an_engine_finds_in_another_one_what_that_stored_until_it_is_killed_while_sending(
@@ -86,18 +89,19 @@ def test_an_engine_finds_in_another_one_what_that_stored_until_it_is_killed_whil
 ) -> None:
     prompts, later, address = make_prompts(seed=40), make_prompts(seed=41), free_address()
     holder = start(f"nixl://?listen={address}&capacity=64MiB", hooks=[Hook.DIE_WHILE_LENDING])
-    computed = compute_and_store(holder, prompts)
-    computed_later = compute_and_store(holder, later, num_chunks=2 * NUM_CHUNKS)
+    reference = compute_and_store(holder, prompts)
+    reference_later = compute_and_store(holder, later, num_chunks=2 * NUM_CHUNKS)
     # The holder writes: its chunks have been copied to ours when it dies, and nobody said so.
     engine = start(f"nixl://{address}?direction=write")
-    require_hits(engine, prompts, computed)
+    require_hits(engine, prompts, reference)
 
     (tmp_path / DIE).touch()
     returned = engine.generate(later, max_tokens=MAX_TOKENS)
 
     assert not holder.alive
+    computed_later = reference_later.computed
     require_same(returned, computed_later, dtype=engine.dtype)
     assert returned[0].cached_tokens == 0
     assert engine.metrics()[LOADS_FAILED] == NUM_CHUNKS
     again = engine.generate([*prompts, *later], max_tokens=MAX_TOKENS)
-    require_same(again, [*computed, *computed_later], dtype=engine.dtype)
+    require_same(again, [*reference.computed, *computed_later], dtype=engine.dtype)

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from tests.e2e import block_outermost
-from tests.e2e.harness import AuditedEngine, random_prompts, require_same, run_engine
+from tests.e2e import block_outermost, oracle
+from tests.e2e.harness import (
+    AuditedEngine,
+    random_prompts,
+    require_same,
+    require_same_bits,
+    run_engine,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -110,14 +116,15 @@ def test_blocks_of_all_layers_are_hit_by_an_engine_with_a_tensor_per_layer(tmp_p
 def test_states_come_back_to_an_equal_engine(tmp_path: Path) -> None:
     prompts = random_prompts(1, shared_tokens=1200, own_tokens=205)
     with run(tmp_path, "first", 1, "qwen3-next") as engine:
-        computed = engine.computed(prompts, max_tokens=MAX_TOKENS)
+        reference = oracle.run_reference(engine, prompts, max_tokens=MAX_TOKENS)
         engine.settle()
     (namespace,) = (tmp_path / "files").glob("*/namespace.json")
     assert "states of" in namespace.read_text()
     assert "layers.3.k" in namespace.read_text()
     with run(tmp_path, "second", 1, "qwen3-next") as engine:
         returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
-    require_same(returned, computed, dtype=engine.dtype)
+    require_same(reference.device_hits, reference.computed, dtype=engine.dtype)
+    require_same_bits(returned, reference.device_hits)
     assert all(one.cached_tokens > 0 for one in returned)
 
 

@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import models, text
-from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts, require_same
+from tests.e2e import models, oracle, text
+from tests.e2e.audit import flip_a_bit
+from tests.e2e.harness import (
+    REPOSITORY,
+    AuditedEngine,
+    random_prompts,
+    require_same,
+    require_same_bits,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -60,15 +67,18 @@ def test_a_restarted_engine_gets_the_shared_prefix_from_disk(
     start_again: Start, prompts: list[list[int]], processes: dict[str, bool]
 ) -> None:
     first = start_again(**processes)
-    computed = first.computed(prompts, max_tokens=MAX_TOKENS)
+    reference = oracle.run_reference(first, prompts, max_tokens=MAX_TOKENS)
     first.settle()
 
     second = start_again(**processes)
     returned = second.generate(prompts, max_tokens=MAX_TOKENS)
-
-    require_same(returned, computed, dtype=second.dtype)
-    assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     metrics = second.metrics()
+    second.offload()
+    returned_alone = oracle.run_one_by_one(second, prompts, max_tokens=MAX_TOKENS)
+
+    require_same(returned, reference.computed, dtype=second.dtype)
+    require_same_bits(returned_alone, reference.device_hits)
+    assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     assert metrics[HITS] >= WHOLE_BLOCKS_TOKENS
     assert metrics["vllm:kvxfer_lower_blocks_loaded"] >= WHOLE_BLOCKS_TOKENS // 128
     assert second.audit().clean, second.audit()
@@ -78,13 +88,16 @@ def test_chunks_of_six_groups_come_back_from_disk(start_again: Start) -> None:
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 64 << 20, "max_model_len": 2048}
     prompts = random_prompts(2, shared_tokens=600, own_tokens=205)
     first = start_again("gemma3", blocks_per_chunk=2, **settings)
-    computed = first.computed(prompts, max_tokens=MAX_TOKENS)
+    reference = oracle.run_reference(first, prompts, max_tokens=MAX_TOKENS)
     first.settle()
 
     second = start_again("gemma3", blocks_per_chunk=2, **settings)
     returned = second.generate(prompts, max_tokens=MAX_TOKENS)
+    second.offload()
+    returned_alone = oracle.run_one_by_one(second, prompts, max_tokens=MAX_TOKENS)
 
-    require_same(returned, computed, dtype=second.dtype)
+    require_same(returned, reference.computed, dtype=second.dtype)
+    require_same_bits(returned_alone, reference.device_hits)
     assert [one.cached_tokens for one in returned] == [768] * 2
     assert second.audit().clean, second.audit()
 
@@ -111,7 +124,7 @@ def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_aga
     files = list(settings["files"].rglob("*.safetensors"))
     assert files
     for file in files:
-        _flip_a_bit(file)
+        flip_a_bit(file)
 
     second = start_again(**processes)
     recomputed = second.generate(prompts, max_tokens=MAX_TOKENS)
@@ -125,11 +138,3 @@ def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_aga
     assert metrics["vllm:kvxfer_lower_loads_failed"] > 0
     assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     assert third.audit().clean, third.audit()
-
-
-def _flip_a_bit(file: Path) -> None:
-    with file.open("r+b") as block:
-        block.seek(file.stat().st_size * 2 // 3)
-        (byte,) = block.read(1)
-        block.seek(-1, 1)
-        block.write(bytes([byte ^ 4]))

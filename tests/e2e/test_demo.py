@@ -1,0 +1,49 @@
+"""The demo passes, and fails where a single byte was altered."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import demo
+
+pytestmark = pytest.mark.e2e
+
+NUM_BLOCKS = 3
+
+
+@pytest.fixture(autouse=True)
+def _small_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "NUM_PROMPTS", 1)
+    monkeypatch.setattr(demo, "NUM_BLOCKS", NUM_BLOCKS)
+    monkeypatch.setattr(demo, "FILES", tmp_path / "files")
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.exhaustive)]
+)
+def test_it_ends_with_what_to_try_next(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--dtype", dtype]) == 0
+    shown = capsys.readouterr().out
+    assert "to the last bit" in " ".join(shown.split())
+    assert "What to try next" in shown
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_it_fails_where_a_byte_of_a_page_was_altered(
+    dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(["--dtype", dtype, "--plant", "page"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "kvxfer's memory: the log-probability of output token 0" in shown or (
+        "kvxfer's memory: output token 0 is not that of the engine's own hit" in shown
+    )
+    assert "kvxfer's files: " in shown
+    assert "What to try next" not in shown
+
+
+@pytest.mark.exhaustive
+def test_it_fails_where_a_byte_of_a_file_was_altered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.main(["--plant", "file"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"and {NUM_BLOCKS * demo.TOKENS_PER_BLOCK} in the engine's own hit" in shown
+    assert "kvxfer's memory: " not in shown

@@ -1,0 +1,69 @@
+"""A command with its output in a file, and one line on the screen that says how far it is.
+
+`python quietly.py LOG TITLE COMMAND ...`: on a terminal, the line shows the seconds so far and what
+the command printed last; elsewhere, one line says that it began and another one how it ended. Where
+the command fails, the end of its output and the place of the log follow. Needs only Python.
+"""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+REFRESH_S = 0.2
+TAIL_LINES = 20
+TAIL_BYTES = 1 << 16
+CLEAR_LINE = "\r\x1b[K"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; return its exit status."""
+    log, title, *command = arguments
+    path = Path(log)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    live = sys.stdout.isatty()
+    if not live:
+        print(f"{title} ... (log: {path})", flush=True)
+    start_s = time.monotonic()
+    with path.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        while True:
+            try:
+                status = process.wait(REFRESH_S if live else None)
+                break
+            except subprocess.TimeoutExpired:
+                _show(f"{title} {time.monotonic() - start_s:4.0f} s  {_last_line(path)}")
+            except KeyboardInterrupt:  # the command was interrupted, too
+                status = process.wait() or 1
+                break
+    ended = "failed" if status else "done"
+    print(f"{CLEAR_LINE if live else ''}{title}: {ended} in {time.monotonic() - start_s:.0f} s")
+    if status:
+        print(*_tail(path)[-TAIL_LINES:], sep="\n")
+        print(f"These are the last lines of {path}")
+    return status
+
+
+def _show(line: str) -> None:
+    """Write over the line of the terminal, and not beyond its width."""
+    columns = shutil.get_terminal_size().columns
+    print(CLEAR_LINE + line[: columns - 1], end="", flush=True)
+
+
+def _last_line(path: Path) -> str:
+    """What the command printed last; indented lines and warnings say little of how far it is."""
+    lines = [line for line in _tail(path) if not line.startswith((" ", "WARNING"))]
+    return "".join(filter(str.isprintable, next(filter(None, reversed(lines)), "")))
+
+
+def _tail(path: Path) -> list[str]:
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return log.read().decode(errors="replace").splitlines()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
