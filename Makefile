@@ -33,8 +33,10 @@ test: $(INSTALLED)
 
 e2e: $(MODELS) ; $(BIN)/pytest -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
 
-# Every engine, hand-over of pages and fault of which the other runs take samples.
-exhaustive: $(MODELS) ; $(BIN)/pytest -m exhaustive --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+# Every engine, hand-over of pages and fault of which the other runs take samples, and ten times as
+# many examples of every property.
+exhaustive: export KVXFER_EXAMPLES := 10
+exhaustive: $(MODELS) ; $(BIN)/pytest -m "exhaustive or property" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
 faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py

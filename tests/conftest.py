@@ -6,19 +6,17 @@ import os
 import random
 from collections.abc import Iterator
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from tests import examples
 
 MAX_CALLBACK_S = 5.0  # wall time: a busy machine stops for a second now and then
 E2E_TIMEOUT_S = 600
 SEED = 20
 
-# Deadlines measure the machine, not the code; a CI run must be repeatable.
-hypothesis.settings.register_profile("dev", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+examples.load_profile()
 
 # Every event loop of this process is in debug mode: it watches its callbacks and threads. Without
 # what takes half of the time of asynchronous tests: the traceback that each future and handle keeps
@@ -30,8 +28,11 @@ if not os.environ.get("PYTHONASYNCIODEBUG"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests without a GPU, and give engines the time they need to start."""
+    """Skip GPU tests without a GPU, mark properties, and give engines the time they need."""
     for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("property")
+            item.add_marker(pytest.mark.timeout(examples.LIMIT_S), append=False)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
         if item.get_closest_marker("e2e"):

@@ -47,11 +47,21 @@ def has_uring() -> bool:
 HAS_NIXL = bool(
     importlib.util.find_spec("nixl") and importlib.util.find_spec("kvxfer.backends.file.nixl_io")
 )
-ENGINES = [
-    "posix",
-    pytest.param("uring", marks=pytest.mark.skipif(not has_uring(), reason="needs io_uring")),
-    pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")),
-]
+_NEEDS = {
+    "posix": [],
+    "uring": [pytest.mark.skipif(not has_uring(), reason="needs io_uring")],
+    "nixl": [pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")],
+}
+ENGINES = [pytest.param(engine, marks=marks) for engine, marks in _NEEDS.items()]
+
+
+def places(*sampled: str) -> list[pytest.ParameterSet]:
+    """Every engine on every file system, as `uring-ext4`; what is not sampled is exhaustive."""
+    return [
+        pytest.param(place, marks=marks + ([] if place in sampled else [pytest.mark.exhaustive]))
+        for engine, marks in _NEEDS.items()
+        for place in (f"{engine}-ext4", f"{engine}-tmpfs")
+    ]
 
 
 def config(path: Path, **fields: object) -> FileConfig:

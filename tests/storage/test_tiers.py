@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 import pytest
-from hypothesis import settings
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.storage.backend import Backend
@@ -18,6 +17,7 @@ from kvxfer.testing import (
     FaultyBackend,
     WrapperTests,
 )
+from tests.examples import examples
 from tests.storage.opened_tiers import open_dict, open_host
 from tests.testing.test_dict_backend import Blocks, KeptBackend
 
@@ -132,10 +132,10 @@ TestPersistentStateMachine = PersistentStateMachine.TestCase
 TestBoundedStateMachine = BoundedStateMachine.TestCase
 TestSmallLowerStateMachine = SmallLowerStateMachine.TestCase
 # Every example opens a backend, with its threads and its shared memory.
-TestTieredStateMachine.settings = settings(max_examples=30, stateful_step_count=30)
-TestPersistentStateMachine.settings = settings(max_examples=20, stateful_step_count=30)
-TestBoundedStateMachine.settings = settings(max_examples=30, stateful_step_count=40)
-TestSmallLowerStateMachine.settings = settings(max_examples=20, stateful_step_count=30)
+TestTieredStateMachine.settings = examples(12, steps=30)
+TestPersistentStateMachine.settings = examples(10, steps=30)
+TestBoundedStateMachine.settings = examples(15, steps=30)
+TestSmallLowerStateMachine.settings = examples(10, steps=30)
 
 
 class StartedBackend(DictBackend):

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import settings
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.storage.backend import Backend
@@ -19,6 +18,7 @@ from kvxfer.testing import (
 )
 from kvxfer.units import ByteSize
 from tests.backends.file_store import capacity_of, flip_bit, open_store, path_of
+from tests.examples import examples
 from tests.transfer.pretended_device import StagedFromDevice
 
 FEW_BYTES = 1  # two buffers of the largest block
@@ -98,4 +98,4 @@ class StagedStateMachine(BackendStateMachine):
 
 
 TestStagedStateMachine = StagedStateMachine.TestCase
-TestStagedStateMachine.settings = settings(max_examples=20, stateful_step_count=20)
+TestStagedStateMachine.settings = examples(10, steps=20)
