@@ -26,9 +26,11 @@ setup: $(INSTALLED)
 
 demo: $(SMOLLM2) ; $(BIN)/python -m tests.e2e.demo
 
-# The simulated driver of a GPU must not meet what looks for a real one: it has a process of its own.
+# A process of tests for each core, each with one thread of torch. The simulated driver of a GPU must
+# not meet what looks for a real one: it has a process of its own.
+test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(BIN)/pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e
 	$(BIN)/pytest tests/cuda
 
 e2e: $(MODELS) ; $(BIN)/pytest -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda

@@ -14,6 +14,7 @@ from tests import examples
 
 MAX_CALLBACK_S = 5.0  # wall time: a busy machine stops for a second now and then
 E2E_TIMEOUT_S = 600
+PROCESSES_TIMEOUT_S = 120
 SEED = 20
 
 examples.load_profile()
@@ -33,6 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")
             item.add_marker(pytest.mark.timeout(examples.LIMIT_S), append=False)
+        if item.get_closest_marker("processes") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
         if item.get_closest_marker("e2e"):

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -224,14 +223,3 @@ def remove_folder(folder: Path) -> None:
             shutil.rmtree(folder)
             return
     shutil.rmtree(folder)
-
-
-def start_python(code: str, *arguments: object) -> "subprocess.Popen[str]":
-    """Start a process that runs some code, with pipes; the caller ends it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )

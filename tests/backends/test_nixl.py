@@ -27,7 +27,7 @@ def process() -> Iterator[HolderProcess]:
     assert process.close() == 0
 
 
-@pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
+@pytest.mark.processes
 class NixlBackendTests(BackendTests):
     persistent = True
     max_blocks = 5

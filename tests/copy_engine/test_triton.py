@@ -244,6 +244,7 @@ def test_a_launch_that_the_driver_refuses_is_an_error_of_the_device(
     assert caught.value.device_index == 3
 
 
+@pytest.mark.processes
 def test_triton_is_imported_only_for_a_kernel_and_changes_nothing_else() -> None:
     program = """if True:
         import os, sys, torch
