@@ -23,6 +23,7 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.file_store import flip_bit, open_store, path_of, places, temporary_folder
 from tests.examples import examples
+from tests.storage.opened_tiers import open_tiers
 
 MAX_LOOKUPS = 10_000
 LIMIT_S = 15.0
@@ -47,7 +48,7 @@ class TestHostOverFiles(BackendTests):
         self.namespace = namespace
         self.host = HostBackend(HostConfig(capacity=ByteSize(4 << 20)), namespace)
         self.file = open_store(self.root, namespace, engine=self.engine)
-        return TieredBackend([self.host, self.file], namespace)
+        return open_tiers([self.host, self.file], namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         for _ in range(MAX_LOOKUPS):  # it cascades in the background
@@ -72,7 +73,7 @@ class HostOverFilesStateMachine(BackendStateMachine):
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-        return TieredBackend([host, open_store(self.root, namespace)], namespace)
+        return open_tiers([host, open_store(self.root, namespace)], namespace)
 
 
 TestHostOverFilesStateMachine = HostOverFilesStateMachine.TestCase
