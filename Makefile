@@ -28,15 +28,22 @@ setup: $(INSTALLED)
 # In another data type: `make demo DTYPE=float32`. With a byte altered, which has to fail: `PLANT=page`, `PLANT=file`.
 demo: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
 
-# The simulated driver of a GPU must not meet what looks for a real one: it has a process of its own.
+# A process of tests for each core, each with one thread of torch. The simulated driver of a GPU must
+# not meet what looks for a real one: it has a process of its own.
+test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(BIN)/pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e
 	$(BIN)/pytest tests/cuda
 
-e2e: $(MODELS) ; $(BIN)/pytest -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+# Two engines at a time, each with one thread of its own; those of one file come one after the other.
+e2e exhaustive: export OMP_NUM_THREADS := 1
+e2e exhaustive: export VLLM_CPU_OMP_THREADS_BIND := nobind
+e2e: $(MODELS) ; $(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
 
-# Every engine, hand-over of pages and fault of which the other runs take samples.
-exhaustive: $(MODELS) ; $(BIN)/pytest -m exhaustive --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+# Every engine, hand-over of pages and fault of which the other runs take samples, and ten times as
+# many examples of every property.
+exhaustive: export KVXFER_EXAMPLES := 10
+exhaustive: $(MODELS) ; $(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "exhaustive or property" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
 faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py

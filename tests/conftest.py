@@ -1,28 +1,41 @@
 """Rules for every test: fixed seeds, no blocked event loop, no GPU test without a GPU."""
 
+import asyncio
 import logging
 import os
 import random
 from collections.abc import Iterator
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
 
+from tests import examples
+
 MAX_CALLBACK_S = 5.0  # wall time: a busy machine stops for a second now and then
 E2E_TIMEOUT_S = 600
+PROCESSES_TIMEOUT_S = 120
 SEED = 20
 
-# Deadlines measure the machine, not the code; a CI run must be repeatable.
-hypothesis.settings.register_profile("dev", deadline=None)
-hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+examples.load_profile()
+
+# Every event loop of this process is in debug mode: it watches its callbacks and threads. Without
+# what takes half of the time of asynchronous tests: the traceback that each future and handle keeps
+# of its making (`PYTHONASYNCIODEBUG=1` brings it back), and debug mode in child processes.
+# Source: asyncio/base_events.py (`_run_once`, `call_soon`), asyncio/events.py (`Handle`).
+if not os.environ.get("PYTHONASYNCIODEBUG"):
+    asyncio.coroutines._is_debug_mode = lambda: True  # type: ignore[attr-defined]
+    asyncio.BaseEventLoop.get_debug = lambda self: False  # type: ignore[method-assign]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests without a GPU, and give engines the time they need to start."""
+    """Skip GPU tests without a GPU, mark properties, and give engines the time they need."""
     for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker("property")
+            item.add_marker(pytest.mark.timeout(examples.LIMIT_S), append=False)
+        if item.get_closest_marker("processes") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
         if item.get_closest_marker("e2e"):
@@ -30,15 +43,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"), append=False)
             if not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(E2E_TIMEOUT_S))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let every event loop made for this test watch its callbacks; engines run undisturbed."""
-    if item.get_closest_marker("e2e"):
-        os.environ.pop("PYTHONASYNCIODEBUG", None)
-    else:
-        os.environ["PYTHONASYNCIODEBUG"] = "1"
 
 
 class _LoopComplaints(logging.Handler):

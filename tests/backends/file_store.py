@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,11 +46,21 @@ def has_uring() -> bool:
 HAS_NIXL = bool(
     importlib.util.find_spec("nixl") and importlib.util.find_spec("kvxfer.backends.file.nixl_io")
 )
-ENGINES = [
-    "posix",
-    pytest.param("uring", marks=pytest.mark.skipif(not has_uring(), reason="needs io_uring")),
-    pytest.param("nixl", marks=pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")),
-]
+_NEEDS = {
+    "posix": [],
+    "uring": [pytest.mark.skipif(not has_uring(), reason="needs io_uring")],
+    "nixl": [pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")],
+}
+ENGINES = [pytest.param(engine, marks=marks) for engine, marks in _NEEDS.items()]
+
+
+def places(*sampled: str) -> list[pytest.ParameterSet]:
+    """Every engine on every file system, as `uring-ext4`; what is not sampled is exhaustive."""
+    return [
+        pytest.param(place, marks=marks + ([] if place in sampled else [pytest.mark.exhaustive]))
+        for engine, marks in _NEEDS.items()
+        for place in (f"{engine}-ext4", f"{engine}-tmpfs")
+    ]
 
 
 def config(path: Path, **fields: object) -> FileConfig:
@@ -214,14 +223,3 @@ def remove_folder(folder: Path) -> None:
             shutil.rmtree(folder)
             return
     shutil.rmtree(folder)
-
-
-def start_python(code: str, *arguments: object) -> "subprocess.Popen[str]":
-    """Start a process that runs some code, with pipes; the caller ends it."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings
 
 from kvxfer.backends.file import Integrity
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from tests.backends.file_store import (
-    ENGINES,
     HAS_NIXL,
     capacity_of,
     flip_bit,
@@ -22,8 +20,10 @@ from tests.backends.file_store import (
     listed,
     open_store,
     path_of,
+    places,
     temporary_folder,
 )
+from tests.examples import examples
 
 
 class FileBackendTests(BackendTests):
@@ -49,13 +49,10 @@ class FileBackendTests(BackendTests):
 
 
 class TestFileBackend(FileBackendTests):
-    @pytest.fixture(autouse=True, params=ENGINES)
-    def _engine(self, request: pytest.FixtureRequest, _place: None) -> None:
-        self.own_fields["engine"] = request.param
-
-    @pytest.fixture(autouse=True, params=["ext4", "tmpfs"])
-    def _file_system(self, request: pytest.FixtureRequest, _place: None) -> Iterator[None]:
-        with temporary_folder(request.param) as folder:
+    @pytest.fixture(autouse=True, params=places("posix-tmpfs", "uring-ext4", "nixl-ext4"))
+    def _engine(self, request: pytest.FixtureRequest, _place: None) -> Iterator[None]:
+        self.own_fields["engine"], file_system = request.param.split("-")
+        with temporary_folder(file_system) as folder:
             self.root = folder / "store"
             yield
 
@@ -140,7 +137,7 @@ class NixlFileStateMachine(FileStateMachine):
 
 
 # Every example opens backends, with their threads, in a folder of its own.
-_SETTINGS = settings(max_examples=6, stateful_step_count=20)
+_SETTINGS = examples(6, steps=20)
 
 TestFileStateMachine = FileStateMachine.TestCase
 TestFileStateMachine.settings = _SETTINGS

@@ -36,6 +36,8 @@ KEYS_PER_KILL = 200
 SLOW = [pytest.mark.slow, pytest.mark.timeout(120)]
 REPOSITORY = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.processes
+
 # Starts writers by forking, so that a kill costs no start of an interpreter: see `writers`.
 ZYGOTE = """
 import os, sys, asyncio

@@ -178,6 +178,7 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become nobody")
+@pytest.mark.processes
 def test_missing_permissions_are_outcomes() -> None:
     with temporary_folder("ext4") as folder:  # not below pytest's, which only its owner may enter
         done = run_python(AS_NOBODY, folder)
@@ -216,6 +217,7 @@ asyncio.run(main(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.processes
 def test_a_short_write_fails_its_block_only(tmp_path: Path) -> None:
     lines = run_python(SMALL_FILES_ONLY, tmp_path).splitlines()
     assert lines

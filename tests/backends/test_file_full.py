@@ -15,7 +15,6 @@ from kvxfer.backends.file.gc import GarbageCollection
 from kvxfer.backends.file.tree import BlockTree
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
-    ENGINES,
     bytes_on_disk,
     counted_bytes,
     hashed_keys,
@@ -24,6 +23,7 @@ from tests.backends.file_store import (
     one_page_memory,
     open_store,
     path_of,
+    places,
     store,
     temporary_files,
     until_scanned,
@@ -33,11 +33,11 @@ ONE_BY_ONE = {"engine": "posix", "write_threads": 1}
 DONE, FAILED = Status.DONE, Status.FAILED
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("file_system", ["ext4", "tmpfs"])
+@pytest.mark.parametrize("place", places("posix-ext4", "uring-tmpfs", "nixl-tmpfs"))
 async def test_files_are_evicted_where_there_can_be_no_more_of_them(
-    tmp_path: Path, file_system: str, engine: str
+    tmp_path: Path, place: str
 ) -> None:
+    engine, file_system = place.split("-")
     memory, keys = one_page_memory(), hashed_keys(600)
     image = tmp_path / "image"
     if file_system == "ext4":

@@ -550,7 +550,7 @@ def test_closed_engines_leave_no_descriptor_and_may_be_closed_again(engine: File
 
 
 @needs_nixl
-@pytest.mark.timeout(60)  # other processes import torch
+@pytest.mark.processes
 class TestNixl:
     def test_says_which_queue_it_uses(self) -> None:
         engine = NixlFileIO()

@@ -39,6 +39,8 @@ NUM_KEYS = 120
 REPOSITORY = Path(__file__).parents[2]
 SLOW = [pytest.mark.slow, pytest.mark.timeout(180)]
 
+pytestmark = pytest.mark.processes
+
 
 @contextmanager
 def processes(

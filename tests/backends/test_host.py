@@ -4,7 +4,6 @@ import logging
 
 import numpy as np
 import pytest
-from hypothesis import settings
 
 from kvxfer.backends.host import HostBackend, HostConfig, Integrity, PoolShape
 from kvxfer.errors import CapacityError, InvalidArgumentError
@@ -13,6 +12,7 @@ from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
+from tests.examples import examples
 
 
 def capacity_for(namespace: Namespace, num_blocks: int) -> ByteSize:
@@ -65,9 +65,9 @@ class BoundedHostStateMachine(BackendStateMachine):
 
 TestHostStateMachine = HostStateMachine.TestCase
 TestBoundedHostStateMachine = BoundedHostStateMachine.TestCase
-for machine in (TestHostStateMachine, TestBoundedHostStateMachine):
-    # Every example opens a backend, with its threads and its shared memory.
-    machine.settings = settings(max_examples=40, stateful_step_count=30)
+# Every example opens a backend, with its threads and its shared memory.
+TestHostStateMachine.settings = examples(15, steps=30)
+TestBoundedHostStateMachine.settings = examples(15, steps=30)
 
 
 async def store_one(memory: BlockMemory, backend: HostBackend) -> tuple[BlockKey, bytes]:

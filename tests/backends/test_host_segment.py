@@ -5,22 +5,25 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.host import segment as segment_module
 from kvxfer.backends.host.segment import SHARED_MEMORY, SharedSegment
 from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
 
 SIZE = 1 << 16
 
-pytestmark = pytest.mark.timeout(60)  # other processes import torch
+pytestmark = pytest.mark.processes
 
 CHILD = """
-import sys
-from kvxfer.backends.host.segment import SharedSegment
-segment = SharedSegment(sys.argv[1], b"header", int(sys.argv[2]))
+import pathlib, sys
+from kvxfer.backends.host import segment
+segment.SHARED_MEMORY = pathlib.Path(sys.argv[3])
+segment = segment.SharedSegment(sys.argv[1], b"header", int(sys.argv[2]))
 segment.memory[5000] += 1
 print("mapped", segment.memory[5000], flush=True)
 sys.stdin.readline()
@@ -28,22 +31,30 @@ segment.close()
 """
 
 
+@pytest.fixture(autouse=True)
+def _folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of our own: other processes remove what killed ones left in the common one."""
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as folder:
+        monkeypatch.setattr(segment_module, "SHARED_MEMORY", Path(folder))
+        yield
+
+
 @pytest.fixture
-def name() -> Iterator[str]:
+def name(_folder: None) -> Iterator[str]:
     name = f"test-{secrets.token_hex(8)}"
     yield name
     assert not path_of(name).exists()
 
 
 def path_of(name: str) -> Path:
-    return SHARED_MEMORY / f"kvxfer-{name}"
+    return segment_module.SHARED_MEMORY / f"kvxfer-{name}"
 
 
 @contextlib.contextmanager
 def child_with(name: str) -> Iterator["subprocess.Popen[str]"]:
     """Another process that maps the segment until it is told to end."""
     with subprocess.Popen(
-        [sys.executable, "-c", CHILD, name, str(SIZE)],
+        [sys.executable, "-c", CHILD, name, str(SIZE), str(segment_module.SHARED_MEMORY)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvxfer.storage.backend import Backend
@@ -12,6 +11,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
 from tests.backends.test_host import capacity_for
+from tests.examples import examples
 
 WAYS: dict[str, dict[str, Any]] = {
     "socket": {"transport": "socket"},
@@ -27,7 +27,7 @@ def process() -> Iterator[HolderProcess]:
     assert process.close() == 0
 
 
-@pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
+@pytest.mark.processes
 class NixlBackendTests(BackendTests):
     persistent = True
     max_blocks = 5
@@ -94,6 +94,4 @@ def test_random_sequences_of_calls_agree_with_a_dictionary(
         pass
 
     Machine.fields, Machine.process = WAYS[way], process
-    run_state_machine_as_test(
-        Machine, settings=settings(max_examples=10, stateful_step_count=20, deadline=None)
-    )
+    run_state_machine_as_test(Machine, settings=examples(10, steps=20))

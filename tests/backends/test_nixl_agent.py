@@ -32,6 +32,8 @@ from tests.backends.agent_contract import (
 )
 from tests.backends.agent_process import REPOSITORY, Nursery, PeerProcess
 
+pytestmark = pytest.mark.processes
+
 
 class TestFakeNixlAgent(AgentContract):
     def make_agent(self) -> TransferAgent:
@@ -181,9 +183,9 @@ assert logging.getLogger("other").level == logging.ERROR
         child = run_child("""
 agent = NixlAgent()
 peer = asyncio.run(move(agent))
-time.sleep(0.5)
+time.sleep(0.2)
 before = time.process_time(), time.perf_counter()
-time.sleep(2)
+time.sleep(1)
 print((time.process_time() - before[0]) / (time.perf_counter() - before[1]) / 2)
 """)
         assert float(child.stdout) <= 0.05

@@ -18,16 +18,17 @@ QUICK = {"timeout_s": 1.0, "lease_s": 1.0, "heartbeat_s": 0.2}
 ROUND_S = 30.0
 CAPACITY = 64 << 20
 
-# A few rounds of each kind always, some more with the slow tests, fifty with `make faults`; the
-# seed chooses the way.
-seeds = pytest.mark.parametrize(
-    "seed",
-    [
-        *range(3),
-        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 5)),
-        *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(5, 50)),
-    ],
-)
+
+def rounds(quick: int) -> pytest.MarkDecorator:
+    """One round of a kind always, one of each other way with the slow tests, then up to fifty.
+
+    The seed chooses the way. `make faults` runs all of them.
+    """
+    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(3) if seed != quick)
+    more = (pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 50))
+    return pytest.mark.parametrize("seed", [quick, *slow, *more])
+
+
 pytestmark = pytest.mark.timeout(60)
 
 NewProcess = Callable[[], HolderProcess]
@@ -66,7 +67,7 @@ async def start_traffic(
     return Traffic(backend, memory, rng), rng
 
 
-@seeds
+@rounds(quick=2)
 async def test_a_holder_that_is_killed_costs_hits_and_nothing_else(
     seed: int, new_process: NewProcess
 ) -> None:
@@ -86,7 +87,7 @@ async def test_a_holder_that_is_killed_costs_hits_and_nothing_else(
         await traffic.check()
 
 
-@seeds
+@rounds(quick=1)
 async def test_a_holder_that_stops_and_goes_on_writes_nothing_late(
     seed: int, new_process: NewProcess
 ) -> None:
@@ -131,7 +132,7 @@ async def test_a_holder_that_stops_for_twenty_seconds_comes_back(
     await until_idle(holder)
 
 
-@seeds
+@rounds(quick=0)
 async def test_a_holder_that_is_started_again_is_another_one(
     seed: int, new_process: NewProcess
 ) -> None:
@@ -149,7 +150,7 @@ async def test_a_holder_that_is_started_again_is_another_one(
         await traffic.check()
 
 
-@seeds
+@rounds(quick=1)
 async def test_a_control_connection_that_is_cut_is_made_again(
     seed: int, new_process: NewProcess
 ) -> None:
@@ -170,7 +171,7 @@ async def test_a_control_connection_that_is_cut_is_made_again(
     await until_idle(holder)
 
 
-@seeds
+@rounds(quick=2)
 async def test_frames_that_are_changed_end_the_connection_and_nothing_else(
     seed: int, new_process: NewProcess
 ) -> None:

@@ -24,7 +24,7 @@ from tests.backends.nixl_wire import Authority
 from tests.backends.test_nixl import WAYS
 from tests.backends.test_nixl_faults import QUICK
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.processes
 SOCKET = WAYS["socket"]
 KEYS = make_keys(24)
 

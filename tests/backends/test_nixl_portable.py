@@ -10,6 +10,8 @@ from kvxfer.transfer.engine import TransferEngine
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
 from tests.storage.portable_workers import KEYS, NAMESPACE, Worker, make_engine, make_values
 
+pytestmark = pytest.mark.processes
+
 LAYOUTS = ("block kv token head dim", "kv block head token dim")
 """Layouts; in the first, no two tokens of a head are neighbours: a page is many small pieces."""
 

@@ -45,6 +45,7 @@ def test_the_kernel_carries_to_processes_that_it_lets_us_reach(ours: Hello) -> N
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.processes
 def test_the_kernel_does_not_carry_to_processes_of_other_users(ours: Hello) -> None:
     code = f"""
 import ctypes, os

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import (
@@ -35,6 +35,7 @@ from tests.backends.nixl_wire import (
     hello,
     listening,
 )
+from tests.examples import examples
 
 TIMEOUT_S = 0.2
 LIMIT_S = 4.0  # no end takes longer, whatever happens: two deadlines, the close, and the machine
@@ -252,7 +253,7 @@ async def test_a_stranger_gets_no_further(name: str, side: str) -> None:
     assert type(error) is (PeerTimeoutError if silent else ProtocolError)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.binary(min_size=HEADER_BYTES, max_size=300), st.sampled_from(["client", "server"]))
 def test_random_bytes_get_no_further(data: bytes, side: str) -> None:
     framed = len(data).to_bytes(HEADER_BYTES, "big") + data

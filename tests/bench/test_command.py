@@ -99,6 +99,7 @@ def test_what_is_not_a_benchmark_ends_with_the_usage(
     assert "kvxfer bench" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_every_benchmark_is_a_module_that_imports_no_engine() -> None:
     code = (
         "import importlib, sys\n"

@@ -58,6 +58,7 @@ def test_a_plain_connection_moves_blocks_in_the_given_order() -> None:
     client.close()
 
 
+@pytest.mark.processes
 def test_what_fails_in_the_other_process_is_told() -> None:
     with FarProcess() as far, pytest.raises(RuntimeError, match=r"move_raw failed.*Assertion"):
         far.ask("move_raw", "READ", 4096, [], [])

@@ -309,6 +309,7 @@ def test_what_cannot_be_parsed_ends_with_the_usage(
     assert "usage: kvxfer fsck" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_process_of_its_own_says_and_returns_the_same(store: Store) -> None:
     namespace = store.fill()
     flip(5000)(store.path(namespace, store.keys[0]))
@@ -319,6 +320,7 @@ def test_a_process_of_its_own_says_and_returns_the_same(store: Store) -> None:
     assert not result.stderr  # no bar, as nobody looks at one
 
 
+@pytest.mark.processes
 def test_a_terminal_is_shown_a_bar_of_bytes(store: Store) -> None:
     store.fill()
     total = sum(path.stat().st_size for path in store.root.glob("*/??/*"))
@@ -343,6 +345,7 @@ def test_a_terminal_is_shown_a_bar_of_bytes(store: Store) -> None:
     assert f"{total / 1024:.1f}k".encode() in shown
 
 
+@pytest.mark.processes
 def test_a_reader_who_has_seen_enough_causes_no_traceback(store: Store) -> None:
     store.fill()
     reader, writer = os.pipe()

@@ -11,6 +11,8 @@ from kvxfer.backends.nixl.config import Transport
 from kvxfer.cli.serve import TRANSPORTS
 from kvxfer.connect import connect
 
+pytestmark = pytest.mark.processes
+
 COMMANDS = ["bench", "fsck", "gc", "inspect", "ls", "serve"]
 
 SHOW_HELP = """

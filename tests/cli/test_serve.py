@@ -18,8 +18,7 @@ from kvxfer.errors import PeerClosedError
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 
-# Processes that import torch take their time on a busy machine.
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.processes
 
 SECRET = bytes(range(32))
 REPOSITORY = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -23,6 +23,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
 from tests.copy_engine.copies import Copy, Side
+from tests.examples import examples
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -94,7 +95,7 @@ def engine() -> Iterator[CPUCopyEngine]:
     engine.close()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(copy=copies())
 def test_every_byte_lands_in_its_place_and_no_other_byte_changes(
     engine: CPUCopyEngine, copy: Copy
@@ -103,13 +104,13 @@ def test_every_byte_lands_in_its_place_and_no_other_byte_changes(
 
 
 @every_method
-@settings(max_examples=20)
+@examples(20)
 @given(copy=copies())
 def test_each_method_is_right_for_any_fragments(method: Method, copy: Copy) -> None:
     copy.check(lambda: method(*copy.pieces()))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_the_two_sides_may_cut_a_block_differently(
     engine: CPUCopyEngine, data: st.DataObject
@@ -208,7 +209,7 @@ def test_memory_between_the_fragments_is_left_alone(method: Method, apart: str) 
             assert np.array_equal(memory[start : start + size], piece)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(copy=copies(), num_shares=st.integers(1, 9))
 def test_shares_are_about_equal_and_together_move_every_byte_once(
     copy: Copy, num_shares: int

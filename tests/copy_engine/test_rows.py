@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -14,6 +14,7 @@ from kvxfer.copy_engine import cpu
 from kvxfer.copy_engine.cpu import CPUCopyEngine, Method
 from kvxfer.copy_engine.rows import Pieces, bounce, common_row_bytes, gather, scatter
 from tests.copy_engine.copies import Copy, Side, describe_side
+from tests.examples import examples
 
 METHODS = (gather, scatter, bounce)
 every_method = pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
@@ -73,7 +74,7 @@ def engine() -> Iterator[CPUCopyEngine]:
 
 
 @every_method
-@settings(max_examples=60)
+@examples(60)
 @given(copy=copies())
 def test_each_method_is_right_for_pieces_that_are_evenly_apart_or_almost(
     method: Method, copy: Copy
@@ -82,7 +83,7 @@ def test_each_method_is_right_for_pieces_that_are_evenly_apart_or_almost(
     copy.check(lambda: method(*sides))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(copy=copies())
 def test_the_engine_is_right_for_pieces_that_are_evenly_apart_or_almost(
     engine: CPUCopyEngine, copy: Copy
@@ -90,7 +91,7 @@ def test_the_engine_is_right_for_pieces_that_are_evenly_apart_or_almost(
     copy.check(lambda: engine.copy(*copy.describe()))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(copy=copies())
 def test_series_have_every_piece_once_and_rows_only_where_they_are_evenly_apart(
     copy: Copy,

@@ -11,7 +11,11 @@ from tests.e2e.harness import random_prompts, require_same, require_same_bits
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize(("layout", "num_descriptors"), [("LBHNC", 4), ("BLHNC", 1)])
+@pytest.mark.parametrize(
+    ("layout", "num_descriptors"),
+    # `test_portable.py` stores blocks of both.
+    [pytest.param("LBHNC", 4, marks=pytest.mark.exhaustive), ("BLHNC", 1)],
+)
 def test_a_block_is_one_descriptor_where_blocks_are_outermost(
     start: Start, tmp_path: Path, layout: str, num_descriptors: int
 ) -> None:

@@ -24,8 +24,12 @@ MAX_TOKENS = 8
 NUM_PROMPTS = 2
 PROCESSES = pytest.mark.parametrize(
     "processes",
-    [{"multiprocessing": False}, {"multiprocessing": True}],
-    ids=["one-process", "several-processes"],
+    [
+        pytest.param({"multiprocessing": False}, id="one-process"),
+        pytest.param(
+            {"multiprocessing": True}, id="several-processes", marks=pytest.mark.exhaustive
+        ),
+    ],
 )
 HITS = "vllm:external_prefix_cache_hits"
 
@@ -102,15 +106,7 @@ def test_chunks_of_six_groups_come_back_from_disk(start_again: Start) -> None:
     assert second.audit().clean, second.audit()
 
 
-@pytest.mark.parametrize(
-    "processes",
-    [
-        pytest.param({"multiprocessing": False}, id="one-process"),
-        pytest.param(
-            {"multiprocessing": True}, id="several-processes", marks=pytest.mark.exhaustive
-        ),
-    ],
-)
+@PROCESSES
 def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_again(
     start_again: Start,
     prompts: list[list[int]],

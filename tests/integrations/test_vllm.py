@@ -407,6 +407,7 @@ def test_the_namespace_differs_when_anything_that_changes_the_bytes_does() -> No
     assert one.instruction_set == torch.backends.cpu.get_cpu_capability()
 
 
+@pytest.mark.processes
 def test_an_unsupported_vllm_is_named_with_the_supported_releases(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()

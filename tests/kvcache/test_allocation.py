@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvxfer.kvcache.allocation import allocate_canonical
@@ -22,6 +22,7 @@ from kvxfer.kvcache.spec import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from tests.examples import examples
 
 NHD = AttentionLayout("kv block token head dim", "block layer kv token head dim")
 BACKENDS = [
@@ -102,7 +103,7 @@ def slow_offset(model: dict[str, Any], group: int, name: str, at: dict[str, int]
     return int(offset + at["block"] % ratio * page * len(positions))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(model=models(), data=st.data())
 def test_an_element_is_found_where_a_slow_reference_says(
     model: dict[str, Any], data: st.DataObject
@@ -135,7 +136,7 @@ def registered_layout(backend: AttentionLayout) -> str | None:
     return " ".join(axis for axis in axes if axis != "layer") if axes[1] == "layer" else None
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(model=models())
 def test_views_registered_per_layer_canonicalize_into_the_same_rows(model: dict[str, Any]) -> None:
     config, backends = model["config"], model["backends"]

@@ -4,7 +4,6 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -12,6 +11,7 @@ from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
+from tests.examples import examples
 
 NUM_BLOCKS = 12
 NUM_ROWS = 4
@@ -146,4 +146,4 @@ class BlockTableMachine(RuleBasedStateMachine):
 
 
 TestBlockTableMachine = BlockTableMachine.TestCase
-TestBlockTableMachine.settings = settings(max_examples=60, stateful_step_count=30)
+TestBlockTableMachine.settings = examples(60, steps=30)

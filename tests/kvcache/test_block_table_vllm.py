@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm.v1.worker.block_table", reason="needs vLLM")
@@ -15,6 +15,7 @@ from vllm.v1.worker import block_table as vllm_tables
 from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT
 from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.kvcache.spec import FullAttentionSpec
+from tests.examples import examples
 from tests.kvcache.engine_views import config_of
 
 NUM_BLOCKS = 50
@@ -76,7 +77,7 @@ def draw_requests(data: st.DataObject) -> tuple[list[list[list[int]]], list[list
     return blocks, positions
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_rows_and_slots_are_vllms(data: st.DataObject) -> None:
     blocks, positions = draw_requests(data)
@@ -106,7 +107,7 @@ def test_rows_and_slots_are_vllms(data: st.DataObject) -> None:
         assert torch.equal(mappings[group], table.slot_mapping.gpu[: len(places)])
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_kernel_blocks_are_vllms(data: st.DataObject) -> None:
     from vllm.v1.worker.utils import AttentionGroup

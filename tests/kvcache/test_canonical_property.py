@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.kvcache.canonical import (
@@ -14,6 +14,7 @@ from kvxfer.kvcache.canonical import (
 from kvxfer.kvcache.spec import (
     FullAttentionSpec,
 )
+from tests.examples import examples
 from tests.kvcache.engine_views import config_of, engine_view
 
 LAYOUTS = [
@@ -57,7 +58,7 @@ def slow_page(layout: str, sizes: dict[str, int], ratio: int) -> list[dict[str, 
     return order
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(engine=engines(), data=st.data())
 def test_an_element_is_found_where_a_slow_reference_says(
     engine: dict[str, Any], data: st.DataObject

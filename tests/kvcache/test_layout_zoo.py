@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
@@ -33,6 +33,7 @@ from kvxfer.kvcache.spec import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
+from tests.examples import examples
 from tests.kvcache.zoo_engines import (
     ZOO,
     AttentionEngine,
@@ -138,7 +139,7 @@ def state_engines(draw: st.DrawFn, entry: EngineLayout) -> StateEngine:
 
 
 @pytest.mark.parametrize("entry", LAYOUT_ZOO, ids=named)
-@settings(max_examples=20)
+@examples(8)
 @given(data=st.data())
 def test_an_element_is_where_the_order_of_axes_predicts(
     entry: EngineLayout, data: st.DataObject
@@ -191,7 +192,7 @@ def test_kernel_blocks_with_other_layers_between_their_heads_are_refused() -> No
 
 
 @pytest.mark.parametrize("entry", [e for e in ZOO if e.attention_layout], ids=named)
-@settings(max_examples=10)
+@examples(10)
 @given(data=st.data())
 def test_what_is_allocated_is_what_the_engine_would_register(
     entry: EngineLayout, data: st.DataObject
@@ -280,7 +281,7 @@ def test_keys_and_values_of_one_row_are_one_piece() -> None:
     attest(kv_caches, engine.config, caches)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(widths=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_layers_of_other_widths_may_lie_in_the_same_row(widths: list[int]) -> None:
     common: dict[str, Any] = {"tokens_per_block": 8, "dtype": torch.int32}

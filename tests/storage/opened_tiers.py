@@ -40,6 +40,11 @@ def open_dict(namespace: Namespace, max_blocks: int | None = None) -> DictBacken
     return DictBackend(DictConfig(max_blocks=max_blocks), namespace)
 
 
+def open_tiers(tiers: Sequence[Backend], namespace: Namespace, **more: int) -> TieredBackend:
+    """Open tiers that are asked for as long as a busy machine takes to answer."""
+    return TieredBackend(tiers, namespace, lookup_timeout_s=None, **more)
+
+
 class Recorder(DictBackend):
     """Backend that records its calls."""
 

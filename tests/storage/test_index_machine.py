@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import assume, settings
+from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -12,6 +12,7 @@ from kvxfer.errors import BlockStateError
 from kvxfer.storage.eviction import ARC, LRU, EvictionPolicy
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey, make_block_key
+from tests.examples import examples
 
 NUM_SLOTS = 4
 
@@ -200,6 +201,6 @@ class ARCMachine(BlockIndexMachine):
 
 
 TestLRUMachine = LRUMachine.TestCase
-TestLRUMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestLRUMachine.settings = examples(40, steps=40)
 TestARCMachine = ARCMachine.TestCase
-TestARCMachine.settings = settings(max_examples=100, stateful_step_count=40)
+TestARCMachine.settings = examples(40, steps=40)

@@ -3,7 +3,6 @@
 from typing import ClassVar
 
 import pytest
-from hypothesis import settings
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.storage.backend import Backend
@@ -18,7 +17,8 @@ from kvxfer.testing import (
     FaultyBackend,
     WrapperTests,
 )
-from tests.storage.opened_tiers import open_dict, open_host
+from tests.examples import examples
+from tests.storage.opened_tiers import open_dict, open_host, open_tiers
 from tests.testing.test_dict_backend import Blocks, KeptBackend
 
 
@@ -42,10 +42,10 @@ class TestHostOverDict(BackendTests):
     max_blocks = 5
 
     async def make_backend(self, namespace: Namespace) -> Backend:
-        return TieredBackend([open_host(namespace, 64), open_dict(namespace)], namespace)
+        return open_tiers([open_host(namespace, 64), open_dict(namespace)], namespace)
 
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
-        return TieredBackend([open_host(namespace, 5), open_dict(namespace, 0)], namespace)
+        return open_tiers([open_host(namespace, 5), open_dict(namespace, 0)], namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         await corrupt_everywhere(backend, key)
@@ -62,7 +62,7 @@ class TestSmallHostOverShelf(TestHostOverDict):
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         tiers = [open_host(namespace, 12), KeptBackend(self.shelf, namespace)]
-        return TieredBackend(tiers, namespace, staging_bytes=1)
+        return open_tiers(tiers, namespace, staging_bytes=1)
 
 
 class TestThreeTiers(TestHostOverDict):
@@ -70,11 +70,11 @@ class TestThreeTiers(TestHostOverDict):
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         tiers = [open_dict(namespace, 0), open_host(namespace, 64), open_dict(namespace)]
-        return TieredBackend(tiers, namespace)
+        return open_tiers(tiers, namespace)
 
     async def make_bounded_backend(self, namespace: Namespace) -> Backend:
         tiers = [open_dict(namespace, 0), open_host(namespace, 5), open_dict(namespace, 0)]
-        return TieredBackend(tiers, namespace)
+        return open_tiers(tiers, namespace)
 
 
 class TestTiersOverAWrappedTier(WrapperTests):
@@ -83,7 +83,7 @@ class TestTiersOverAWrappedTier(WrapperTests):
     moving = frozenset({"lookup", "load", "store"})
 
     def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
-        return TieredBackend([open_dict(namespace, 0), inner, open_dict(namespace)], namespace)
+        return open_tiers([open_dict(namespace, 0), inner, open_dict(namespace)], namespace)
 
 
 class TestTiersOverAHost(WrapperTests):
@@ -92,12 +92,12 @@ class TestTiersOverAHost(WrapperTests):
     moving = frozenset({"lookup", "load"})
 
     def wrap(self, inner: Backend, namespace: Namespace) -> Backend:
-        return TieredBackend([open_host(namespace, 1), inner], namespace, staging_bytes=1)
+        return open_tiers([open_host(namespace, 1), inner], namespace, staging_bytes=1)
 
 
 class TieredStateMachine(BackendStateMachine):
     async def make_backend(self, namespace: Namespace) -> Backend:
-        return TieredBackend([open_host(namespace, 12), open_dict(namespace)], namespace)
+        return open_tiers([open_host(namespace, 12), open_dict(namespace)], namespace)
 
 
 class PersistentStateMachine(BackendStateMachine):
@@ -109,7 +109,7 @@ class PersistentStateMachine(BackendStateMachine):
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         tiers = [open_host(namespace, 12), KeptBackend(self.shelf, namespace)]
-        return TieredBackend(tiers, namespace)
+        return open_tiers(tiers, namespace)
 
 
 class BoundedStateMachine(BackendStateMachine):
@@ -120,7 +120,7 @@ class BoundedStateMachine(BackendStateMachine):
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         tiers = [open_host(namespace, 3), open_dict(namespace, self.lower_blocks)]
-        return TieredBackend(tiers, namespace, staging_bytes=1)
+        return open_tiers(tiers, namespace, staging_bytes=1)
 
 
 class SmallLowerStateMachine(BoundedStateMachine):
@@ -132,10 +132,10 @@ TestPersistentStateMachine = PersistentStateMachine.TestCase
 TestBoundedStateMachine = BoundedStateMachine.TestCase
 TestSmallLowerStateMachine = SmallLowerStateMachine.TestCase
 # Every example opens a backend, with its threads and its shared memory.
-TestTieredStateMachine.settings = settings(max_examples=30, stateful_step_count=30)
-TestPersistentStateMachine.settings = settings(max_examples=20, stateful_step_count=30)
-TestBoundedStateMachine.settings = settings(max_examples=30, stateful_step_count=40)
-TestSmallLowerStateMachine.settings = settings(max_examples=20, stateful_step_count=30)
+TestTieredStateMachine.settings = examples(12, steps=30)
+TestPersistentStateMachine.settings = examples(10, steps=30)
+TestBoundedStateMachine.settings = examples(15, steps=30)
+TestSmallLowerStateMachine.settings = examples(10, steps=30)
 
 
 class StartedBackend(DictBackend):

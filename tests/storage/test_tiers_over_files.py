@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from kvxfer.backends.file import backend as backend_module
 from kvxfer.backends.host import HostBackend, HostConfig
@@ -22,32 +21,34 @@ from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
-from tests.backends.file_store import ENGINES, flip_bit, open_store, path_of, temporary_folder
+from tests.backends.file_store import flip_bit, open_store, path_of, places, temporary_folder
+from tests.examples import examples
+from tests.storage.opened_tiers import open_tiers
 
 MAX_LOOKUPS = 10_000
 LIMIT_S = 15.0
 
 
 class TestHostOverFiles(BackendTests):
-    """Suite in which chunks of the large batches do not all fit into the first tier."""
+    """Suite in which chunks of the large batches do not all fit into the first tier.
+
+    Tiers do not know how files are moved, so one file engine is enough; `test_file.py` has all.
+    """
 
     persistent = True
 
-    @pytest.fixture(autouse=True, params=["ext4", "tmpfs"])
+    @pytest.fixture(autouse=True, params=places("posix-ext4"))
     def _place(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        with temporary_folder(request.param) as folder:
+        self.engine, file_system = request.param.split("-")
+        with temporary_folder(file_system) as folder:
             self.root = folder / "store"
             yield
-
-    @pytest.fixture(autouse=True, params=ENGINES)
-    def _engine(self, request: pytest.FixtureRequest) -> None:
-        self.engine = request.param
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         self.namespace = namespace
         self.host = HostBackend(HostConfig(capacity=ByteSize(4 << 20)), namespace)
         self.file = open_store(self.root, namespace, engine=self.engine)
-        return TieredBackend([self.host, self.file], namespace)
+        return open_tiers([self.host, self.file], namespace)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         for _ in range(MAX_LOOKUPS):  # it cascades in the background
@@ -72,11 +73,11 @@ class HostOverFilesStateMachine(BackendStateMachine):
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-        return TieredBackend([host, open_store(self.root, namespace)], namespace)
+        return open_tiers([host, open_store(self.root, namespace)], namespace)
 
 
 TestHostOverFilesStateMachine = HostOverFilesStateMachine.TestCase
-TestHostOverFilesStateMachine.settings = settings(max_examples=10, stateful_step_count=20)
+TestHostOverFilesStateMachine.settings = examples(6, steps=20)
 
 
 class HungMetadata:

@@ -3,11 +3,11 @@
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
+from tests.examples import examples
 
 Blocks = dict[BlockKey, Any]
 
@@ -81,8 +81,8 @@ class BoundedDictMachine(BackendStateMachine):
 
 
 TestDictMachine = DictMachine.TestCase
-TestDictMachine.settings = settings(max_examples=25, stateful_step_count=25)
+TestDictMachine.settings = examples(25, steps=25)
 TestBoundedDictMachine = BoundedDictMachine.TestCase
-TestBoundedDictMachine.settings = settings(max_examples=25, stateful_step_count=25)
+TestBoundedDictMachine.settings = examples(25, steps=25)
 TestKeptMachine = KeptMachine.TestCase
-TestKeptMachine.settings = settings(max_examples=25, stateful_step_count=25)
+TestKeptMachine.settings = examples(25, steps=25)

@@ -314,7 +314,7 @@ FORK = """
 
 
 @pytest.mark.parametrize("use", ["unused", "used", "awaited"])
-@pytest.mark.timeout(60)
+@pytest.mark.processes
 def test_a_forked_process_is_told_that_it_cannot_use_the_engine_of_its_parent(use: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(FORK), use],

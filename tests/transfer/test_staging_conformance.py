@@ -4,12 +4,10 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from hypothesis import settings
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,
@@ -19,6 +17,8 @@ from kvxfer.testing import (
 )
 from kvxfer.units import ByteSize
 from tests.backends.file_store import capacity_of, flip_bit, open_store, path_of
+from tests.examples import examples
+from tests.storage.opened_tiers import open_tiers
 from tests.transfer.pretended_device import StagedFromDevice
 
 FEW_BYTES = 1  # two buffers of the largest block
@@ -82,7 +82,7 @@ class TestStagedTiers(BackendTests):
 
     async def make_backend(self, namespace: Namespace) -> Backend:
         first = HostBackend(HostConfig(capacity=ByteSize(8 << 20)), namespace)
-        tiers = TieredBackend([first, open_store(self.root, namespace)], namespace)
+        tiers = open_tiers([first, open_store(self.root, namespace)], namespace)
         return StagedFromDevice(tiers, namespace, staging_bytes=FEW_BYTES)
 
 
@@ -98,4 +98,4 @@ class StagedStateMachine(BackendStateMachine):
 
 
 TestStagedStateMachine = StagedStateMachine.TestCase
-TestStagedStateMachine.settings = settings(max_examples=20, stateful_step_count=20)
+TestStagedStateMachine.settings = examples(10, steps=20)
