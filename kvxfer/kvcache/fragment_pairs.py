@@ -32,7 +32,7 @@ class FragmentPairs(NamedTuple):
         """Bytes of a typical pair, of which there must be one."""
         return self.num_bytes // self.num_pairs
 
-    def take(self, chosen: slice | NDArray[np.bool_]) -> "FragmentPairs":
+    def take(self, chosen: slice | NDArray[np.bool_ | np.intp]) -> "FragmentPairs":
         """Some of the pairs."""
         return FragmentPairs(*(column[chosen] for column in self))
 
