@@ -18,7 +18,7 @@ from kvxfer.backends.file.engines import open_engine
 from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.integrity_record import IntegrityRecord
 from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.namespace_file import write_namespace
+from kvxfer.backends.file.namespace_file import log_other_namespaces, write_namespace
 from kvxfer.backends.file.open_folders import FOLDER_MODE
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.root import warn_of_strangers
@@ -99,7 +99,7 @@ class FileBackend(Backend):
         self._writing_since: list[float] = []
         self._num_corrupt = 0
         scanner = DaemonThreads("kvxfer-file-scan", 1)
-        self._scan = scanner.submit(self._look_around)
+        self._scan = scanner.submit(self._look_around, namespace)
         scanner.shutdown()
 
     @property
@@ -298,10 +298,11 @@ class FileBackend(Backend):
         found = self._tree.blocks(self._folder.fingerprint)
         return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
-    def _look_around(self) -> None:
-        """Find out what is there, and collect what dead writers left."""
+    def _look_around(self, namespace: Namespace) -> None:
+        """Find out what is there, log what of it cannot be found, collect what the dead left."""
         try:
             self._space.scan()
+            log_other_namespaces(self._tree, namespace)
         except OSError as exc:
             logger.warning("%s: cannot be looked through: %s", self._root, exc)
         except Exception:

@@ -25,6 +25,7 @@ class AuditedEngine(EngineProcess):
     Args:
         model: Name of one of `models.MODELS`.
         directory: Where the audit writes; what an earlier engine wrote there is known.
+        dtype: What the model computes in; None for that of `DTYPES`.
         capacity: Of the host pool.
         files: Folder of a file tier below it; None for none.
         peers: URL of a tier of peers below it, empty for none.
@@ -40,6 +41,7 @@ class AuditedEngine(EngineProcess):
         model: str,
         directory: Path,
         *,
+        dtype: str | None = None,
         capacity: str = "256MiB",
         files: Path | None = None,
         peers: str = "",
@@ -49,7 +51,7 @@ class AuditedEngine(EngineProcess):
         environment: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> None:
-        self.dtype = DTYPES.get(model, "float32")
+        self.dtype = dtype or DTYPES.get(model, "float32")
         self._directory = directory
         backend = [f"host://?capacity={capacity}"]
         backend += [f"file://{files}?capacity=4GiB"] if files else []
