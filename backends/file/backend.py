@@ -18,7 +18,7 @@ from kvxfer.backends.file.engines import open_engine
 from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.integrity_record import IntegrityRecord
 from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.namespace_file import write_namespace
+from kvxfer.backends.file.namespace_file import log_other_namespaces, write_namespace
 from kvxfer.backends.file.open_folders import FOLDER_MODE
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.root import warn_of_other_writers
@@ -100,7 +100,7 @@ class FileBackend(Backend):
         self._writing_since: list[float] = []
         self._num_corrupt = 0
         scanner = DaemonThreads("kvxfer-file-scan", 1)
-        self._scan = scanner.submit(self._scan_store)
+        self._scan = scanner.submit(self._scan_store, namespace)
         scanner.shutdown()
 
     @property
@@ -299,10 +299,11 @@ class FileBackend(Backend):
         found = self._tree.blocks(self._folder.fingerprint)
         return sum(self._space.remove([each.key for each in found if not each.quarantined]))
 
-    def _scan_store(self) -> None:
-        """Scan the store, and collect temporary files of dead writers."""
+    def _scan_store(self, namespace: Namespace) -> None:
+        """Scan the store, log its other namespaces, and collect temporary files of dead writers."""
         try:
             self._space.scan()
+            log_other_namespaces(self._tree, namespace)
         except OSError as exc:
             logger.warning("%s: cannot be scanned: %s", self._root, exc)
         except Exception:

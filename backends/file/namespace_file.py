@@ -1,12 +1,18 @@
 """`namespace.json`: the description of a namespace in its folder, for people to read."""
 
+import logging
+
 import msgspec
 
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.header import BlockFileError
+from kvxfer.backends.file.tree import BlockTree
+from kvxfer.errors import NamespaceMismatchError
 from kvxfer.storage.keys import Namespace
 
 NAMESPACE_FILE = "namespace.json"
+
+logger = logging.getLogger(__name__)
 
 
 def write_namespace(folder: BlockFolder, namespace: Namespace) -> None:
@@ -36,3 +42,21 @@ def read_namespace(folder: BlockFolder) -> Namespace:
             f"{NAMESPACE_FILE} is damaged, or that of namespace {namespace.fingerprint}"
         )
     return namespace
+
+
+def log_other_namespaces(tree: BlockTree, namespace: Namespace) -> None:
+    """Log why blocks of the same model are misses: the first field in which each namespace differs.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
+    for fingerprint in tree.fingerprints():
+        try:
+            with tree.folder(fingerprint) as folder:
+                theirs = read_namespace(folder)
+            if theirs.model == namespace.model:
+                namespace.require_same(theirs)
+        except BlockFileError:
+            continue
+        except NamespaceMismatchError as exc:
+            logger.info("blocks of the same model in %s are not found here: %s", fingerprint, exc)

@@ -16,6 +16,8 @@ SCATTERED_GOALS = {8: 0.3, 32: 0.75, 64: 0.75, 256: 0.9, 2048: 0.9}
 """Goals by KiB of a fragment. Gathering and scattering have one goal for every size."""
 GATHER_GOAL = ">= 0.7"
 SCATTER_GOAL = ">= 0.6"
+APART = 16 * KIB
+"""Bytes of fragments that are measured with a page between them, too: no two are neighbours."""
 
 
 def run(*, quick: bool) -> list[Row]:
@@ -54,7 +56,24 @@ def _measure(
     *,
     rounds: int,
 ) -> list[Row]:
-    count = source.numel() // fragment
+    return _measure_places(engine, source, destination, fragment, rounds=rounds) + (
+        _measure_places(engine, source, destination, fragment, rounds=rounds, gap=4 * KIB)
+        if fragment == APART
+        else []
+    )
+
+
+def _measure_places(
+    engine: CPUCopyEngine,
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    fragment: int,
+    *,
+    rounds: int,
+    gap: int = 0,
+) -> list[Row]:
+    """Measure fragments in places with `gap` bytes between them."""
+    count = source.numel() // (fragment + gap)
     generator = np.random.default_rng(fragment)
     in_order = np.arange(count)
     from_, to = generator.permutation(count), generator.permutation(count)
@@ -65,21 +84,30 @@ def _measure(
         "scatter from one piece": (in_order, to, SCATTER_GOAL),
     }
     rows = []
+    num_bytes = count * fragment
     for case, (sources, destinations, goal) in cases.items():
-        pair = _describe(source, sources, fragment), _describe(destination, destinations, fragment)
+        pair = [
+            _describe(memory, order, fragment, 0 if order is in_order else gap)
+            for memory, order in ((source, sources), (destination, destinations))
+        ]
         ours, plain = time_in_turn(
-            [lambda p=pair: engine.copy(*p), lambda: destination.copy_(source)],  # type: ignore[misc]
+            [
+                lambda p=pair: engine.copy(*p),  # type: ignore[misc]
+                lambda: destination[:num_bytes].copy_(source[:num_bytes]),
+            ],
             rounds=rounds,
         )
-        to_rate = [seconds / source.numel() * 1e9 for seconds in ours]
-        plain_rate = [seconds / source.numel() * 1e9 for seconds in plain]
-        rows.append(
-            compare(f"{case}, {fragment // KIB} KiB", to_rate, plain_rate, unit="ns/B", goal=goal)
-        )
+        to_rate = [seconds / num_bytes * 1e9 for seconds in ours]
+        plain_rate = [seconds / num_bytes * 1e9 for seconds in plain]
+        title = f"{case}, {fragment // KIB} KiB" + (", no neighbours" if gap else "")
+        rows.append(compare(title, to_rate, plain_rate, unit="ns/B", goal=goal))
     return rows
 
 
-def _describe(memory: torch.Tensor, order: NDArray[np.int64], fragment: int) -> Descriptors:
-    addresses = np.uint64(memory.data_ptr()) + order.astype(np.uint64) * np.uint64(fragment)
+def _describe(
+    memory: torch.Tensor, order: NDArray[np.int64], fragment: int, gap: int
+) -> Descriptors:
+    step = np.uint64(fragment + gap)
+    addresses = np.uint64(memory.data_ptr()) + order.astype(np.uint64) * step
     sizes = np.full(len(order), fragment)
     return Descriptors.of_pieces(addresses, sizes, device=memory.device, owners=(memory,))

@@ -2,11 +2,24 @@
 
 import ctypes
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from mmap import PAGESIZE
+from resource import RUSAGE_THREAD, getrusage
 from typing import TypeVar
 
+import numpy as np
+
+from kvxfer.copy_engine.cpu_methods import (
+    LARGEST_BYTES,
+    TRIAL_BYTES,
+    Clocks,
+    CPUMethod,
+    CPUMethods,
+    Pattern,
+)
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.rows import (
     SMALLEST_ROW_BYTES,
@@ -19,23 +32,29 @@ from kvxfer.copy_engine.rows import (
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require_same_blocks
-from kvxfer.kvcache.fragments import cut_evenly
+from kvxfer.kvcache.fragments import Addresses, cut_evenly, join, touch
 
-# Measured by `kvxfer bench copy`: a memcpy call costs about as much as moving 16 KiB (the
-# interpreter lock changes hands), and stops to matter at 128 KiB; numpy moves many rows per
-# call, but one side has to be an array. Rows of a few bytes are slower than a call for them all.
-MEMCPY_BYTES = 128 << 10
-MEMCPY_SCATTERED_BYTES = 16 << 10
+# Measured by `kvxfer bench mapping`: rows of a few bytes are slower than a call for them all.
 MOST_SMALL_ROWS = 16
 SMALLEST_SHARE_BYTES = 256 << 10
 # Measured by `kvxfer bench mapping`: pairing pieces as small as this takes as long as copying them.
 SMALL_PIECE_BYTES = 4 << 10
+MOST_FAULTS = 8
+"""More page faults of a copy mean that its time says nothing of the next one."""
 
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
 Method = Callable[[Pieces, Pieces], None]
+PATTERNS: dict[Method, Pattern] = {
+    gather: Pattern.GATHER,
+    scatter: Pattern.SCATTER,
+    bounce: Pattern.SCATTERED,
+}
+"""What is copied by rows, and how."""
+MEASURED = CPUMethods()
+"""What was measured in this process."""
 Side = TypeVar("Side", Pieces, Descriptors)
 
 
@@ -50,12 +69,19 @@ class CPUCopyEngine(CopyEngine):
       equal rows;
     - small ones on both sides: gathered into an array that fits the cache, scattered from there.
 
+    What is small depends on the processor, and is found out from the first copies. Fragments that
+    are neighbours in another order are copied in that one.
+
     Args:
         num_threads: Cores to use; by default those this process may run on, at most 8.
+        methods: What is small; by default what this process measured.
     """
 
-    def __init__(self, *, num_threads: int | None = None) -> None:
+    def __init__(
+        self, *, num_threads: int | None = None, methods: CPUMethods | None = None
+    ) -> None:
         self.num_threads = num_threads or min(8, len(os.sched_getaffinity(0)))
+        self._methods = methods or MEASURED
         self._pool = ThreadPoolExecutor(2 * self.num_threads, thread_name_prefix="kvxfer-copy")
 
     def copy(self, source: Descriptors, destination: Descriptors) -> None:
@@ -67,8 +93,9 @@ class CPUCopyEngine(CopyEngine):
             require_same_blocks(source, destination)
             self._run(_copy_small, _share_blocks(source, destination, self.num_threads))
             return
-        pairs = pair_fragments(source, destination)
+        pairs = _in_order(pair_fragments(source, destination))
         if pairs.num_pairs:
+            pairs = self._try_methods(pairs)
             method, num_threads = self._choose(pairs)
             self._run(method, [_sides(share) for share in _share_pairs(pairs, num_threads)])
 
@@ -78,11 +105,56 @@ class CPUCopyEngine(CopyEngine):
 
     def _choose(self, pairs: FragmentPairs) -> tuple[Method, int]:
         typical = pairs.mean_bytes
-        if typical < MEMCPY_BYTES:
+        if typical < LARGEST_BYTES:
             method = _choose_rows(*_sides(pairs))
-            if method is not bounce or typical < MEMCPY_SCATTERED_BYTES:
+            pattern = PATTERNS.get(method)
+            if pattern and self._methods.choose(pattern, typical) is CPUMethod.ROWS:
                 return method, self.num_threads
         return _copy_each, 2 * self.num_threads
+
+    def _try_methods(self, pairs: FragmentPairs) -> FragmentPairs:
+        """Copy the first pairs by each method as long as it is not known which is faster.
+
+        Returns:
+            The other pairs, of which there is at least one.
+        """
+        typical = pairs.mean_bytes
+        if typical >= LARGEST_BYTES or pairs.num_bytes <= 2 * TRIAL_BYTES:
+            return pairs
+        by_rows = _choose_rows(*_sides(pairs))
+        pattern = PATTERNS.get(by_rows)
+        while pattern and pairs.num_bytes > 2 * TRIAL_BYTES:
+            method = self._methods.next_trial(pattern, typical)
+            if method is None:
+                break
+            stop = int(np.cumsum(pairs.lengths).searchsorted(TRIAL_BYTES)) + 1
+            part, pairs = pairs.take(slice(stop)), pairs.take(slice(stop, None))
+            times = self._time(by_rows if method is CPUMethod.ROWS else _copy_each, part)
+            if times is None:
+                break
+            self._methods.record(pattern, typical, method, times)
+        return pairs
+
+    def _time(self, method: Method, pairs: FragmentPairs) -> Clocks | None:
+        """Copy, and tell how long that took; None if the system gave the memory only now."""
+        times: list[float] = []
+        faults: list[int] = []
+
+        def copy(source: Pieces, destination: Pieces) -> None:
+            before, began = getrusage(RUSAGE_THREAD).ru_minflt, time.thread_time()
+            method(source, destination)
+            times.append(time.thread_time() - began)
+            faults.append(getrusage(RUSAGE_THREAD).ru_minflt - before)
+
+        num_threads = self.num_threads * (2 if method is _copy_each else 1)
+        began = time.perf_counter()
+        self._run(copy, [_sides(share) for share in _share_pairs(pairs, num_threads)])
+        seconds = time.perf_counter() - began
+        # Numpy may be given the memory of its arrays anew each time.
+        expected = pairs.num_bytes // PAGESIZE if method is bounce else 0
+        if sum(faults) > expected + MOST_FAULTS:
+            return None
+        return Clocks(seconds / pairs.num_bytes, sum(times) / pairs.num_bytes)
 
     def _run(
         self, method: Callable[[Side, Side], None], shares: Sequence[tuple[Side, Side]]
@@ -94,6 +166,31 @@ class CPUCopyEngine(CopyEngine):
         wait(moves)
         for move in moves:
             move.result()
+
+
+def _in_order(pairs: FragmentPairs) -> FragmentPairs:
+    """The same pairs, in the order of a side that is in long pieces then, if one is not already.
+
+    The free blocks of a pool are its blocks in the order of their last use: often neighbours, but
+    not one after the other.
+    """
+    if not pairs.num_pairs or not SMALL_PIECE_BYTES <= pairs.mean_bytes < LARGEST_BYTES:
+        return pairs
+    for side in (pairs.destinations, pairs.sources):
+        if _is_long(side, pairs.lengths):
+            return pairs
+        order = np.argsort(side)
+        if _is_long(side[order], pairs.lengths[order]):
+            from_, to, lengths = pairs.take(order)
+            both_touch = touch(from_, lengths) & touch(to, lengths)
+            return FragmentPairs(*join(both_touch, from_, to, lengths))
+    return pairs
+
+
+def _is_long(begins: Addresses, lengths: Addresses) -> bool:
+    """Whether pieces of memory are long ones once those that touch are one."""
+    num_runs = len(begins) - int(np.count_nonzero(touch(begins, lengths)))
+    return num_runs * SMALLEST_SHARE_BYTES <= int(lengths.sum())
 
 
 def _are_small(source: Descriptors, destination: Descriptors) -> bool:

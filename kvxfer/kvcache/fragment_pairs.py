@@ -32,7 +32,7 @@ class FragmentPairs(NamedTuple):
         """Mean length of a pair in bytes; there must be at least one pair."""
         return self.num_bytes // self.num_pairs
 
-    def take(self, chosen: slice | NDArray[np.bool_]) -> "FragmentPairs":
+    def take(self, chosen: slice | NDArray[np.bool_ | np.intp]) -> "FragmentPairs":
         """Select some of the pairs."""
         return FragmentPairs(*(column[chosen] for column in self))
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvxfer.backends.file import BlockTree
@@ -167,3 +168,23 @@ def test_a_root_of_ours_is_not_warned_of(
     with caplog.at_level(logging.WARNING, "kvxfer"):
         asyncio.run(fill(tmp_path))
     assert not [record for record in caplog.records if record.name.startswith("kvxfer")]
+
+
+async def test_blocks_of_another_namespace_are_misses_whose_reason_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = {
+        "instruction_set": msgspec.structs.replace(NAMESPACE, instruction_set="packed for amx"),
+        "model": msgspec.structs.replace(NAMESPACE, model="another one"),
+    }
+    for other in others.values():
+        async with open_store(tmp_path, other) as backend:
+            await until_scanned(backend)
+    await fill(tmp_path)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="kvxfer"):
+        async with open_store(tmp_path, NAMESPACE) as backend:
+            await until_scanned(backend)
+    (message,) = [text for text in caplog.messages if "are not found here" in text]
+    assert others["instruction_set"].fingerprint in message
+    assert "differ in instruction_set: ours is '', theirs is 'packed for amx'" in message

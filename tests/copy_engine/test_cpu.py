@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
 from kvxfer.copy_engine.cpu import CPUCopyEngine, Method
+from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethod, CPUMethods, Pattern
 from kvxfer.copy_engine.rows import CHUNK_BYTES, Pieces, bounce, gather, scatter
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragment_pairs import FragmentPairs
@@ -90,7 +91,7 @@ def sides(draw: st.DrawFn, lengths: Sequence[int]) -> Side:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[CPUCopyEngine]:
-    engine = CPUCopyEngine(num_threads=NUM_THREADS)
+    engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=CPUMethods())
     yield engine
     engine.close()
 
@@ -153,6 +154,7 @@ def places(scattered: ScatteredBlocks) -> list[int]:
 )
 def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_one_piece(
     engine: CPUCopyEngine,
+    monkeypatch: pytest.MonkeyPatch,
     num_bytes: int,
     source_shuffled: bool,  # noqa: FBT001  (a column of the table)
     destination_shuffled: bool,  # noqa: FBT001  (the same)
@@ -165,8 +167,61 @@ def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_o
         source_shuffled=source_shuffled,
         destination_shuffled=destination_shuffled,
     )
+    monkeypatch.setattr(engine, "_methods", CPUMethods())  # nothing was measured
     assert engine._choose(copy.fragments()) == (method, num_threads)
     copy.check(lambda: engine.copy(*copy.describe()))
+
+
+@pytest.mark.parametrize("num_bytes", [16 * KIB, 64 * KIB])
+@pytest.mark.parametrize("apart", [0, 64])
+def test_the_first_batches_try_both_methods_and_are_right(num_bytes: int, apart: int) -> None:
+    methods = CPUMethods()
+    engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=methods)
+    lengths = [num_bytes] * (2 * TRIAL_BYTES // num_bytes + 1)
+    for seed in range(2 * ROUNDS + 2):
+        source = lay_out(lengths, seed=seed, shuffled=True, gap=apart)
+        copy = Copy(source, lay_out(lengths, seed=seed + 100, shuffled=True, gap=apart), lengths)
+        copy.check(lambda copy=copy: engine.copy(*copy.describe()))  # type: ignore[misc]
+    engine.close()
+    pattern = Pattern.SCATTERED if apart else Pattern.GATHER
+    assert methods.next_trial(pattern, num_bytes) is None
+
+
+def test_memory_that_the_system_gives_only_now_is_no_trial() -> None:
+    methods = CPUMethods()
+    engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=methods)
+    num_bytes, count = 16 * KIB, 2 * TRIAL_BYTES // (16 * KIB) + 1
+    fresh = np.frombuffer(mmap.mmap(-1, num_bytes * count), np.uint8)
+    source = lay_out([num_bytes] * count, seed=1, shuffled=True)
+    to = Side(fresh, [index * num_bytes for index in range(count)])
+    copy = Copy(source, to, [num_bytes] * count)
+    engine.copy(*copy.describe())
+    engine.close()
+    assert methods.next_trial(Pattern.GATHER, num_bytes) is CPUMethod.ROWS
+    assert np.array_equal(fresh, copy.expected()[1])
+
+
+def test_fragments_that_are_neighbours_in_another_order_are_copied_in_that_one() -> None:
+    lengths = [8 * KIB] * 256
+    near = [lay_out(lengths, seed=seed, shuffled=True) for seed in (1, 2)]
+    apart = [lay_out(lengths, seed=seed, shuffled=True, gap=64) for seed in (1, 2)]
+    cases = [
+        (apart[0], near[1], gather),
+        (near[0], apart[1], scatter),
+        (apart[0], apart[1], bounce),
+    ]
+    for source, destination, method in cases:
+        pairs = Copy(source, destination, lengths).fragments()
+        ordered = cpu._in_order(pairs)
+        assert cpu._choose_rows(*cpu._sides(ordered)) is method
+        assert sorted(zip(*ordered, strict=True)) == sorted(zip(*pairs, strict=True))
+
+
+def test_blocks_that_are_in_reverse_order_on_both_sides_are_one_piece() -> None:
+    starts = [index * 8 * KIB for index in reversed(range(256))]
+    source, destination = (Side(np.ones(2 * MIB, np.uint8), starts) for _ in range(2))
+    pairs = Copy(source, destination, [8 * KIB] * 256).fragments()
+    assert cpu._in_order(pairs).lengths.tolist() == [2 * MIB]
 
 
 def test_a_batch_larger_than_a_chunk_bounces_in_rounds() -> None:

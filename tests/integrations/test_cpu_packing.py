@@ -1,6 +1,11 @@
 """CPU packing: vLLM's attention kernel puts keys and values where the packing says, bit by bit."""
 
+import os
+import re
+import subprocess
+import sys
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +23,12 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
 from kvxfer.integrations.vllm.cpu_packing import (
+    KERNEL_FEATURES,
     MEASURED_ITEMSIZES,
     TOKEN_UNITS,
     PackedPlane,
     cpu_attention_isa,
+    cpu_kernels,
     cpu_packing,
     kernel_packs_as,
 )
@@ -81,13 +88,33 @@ def expect(
     return np.stack(packed, axis=2)
 
 
+def packs(isa: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether vLLM has a kernel that packs so; each has been measured where there is one."""
+    return dtype.itemsize in MEASURED_ITEMSIZES[isa] and (isa != "amx" or head_dim % 32 == 0)
+
+
+def require_isa(isa: str) -> None:
+    """Skip where the kernels of this process were built without an instruction set."""
+    cache = torch.zeros(2, 1, 1, 32, 32, dtype=torch.bfloat16)
+    slots = torch.arange(0)
+    key, value = torch.zeros(2, 0, 1, 32, dtype=torch.bfloat16)
+    try:
+        _custom_ops.cpu_attn_reshape_and_cache(key, value, *cache, slots, isa)
+    except RuntimeError as exc:
+        wanted = "avx512_bf16" if isa == "amx" else isa
+        pytest.skip(f"{isa} not run: no {wanted} on {cpu_kernels()} ({exc})")
+
+
 @has_kernel
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("isa", TOKEN_UNITS)
+@pytest.mark.parametrize(
+    ("isa", "dtype", "head_dim"),
+    [case for case in product(TOKEN_UNITS, DTYPES, HEAD_DIMS) if packs(*case)],
+    ids=str,
+)
 def test_every_element_lies_where_the_digits_say(
     isa: str, dtype: torch.dtype, head_dim: int
 ) -> None:
+    require_isa(isa)
     for tokens in TOKENS:
         if tokens % TOKEN_UNITS[isa]:
             continue
@@ -132,7 +159,7 @@ def test_digits_of_one_axis_count_together() -> None:
     assert np.array_equal(token * 10 + dim, places)
 
 
-@pytest.mark.parametrize("isa", ["amx", "amx_fp8", "neon", "rvv", "vsx", "vxe", "unheard-of"])
+@pytest.mark.parametrize("isa", ["amx_fp8", "neon", "rvv", "vsx", "vxe", "unheard-of"])
 def test_what_was_not_measured_is_opaque(isa: str) -> None:
     assert cpu_packing(isa, tokens_per_block=32, head_dim=64, itemsize=2) is None
 
@@ -142,7 +169,74 @@ def test_quantized_caches_and_blocks_that_the_kernel_cannot_read_are_opaque(isa:
     assert cpu_packing(isa, tokens_per_block=32, head_dim=64, itemsize=1) is None
     for tokens in (8, 24, 40):
         assert cpu_packing(isa, tokens_per_block=tokens, head_dim=64, itemsize=2) is None
-    assert set(MEASURED_ITEMSIZES) == {dtype.itemsize for dtype in DTYPES}
+    assert set(MEASURED_ITEMSIZES[isa]) <= {dtype.itemsize for dtype in DTYPES}
+
+
+@pytest.mark.parametrize("sizes", [(48, 64, 2), (32, 80, 2), (32, 64, 4)])
+def test_amx_packs_pairs_of_two_bytes_in_whole_tiles_alone(sizes: tuple[int, int, int]) -> None:
+    tokens, head_dim, itemsize = sizes
+    unknown = cpu_packing("amx", tokens_per_block=tokens, head_dim=head_dim, itemsize=itemsize)
+    assert unknown is None
+
+
+def test_tiles_of_amx_are_pairs_of_what_is_summed_over() -> None:
+    """As data, on any processor: the first places of 32 tokens of 64 dimensions."""
+    planes = cpu_packing("amx", tokens_per_block=32, head_dim=64, itemsize=2)
+    assert planes is not None
+    keys, values = (plane.elements().tolist() for plane in planes)
+    assert keys[:4] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert keys[32:34] == [[0, 2], [0, 3]]
+    assert keys[16 * 64] == [16, 0]
+    assert values[:4] == [[0, 0], [1, 0], [0, 1], [1, 1]]
+    assert values[32:34] == [[2, 0], [3, 0]]
+    assert values[16 * 32] == [0, 16]
+    for places in (keys, values):
+        assert sorted(places) == [list(place) for place in np.ndindex(32, 64)]
+    assert not any(plane.has_rows for plane in planes)
+
+
+BUILDS = {"_C": 2, "_C_AVX512": 1, "_C_AVX2": 0}
+"""vLLM's builds of its kernels, and how many of `KERNEL_FEATURES` they need."""
+TRY_BUILD = r"""
+import sys, re, torch
+for name in sys.argv[1].split():
+    setattr(torch.cpu, f"_is_{name}_supported", lambda: False)
+from kvxfer.integrations.vllm.cpu_packing import *
+from vllm.platforms import current_platform
+for isa, name in (each.split(":") for each in sys.argv[2].split()):
+    dtype = getattr(torch, name)
+    planes = cpu_packing(isa, tokens_per_block=64, head_dim=64, itemsize=dtype.itemsize)
+    try:
+        print(isa, name, kernel_packs_as(planes, isa, dtype))
+    except RuntimeError:
+        print(isa, name, "has no kernel")
+print("build", *re.findall(r"vllm/(\w+)\.abi3\.so", open("/proc/self/maps").read()))
+"""
+
+
+@has_kernel
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_build_that_the_processor_runs_packs_as_the_digits_say(build: str) -> None:
+    needed, others = KERNEL_FEATURES[: BUILDS[build]], KERNEL_FEATURES[BUILDS[build] :]
+    missing = [name for name in needed if name not in cpu_kernels().split()]
+    if missing:
+        pytest.skip(f"{build} not run: no {' and '.join(missing)} on {cpu_kernels()}")
+    names = [f"{isa}:{str(dtype).partition('.')[2]}" for isa, dtype in product(TOKEN_UNITS, DTYPES)]
+    cases = [name for name in names if name[:4] != "amx:" or "16" in name]
+    ended = subprocess.run(
+        [sys.executable, "-c", TRY_BUILD, " ".join(others), " ".join(cases)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert build in re.findall(r"_C\w*", ended.stdout.partition("build")[2]), ended.stdout
+    for case in cases:
+        isa, dtype = case.split(":")
+        known = "has no kernel" if isa == "amx" and build != "_C" else "True"
+        assert f"{isa} {dtype} {known}\n" in ended.stdout
 
 
 def make_layer(dtype: torch.dtype, head_dim: int, tokens: int) -> tuple[Any, str]:
@@ -174,17 +268,25 @@ def make_layer(dtype: torch.dtype, head_dim: int, tokens: int) -> tuple[Any, str
 @pytest.mark.parametrize("tokens", [32, 128])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_amx", [False, True], ids=["without AMX", "with AMX"])
 def test_a_layer_of_vllm_has_the_isa_that_is_told_and_packs_as_it_says(
-    dtype: torch.dtype, head_dim: int, tokens: int
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    head_dim: int,
+    tokens: int,
+    has_amx: bool,  # noqa: FBT001 - a column of the table
 ) -> None:
+    """Packing needs no tiles: where the build knows AMX, a processor without it packs for it."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     isa = cpu_attention_isa(dtype=dtype, tokens_per_block=tokens, head_dim=head_dim)
     assert isa is not None
+    assert (isa == "amx") is (has_amx and dtype == torch.bfloat16 and head_dim % 32 == 0)
+    require_isa(isa)
     layer, isa_of_metadata = make_layer(dtype, head_dim, tokens)
     assert isa == isa_of_metadata
 
     planes = cpu_packing(isa, tokens_per_block=tokens, head_dim=head_dim, itemsize=dtype.itemsize)
-    if planes is None:
-        pytest.skip(f"the packing of {isa} is not known")
+    assert planes is not None
     key, value = torch.randn(2, tokens, NUM_HEADS, head_dim).to(dtype)
     cache = torch.zeros(1, NUM_HEADS, tokens, 2 * head_dim, dtype=dtype)
     layer.impl.do_kv_cache_update(layer, key, value, cache, torch.arange(tokens))
@@ -213,3 +315,13 @@ def test_the_isa_of_a_cache_that_vllm_refuses_is_unknown() -> None:
         )
         is None
     )
+
+
+def test_the_kernels_are_not_those_of_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ATEN_CPU_CAPABILITY` changes nothing of what vLLM packs for, and AMX does."""
+    for name in KERNEL_FEATURES:
+        monkeypatch.setattr(torch.cpu, f"_is_{name}_supported", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert cpu_kernels().endswith(" avx512 avx512_bf16 amx_tile")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert cpu_kernels().endswith(" avx512 avx512_bf16")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvxfer.backends.host import HostPool, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
@@ -39,6 +38,7 @@ from vllm.v1.kv_offload.config import (
 )
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, manager, metrics
+from kvxfer.integrations.vllm.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager, Placement
 from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker
 
@@ -404,7 +404,7 @@ def test_the_namespace_differs_when_anything_that_changes_the_bytes_does() -> No
     two = KVXferOffloadingSpec(make_config(backend=backend, world_size=2))._namespace()
     assert isinstance(one, Namespace)
     assert one.fingerprint != two.fingerprint
-    assert one.instruction_set == torch.backends.cpu.get_cpu_capability()
+    assert one.instruction_set == cpu_kernels()
 
 
 @pytest.mark.processes

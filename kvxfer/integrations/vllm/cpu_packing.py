@@ -7,16 +7,29 @@ listed here; any other plane is opaque bytes.
 """
 
 import inspect
+import platform
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-MEASURED_ITEMSIZES = (2, 4)
-"""Sizes of elements that kernels copy bit by bit; elements of one byte are quantized."""
-TOKEN_UNITS = {"vec": 32, "vec16": 16}
+TOKEN_UNITS = {"vec": 32, "vec16": 16, "amx": 32}
 """Measured instruction sets, and the number of tokens that their blocks are a multiple of."""
+MEASURED_ITEMSIZES = {"vec": (2, 4), "vec16": (2, 4), "amx": (2,)}
+"""Sizes of elements that kernels copy bit by bit; elements of one byte are quantized."""
+AMX_ROWS, AMX_PAIR = 16, 2
+"""Rows of a tile, and the elements of two bytes in each of its columns.
+
+Source: https://github.com/vllm-project/vllm, `csrc/cpu/cpu_attn_amx.hpp`, `AMX_TILE_ROW_NUM` and
+`reshape_and_cache`.
+"""
+KERNEL_FEATURES = ("avx512", "avx512_bf16", "amx_tile")
+"""Features of a processor by which vLLM picks a build of its kernels, and an instruction set of it.
+
+Source: https://github.com/vllm-project/vllm, `vllm/platforms/cpu.py`, `import_kernels`, and
+`vllm/v1/attention/backends/cpu_attn.py`, `_get_attn_isa`.
+"""
 ISA_QUESTION = ("dtype", "block_size", "head_size", "kv_cache_dtype")
 """What vLLM 0.22 to 0.32 derives the instruction set from; a new parameter is a new rule."""
 
@@ -43,6 +56,11 @@ class PackedPlane:
             elements = (elements[:, None] + values).reshape(-1, 2)
         return elements
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether elements that are neighbours along one axis lie next to each other."""
+        return len(self.digits) == len({axis for axis, _, _ in self.digits})
+
 
 def cpu_packing(
     isa: str, *, tokens_per_block: int, head_dim: int, itemsize: int
@@ -62,10 +80,43 @@ def cpu_packing(
         The plane of keys and the plane of values; None where the order is not known.
     """
     unit = TOKEN_UNITS.get(isa)
-    if unit is None or itemsize not in MEASURED_ITEMSIZES or tokens_per_block % unit:
+    if unit is None or itemsize not in MEASURED_ITEMSIZES[isa] or tokens_per_block % unit:
         return None
+    if isa == "amx":
+        return _amx_packing(tokens_per_block, head_dim)
     token, dim = ("token", 1, tokens_per_block), ("dim", 1, head_dim)
     return PackedPlane((dim, token)), PackedPlane((token, dim))
+
+
+def _amx_packing(tokens_per_block: int, head_dim: int) -> tuple[PackedPlane, PackedPlane] | None:
+    """Tiles of what is multiplied: pairs along the axis that is summed over, 16 of the other."""
+    if head_dim % (AMX_ROWS * AMX_PAIR):
+        return None
+
+    def tiles(rows: tuple[str, int], summed: tuple[str, int]) -> PackedPlane:
+        return PackedPlane(
+            (
+                (rows[0], AMX_ROWS, rows[1] // AMX_ROWS),
+                (summed[0], AMX_PAIR, summed[1] // AMX_PAIR),
+                (rows[0], 1, AMX_ROWS),
+                (summed[0], 1, AMX_PAIR),
+            )
+        )
+
+    token, dim = ("token", tokens_per_block), ("dim", head_dim)
+    return tiles(token, dim), tiles(dim, token)
+
+
+def cpu_kernels() -> str:
+    """What this processor has of that by which vLLM picks its kernels.
+
+    `torch.backends.cpu.get_cpu_capability()` is something else: it knows of no AMX, and
+    `ATEN_CPU_CAPABILITY` lowers it, which changes none of vLLM's kernels.
+    """
+    found = (
+        name for name in KERNEL_FEATURES if getattr(torch.cpu, f"_is_{name}_supported", bool)()
+    )
+    return " ".join((platform.machine(), *found))
 
 
 def cpu_attention_isa(

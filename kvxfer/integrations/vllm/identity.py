@@ -11,6 +11,7 @@ import xxhash
 
 from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.interface import (
     OffloadingConfig,
     current_platform,
@@ -112,9 +113,7 @@ def row_namespace(
             "bytes_per_block": config.worker_kv_bytes_per_block,
             **host_layout(config),
         },
-        instruction_set=(
-            torch.backends.cpu.get_cpu_capability() if is_cpu else current_platform.device_name
-        ),
+        instruction_set=cpu_kernels() if is_cpu else current_platform.device_name,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvxfer.backends.host import PoolShape
-from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.errors import InvalidArgumentError, KVXferError, PageMappingError
 from kvxfer.integrations.vllm.interface import (
     OffloadingConfig,
     group_ids,
@@ -58,9 +58,21 @@ def map_rows(
                 raise PageMappingError(OPAQUE, f"group {group_id}", "one that is offloaded")  # noqa: TRY301
             mapping = _map_group(workers, config, shape, position[group_id])
         except (PageMappingError, InvalidArgumentError) as exc:
-            mapping = _keep_row(shape.slot_size_bytes, f"{encoding} ({exc})")
+            mapping = _keep_row(
+                shape.slot_size_bytes, _say_why(workers, position.get(group_id), encoding, exc)
+            )
         mappings.append(mapping)
     return mappings
+
+
+def _say_why(
+    workers: Sequence[WorkerPages], position: int | None, encoding: str, error: KVXferError
+) -> str:
+    """What a row that is kept as it is holds, and why it is."""
+    groups = [] if position is None else [worker.groups[position] for worker in workers]
+    packings = sorted({group.packing for group in groups if group.packing})
+    packed = f", packed for {' and '.join(packings)}" if packings else ""
+    return f"{encoding} ({error}){packed}"
 
 
 def _map_group(

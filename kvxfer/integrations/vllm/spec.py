@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import torch
 import xxhash
 
 from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PlacedBackend, PoolShape
@@ -12,6 +11,7 @@ from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import metrics
+from kvxfer.integrations.vllm.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.identity import (
     WorkerIdentity,
     identify_model,
@@ -197,9 +197,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
                 "pcp_size": config.parallel.pcp_size,
                 "dcp_size": config.parallel.dcp_size,
             },
-            instruction_set=(
-                torch.backends.cpu.get_cpu_capability() if current_platform.is_cpu() else ""
-            ),
+            instruction_set=cpu_kernels() if current_platform.is_cpu() else "",
         )
 
 

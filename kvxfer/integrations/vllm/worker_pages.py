@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -13,6 +13,7 @@ from kvxfer.errors import LayoutError, PageMappingError
 from kvxfer.integrations.vllm.cpu_packing import (
     PackedPlane,
     cpu_attention_isa,
+    cpu_kernels,
     cpu_packing,
     kernel_packs_as,
 )
@@ -36,12 +37,14 @@ class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
         payload_size_bytes: Bytes of the block.
         boxes: Boxes of elements in these bytes; empty when they are unknown.
         axes: Portable order of the axes of some parts, where it is not the usual one.
+        packing: Name of the packing of the keys and values, empty where there is none.
         reason: Reason why the boxes are unknown.
     """
 
     payload_size_bytes: int
     boxes: tuple[PageBox, ...] = ()
     axes: dict[str, tuple[str, ...]] = {}
+    packing: str = ""
     reason: str = ""
 
 
@@ -93,7 +96,7 @@ def _describe_group(
 ) -> GroupPages:
     starts = list(accumulate((ref.page_size_bytes for ref in refs), initial=0))
     size = starts.pop()
-    axes: Mapping[str, tuple[str, ...]] = {}
+    layer = _Layer([])
     boxes: list[PageBox] = []
     try:
         if len(refs) not in (1, len(group.layer_names)):
@@ -102,11 +105,24 @@ def _describe_group(
         tokens = group.tokens_per_block // (config.parallel.pcp_size * config.parallel.dcp_size)
         for index, name in enumerate(group.layer_names):
             place = min(index, len(refs) - 1)
-            found, axes = _describe_layer(name, refs[place], caches, tokens, vllm_config)
-            boxes += [box.moved(starts[place]) for box in found]
+            layer = _describe_layer(name, refs[place], caches, tokens, vllm_config)
+            boxes += [box.moved(starts[place]) for box in layer.boxes]
     except Exception as exc:  # noqa: BLE001 - a group that is not understood is kept as bytes
         return GroupPages(payload_size_bytes=size, reason=f"{type(exc).__name__}: {exc}")
-    return GroupPages(payload_size_bytes=size, boxes=tuple(boxes), axes=dict(axes))
+    return GroupPages(
+        payload_size_bytes=size,
+        boxes=tuple(boxes),
+        axes=dict(layer.axes),
+        packing=layer.packing,
+    )
+
+
+class _Layer(NamedTuple):
+    """What the page of one layer is; see `GroupPages`."""
+
+    boxes: Sequence[PageBox]
+    axes: Mapping[str, tuple[str, ...]] = {}
+    packing: str = ""
 
 
 def _describe_layer(
@@ -115,7 +131,7 @@ def _describe_layer(
     caches: CanonicalKVCaches,
     tokens_per_block: int,
     vllm_config: Any,
-) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
+) -> _Layer:
     """Find a layer's boxes in the page of a ref, its own or that of several layers.
 
     Raises:
@@ -128,8 +144,8 @@ def _describe_layer(
     is_inside = 0 <= offset <= ref.page_size_bytes - page.page_size_bytes
     if not is_inside or len(layer.tensors) > 1 or ours.stride(0) != theirs.stride(0):
         raise LayoutError(f"layer {name!r}: vLLM's block does not have {layer}")
-    boxes, axes = _say_packing(name, page.boxes, layer, vllm_config)
-    return [box.moved(offset) for box in boxes], axes
+    found = _say_packing(name, page.boxes, layer, vllm_config)
+    return found._replace(boxes=[box.moved(offset) for box in found.boxes])
 
 
 def _canonicalize_layer(
@@ -157,17 +173,43 @@ def _canonicalize_layer(
 
 def _say_packing(
     name: str, boxes: Sequence[PageBox], layer: CanonicalKVCaches, vllm_config: Any
-) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
+) -> _Layer:
     """Describe a layer's keys and values in the order of the CPU's kernels, if those have one."""
     attention = vllm_config.compilation_config.static_forward_context[name]
     if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
-        return boxes, {}
+        return _Layer(boxes)
     *_, token, _ = boxes[0].digits
     (spec,) = layer.group_specs
     assert isinstance(spec, AttentionSpec), "checked when it was canonicalized"
     isa = _instruction_set(spec, token.size, vllm_config)
-    packing = isa and _seen_packing(isa, token.size, spec.head_dim, spec.dtype)
+    return _Layer(*unpack(boxes, isa), packing=str(isa))
+
+
+def unpack(
+    boxes: Sequence[PageBox], isa: str | None
+) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
+    """Say what keys and values are that the CPU attention has packed.
+
+    Orders without rows, such as AMX's pairs, stay as they are: pages of named axes would have a
+    piece of two bytes for each element. Heads can be divided among other workers all the same.
+
+    Args:
+        boxes: Keys and values as they would be without a packing, digits of tokens and dimensions
+            last.
+        isa: vLLM's name of the instruction set that they are packed for, None if it is not known.
+
+    Returns:
+        What they are, and the portable order of their axes.
+
+    Raises:
+        PageMappingError: They stay as they are, and a head of a block is in several pieces.
+    """
+    *_, token, dim = boxes[0].digits
+    packing = isa and _seen_packing(isa, token.size, dim.size, boxes[0].dtype)
     if not packing:
+        release = f"packed for {isa} by vLLM {installed_version()} on {cpu_kernels()}"
+        return [as_bytes(box, release) for box in boxes], {}
+    if not all(plane.has_rows for plane in packing):
         return [as_bytes(box, f"packed for {isa}") for box in boxes], {}
     planes = dict(zip(("k", "v"), packing, strict=True))
     return [_as_packed(box, planes[box.part]) for box in boxes], CPU_AXES
@@ -207,8 +249,7 @@ def as_bytes(box: PageBox, packing: str) -> PageBox:
         box,
         dtype=torch.uint8,
         digits=(*outer, Digit("byte", num_bytes, 1)),
-        encoding=f"{token.size} tokens of {box.dtype} {packing} by vLLM {installed_version()} "
-        f"on {torch.backends.cpu.get_cpu_capability()}",
+        encoding=f"{token.size} tokens of {box.dtype} {packing}",
     )
 
 
