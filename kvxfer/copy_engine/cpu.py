@@ -40,7 +40,7 @@ SMALLEST_SHARE_BYTES = 256 << 10
 # Measured by `kvxfer bench mapping`: pairing pieces as small as this takes as long as copying them.
 SMALL_PIECE_BYTES = 4 << 10
 MOST_FAULTS = 8
-"""More page faults of a copy mean that its time says nothing of the next one."""
+"""Page faults above which the time of a copy says nothing of the next copy."""
 
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -52,9 +52,9 @@ PATTERNS: dict[Method, Pattern] = {
     scatter: Pattern.SCATTER,
     bounce: Pattern.SCATTERED,
 }
-"""What is copied by rows, and how."""
+"""Pattern of each method that copies rows."""
 MEASURED = CPUMethods()
-"""What was measured in this process."""
+"""Measurements of this process."""
 Side = TypeVar("Side", Pieces, Descriptors)
 
 
@@ -69,12 +69,12 @@ class CPUCopyEngine(CopyEngine):
       equal rows;
     - small ones on both sides: gathered into an array that fits the cache, scattered from there.
 
-    What is small depends on the processor, and is found out from the first copies. Fragments that
-    are neighbours in another order are copied in that one.
+    Which fragments are small depends on the processor, and is measured in the first copies.
+    Fragments that are neighbours in another order are sorted into that order.
 
     Args:
         num_threads: Cores to use; by default those this process may run on, at most 8.
-        methods: What is small; by default what this process measured.
+        methods: Calibration of the methods; by default the one of this process.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class CPUCopyEngine(CopyEngine):
         return pairs
 
     def _time(self, method: Method, pairs: FragmentPairs) -> Clocks | None:
-        """Copy, and tell how long that took; None if the system gave the memory only now."""
+        """Copy, and return the time; None if the system had to provide the memory first."""
         times: list[float] = []
         faults: list[int] = []
 

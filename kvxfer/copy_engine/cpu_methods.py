@@ -1,4 +1,4 @@
-"""Which way of copying in host memory is the faster one, by pattern and size of the fragments."""
+"""Choice of the faster copy method in host memory, by pattern and size of the fragments."""
 
 import enum
 import logging
@@ -12,29 +12,28 @@ logger = logging.getLogger(__name__)
 SMALLEST_BYTES, LARGEST_BYTES = 8 << 10, 256 << 10
 """Sizes of fragments between which the processor decides; rows are best below, memcpy above."""
 ROUNDS = 3
-"""How often each method is tried for a pattern and a size."""
+"""Trials of each method for a pattern and a size."""
 TRIAL_BYTES = 4 << 20
-"""What one trial copies: so much that the preparation of a call does not decide."""
+"""Bytes of one trial, many enough that the preparation of a call does not decide."""
 LARGEST_SPREAD = 4.0
-"""How many times longer one trial of a method may take than another one and still count."""
-
+"""Ratio of the slowest and the fastest trial of a method up to which its trials count."""
 LEAST_GAIN = 0.85
-"""Of the time of one method, what the other one may take and be the faster one for certain."""
+"""Ratio of the times of two methods below which the first one is certainly faster."""
 
 
 class Pattern(enum.Enum):
-    """Which side of a copy is in one piece, or evenly strided."""
+    """Side of a copy that is in one piece, or evenly strided."""
 
     GATHER = "gather"
     """The destination."""
     SCATTER = "scatter"
     """The source."""
     SCATTERED = "scattered"
-    """None."""
+    """Neither."""
 
 
 class CPUMethod(enum.Enum):
-    """What copies the fragments of a batch."""
+    """Method that copies the fragments of a batch."""
 
     ROWS = "rows"
     """Indexing by numpy: one call for many fragments."""
@@ -57,9 +56,9 @@ class Clocks(NamedTuple):
     """Time of a trial, in seconds per byte, by two clocks that must agree.
 
     Attributes:
-        wall: Between begin and end, threads that wait for each other included; on a busy machine
-            waiting for others as well.
-        processor: What all threads computed, which others do not lengthen.
+        wall: Elapsed time. It includes waiting of threads for each other, and on a busy machine
+            for other programs.
+        processor: Processor time of all threads, which other programs do not lengthen.
     """
 
     wall: float
@@ -68,22 +67,22 @@ class Clocks(NamedTuple):
 
 @dataclass(slots=True)
 class _Trials:
-    """What is known of one pattern and one size."""
+    """Measurements of one pattern and one size."""
 
     times: dict[CPUMethod, list[Clocks]] = field(
         default_factory=lambda: {method: [] for method in CPUMethod}
     )
 
     def next(self) -> CPUMethod | None:
-        """The method to try next, None when each was tried often enough."""
+        """Return the method to try next, None when each was tried often enough."""
         fewest = min(CPUMethod, key=lambda method: len(self.times[method]))
         return fewest if len(self.times[fewest]) < ROUNDS else None
 
     def faster(self) -> CPUMethod | None:
-        """The method that is faster for certain, by both clocks; None if neither is.
+        """Return the method that is certainly faster, by both clocks; None if neither is.
 
-        The best trial counts: what else the machine does only adds time, and rarely every time.
-        Trials of one method that contradict each other say nothing.
+        The best trial counts: other programs only add time, and rarely to every trial. Trials of
+        one method that contradict each other say nothing.
         """
         if self.next() is not None:
             return None
@@ -97,13 +96,14 @@ class _Trials:
 
 
 class CPUMethods:
-    """Which method copies fragments of a size in host memory, found out from the first copies.
+    """Calibration of the copy methods in host memory, measured in the first copies of a process.
 
-    A calibration in memory of its own would stay in the cache, where other methods win than in
-    the gigabytes of a pool. So each method copies the first parts of the first batches, three of
-    4 MiB each for a pattern and a size (a power of two): bytes that had to be copied anyway, so
-    that it costs what the slower method takes longer, a millisecond or two. What is not certain on
-    a busy machine stays at sizes that were measured on an idle one. Threads may share one object.
+    Copies of a buffer made for the calibration would stay in the cache, where other methods win
+    than in the gigabytes of a pool. So each method copies the first parts of the first batches,
+    three of 4 MiB each for a pattern and a size (a power of two). These bytes have to be copied
+    anyway, so the cost is the difference of the two methods, a millisecond or two. Where a busy
+    machine gives no certain result, the sizes that were measured on an idle one hold. Threads may
+    share one object.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class CPUMethods:
         }
 
     def choose(self, pattern: Pattern, fragment_bytes: int) -> CPUMethod:
-        """The method for fragments of a mean size: what was measured, or what usually is best."""
+        """Return the method for fragments of a mean size: measured, or else the default."""
         trials = self._trials.get((pattern, _size_class(fragment_bytes)))
         faster = trials and trials.faster()
         if faster:
@@ -124,20 +124,20 @@ class CPUMethods:
         return CPUMethod.ROWS if is_small else CPUMethod.MEMCPY
 
     def next_trial(self, pattern: Pattern, fragment_bytes: int) -> CPUMethod | None:
-        """The method that should copy the next `TRIAL_BYTES`; None when no more are needed."""
+        """Return the method that should copy the next `TRIAL_BYTES`; None after the last trial."""
         trials = self._trials.get((pattern, _size_class(fragment_bytes)))
         return trials.next() if trials else None
 
     def record(
         self, pattern: Pattern, fragment_bytes: int, method: CPUMethod, times: Clocks
     ) -> None:
-        """Take note of a trial.
+        """Record a trial.
 
         Args:
-            pattern: Of the fragments.
+            pattern: Pattern of the fragments.
             fragment_bytes: Their mean size.
-            method: What copied them.
-            times: How long that took.
+            method: Method that copied them.
+            times: Time that the trial took.
         """
         size = _size_class(fragment_bytes)
         with self._lock:
@@ -149,5 +149,5 @@ class CPUMethods:
 
 
 def _size_class(fragment_bytes: int) -> int:
-    """The largest power of two that is not more."""
+    """Round down to a power of two."""
     return 1 << (fragment_bytes.bit_length() - 1)
