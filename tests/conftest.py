@@ -33,6 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker("property")
+        if item.get_closest_marker("property"):
             item.add_marker(pytest.mark.timeout(examples.LIMIT_S), append=False)
         if item.get_closest_marker("processes") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(PROCESSES_TIMEOUT_S))

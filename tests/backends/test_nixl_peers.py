@@ -22,7 +22,6 @@ from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
 from tests.backends.nixl_traffic import Traffic, traffic_memory
 from tests.backends.nixl_wire import Authority
 from tests.backends.test_nixl import WAYS
-from tests.backends.test_nixl_faults import QUICK
 
 pytestmark = pytest.mark.processes
 SOCKET = WAYS["socket"]
@@ -82,7 +81,7 @@ async def test_the_death_of_a_peer_costs_the_hits_that_only_it_had(
     try:
         pair = (processes[0], mortal)
         holders = [await asyncio.to_thread(process.open, namespace) for process in pair]
-        fields = SOCKET | QUICK | {"timeout_s": 5.0}
+        fields = SOCKET | {"timeout_s": 10.0}
         async with open_client(namespace, *holders, replicas=replicas, **fields) as backend:
             payloads = await store_made_up(backend, KEYS, memory.describe(0, range(24)))
             kept = set((await look(holders[0]))["stored"])

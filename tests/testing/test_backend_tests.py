@@ -358,6 +358,7 @@ def test_every_test_of_the_suite_catches_something() -> None:
         Unordered,
     ],
 )
+@pytest.mark.property
 def test_the_state_machine_catches_a_wrong_backend(backend_type: type[DictBackend]) -> None:
     class Machine(BackendStateMachine):
         async def make_backend(self, namespace: Namespace) -> Backend:
