@@ -74,17 +74,17 @@ check: lint type test check-dist docs e2e
 # `--no-compile`: a small part of these packages is ever imported. `-e .` comes second because its
 # build needs hatchling from the list.
 $(INSTALLED): constraints.txt pyproject.toml
-	@test -x $(BIN)/python || $(QUIETLY) build/log/venv.log "Making $(VENV) with $(PYTHON)" $(PYTHON) -m venv $(VENV)
-	@$(QUIETLY) build/log/packages.log "Installing the $(shell grep -c '^[^\#]' constraints.txt) packages of constraints.txt" \
+	@test -x $(BIN)/python || $(QUIETLY) build/log/venv.log "Making $(VENV)" $(PYTHON) -m venv $(VENV)
+	@$(QUIETLY) build/log/packages.log "Installing $(shell grep -c '^[^\#]' constraints.txt) packages" \
 		$(BIN)/pip install --progress-bar off --disable-pip-version-check --no-compile --no-deps -r constraints.txt
 	@$(QUIETLY) build/log/kvxfer.log "Installing kvxfer" \
 		$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(SMOLLM2): tests/e2e/models.py $(INSTALLED)
-	@$(QUIETLY) build/log/smollm2.log "Making the model of the demo, build/models/smollm2" $(BIN)/python -m tests.e2e.models build/models smollm2
+	@$(QUIETLY) build/log/smollm2.log "Making build/models/smollm2" $(BIN)/python -m tests.e2e.models build/models smollm2
 	@touch $@
 
 $(MODELS): tests/e2e/models.py $(INSTALLED)
-	@$(QUIETLY) build/log/models.log "Making the models of the tests, build/models" $(BIN)/python -m tests.e2e.models
+	@$(QUIETLY) build/log/models.log "Making the models in build/models" $(BIN)/python -m tests.e2e.models
 	@touch $@

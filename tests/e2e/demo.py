@@ -159,9 +159,9 @@ def _engine_config(folder: Path, dtype: str, audited: Path | None) -> EngineConf
 def _started(
     config: EngineConfig, advance: Callable[[], None], prompt: Sequence[int]
 ) -> Iterator[EngineProcess]:
-    """Start an engine and warm it up, with tokens that are no prefix of any prompt."""
+    """Start an engine and warm it up, with other tokens and fewer than a block has."""
     with EngineProcess(config) as engine:
-        engine.generate([prompt[299::-1]], max_tokens=2, read_cache=False)
+        engine.generate([prompt[TOKENS_PER_BLOCK - 9 :: -1]], max_tokens=2, read_cache=False)
         advance()
         yield engine
 
