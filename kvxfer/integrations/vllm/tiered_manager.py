@@ -127,7 +127,12 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._tier.release(req_context.req_id)
 
     def reset_cache(self) -> None:
-        """Forget every chunk in both tiers; slots that are still in use are kept out."""
+        """Forget every chunk in both tiers; slots that are still in use are kept out.
+
+        A worker may still write to slots that are free now, until vLLM says `on_reset_flushed`
+        (0.33). Nothing is loaded from below into them before: what is below has other names from
+        here on, and the first chunk gets there when every worker has stored it.
+        """
         in_use = self._tier.reset()
         super().reset_cache()
         self._waiting.clear()
@@ -248,7 +253,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     def _drop_failed(self, loads: Sequence[Moved]) -> None:
         self._counters.add(metrics.LOWER_LOADS_FAILED, len(loads))
         logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
-        self._index.finish_store([moved.key for moved in loads], stored=False)
+        self._give_up([moved.key for moved in loads])
         for moved in loads:
             self._waiting.pop(moved.key, None)
 

@@ -85,7 +85,7 @@ class KVCacheHooks(ABC):
     def initialize_worker_connector(self, data: Any) -> None:
         """Take the canonical caches that vLLM allocated, if it did.
 
-        No release up to 0.32 calls it: it follows vLLM's proposal for such an allocation.
+        No release up to 0.33 calls it: it follows vLLM's proposal for such an allocation.
         """
         if (canonical := getattr(data, "canonical_kv_caches", None)) is not None:
             self.use_kv_caches(convert_caches(canonical))
