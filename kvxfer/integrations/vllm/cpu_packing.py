@@ -31,7 +31,7 @@ Source: https://github.com/vllm-project/vllm, `vllm/platforms/cpu.py`, `import_k
 `vllm/v1/attention/backends/cpu_attn.py`, `_get_attn_isa`.
 """
 ISA_QUESTION = ("dtype", "block_size", "head_size", "kv_cache_dtype")
-"""What vLLM 0.22 to 0.33 derives the instruction set from; a new parameter is a new rule."""
+"""Parameters of vLLM's choice of an instruction set, 0.22 to 0.33; a new one is a new rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def cpu_packing(
 
 
 def _amx_packing(tokens_per_block: int, head_dim: int) -> tuple[PackedPlane, PackedPlane] | None:
-    """Tiles of what is multiplied: pairs along the axis that is summed over, 16 of the other."""
+    """Order of AMX's tiles: pairs along the axis that is summed over, 16 along the other."""
     if head_dim % (AMX_ROWS * AMX_PAIR):
         return None
 
@@ -108,10 +108,10 @@ def _amx_packing(tokens_per_block: int, head_dim: int) -> tuple[PackedPlane, Pac
 
 
 def cpu_kernels() -> str:
-    """What this processor has of that by which vLLM picks its kernels.
+    """Name the features of this processor by which vLLM picks its kernels.
 
-    `torch.backends.cpu.get_cpu_capability()` is something else: it knows of no AMX, and
-    `ATEN_CPU_CAPABILITY` lowers it, which changes none of vLLM's kernels.
+    `torch.backends.cpu.get_cpu_capability()` does not answer this: it has no name for AMX, and
+    `ATEN_CPU_CAPABILITY` lowers it without an effect on vLLM's kernels.
     """
     found = (
         name for name in KERNEL_FEATURES if getattr(torch.cpu, f"_is_{name}_supported", bool)()

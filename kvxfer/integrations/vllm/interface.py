@@ -109,10 +109,11 @@ def workers_keep_the_same(config: OffloadingConfig) -> bool:
     return bool(getattr(config, "replicated_layout", False))
 
 
-def event_of_chunks_that_did_not_come(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
-    """What vLLM is told of chunks in host memory that it saw coming: only to forget them.
+def event_of_failed_chunks(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
+    """Make the event that makes vLLM forget chunks that it expected in host memory.
 
-    From 0.33 on it remembers what `HIT_PENDING` was said of; before, there is nothing to tell.
+    From 0.33 on vLLM remembers the chunks of which a lookup returned `HIT_PENDING`; earlier
+    releases do not, and get no event: None.
     """
     if "metadata_only" not in {field.name for field in fields(OffloadingEvent)}:
         return None
@@ -154,7 +155,7 @@ __all__ = [
     "TransferJob",
     "TransferResult",
     "current_platform",
-    "event_of_chunks_that_did_not_come",
+    "event_of_failed_chunks",
     "get_current_vllm_config_or_none",
     "group_ids",
     "host_layout",

@@ -17,7 +17,7 @@ from kvxfer.integrations.vllm.interface import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    event_of_chunks_that_did_not_come,
+    event_of_failed_chunks,
 )
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.index import BlockIndex, BlockState
@@ -239,14 +239,14 @@ class KVXferOffloadingManager(OffloadingManager):
         self._emit([check.key], removed=True)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
-        """Free the slots of chunks that were coming and did not come."""
+        """Free the slots of chunks whose store or load failed."""
         self._index.finish_store(keys, stored=False)
-        event = event_of_chunks_that_did_not_come(keys)
+        event = event_of_failed_chunks(keys)
         if keys and event is not None and self._events is not None:
             self._events.append(event)
 
     def _still_gone(self, event: OffloadingEvent) -> OffloadingEvent:
-        """An event without chunks that did not come, but are coming or there again by now."""
+        """Drop chunks from the event of a failure that are present or expected again by now."""
         if not getattr(event, "metadata_only", False):
             return event
         gone = [key for key in event.keys if self._index.state(key) is None]

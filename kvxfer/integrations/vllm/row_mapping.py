@@ -68,7 +68,7 @@ def map_rows(
 def _say_why(
     workers: Sequence[WorkerPages], position: int | None, encoding: str, error: KVXferError
 ) -> str:
-    """What a row that is kept as it is holds, and why it is."""
+    """Describe the contents of a row that is stored as plain bytes, and the reason."""
     groups = [] if position is None else [worker.groups[position] for worker in workers]
     packings = sorted({group.packing for group in groups if group.packing})
     packed = f", packed for {' and '.join(packings)}" if packings else ""

@@ -129,9 +129,9 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     def reset_cache(self) -> None:
         """Forget every chunk in both tiers; slots that are still in use are kept out.
 
-        A worker may still write to slots that are free now, until vLLM says `on_reset_flushed`
-        (0.33). Nothing is loaded from below into them before: what is below has other names from
-        here on, and the first chunk gets there when every worker has stored it.
+        A worker may still write to slots that are free now, until vLLM calls `on_reset_flushed`
+        (0.33). No chunk is loaded from below into them before that: keys of the lower tier have
+        another salt after a reset, and the first chunk gets there when every worker has stored it.
         """
         in_use = self._tier.reset()
         super().reset_cache()

@@ -72,7 +72,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: Placement, dst_spec: GPULoadStoreSpec, **_: Any
     ) -> bool:
-        """Begin to copy slots to blocks of the caches; loads are before stores in any case."""
+        """Begin to copy slots to blocks of the caches; loads go before stores, expedited or not."""
         keys, block_ids, firsts = self._batch(dst_spec, src_spec)
         if not keys:
             self._results.append(TransferResult(job_id=job_id, success=True))

@@ -118,7 +118,7 @@ def _describe_group(
 
 
 class _Layer(NamedTuple):
-    """What the page of one layer is; see `GroupPages`."""
+    """Description of the page of one layer; see `GroupPages`."""
 
     boxes: Sequence[PageBox]
     axes: Mapping[str, tuple[str, ...]] = {}
@@ -188,10 +188,10 @@ def _say_packing(
 def unpack(
     boxes: Sequence[PageBox], isa: str | None
 ) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
-    """Say what keys and values are that the CPU attention has packed.
+    """Describe keys and values that the CPU attention has packed.
 
     Orders without rows, such as AMX's pairs, stay as they are: pages of named axes would have a
-    piece of two bytes for each element. Heads can be divided among other workers all the same.
+    piece of two bytes for each element. Heads can still be divided among other workers.
 
     Args:
         boxes: Keys and values as they would be without a packing, digits of tokens and dimensions
