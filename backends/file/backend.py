@@ -32,7 +32,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.claims import KeyClaims
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -75,7 +75,7 @@ class FileBackend(Backend):
         largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file))
         self._root = require_root(config)
-        self._door = Door("file backend", namespace)
+        self._guard = CallGuard("file backend", namespace)
         self._tree = BlockTree(self._root, on_error=stop_walk)
         self._files = self._open(config, namespace, digester)
         self._space = Space(
@@ -117,7 +117,7 @@ class FileBackend(Backend):
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
         async with self._stores.acquire(keys):
-            self._door.check()  # the backend may have been closed meanwhile
+            self._guard.check()  # the backend may have been closed meanwhile
             return await self._store(keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -146,7 +146,7 @@ class FileBackend(Backend):
         Raises:
             BackendUnavailableError: The file system refuses to remove files.
         """
-        self._door.check()
+        self._guard.check()
         return await self._ask(self._purge)
 
     async def flush(self) -> None:
@@ -155,7 +155,7 @@ class FileBackend(Backend):
         Raises:
             BackendUnavailableError: A write to the disk has failed.
         """
-        self._door.check()
+        self._guard.check()
         await self._ask(self._folder.sync_file_system)
 
     async def aclose(self) -> None:
@@ -163,7 +163,7 @@ class FileBackend(Backend):
 
         Ends within `CLOSE_TIMEOUT_S`; files that such calls use stay open.
         """
-        if not self._door.close():
+        if not self._guard.close():
             return
         pools = self._readers, self._writers, self._lookups, self._removers
         num_left = sum(await asyncio.gather(*(threads.aclose() for threads in pools)))
@@ -310,7 +310,7 @@ class FileBackend(Backend):
             logger.exception("%s: cannot be scanned", self._root)
 
     def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
-        self._door.check_batch(keys, *blocks)
+        self._guard.check_batch(keys, *blocks)
         file_name(max(keys, key=len))
         for each in blocks:
             self._require_whole_blocks(keys, each)

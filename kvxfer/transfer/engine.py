@@ -25,7 +25,7 @@ from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.calls import Calls
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.home import EngineLoop
@@ -111,7 +111,7 @@ class TransferEngine:
             self._mover = JobMover(self._reach, self._memory, max_bytes_in_flight)
             opened.pop_all()
         self._job_ids = count()
-        self._door = Door("transfer engine")
+        self._guard = CallGuard("transfer engine")
         self._loop = EngineLoop("transfer engine")
         self._submissions = Submissions(self._loop, self._mover)
         self._submitted_calls: set[asyncio.Task[Any]] = set()
@@ -133,7 +133,7 @@ class TransferEngine:
             ClosedError: The engine was closed.
             BackendUnavailableError: The backend is gone.
         """
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         return await self._loop.run(self._lookup(keys, self._timeout(timeout_s)))
 
     async def store(
@@ -220,7 +220,7 @@ class TransferEngine:
             ClosedError: The engine was closed.
         """
         try:
-            self._door.check()
+            self._guard.check()
             require_instance("call", call, Coroutine)
             return self._loop.submit(self._run_call(call))
         except BaseException:
@@ -230,7 +230,7 @@ class TransferEngine:
 
     def get_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call, each exactly once; never blocks."""
-        self._door.require_same_process()
+        self._guard.require_same_process()
         return self._submissions.take_finished()
 
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float | None = None) -> bool:
@@ -244,7 +244,7 @@ class TransferEngine:
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
-        self._door.require_same_process()
+        self._guard.require_same_process()
         timeout_s = require_timeout("timeout_s", timeout_s)
         ids = [_job_id("job_ids", job_id) for job_id in require_iterable("job_ids", job_ids)]
         return self._submissions.wait(ids, timeout_s)
@@ -254,17 +254,17 @@ class TransferEngine:
 
         Without effect on an unknown or ended job.
         """
-        self._door.require_same_process()
+        self._guard.require_same_process()
         self._submissions.cancel(_job_id("job_id", job_id))
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
-        self._door.require_same_process()
+        self._guard.require_same_process()
         return self._mover.may_touch(_job_id("job_id", job_id))
 
     async def drain(self) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included."""
-        self._door.require_same_process()
+        self._guard.require_same_process()
         await self._loop.run(self._mover.drain())
 
     async def flush(self, *, timeout_s: float | None = None) -> bool:
@@ -283,7 +283,7 @@ class TransferEngine:
             ClosedError: The engine was closed.
             BackendUnavailableError: The backend is gone.
         """
-        self._door.check()
+        self._guard.check()
         return await self._loop.run(self._flush(self._timeout(timeout_s)))
 
     async def aclose(self) -> None:
@@ -291,7 +291,7 @@ class TransferEngine:
 
         Ends within `CLOSE_TIMEOUT_S`; transfers that are abandoned then are logged.
         """
-        if not self._door.close():
+        if not self._guard.close():
             return
         await self._loop.run(self._shut_down())
         await asyncio.to_thread(self._loop.stop)
@@ -302,15 +302,15 @@ class TransferEngine:
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
-        self._door.require_same_process()
+        self._guard.require_same_process()
         self._loop.require_other_thread("close")
-        if not self._door.close():
+        if not self._guard.close():
             return
         self._loop.run_blocking(self._shut_down())
         self._loop.stop()
 
     async def __aenter__(self) -> Self:
-        self._door.require_same_process()
+        self._guard.require_same_process()
         self._loop.use_running_loop()
         return self
 
@@ -326,7 +326,7 @@ class TransferEngine:
         timeout_s: float | None,
     ) -> Job:
         """Check and describe a batch; nothing is queued yet."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         blocks = describe_batch(
             self._describer, keys, block_ids, first_block_indices, direction=direction
         )

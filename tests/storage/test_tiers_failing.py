@@ -293,7 +293,7 @@ async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -
     backend = TieredBackend(tiers, namespace)
     with pytest.raises(OSError, match="Unclosable"):
         await backend.aclose()
-    assert all(tier._door.closed for tier in tiers)
+    assert all(tier._guard.closed for tier in tiers)
 
 
 # Misuse
