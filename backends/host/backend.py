@@ -27,7 +27,14 @@ from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.lending import NOT_ARRIVED, Lender, Loan, Room, Wanted, require_within
+from kvxfer.storage.lending import (
+    NOT_ARRIVED,
+    BlockParts,
+    Lender,
+    LentBlocks,
+    ReservedBlocks,
+    require_parts_in_blocks,
+)
 from kvxfer.storage.threads import Threads
 from kvxfer.units import ByteSize
 
@@ -156,9 +163,9 @@ class HostBackend(Backend, Lender):
         return [key in removed for key in keys]
 
     @asynccontextmanager
-    async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
+    async def lend(self, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: slots, pinned."""
-        require_within(wanted, self._guard.chunk_sizes)
+        require_parts_in_blocks(wanted, self._guard.chunk_sizes)
         self._guard.check_batch(wanted.keys)
         outcomes = [MISSING] * len(wanted.keys)
         there = [index for index, key in enumerate(wanted.keys) if self._is_ready(key)]
@@ -183,11 +190,11 @@ class HostBackend(Backend, Lender):
                 np.array([stops[row] for row in lent], np.int64),
             )
             self._index.touch([found[row] for row in lent])
-            yield Loan(outcomes, blocks if lent else None, checksums)
+            yield LentBlocks(outcomes, blocks if lent else None, checksums)
         finally:
             self._index.unpin(found)
 
-    def peek(self, keys: Sequence[BlockKey]) -> Loan | None:
+    def peek(self, keys: Sequence[BlockKey]) -> LentBlocks | None:
         """See `Lender.peek`."""
         self._guard.check_batch(keys)
         outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
@@ -197,12 +204,12 @@ class HostBackend(Backend, Lender):
             return None
         self._index.touch(there)
         blocks, checksums = stored
-        return Loan(outcomes, blocks if there else None, checksums)
+        return LentBlocks(outcomes, blocks if there else None, checksums)
 
     @asynccontextmanager
-    async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
+    async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
         """See `Lender.make_room`: slots that no reader gets before the context ends."""
-        require_within(offered, self._guard.chunk_sizes)
+        require_parts_in_blocks(offered, self._guard.chunk_sizes)
         self._guard.check_batch(offered.keys)
         ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
         plan = await self._begin_store(offered.keys, offered.starts, ends)
@@ -217,7 +224,7 @@ class HostBackend(Backend, Lender):
             blocks = self._pool.describe(
                 plan.slots, np.array(starts, np.int64), np.array(stops, np.int64)
             )
-            room = Room([outcomes[key] for key in offered.keys], blocks if rows else None)
+            room = ReservedBlocks([outcomes[key] for key in offered.keys], blocks if rows else None)
             yield room
             for row, checksum in sorted(room.arrived.items()):
                 self._pool.tag(plan.slots[row], plan.keys[row], starts[row], stops[row], checksum)

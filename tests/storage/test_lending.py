@@ -13,7 +13,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.lending import Lender, StagedLender, Wanted
+from kvxfer.storage.lending import BlockParts, Lender, StagedLender
 from kvxfer.storage.threads import Threads
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
@@ -48,9 +48,9 @@ async def lending(
     engine.close()
 
 
-def whole(memory: BlockMemory, keys: list[BlockKey]) -> Wanted:
+def whole(memory: BlockMemory, keys: list[BlockKey]) -> BlockParts:
     size = memory.chunk_size_bytes(0)
-    return Wanted(keys, [0] * len(keys), [size] * len(keys))
+    return BlockParts(keys, [0] * len(keys), [size] * len(keys))
 
 
 async def test_what_was_stored_is_lent_with_its_checksum(
@@ -75,7 +75,7 @@ async def test_a_part_is_lent_with_the_checksum_of_the_part(
 ) -> None:
     lender, backend = lending
     [payload] = await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
-    async with lender.lend(Wanted(KEYS[:1], [512], [64])) as loan:
+    async with lender.lend(BlockParts(KEYS[:1], [512], [64])) as loan:
         assert loan.blocks is not None
         assert read_payloads(loan.blocks) == [payload[512:576]]
         assert loan.checksums == [xxhash.xxh3_64_intdigest(payload[512:576])]
@@ -135,7 +135,7 @@ async def test_what_no_block_has_is_refused(
     lender, _ = lending
     for context in (lender.lend, lender.make_room):
         with pytest.raises(InvalidArgumentError):
-            async with context(Wanted(keys, starts, sizes)):
+            async with context(BlockParts(keys, starts, sizes)):
                 pytest.fail("lent")
 
 
@@ -146,7 +146,7 @@ async def test_a_slot_that_is_lent_is_not_evicted(memory: BlockMemory) -> None:
         keys = make_keys(backend.num_slots)
         blocks = memory.describe(0, range(len(keys)))
         payloads = await store_made_up(backend, keys, blocks)
-        async with backend.lend(Wanted(keys[:1], [0], [size])) as loan:
+        async with backend.lend(BlockParts(keys[:1], [0], [size])) as loan:
             for first in range(100, 110):
                 new = make_keys(1, first=first)
                 write_payloads(memory.describe(0, [40]), [make_payload(new[0], size)])
@@ -159,7 +159,7 @@ async def test_two_that_make_room_for_one_key_store_it_once(memory: BlockMemory)
     size = memory.chunk_size_bytes(0)
     config = HostConfig(capacity=ByteSize(1 << 20))
     async with HostBackend(config, memory.namespace()) as backend:
-        wanted = Wanted(KEYS[:1], [0], [size])
+        wanted = BlockParts(KEYS[:1], [0], [size])
 
         async def second() -> list[Status]:
             async with backend.make_room(wanted) as room:
