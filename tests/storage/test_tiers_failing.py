@@ -11,7 +11,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage import tier
 from kvxfer.storage import tiers as tiers_module
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.calls import finish
+from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
@@ -426,7 +426,7 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
 
     class Unclosable(DictBackend):
         async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            await finish(asyncio.ensure_future(quiet.wait()))
+            await wait_despite_cancel(asyncio.ensure_future(quiet.wait()))
             return await super().store(keys, blocks)
 
         async def aclose(self) -> None:
