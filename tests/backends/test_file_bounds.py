@@ -320,10 +320,10 @@ async def test_a_round_that_is_gathered_takes_8_mib_of_scratch_and_any_other_32_
     memory = BlockMemory([[MIB]], num_blocks=40)
     blocks = memory.describe(0, range(40))
     async with open_store(tmp_path, memory.namespace()) as backend:
-        gathered = list(backend._files.rounds(blocks, straight=False))
-        straight = list(backend._files.rounds(blocks, straight=True))
+        gathered = list(backend._files.rounds(blocks, zero_copy=False))
+        zero_copy = list(backend._files.rounds(blocks, zero_copy=True))
     assert gathered == [(start, start + 8) for start in range(0, 40, 8)]
-    assert straight == [(0, 32), (32, 40)]
+    assert zero_copy == [(0, 32), (32, 40)]
 
 
 def make_space(root: Path, *, num_files: int, eviction: PolicyName = "lru") -> Space:
