@@ -23,7 +23,7 @@ from kvxfer.backends.file.open_folders import FOLDER_MODE
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.root import warn_of_other_writers
 from kvxfer.backends.file.shares import cut_shares
-from kvxfer.backends.file.space import Space, stop_walk
+from kvxfer.backends.file.space import Space, refuse_partial_walk
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.backends.file.tree import BlockTree
 from kvxfer.backends.file.writer import BUSY, BlockWriter
@@ -76,7 +76,7 @@ class FileBackend(Backend):
         digester = Digester(config.integrity, read_secret(config.secret_file))
         self._root = require_root(config)
         self._guard = CallGuard("file backend", namespace)
-        self._tree = BlockTree(self._root, on_error=stop_walk)
+        self._tree = BlockTree(self._root, on_error=refuse_partial_walk)
         self._files = self._open(config, namespace, digester)
         self._space = Space(
             self._tree,
@@ -111,7 +111,7 @@ class FileBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks the file system."""
         self._check(keys)
-        return await self._lookups.ask(self._files.are_there, keys)
+        return await self._lookups.ask(self._files.have_files, keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""

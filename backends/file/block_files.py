@@ -123,7 +123,7 @@ class BlockFiles:
         """Get the format of the files of a key's group."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]
 
-    def are_there(self, keys: Sequence[BlockKey]) -> list[bool]:
+    def have_files(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each key has a file that this process can read; blocks."""
         sizes = self.folder.sizes(keys)
         unreadable = self.record.unreadable(keys, sizes)

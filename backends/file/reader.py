@@ -155,7 +155,7 @@ class BlockReader:
         except OtherIntegrityError as exc:
             return self._note_other_integrity(exc)
         except BlockFileError as exc:
-            if not files.record.is_ours():
+            if not files.record.is_sealed_with_our_secret():
                 return OTHER_SECRET
             return self._quarantine(key, fd, exc)
         finally:

@@ -303,7 +303,7 @@ class Space:
         return file_ids(self._folder.fingerprint, keys)
 
 
-def stop_walk(exc: OSError) -> None:
+def refuse_partial_walk(exc: OSError) -> None:
     """End a walk whose count would be too low; folders without permission are just not counted.
 
     Raises:
