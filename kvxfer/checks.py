@@ -134,7 +134,7 @@ def require_instance(name: str, value: object, kind: type) -> None:
         InvalidArgumentError: `value` is not a `kind`.
     """
     if not isinstance(value, kind):
-        raise InvalidArgumentError(name, value, _one(kind))
+        raise InvalidArgumentError(name, value, _with_article(kind))
 
 
 def require_iterable(name: str, value: Iterable[T]) -> list[T]:
@@ -171,7 +171,7 @@ def require_instances(name: str, values: Any, kind: type, *, at_least_one: bool 
         InvalidArgumentError: `values` is not a sequence, or an element is not a `kind`; or it is
             empty in spite of `at_least_one`.
     """
-    require_sequence(name, values, f"a sequence, each element {_one(kind)}")
+    require_sequence(name, values, f"a sequence, each element {_with_article(kind)}")
     if at_least_one and not len(values):
         raise InvalidArgumentError(name, values, f"at least one {kind.__name__}")
     for index, value in enumerate(values):
@@ -233,7 +233,7 @@ def _index(value: Any) -> int | None:
     return None if isinstance(number, bool) else int(number)
 
 
-def _one(kind: type) -> str:
+def _with_article(kind: type) -> str:
     article = "an" if kind.__name__[0] in "AEIO" else "a"
     return f"{article} {kind.__name__}"
 

@@ -23,7 +23,7 @@ from kvxfer.backends.file.open_folders import FOLDER_MODE
 from kvxfer.backends.file.reader import BlockReader
 from kvxfer.backends.file.root import warn_of_other_writers
 from kvxfer.backends.file.shares import cut_shares
-from kvxfer.backends.file.space import Space, stop_walk
+from kvxfer.backends.file.space import Space, refuse_partial_walk
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.backends.file.tree import BlockTree
 from kvxfer.backends.file.writer import BUSY, BlockWriter
@@ -32,7 +32,7 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.claims import KeyClaims
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -75,8 +75,8 @@ class FileBackend(Backend):
         largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file))
         self._root = require_root(config)
-        self._door = Door("file backend", namespace)
-        self._tree = BlockTree(self._root, on_error=stop_walk)
+        self._guard = CallGuard("file backend", namespace)
+        self._tree = BlockTree(self._root, on_error=refuse_partial_walk)
         self._files = self._open(config, namespace, digester)
         self._space = Space(
             self._tree,
@@ -111,13 +111,13 @@ class FileBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks the file system."""
         self._check(keys)
-        return await self._lookups.ask(self._files.are_there, keys)
+        return await self._lookups.ask(self._files.have_files, keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._check(keys, blocks)
         async with self._stores.acquire(keys):
-            self._door.check()  # the backend may have been closed meanwhile
+            self._guard.check()  # the backend may have been closed meanwhile
             return await self._store(keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -146,7 +146,7 @@ class FileBackend(Backend):
         Raises:
             BackendUnavailableError: The file system refuses to remove files.
         """
-        self._door.check()
+        self._guard.check()
         return await self._ask(self._purge)
 
     async def flush(self) -> None:
@@ -155,7 +155,7 @@ class FileBackend(Backend):
         Raises:
             BackendUnavailableError: A write to the disk has failed.
         """
-        self._door.check()
+        self._guard.check()
         await self._ask(self._folder.sync_file_system)
 
     async def aclose(self) -> None:
@@ -163,7 +163,7 @@ class FileBackend(Backend):
 
         Ends within `CLOSE_TIMEOUT_S`; files that such calls use stay open.
         """
-        if not self._door.close():
+        if not self._guard.close():
             return
         pools = self._readers, self._writers, self._lookups, self._removers
         num_left = sum(await asyncio.gather(*(threads.aclose() for threads in pools)))
@@ -310,7 +310,7 @@ class FileBackend(Backend):
             logger.exception("%s: cannot be scanned", self._root)
 
     def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
-        self._door.check_batch(keys, *blocks)
+        self._guard.check_batch(keys, *blocks)
         file_name(max(keys, key=len))
         for each in blocks:
             self._require_whole_blocks(keys, each)

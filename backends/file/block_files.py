@@ -23,7 +23,7 @@ from kvxfer.kvcache.raw_memory import view_blocks
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 
-STRAIGHT_BYTES = 16 << 10
+MIN_ZERO_COPY_BYTES = 16 << 10
 """Mean size of fragments from which on the kernel reads and writes the described memory itself.
 Smaller fragments are gathered first: hashing them one by one would cost more than copying them.
 Measured with 19 blocks of 180 fragments of 32 KiB, loaded straight in 45 ms and gathered in 120."""
@@ -123,21 +123,21 @@ class BlockFiles:
         """Get the format of the files of a key's group."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]
 
-    def are_there(self, keys: Sequence[BlockKey]) -> list[bool]:
+    def have_files(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each key has a file that this process can read; blocks."""
         sizes = self.folder.sizes(keys)
         unreadable = self.record.unreadable(keys, sizes)
         return [size is not None and i not in unreadable for i, size in enumerate(sizes)]
 
-    def rounds(self, blocks: Descriptors, *, straight: bool) -> Iterator[tuple[int, int]]:
+    def rounds(self, blocks: Descriptors, *, zero_copy: bool) -> Iterator[tuple[int, int]]:
         """Cut a batch into rounds: runs of blocks whose files are open at one time."""
         room = np.full(blocks.num_blocks, blocks.block_sizes.max())
-        num_bytes = ROUND_BYTES if straight else GATHERED_BYTES
+        num_bytes = ROUND_BYTES if zero_copy else GATHERED_BYTES
         return cut_runs(room, num_bytes, longest_run=ROUND_FILES)
 
-    def is_straight(self, blocks: Descriptors) -> bool:
+    def is_zero_copy(self, blocks: Descriptors) -> bool:
         """Whether the kernel can use the described memory itself, without scratch memory."""
-        if blocks.num_bytes < len(blocks) * STRAIGHT_BYTES:
+        if blocks.num_bytes < len(blocks) * MIN_ZERO_COPY_BYTES:
             return False
         if int(np.diff(blocks.block_offsets).max()) > IOV_MAX - 2:  # with the header and the tail
             return False
@@ -192,9 +192,9 @@ def failure(exc: OSError) -> SystemFailure:
     return SystemFailure(Status.FAILED, reason=reason, errno=exc.errno or 0)
 
 
-def data_views(blocks: Descriptors, scratch: Scratch, *, straight: bool) -> list[list[memoryview]]:
+def data_views(blocks: Descriptors, scratch: Scratch, *, zero_copy: bool) -> list[list[memoryview]]:
     """View the data of each block in the memory that the kernel reads into or writes from."""
-    if not straight:
+    if not zero_copy:
         return [[scratch.data(nth, size)] for nth, size in enumerate(blocks.block_sizes.tolist())]
     return view_blocks(blocks)
 
@@ -207,7 +207,7 @@ def whole_vectors(scratch: Scratch, sizes: Sequence[int]) -> list[IOVector]:
     return list(pieces)
 
 
-def straight_vectors(scratch: Scratch, blocks: Descriptors, *, tail: bool) -> list[IOVector]:
+def zero_copy_vectors(scratch: Scratch, blocks: Descriptors, *, tail: bool) -> list[IOVector]:
     """Describe files whose header is in scratch memory and whose data is in described memory.
 
     With a tail, the bytes after the data go to scratch memory, too, so that a file that is too long

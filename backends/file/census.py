@@ -7,7 +7,7 @@ from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
 
 
-def take_census(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
+def recount_store(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
     """Walk through the tree and correct the ledger's count of bytes; blocks.
 
     Blocks that engines store or remove meanwhile may leave the count too high, never too low.

@@ -96,7 +96,7 @@ class Claim:
         self._fd = -1
 
 
-class ClaimsOfOthers:
+class OtherClaims:
     """Claims of the other living processes; reading them removes those of dead processes.
 
     Args:

@@ -58,7 +58,7 @@ class _Journal:
     num_bytes_reserved: int = 0
 
 
-class Contents:
+class FileIndex:
     """Index of a store's files in the order of eviction; files being written are not evicted.
 
     Memory only: no call waits for a disk. Thread-safe.

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from kvxfer.backends.file.census import take_census
+from kvxfer.backends.file.census import recount_store
 from kvxfer.backends.file.check import BlockCheck, Finding
 from kvxfer.backends.file.header import BlockFileError
 from kvxfer.backends.file.integrity_record import require_secret
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.namespace_file import read_namespace
 from kvxfer.backends.file.root import require_store
-from kvxfer.backends.file.space import stop_walk
+from kvxfer.backends.file.space import refuse_partial_walk
 from kvxfer.backends.file.tree import BlockTree, FoundBlock
 
 NUM_THREADS = 8
@@ -67,7 +67,7 @@ class StoreCheck:
                 check = functools.partial(self._check.check, folder, repair=repair)
                 yield from _map_in_threads(check, blocks)
 
-    def remarks(self) -> Iterator[str]:
+    def namespace_problems(self) -> Iterator[str]:
         """Report missing or damaged descriptions of namespaces; no block depends on these."""
         for fingerprint in self._tree.fingerprints():
             try:
@@ -85,11 +85,11 @@ class StoreCheck:
         Raises:
             OSError: The tree or the count cannot be read; the count is unchanged.
         """
-        tree = BlockTree(self._tree.root, on_error=stop_walk)
+        tree = BlockTree(self._tree.root, on_error=refuse_partial_walk)
         num_removed = tree.collect()
         ledger = Ledger(tree.root)
         try:
-            take_census(tree, ledger)
+            recount_store(tree, ledger)
         finally:
             ledger.close()
         return num_removed

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvxfer.backends.file.breaker import FULL_ERRORS
-from kvxfer.backends.file.census import take_census, total_size
+from kvxfer.backends.file.census import recount_store, total_size
 from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.folder import BlockFolder, is_block_folder
 from kvxfer.backends.file.integrity_record import RECORDS
@@ -24,7 +24,7 @@ FILES_PER_LOCK = 64
 
 
 @dataclass(slots=True)
-class Removed:
+class RemovedCounts:
     """Number of files and bytes that were removed.
 
     Attributes:
@@ -69,9 +69,9 @@ class GarbageCollection:
         self._tree = tree
         self._capacity_bytes = capacity_bytes
         self._max_age_s = max_age_s
-        self._removed = Removed()
+        self._removed = RemovedCounts()
 
-    def run(self) -> Removed:
+    def run(self) -> RemovedCounts:
         """Remove files, and correct the count of bytes.
 
         Raises:
@@ -86,7 +86,7 @@ class GarbageCollection:
             ledger.close()
         return self._removed
 
-    def preview(self) -> Removed:
+    def preview(self) -> RemovedCounts:
         """Count the present files that `run` would remove; change nothing.
 
         Raises:
@@ -103,7 +103,7 @@ class GarbageCollection:
             for path, _ in self._tree.entries()
             if path not in going and not _goes_with_folder(path)
         }
-        return Removed(
+        return RemovedCounts(
             num_temporary=len(temporary),
             num_quarantined=len(quarantined),
             num_old=len(old),
@@ -163,7 +163,7 @@ class GarbageCollection:
     def _collect(self, ledger: Ledger) -> None:
         removed = self._removed
         removed.num_temporary = self._tree.collect()
-        quarantined, old, in_use = self._sort(take_census(self._tree, ledger))
+        quarantined, old, in_use = self._sort(recount_store(self._tree, ledger))
         removed.num_quarantined += self._remove(ledger, quarantined)
         removed.num_old += self._remove(ledger, old)
         if self._capacity_bytes is not None:

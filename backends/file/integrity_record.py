@@ -82,7 +82,7 @@ class IntegrityRecord:
                 self._kind.value,
             )
 
-    def is_ours(self) -> bool:
+    def is_sealed_with_our_secret(self) -> bool:
         """Whether blocks of our kind are sealed with our secret; notes our kind if need be."""
         try:
             self._note_own_kind()

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvxfer.backends.file.claim import DIGEST_BYTES, FILE_MODE, Claim, ClaimsOfOthers, seal, unseal
+from kvxfer.backends.file.claim import DIGEST_BYTES, FILE_MODE, Claim, OtherClaims, seal, unseal
 
 LEDGER_NAME = "usage.ledger"
 
@@ -57,7 +57,7 @@ class Ledger:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._lock = threading.Lock()
-        self._others = ClaimsOfOthers(root)
+        self._others = OtherClaims(root)
         self._lists: set[int] = set()
         self.known = False
         self.used = 0

@@ -12,8 +12,8 @@ from kvxfer.backends.file.block_files import (
     data_views,
     describe_scratch,
     failure,
-    straight_vectors,
     whole_vectors,
+    zero_copy_vectors,
 )
 from kvxfer.backends.file.check import check_data, check_header
 from kvxfer.backends.file.file_io import NamedFile, Result
@@ -54,21 +54,21 @@ class BlockReader:
         Memory of `MISSING` blocks is not written.
         """
         outcomes: list[Outcome] = []
-        straight = self._files.is_straight(blocks)
-        for start, stop in self._files.rounds(blocks, straight=straight):
+        zero_copy = self._files.is_zero_copy(blocks)
+        for start, stop in self._files.rounds(blocks, zero_copy=zero_copy):
             some = blocks.select(start, stop)
-            outcomes += self._read_round(keys[start:stop], some, straight=straight)
+            outcomes += self._read_round(keys[start:stop], some, zero_copy=zero_copy)
         return outcomes
 
     def _read_round(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
     ) -> list[Outcome]:
-        named = self._locate_whole(keys, blocks, straight=straight)
+        named = self._locate_whole(keys, blocks, zero_copy=zero_copy)
         outcomes: list[Outcome | None] = [None] * len(keys)
         if named:
             chosen = blocks if len(named) == len(keys) else blocks.take(list(named))
             some, locations = [keys[i] for i in named], list(named.values())
-            read = self._read_whole(some, locations, chosen, straight=straight)
+            read = self._read_whole(some, locations, chosen, zero_copy=zero_copy)
             for index, outcome in zip(named, read, strict=True):
                 outcomes[index] = outcome
         for index, outcome in enumerate(outcomes):
@@ -78,7 +78,7 @@ class BlockReader:
         return [outcome or MISSING for outcome in outcomes]
 
     def _locate_whole(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
     ) -> dict[int, NamedFile]:
         """Locate the files of whole chunks in a batch, without those that would be a miss."""
         folder, located = self._files.folder, dict[int, NamedFile]()
@@ -86,7 +86,7 @@ class BlockReader:
             expected = self._files.format(key)
             is_whole = size == expected.chunk_size_bytes
             # Read straight, a part is in the caller's memory before it is known to be one.
-            if is_whole and straight and expected.has_parts:
+            if is_whole and zero_copy and expected.has_parts:
                 is_whole = folder.sizes([key]) == [expected.file_size_bytes]
             location = folder.locate(key) if is_whole else None
             if location is not None:
@@ -99,7 +99,7 @@ class BlockReader:
         named: Sequence[NamedFile],
         blocks: Descriptors,
         *,
-        straight: bool,
+        zero_copy: bool,
     ) -> list[Outcome | None]:
         """Read whole chunks.
 
@@ -107,18 +107,18 @@ class BlockReader:
             `DONE`, or for any other file `_REPLACED` if memory may have been written, else None.
         """
         files, sizes = self._files, blocks.block_sizes.tolist()
-        scratch = files.scratch(keys, PAGE_BYTES + (0 if straight else max(sizes)))
+        scratch = files.scratch(keys, PAGE_BYTES + (0 if zero_copy else max(sizes)))
         vectors = (
-            straight_vectors(scratch, blocks, tail=True)
-            if straight
+            zero_copy_vectors(scratch, blocks, tail=True)
+            if zero_copy
             else whole_vectors(scratch, [scratch.room_bytes] * len(keys))
         )
         results = files.file_io.read_named(named, vectors, READ_FLAGS | files.flags)
         outcomes = [
-            _REPLACED if straight and _may_have_data(result, size) else None
+            _REPLACED if zero_copy and _may_have_data(result, size) else None
             for result, size in zip(results, scratch.header_sizes, strict=True)
         ]
-        data = data_views(blocks, scratch, straight=straight)
+        data = data_views(blocks, scratch, zero_copy=zero_copy)
         for row, (key, size) in enumerate(zip(keys, sizes, strict=True)):
             if results[row] == scratch.header_sizes[row] + size:
                 # One comparison for the seal, the key, the namespace, the size and the checksum.
@@ -126,7 +126,7 @@ class BlockReader:
                 if bytes(scratch.header(row)) == expected:
                     outcomes[row] = DONE
         done = [row for row, outcome in enumerate(outcomes) if outcome is DONE]
-        if done and not straight:
+        if done and not zero_copy:
             wanted = blocks.take(done)
             files.copy_engine.copy(describe_scratch(scratch, done, wanted), wanted)
         return outcomes
@@ -155,7 +155,7 @@ class BlockReader:
         except OtherIntegrityError as exc:
             return self._note_other_integrity(exc)
         except BlockFileError as exc:
-            if not files.record.is_ours():
+            if not files.record.is_sealed_with_our_secret():
                 return OTHER_SECRET
             return self._quarantine(key, fd, exc)
         finally:

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvxfer.backends.file.contents import (
-    Contents,
     FileId,
+    FileIndex,
     Victim,
     file_ids,
     key_in,
@@ -65,7 +65,7 @@ class Space:
         self._tree = tree
         self._folder = folder
         self._ledger = ledger
-        self._contents = Contents(policy)
+        self._index = FileIndex(policy)
         self._capacity_bytes = capacity_bytes
         self._min_free_bytes = min_free_bytes
         self._scanning = threading.Lock()
@@ -143,7 +143,7 @@ class Space:
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
         """Make reserved files candidates for eviction, or give their room back."""
         files = self._files(keys)
-        num_written, num_given_back = self._contents.settle(files, stored=stored)
+        num_written, num_given_back = self._index.settle(files, stored=stored)
         with contextlib.suppress(OSError):  # if it fails, the count stays too high
             self._ledger.settle(num_written)
         if num_given_back:
@@ -152,7 +152,7 @@ class Space:
 
     def touch(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Count a use of files; return those whose use to note on the disk."""
-        old = self._contents.touch(self._files(keys))
+        old = self._index.touch(self._files(keys))
         return [key_in(file) for file in old]
 
     def quarantine(self, key: BlockKey, fd: int) -> bool:
@@ -174,7 +174,7 @@ class Space:
             num_bytes = self._folder.quarantined_size(key)
             if num_bytes is not None:
                 (file,) = self._files([key])
-                replaced = self._contents.quarantine(file, size_on_disk(num_bytes))
+                replaced = self._index.quarantine(file, size_on_disk(num_bytes))
                 self._ledger.remove(replaced)
         return was_there
 
@@ -191,7 +191,7 @@ class Space:
             was_there = self._folder.remove_open(key, fd)
             if was_there:
                 self._ledger.remove(size_on_disk(os.fstat(fd).st_size))
-                self._contents.remove(*self._files([key]))
+                self._index.remove(*self._files([key]))
         return was_there
 
     def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -208,7 +208,7 @@ class Space:
                 if size is not None and self._folder.remove(key):
                     removed[index] = True
                     self._ledger.remove(size_on_disk(size))
-                    self._contents.remove(file)
+                    self._index.remove(file)
         return removed
 
     def _scan(self) -> None:
@@ -218,14 +218,14 @@ class Space:
         with self._ledger.locked():
             added_before = self._ledger.added
             reserved_by_others = self._ledger.reserved_by_others()
-            self._contents.begin_walk()
+            self._index.begin_walk()
         try:
             found = list(self._tree.blocks())
         except OSError:
-            self._contents.abandon_walk()
+            self._index.abandon_walk()
             raise
         with self._ledger.locked():
-            total, reserved = self._contents.end_walk(found)
+            total, reserved = self._index.end_walk(found)
             added_by_others = self._ledger.added - added_before - reserved
             self._ledger.recount(total + reserved_by_others + added_by_others)
 
@@ -238,7 +238,7 @@ class Space:
                 if self._ledger.known:
                     with self._spared(spare):
                         fitting = self._make_room(needed, *self._free())
-                    self._contents.admit(self._files(keys[:fitting]), needed[:fitting])
+                    self._index.admit(self._files(keys[:fitting]), needed[:fitting])
                     self._ledger.reserve(sum(needed[:fitting]))
         except OSError:
             self.settle(keys[:fitting], stored=[False] * fitting)
@@ -247,11 +247,11 @@ class Space:
 
     @contextlib.contextmanager
     def _spared(self, keys: Sequence[BlockKey]) -> Iterator[None]:
-        held = self._contents.hold(self._files(keys))
+        held = self._index.hold(self._files(keys))
         try:
             yield
         finally:
-            self._contents.release(held)
+            self._index.release(held)
 
     def _make_room(self, needed: Sequence[int], free_bytes: float, free_files: float) -> int:
         """Evict until files of these bytes fit, or nothing is left; return how many fit."""
@@ -263,7 +263,7 @@ class Space:
                 or total > free_bytes
                 or fitting >= free_files
             ):
-                victim = self._contents.choose_victim()
+                victim = self._index.choose_victim()
                 if victim is None:
                     return fitting
                 freed = self._evict(victim, with_folder=fitting >= free_files)
@@ -303,7 +303,7 @@ class Space:
         return file_ids(self._folder.fingerprint, keys)
 
 
-def stop_walk(exc: OSError) -> None:
+def refuse_partial_walk(exc: OSError) -> None:
     """End a walk whose count would be too low; folders without permission are just not counted.
 
     Raises:

@@ -118,7 +118,7 @@ class StoreBatch:
                 self._has_room = True
 
     def _reserve(self) -> None:
-        if not self._files.record.is_ours():
+        if not self._files.record.is_sealed_with_our_secret():
             self._outcomes[:] = [OTHER_SECRET] * len(self._keys)
             return
         found, absent = self._files.folder.sizes(self._keys), dict[int, int]()

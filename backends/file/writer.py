@@ -11,8 +11,8 @@ from kvxfer.backends.file.block_files import (
     data_views,
     describe_scratch,
     failure,
-    straight_vectors,
     whole_vectors,
+    zero_copy_vectors,
 )
 from kvxfer.backends.file.contents import file_ids
 from kvxfer.backends.file.file_io import IOVector, NewFile, Result
@@ -51,17 +51,17 @@ class BlockWriter:
         The outcome is `BUSY` where another process is writing the file, or has made it meanwhile.
         """
         outcomes: list[Outcome] = []
-        straight = self._files.is_straight(blocks)
-        for start, stop in self._files.rounds(blocks, straight=straight):
+        zero_copy = self._files.is_zero_copy(blocks)
+        for start, stop in self._files.rounds(blocks, zero_copy=zero_copy):
             some = keys[start:stop]
             try:
-                outcomes += self._write_round(some, blocks.select(start, stop), straight=straight)
+                outcomes += self._write_round(some, blocks.select(start, stop), zero_copy=zero_copy)
             except OSError as exc:
                 outcomes += [failure(exc)] * len(some)
         return outcomes
 
     def _write_round(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
     ) -> list[Outcome]:
         outcomes = [BUSY] * len(keys)
         files = file_ids(self._files.fingerprint, keys)
@@ -70,22 +70,22 @@ class BlockWriter:
             if ours:
                 chosen = blocks if len(ours) == len(keys) else blocks.take(ours)
                 chosen_keys = [keys[index] for index in ours]
-                written = self._write_claimed(chosen_keys, chosen, straight=straight)
+                written = self._write_claimed(chosen_keys, chosen, zero_copy=zero_copy)
                 for index, outcome in zip(ours, written, strict=True):
                     outcomes[index] = outcome
         return outcomes
 
     def _write_claimed(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, *, straight: bool
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, zero_copy: bool
     ) -> list[Outcome]:
         files, sizes = self._files, blocks.block_sizes.tolist()
-        scratch = files.scratch(keys, 0 if straight else max(sizes))
-        if straight:
-            vectors = straight_vectors(scratch, blocks, tail=False)
+        scratch = files.scratch(keys, 0 if zero_copy else max(sizes))
+        if zero_copy:
+            vectors = zero_copy_vectors(scratch, blocks, tail=False)
         else:
             files.copy_engine.copy(blocks, describe_scratch(scratch, range(len(keys)), blocks))
             vectors = whole_vectors(scratch, [padded(size) for size in sizes])
-        data, starts = data_views(blocks, scratch, straight=straight), blocks.payload_starts
+        data, starts = data_views(blocks, scratch, zero_copy=zero_copy), blocks.payload_starts
         for row, (key, size, start) in enumerate(zip(keys, sizes, starts.tolist(), strict=True)):
             checksum = files.digester.checksum(data[row])
             scratch.header(row)[:] = files.header(key, start, size, checksum)

@@ -22,12 +22,19 @@ from kvxfer.storage.backend import (
     Status,
 )
 from kvxfer.storage.claims import KeyClaims
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.lending import NOT_ARRIVED, Lender, Loan, Room, Wanted, require_within
+from kvxfer.storage.lending import (
+    NOT_ARRIVED,
+    BlockParts,
+    Lender,
+    LentBlocks,
+    ReservedBlocks,
+    require_parts_in_blocks,
+)
 from kvxfer.storage.threads import Threads
 from kvxfer.units import ByteSize
 
@@ -91,9 +98,11 @@ class HostBackend(Backend, Lender):
     memory_kinds = frozenset({"cpu", "cuda"})
 
     def __init__(self, config: HostConfig, namespace: Namespace) -> None:
-        self._door = Door("host backend", namespace)
+        self._guard = CallGuard("host backend", namespace)
         shape = PoolShape.fit(
-            capacity_bytes=config.capacity, num_parts=1, part_size_bytes=max(self._door.chunk_sizes)
+            capacity_bytes=config.capacity,
+            num_parts=1,
+            part_size_bytes=max(self._guard.chunk_sizes),
         )
         self._pool = HostPool(
             shape, namespace, config.open_copy_engine(), integrity=config.integrity
@@ -114,12 +123,12 @@ class HostBackend(Backend, Lender):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         return [self._is_ready(key) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         stops = blocks.payload_starts + blocks.block_sizes
         plan = await self._begin_store(keys, blocks.payload_starts.tolist(), stops.tolist())
         outcomes = dict.fromkeys(plan.present, DONE)
@@ -131,7 +140,7 @@ class HostBackend(Backend, Lender):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         outcomes = dict.fromkeys(keys, MISSING)
         there = [index for index, key in enumerate(keys) if self._is_ready(key)]
         if there:
@@ -149,15 +158,15 @@ class HostBackend(Backend, Lender):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         removed = set(self._index.remove(keys))
         return [key in removed for key in keys]
 
     @asynccontextmanager
-    async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
+    async def lend(self, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: slots, pinned."""
-        require_within(wanted, self._door.chunk_sizes)
-        self._door.check_batch(wanted.keys)
+        require_parts_in_blocks(wanted, self._guard.chunk_sizes)
+        self._guard.check_batch(wanted.keys)
         outcomes = [MISSING] * len(wanted.keys)
         there = [index for index, key in enumerate(wanted.keys) if self._is_ready(key)]
         found = [wanted.keys[index] for index in there]
@@ -166,7 +175,7 @@ class HostBackend(Backend, Lender):
             starts = [wanted.starts[index] for index in there]
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
             find = partial(self._pool.find, slots, found, starts, stops)
-            wholes = [self._door.chunk_sizes[group_of(key)] for key in wanted.keys]
+            wholes = [self._guard.chunk_sizes[group_of(key)] for key in wanted.keys]
             parts = zip(wanted.sizes, wholes, strict=True)
             hashed = sum(size for size, whole in parts if size < whole)
             small = hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
@@ -181,13 +190,13 @@ class HostBackend(Backend, Lender):
                 np.array([stops[row] for row in lent], np.int64),
             )
             self._index.touch([found[row] for row in lent])
-            yield Loan(outcomes, blocks if lent else None, checksums)
+            yield LentBlocks(outcomes, blocks if lent else None, checksums)
         finally:
             self._index.unpin(found)
 
-    def peek(self, keys: Sequence[BlockKey]) -> Loan | None:
+    def peek(self, keys: Sequence[BlockKey]) -> LentBlocks | None:
         """See `Lender.peek`."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
         there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
         stored = self._pool.stored([self._index.slot_of(key) for key in there])
@@ -195,13 +204,13 @@ class HostBackend(Backend, Lender):
             return None
         self._index.touch(there)
         blocks, checksums = stored
-        return Loan(outcomes, blocks if there else None, checksums)
+        return LentBlocks(outcomes, blocks if there else None, checksums)
 
     @asynccontextmanager
-    async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
+    async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
         """See `Lender.make_room`: slots that no reader gets before the context ends."""
-        require_within(offered, self._door.chunk_sizes)
-        self._door.check_batch(offered.keys)
+        require_parts_in_blocks(offered, self._guard.chunk_sizes)
+        self._guard.check_batch(offered.keys)
         ends = list(map(sum, zip(offered.starts, offered.sizes, strict=True)))
         plan = await self._begin_store(offered.keys, offered.starts, ends)
         outcomes: dict[BlockKey, Outcome | None] = dict.fromkeys(plan.keys)
@@ -215,7 +224,7 @@ class HostBackend(Backend, Lender):
             blocks = self._pool.describe(
                 plan.slots, np.array(starts, np.int64), np.array(stops, np.int64)
             )
-            room = Room([outcomes[key] for key in offered.keys], blocks if rows else None)
+            room = ReservedBlocks([outcomes[key] for key in offered.keys], blocks if rows else None)
             yield room
             for row, checksum in sorted(room.arrived.items()):
                 self._pool.tag(plan.slots[row], plan.keys[row], starts[row], stops[row], checksum)
@@ -225,7 +234,7 @@ class HostBackend(Backend, Lender):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
-        if self._door.close():
+        if self._guard.close():
             await self._threads.aclose()
             self._pool.close()
 
@@ -264,7 +273,7 @@ class HostBackend(Backend, Lender):
         are stored; its readers may go on.
         """
         await self._stores.wait(keys)
-        self._door.check()  # the backend may have been closed meanwhile
+        self._guard.check()  # the backend may have been closed meanwhile
         for key, start, stop in zip(keys, starts, stops, strict=True):
             if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)

@@ -6,7 +6,7 @@ from kvxfer.backends.host.pool import HostPool
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 from kvxfer.storage.threads import Threads
 
@@ -51,7 +51,7 @@ class PlacedBackend(Backend):
         self._num_writers = num_writers
         self._writer_index = writer_index
         self._threads = Threads("kvxfer-placed", NUM_THREADS)
-        self._door = Door("placed host backend")
+        self._guard = CallGuard("placed host backend")
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach` and `HostPool.attach`."""
@@ -59,12 +59,12 @@ class PlacedBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`: whether every worker has finished each slot for its key."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         return [self._pool.holds(*_split(key)) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Overwrite the slot in each block's key with the block, if it is this worker's turn."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         placed = [_split(key) for key in keys]
         turns = [slot % self._num_writers == self._writer_index for slot, _ in placed]
         ours = [index for index, is_ours in enumerate(turns) if is_ours]
@@ -76,7 +76,7 @@ class PlacedBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read each block from the slot in its key, if the slot holds the block."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         slots, names = zip(*map(_split, keys), strict=True)
         return await self._threads.run(
             self._pool.read, slots, names, blocks, part=self._part, verified=True
@@ -84,12 +84,12 @@ class PlacedBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Delete nothing: slots belong to the process that keeps the index."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         return [False] * len(keys)
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
-        if self._door.close():
+        if self._guard.close():
             await self._threads.aclose()
             self._pool.close()
 

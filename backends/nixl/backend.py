@@ -28,7 +28,7 @@ from kvxfer.errors import KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.outcomes import pick_outcome
@@ -73,14 +73,14 @@ class NixlBackend(Backend):
         directory: PeerDirectory | None = None,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
     ) -> None:
-        self._door = Door("nixl backend", namespace)
+        self._guard = CallGuard("nixl backend", namespace)
         self._config = config
         self._tls = client_context(config)
         self._directory = directory or StaticPeers(config.peers)
         self._node = Node(config, namespace, make_agent=make_agent)
         self._hasher = BlockHasher()
         self._quarantine = Quarantine()
-        largest = max(self._door.chunk_sizes)
+        largest = max(self._guard.chunk_sizes)
         self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
         self._peers: dict[Endpoint, Peer] = {}
         self._own: HostBackend | None = None
@@ -190,7 +190,7 @@ class NixlBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Memory that a peer may still touch is kept, and never freed."""
-        if not self._door.close():
+        if not self._guard.close():
             return
         if self._holder is not None:
             await self._holder.aclose()
@@ -263,7 +263,7 @@ class NixlBackend(Backend):
             peer.route.forget_remote()
 
     async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
-        self._door.check_batch(keys, *blocks)
+        self._guard.check_batch(keys, *blocks)
         if not self._started:
             await self.start()
 

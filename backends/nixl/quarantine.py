@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.calls import finish
+from kvxfer.storage.calls import wait_despite_cancel
 
 logger = logging.getLogger(__name__)
 
@@ -76,4 +76,4 @@ async def end_within(transfer: "asyncio.Future[Any]", *, timeout_s: float, grace
 async def shielded(wait: Coroutine[Any, Any, object]) -> None:
     """Wait to the end, also when cancelled; the caller raises `CancelledError` itself."""
     with contextlib.suppress(asyncio.CancelledError):
-        await finish(asyncio.ensure_future(wait))
+        await wait_despite_cancel(asyncio.ensure_future(wait))

@@ -47,7 +47,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.lending import Wanted
+from kvxfer.storage.lending import BlockParts
 
 MAX_REQUESTS = 64
 
@@ -234,7 +234,7 @@ class ServedPeer:
 
     async def _pin(self, request: Pin) -> Pinned:
         async with AsyncExitStack() as stack:
-            wanted = Wanted(request.keys, request.starts, request.sizes)
+            wanted = BlockParts(request.keys, request.starts, request.sizes)
             loan = await stack.enter_async_context(self.store.lender.lend(wanted))
             if loan.blocks is not None:
                 self._pins[request.request_id] = stack.pop_all()
@@ -248,7 +248,7 @@ class ServedPeer:
     async def _push(self, request: Push) -> Moved:
         link = self._require_link()
         theirs = link.remote.resolve(request.extents)
-        wanted = Wanted(request.keys, request.starts, theirs.block_sizes.tolist())
+        wanted = BlockParts(request.keys, request.starts, theirs.block_sizes.tolist())
         async with self.store.lender.lend(wanted) as loan:
             if loan.blocks is not None:
                 lent = [index for index, outcome in enumerate(loan.outcomes) if outcome.done]
@@ -262,7 +262,7 @@ class ServedPeer:
     async def _pull(self, request: Pull) -> Moved:
         link = self._require_link()
         theirs = link.remote.resolve(request.extents)
-        offered = Wanted(request.keys, request.starts, theirs.block_sizes.tolist())
+        offered = BlockParts(request.keys, request.starts, theirs.block_sizes.tolist())
         async with self.store.lender.make_room(offered) as room:
             if room.blocks is not None:
                 wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]

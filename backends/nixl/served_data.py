@@ -8,7 +8,7 @@ from kvxfer.backends.nixl.messages import Moved, Receive, Send, Sending
 from kvxfer.backends.nixl.served import ServedPeer, endings
 from kvxfer.backends.nixl.store import BlockStore
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.lending import Wanted
+from kvxfer.storage.lending import BlockParts
 
 IDLE_TIMEOUT_S = 3600.0
 
@@ -32,7 +32,7 @@ async def serve_data(connection: DataConnection, peer: ServedPeer) -> None:
 
 
 async def _send(connection: DataConnection, store: BlockStore, request: Send) -> None:
-    async with store.lender.lend(Wanted(request.keys, request.starts, request.sizes)) as loan:
+    async with store.lender.lend(BlockParts(request.keys, request.starts, request.sizes)) as loan:
         await connection.send(
             Sending(
                 request_id=request.request_id,
@@ -48,7 +48,7 @@ async def _receive(connection: DataConnection, store: BlockStore, request: Recei
     if len(request.checksums) != len(request.keys):
         rule = f"{len(request.keys)}, one for each key"
         raise InvalidArgumentError("checksums", len(request.checksums), rule)
-    offered = Wanted(request.keys, request.starts, request.sizes)
+    offered = BlockParts(request.keys, request.starts, request.sizes)
     async with store.lender.make_room(offered) as room:
         wanted = [outcome is None for outcome in room.outcomes]
         await connection.send(messages.Wanted(request_id=request.request_id, wanted=wanted))

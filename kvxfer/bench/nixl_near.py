@@ -144,11 +144,11 @@ class Near:
         return store
 
     @contextlib.asynccontextmanager
-    async def raw(self) -> AsyncIterator["Raw"]:
+    async def raw(self) -> AsyncIterator["RawContender"]:
         """Open NIXL itself in both processes."""
         agent = RawAgent(f"near-{uuid.uuid4()}", self._memory, own_progress=False)
         agent.connect(await self._ask("open_raw", f"far-{uuid.uuid4()}", False))
-        raw = Raw(self, agent)
+        raw = RawContender(self, agent)
         try:
             await asyncio.to_thread(raw.connect)
             await self._ask("stop_raw_progress")
@@ -235,7 +235,7 @@ class Near:
         return await asyncio.to_thread(self._far.ask, method, *arguments)
 
 
-class Raw:
+class RawContender:
     """Contender NIXL itself, between the two processes.
 
     Args:

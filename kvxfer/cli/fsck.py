@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
     from kvxfer.backends.file.check import Verdict
 
-    report = Report(quarantined=check.num_quarantined, remarks=list(check.remarks()))
+    report = Report(quarantined=check.num_quarantined, remarks=list(check.namespace_problems()))
     counts: Counter[Verdict] = Counter()
     total = sum(block.num_bytes for block in check.found)
     # `disable=None`: no progress bar unless the output is a terminal.

@@ -9,7 +9,7 @@ from kvxfer.cli.text import exit_statuses
 from kvxfer.units import ByteSize, Duration, format_size
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.gc import Removed
+    from kvxfer.backends.file.gc import RemovedCounts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,11 +33,11 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
 
     from kvxfer.backends.file.gc import GarbageCollection
-    from kvxfer.backends.file.space import stop_walk
+    from kvxfer.backends.file.space import refuse_partial_walk
     from kvxfer.backends.file.tree import BlockTree
 
     collection = GarbageCollection(
-        BlockTree(arguments.path, on_error=stop_walk),
+        BlockTree(arguments.path, on_error=refuse_partial_walk),
         capacity_bytes=ByteSize.parse(arguments.capacity) if arguments.capacity else None,
         max_age_s=Duration.parse(arguments.max_age) if arguments.max_age else None,
     )
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _describe(removed: "Removed", mood: str = "") -> str:
+def _describe(removed: "RemovedCounts", mood: str = "") -> str:
     numbers = (
         (removed.num_temporary, "temporary"),
         (removed.num_quarantined, "in quarantine"),

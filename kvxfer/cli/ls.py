@@ -28,11 +28,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file.space import stop_walk
+    from kvxfer.backends.file.space import refuse_partial_walk
     from kvxfer.backends.file.tree import BlockTree
     from kvxfer.backends.file.usage import measure_usage
 
-    usages = measure_usage(BlockTree(arguments.path, on_error=stop_walk))
+    usages = measure_usage(BlockTree(arguments.path, on_error=refuse_partial_walk))
     if arguments.json:
         print(msgspec.json.encode(usages).decode())
     else:

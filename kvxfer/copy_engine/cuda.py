@@ -15,7 +15,7 @@ from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import DeviceLostError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments
-from kvxfer.kvcache.fragments import firsts_of_runs
+from kvxfer.kvcache.fragments import run_starts
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 FEWEST_ROWS = 4
@@ -154,7 +154,7 @@ def _split(pairs: FragmentPairs) -> tuple[list[FragmentPairs], FragmentPairs]:
     equal = pairs.lengths[1:] == pairs.lengths[:-1]
     usable = equal & ((steps >= pairs.lengths[1:]) & (steps <= LONGEST_STEP)).all(axis=0)
     goes_on = usable[1:] & usable[:-1] & (steps[:, 1:] == steps[:, :-1]).all(axis=0)
-    firsts = firsts_of_runs(goes_on)
+    firsts = run_starts(goes_on)
     # The last fragment of one run of steps is the first of the next.
     lasts = np.append(firsts[1:], len(steps[0]))
     is_long = usable[firsts] & (lasts - firsts >= FEWEST_ROWS)

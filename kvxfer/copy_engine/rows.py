@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.kvcache.fragments import Addresses, count_each, firsts_of_runs, join, touch
+from kvxfer.kvcache.fragments import Addresses, concatenated_ranges, join, run_starts, touch
 
 # Measured by `kvxfer bench mapping`: smaller chunks cost more calls, each of which passes the
 # interpreter lock on; larger ones get fresh memory, which the system zeroes, in every call.
@@ -51,7 +51,7 @@ class Pieces:
         steps = np.diff(self.addresses).astype(np.int64)
         goes_on = (steps == steps[:1]) & (steps >= 0)
         goes_on &= (self.lengths[1:] == row_bytes) & (self.lengths[:-1] == row_bytes)
-        return firsts_of_runs(goes_on)
+        return run_starts(goes_on)
 
 
 def common_row_bytes(source: Pieces, destination: Pieces) -> int:
@@ -131,7 +131,7 @@ def _index_rows(pieces: Pieces, row_bytes: int) -> tuple[Rows, Indices]:
     if longest == row_bytes:
         return view, rows
     counts = (pieces.lengths // np.uint64(row_bytes)).astype(np.int64)
-    return view, np.repeat(rows, counts) + count_each(counts) * row_bytes
+    return view, np.repeat(rows, counts) + concatenated_ranges(counts) * row_bytes
 
 
 def _view_series(pieces: Pieces, row_bytes: int) -> Iterator[Rows]:

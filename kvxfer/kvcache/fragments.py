@@ -21,13 +21,13 @@ def touch(begins: Column, lengths: Column) -> NDArray[np.bool_]:
     return touching
 
 
-def firsts_of_runs(goes_on: NDArray[np.bool_]) -> NDArray[np.intp]:
+def run_starts(continues: NDArray[np.bool_]) -> NDArray[np.intp]:
     """Find the first fragment of each run.
 
     Args:
-        goes_on: For each fragment but the first, whether it continues the run before it.
+        continues: For each fragment but the first, whether it continues the run before it.
     """
-    return np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    return np.flatnonzero(np.concatenate(([True], ~continues)))
 
 
 def join(touching: NDArray[np.bool_], *columns: Column) -> tuple[Column, ...]:
@@ -43,7 +43,7 @@ def join(touching: NDArray[np.bool_], *columns: Column) -> tuple[Column, ...]:
     if not touching.any():
         return columns
     *begins, lengths = columns
-    firsts = firsts_of_runs(touching)
+    firsts = run_starts(touching)
     return (*(each[firsts] for each in begins), np.add.reduceat(lengths, firsts))
 
 
@@ -53,13 +53,13 @@ def cut_long(longest: int, *columns: Addresses) -> tuple[Addresses, ...]:
     if not len(lengths) or int(lengths.max()) <= longest:
         return columns
     counts = ((lengths + np.uint64(longest - 1)) // np.uint64(longest)).astype(np.int64)
-    offsets = count_each(counts).astype(np.uint64) * np.uint64(longest)
+    offsets = concatenated_ranges(counts).astype(np.uint64) * np.uint64(longest)
     left = np.repeat(lengths, counts) - offsets
     moved = (np.repeat(each, counts) + offsets for each in begins)
     return (*moved, np.minimum(left, np.uint64(longest)))
 
 
-def count_each(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+def concatenated_ranges(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Concatenate the ranges from 0 to each of `counts` (exclusive)."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 

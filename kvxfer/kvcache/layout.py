@@ -202,7 +202,7 @@ def fitting_readings(
             known = _known_sizes(form.axis_sizes, num_blocks, num_layers, ratio)
             reading = _fit(tensor, candidate, known, ratio, padded_elements)
             if reading is not None:
-                readings.setdefault(_meaning(candidate, known, num_blocks), reading)
+                readings.setdefault(_significant_axes(candidate, known, num_blocks), reading)
     return list(readings.values())
 
 
@@ -299,7 +299,9 @@ def _axis_size(axis: str, known: Mapping[str, int]) -> int:
     return known[axis] if axis in known else prod(known[factor] for factor in axis.split("*"))
 
 
-def _meaning(layout: KVLayout, known: Mapping[str, int], num_blocks: int) -> tuple[str, ...]:
+def _significant_axes(
+    layout: KVLayout, known: Mapping[str, int], num_blocks: int
+) -> tuple[str, ...]:
     """List the axes without those of size 1, which have no place in memory.
 
     Kernel blocks of one token each, all of them in one block, are the tokens of that block.

@@ -42,7 +42,7 @@ class CopyRun:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fragments:
+class PageFragments:
     """Fragments that are contiguous both in a worker's blocks and in a portable page.
 
     Sorted by their place in the page; int64, `(num_fragments,)` each.
@@ -61,8 +61,8 @@ class Fragments:
 
     @classmethod
     def join(
-        cls, parts: Sequence["Fragments"], local_cuts: Offsets, page_cuts: Offsets
-    ) -> "Fragments":
+        cls, parts: Sequence["PageFragments"], local_cuts: Offsets, page_cuts: Offsets
+    ) -> "PageFragments":
         """Sort the pieces of several boxes and join neighbours, but not across the cuts."""
         fields = zip(
             *((p.blocks, p.local_offsets, p.page_offsets, p.lengths) for p in parts), strict=True
@@ -115,7 +115,7 @@ class PageMapping:
     page: PortablePage
     block_size_bytes: int
     blocks_per_page: int
-    pages: tuple[Fragments, ...]
+    pages: tuple[PageFragments, ...]
     num_writers: int = 1
     writer_index: int = 0
 
@@ -203,7 +203,7 @@ def compile_mapping(
     for name, box in zip(tensor_names(boxes), boxes, strict=True):
         named.setdefault(name, []).append(box)
     _require_tensors(named, page)
-    pages: list[Fragments] = []
+    pages: list[PageFragments] = []
     for first in firsts:
         parts = []
         for tensor, offset in zip(page.tensors, page.offsets_bytes, strict=True):
@@ -213,7 +213,7 @@ def compile_mapping(
         if not parts:
             axis = "token" if len(firsts) > 1 else "head"
             raise PageMappingError(axis, f"nothing of page {len(pages)} of a block", "a part of it")
-        pages.append(Fragments.join(parts, cuts, np.cumsum(page.shard_sizes)))
+        pages.append(PageFragments.join(parts, cuts, np.cumsum(page.shard_sizes)))
     mapping = PageMapping(
         page, sum(payload_sizes), blocks_per_page, tuple(pages), num_writers, writer_index
     )
@@ -253,7 +253,7 @@ def verify_mappings(mappings: Sequence[PageMapping]) -> None:
                 _require_tiles([mapping.pages[index] for mapping in writers], page.num_bytes)
 
 
-def _require_tiles(parts: Sequence[Fragments], size: int) -> None:
+def _require_tiles(parts: Sequence[PageFragments], size: int) -> None:
     offsets = np.concatenate([np.zeros(0, np.int64), *(part.page_offsets for part in parts)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(part.lengths for part in parts)])
     order = np.argsort(offsets)
@@ -265,7 +265,7 @@ def _require_tiles(parts: Sequence[Fragments], size: int) -> None:
 
 def _place(
     box: PageBox, tensor: PortableTensor, offset: int, num_blocks: int, tokens_per_block: int
-) -> list[Fragments]:
+) -> list[PageFragments]:
     """Compute the fragments of the elements that a box and a portable tensor both have.
 
     Several blocks are all inside of the page, so the first determines the places of the others.
@@ -295,7 +295,7 @@ def _place(
     block_stride = tokens_per_block * strides.get("token", 0)
     page = (page + blocks[:, None] * block_stride).reshape(-1)
     return [
-        Fragments(
+        PageFragments(
             blocks.repeat(len(local)), np.tile(local, num_blocks), page, np.full(len(page), length)
         )
     ]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.fragments import Addresses, join, touch
-from kvxfer.kvcache.page_mapping import Fragments, PageMapping
+from kvxfer.kvcache.page_mapping import PageFragments, PageMapping
 
 
 class PageTemplate:
@@ -65,7 +65,7 @@ class _Pieces:
 
     def __init__(
         self,
-        fragments: Fragments,
+        fragments: PageFragments,
         starts: NDArray[np.int64],
         bases: NDArray[np.int64],
         strides: NDArray[np.int64],

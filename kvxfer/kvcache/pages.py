@@ -78,7 +78,7 @@ def find_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
         LayoutError: The tensors of one layer do not make up one page.
         PageBoundsError: Pages reach beyond the storage.
     """
-    if len(cache.tensors) > 1 and _follow_each_other(cache, num_blocks):
+    if len(cache.tensors) > 1 and _make_up_one_page(cache, num_blocks):
         pages = [_joined_pages(cache, num_blocks)]
     else:
         pages = [
@@ -180,7 +180,7 @@ def _padded_kernel_page_bytes(cache: RegisteredCache, index: int) -> int:
     return page_bytes // reading.kernel_blocks_per_block
 
 
-def _follow_each_other(cache: RegisteredCache, num_blocks: int) -> bool:
+def _make_up_one_page(cache: RegisteredCache, num_blocks: int) -> bool:
     """Whether several tensors make up one page over one raw allocation.
 
     Raises:

@@ -48,7 +48,7 @@ async def call_backend(
     return outcomes
 
 
-async def finish(future: "asyncio.Future[T]") -> T:
+async def wait_despite_cancel(future: "asyncio.Future[T]") -> T:
     """Wait for the end of a future that must not be abandoned, however often cancelled.
 
     Returns:

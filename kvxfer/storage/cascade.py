@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
-from kvxfer.storage.calls import finish
+from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagingMemory
@@ -156,7 +156,7 @@ class WriteBackQueue:
         self._pending.clear()
         if self._worker is not None:
             self._worker.cancel()
-            await finish(asyncio.gather(self._worker, return_exceptions=True))
+            await wait_despite_cancel(asyncio.gather(self._worker, return_exceptions=True))
 
     async def _write_back_all(self) -> None:
         try:

@@ -11,7 +11,7 @@ from kvxfer.storage.backend import require_batch
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 
 
-class Door:
+class CallGuard:
     """Entry checks of a backend's calls: open, not forked, keys and blocks valid.
 
     Args:

@@ -11,11 +11,12 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.raw_memory import view_blocks
 
-STRAIGHT_BYTES = 64 << 10
+MIN_IN_PLACE_BYTES = 64 << 10
 """Mean fragment size from which fragments are hashed in place; smaller ones are gathered first,
 which costs less than one hash call each."""
 
-ROUND_BYTES = 4 << 20
+GATHER_BYTES = 4 << 20
+"""Bytes of blocks that are gathered at a time."""
 
 
 class Integrity(enum.Enum):
@@ -63,13 +64,13 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
 
     Source: https://github.com/Cyan4973/xxHash, XXH3.
     """
-    if blocks.num_bytes >= len(blocks) * STRAIGHT_BYTES:
+    if blocks.num_bytes >= len(blocks) * MIN_IN_PLACE_BYTES:
         return [_checksum(*views) for views in view_blocks(blocks)]
     checksums: list[int] = []
     largest = int(blocks.block_sizes.max())
-    scratch = np.empty(min(blocks.num_bytes, max(ROUND_BYTES, largest)), np.uint8)
+    scratch = np.empty(min(blocks.num_bytes, max(GATHER_BYTES, largest)), np.uint8)
     view = scratch.data
-    for start, stop in blocks.cut(ROUND_BYTES):
+    for start, stop in blocks.cut(GATHER_BYTES):
         part = blocks.select(start, stop)
         sizes = part.block_sizes
         ends = np.cumsum(sizes)

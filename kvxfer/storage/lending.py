@@ -17,7 +17,7 @@ from kvxfer.storage.threads import Threads
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BlockParts:
     """Parts of blocks that a reader wants or a writer offers.
 
     Attributes:
@@ -32,7 +32,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
+class LentBlocks:
     """Blocks that a reader can read in place: held there by `lend`, only located by `peek`.
 
     Attributes:
@@ -47,7 +47,7 @@ class Loan:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class ReservedBlocks:
     """Memory for blocks that a writer fills, to be stored under their keys.
 
     Attributes:
@@ -73,14 +73,14 @@ class Lender(ABC):
     region: MemoryRegion
 
     @abstractmethod
-    def lend(self, wanted: Wanted) -> AbstractAsyncContextManager[Loan]:
+    def lend(self, wanted: BlockParts) -> AbstractAsyncContextManager[LentBlocks]:
         """Hold blocks in place for as long as the context lasts.
 
         Raises:
             InvalidArgumentError: A group does not exist, or a part is not within its block.
         """
 
-    def peek(self, keys: Sequence[BlockKey]) -> Loan | None:  # noqa: ARG002 - most have no places
+    def peek(self, keys: Sequence[BlockKey]) -> LentBlocks | None:  # noqa: ARG002 - for others
         """Return the addresses of blocks as they were stored, without holding them in place.
 
         The reader has to verify the bytes. Counts as a use of each block.
@@ -94,7 +94,7 @@ class Lender(ABC):
         return None
 
     @abstractmethod
-    def make_room(self, offered: Wanted) -> AbstractAsyncContextManager[Room]:
+    def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
         """Find room for blocks; those that arrived by the end of the context are stored.
 
         After that end nothing may write to the memory any more, and the outcomes of blocks that
@@ -134,9 +134,9 @@ class StagedLender(Lender):
         self.region = self._staging.region
 
     @asynccontextmanager
-    async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
+    async def lend(self, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`. Blocks that do not fit into one buffer with the rest are `FAILED`."""
-        require_within(wanted, self._chunk_sizes)
+        require_parts_in_blocks(wanted, self._chunk_sizes)
         fitting = self._staging.num_fitting(wanted.sizes)
         outcomes = [_NO_ROOM] * len(wanted.keys)
         async with self._hold(wanted, fitting) as staged:
@@ -144,21 +144,21 @@ class StagedLender(Lender):
             outcomes[:fitting] = await staged.move(self._backend.load, keys, staged.blocks)
             there = [index for index, outcome in enumerate(outcomes) if outcome.done]
             if not there:
-                yield Loan(outcomes, None, [])
+                yield LentBlocks(outcomes, None, [])
             else:
                 lent = staged.blocks.take(there)
                 checksums = await self._threads.run(checksum_blocks, lent, self._copy_engine)
-                yield Loan(outcomes, lent, checksums)
+                yield LentBlocks(outcomes, lent, checksums)
 
     @asynccontextmanager
-    async def make_room(self, offered: Wanted) -> AsyncIterator[Room]:
+    async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
         """See `Lender.make_room`. Blocks that do not fit into one buffer together are `FAILED`."""
-        require_within(offered, self._chunk_sizes)
+        require_parts_in_blocks(offered, self._chunk_sizes)
         fitting = self._staging.num_fitting(offered.sizes)
         outcomes: list[Outcome | None] = [_NO_ROOM] * len(offered.keys)
         outcomes[:fitting] = [None] * fitting
         async with self._hold(offered, fitting) as staged:
-            room = Room(outcomes, staged.blocks)
+            room = ReservedBlocks(outcomes, staged.blocks)
             yield room
             outcomes[:fitting] = [NOT_ARRIVED] * fitting
             if arrived := sorted(room.arrived):
@@ -168,7 +168,7 @@ class StagedLender(Lender):
                 for index, outcome in zip(arrived, stored, strict=True):
                     outcomes[index] = outcome
 
-    def _hold(self, wanted: Wanted, fitting: int) -> AbstractAsyncContextManager[StagedBlocks]:
+    def _hold(self, wanted: BlockParts, fitting: int) -> AbstractAsyncContextManager[StagedBlocks]:
         return self._staging.hold(wanted.sizes[:fitting], wanted.starts[:fitting])
 
     async def aclose(self) -> None:
@@ -180,7 +180,7 @@ NOT_ARRIVED = Outcome(Status.FAILED, reason="the block did not arrive whole")
 _NO_ROOM = Outcome(Status.FAILED, reason="no room in staging memory beside the blocks before it")
 
 
-def require_within(wanted: Wanted, chunk_sizes: Sequence[int]) -> None:
+def require_parts_in_blocks(wanted: BlockParts, chunk_sizes: Sequence[int]) -> None:
     """Check that every wanted part lies within its block.
 
     Raises:

@@ -12,7 +12,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import DONE, Backend, Outcome
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
 from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.portable_namespace import shard_groups
@@ -38,7 +38,7 @@ class PortableBackend(Backend):
     """
 
     def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
-        self._door = Door("portable backend")
+        self._guard = CallGuard("portable backend")
         self._backend = backend
         self._mappings = tuple(mappings)
         self._groups = shard_groups(mappings)
@@ -57,12 +57,12 @@ class PortableBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Return for each key whether every shard that this worker holds is present."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         return [all(shards) for shards in await self._ask(self._backend.lookup, keys)]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; a page that another worker stores is `DONE` at once."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         outcomes = [DONE] * len(keys)
         ours = [index for index, key in enumerate(keys) if self._is_turn(key)]
         if ours:
@@ -74,12 +74,12 @@ class PortableBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         return await self._move(self._backend.load, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`: whether any shard that this worker holds was removed."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         return [any(shards) for shards in await self._ask(self._backend.delete, keys)]
 
     async def flush(self) -> None:

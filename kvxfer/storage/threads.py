@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import aiofiles.os
 
-from kvxfer.storage.calls import finish
+from kvxfer.storage.calls import wait_despite_cancel
 
 CLOSE_TIMEOUT_S = 10.0
 """Time that `Threads.aclose` waits for functions that still run, such as calls to a file server
@@ -49,7 +49,7 @@ class Threads:
             asyncio.CancelledError: The caller was cancelled; `func` has ended all the same, or
                 never began.
         """
-        return await finish(self._begin(func, *args, **kwargs))
+        return await wait_despite_cancel(self._begin(func, *args, **kwargs))
 
     async def ask(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func`, which touches no memory of the caller, on a thread.

@@ -17,7 +17,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome
 from kvxfer.storage.cascade import Cascade
 from kvxfer.storage.claims import KeyClaims
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
@@ -83,12 +83,12 @@ class TieredBackend(Backend):
         lookup_timeout_s = require_timeout("lookup_timeout_s", lookup_timeout_s)
         if not len(tiers):
             raise InvalidArgumentError("tiers", tiers, "at least one backend")
-        self._door = Door("tiered backend", namespace)
+        self._guard = CallGuard("tiered backend", namespace)
         self.memory_kinds = frozenset.intersection(*(tier.memory_kinds for tier in tiers))
         if "cpu" not in self.memory_kinds:
             kinds = [sorted(tier.memory_kinds) for tier in tiers]
             raise InvalidArgumentError("memory_kinds of the tiers", kinds, "'cpu' in each")
-        self._staging = StagingMemory(staging_bytes, max(self._door.chunk_sizes), self.drain)
+        self._staging = StagingMemory(staging_bytes, max(self._guard.chunk_sizes), self.drain)
         share = max(1, self._staging.num_buffers // max(1, len(tiers) - 1))
         self._tiers = [
             Tier(
@@ -122,7 +122,7 @@ class TieredBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`. Blocks of lower tiers are verified and promoted first."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         moving = {key for key in keys if key in self._claims}
         found = await self._find(keys)
         if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:
@@ -132,7 +132,7 @@ class TieredBackend(Backend):
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. A block is `FAILED` when no tier has room for it."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         there = await self._first.lookup(keys)
         while moving := [key for key in keys if key in self._claims and key not in there]:
             await self._claims.wait(moving)
@@ -153,7 +153,7 @@ class TieredBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Each block is loaded from the first tier that has it intact."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         moving = {key for key in keys if key in self._claims}
         outcomes = await self._load_from_any(keys, blocks)
         lost = [
@@ -171,7 +171,7 @@ class TieredBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. Waits until these keys are not being moved between tiers."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         deleted = [False] * len(keys)
         async with self._claims.acquire(keys):
             for tier in self._tiers:
@@ -196,7 +196,7 @@ class TieredBackend(Backend):
         Ends within `SETTLE_TIMEOUT_S` and the time that each tier may take to close. Blocks that
         were not written back are logged.
         """
-        if not self._door.close():
+        if not self._guard.close():
             return
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._close_staging)  # last, after all tiers are closed
@@ -315,7 +315,7 @@ class TieredBackend(Backend):
         return key in moving or key in self._claims
 
     def _chunk_size(self, key: BlockKey) -> int:
-        return self._door.chunk_sizes[group_of(key)]
+        return self._guard.chunk_sizes[group_of(key)]
 
 
 def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:

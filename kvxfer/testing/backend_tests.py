@@ -4,12 +4,12 @@ import pytest
 
 from kvxfer.testing.conformance.contention import ContentionTests
 from kvxfer.testing.conformance.medium import MediumTests
-from kvxfer.testing.conformance.moving import MovingTests
-from kvxfer.testing.conformance.seeing import SeeingTests
+from kvxfer.testing.conformance.moving import StoreLoadTests
+from kvxfer.testing.conformance.seeing import VisibilityTests
 
 
 @pytest.mark.asyncio
-class BackendTests(MovingTests, SeeingTests, ContentionTests, MediumTests):
+class BackendTests(StoreLoadTests, VisibilityTests, ContentionTests, MediumTests):
     """Tests that every backend must pass; subclass them as `TestMyBackend` with `make_backend`.
 
     `kvxfer.testing.conformance.suite.BackendSuite` lists what can be overridden. Every test has

@@ -9,7 +9,7 @@ import xxhash
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.payloads import read_payloads, write_payloads
 
@@ -51,16 +51,16 @@ class DictBackend(Backend):
         self.namespace = namespace
         self._max_blocks = (config or DictConfig()).max_blocks
         self._blocks: dict[BlockKey, _Stored] = {}
-        self._door = Door("dict backend")
+        self._guard = CallGuard("dict backend")
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         return [key in self._blocks for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks without room are `FAILED`."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         await asyncio.sleep(0)
         payloads = read_payloads(blocks)
         outcomes = []
@@ -77,18 +77,18 @@ class DictBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`."""
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         await asyncio.sleep(0)
         return [self._load(key, blocks.select(i, i + 1)) for i, key in enumerate(keys)]
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         return [self._blocks.pop(key, None) is not None for key in keys]
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
-        self._door.close()
+        self._guard.close()
         self._blocks.clear()
 
     def corrupt(self, key: BlockKey) -> None:

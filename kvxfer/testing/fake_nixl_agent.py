@@ -92,7 +92,7 @@ class FakeNixlAgent(TransferAgent):
         if not await asyncio.to_thread(self._someone_is_held.wait, timeout_s):
             raise TimeoutError("no transfer is held")
 
-    def lose(self, peer: str) -> None:
+    def make_unreachable(self, peer: str) -> None:
         """Make a peer unreachable: transfers with it, also in flight, end with `PeerLostError`."""
         self._agents.pop(peer, None)
         for flight in list(self._flights):

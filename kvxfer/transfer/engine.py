@@ -25,10 +25,10 @@ from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.kvcache.page_mapping import PageMapping
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.calls import Calls
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.batch import describe_batch
-from kvxfer.transfer.home import Home
+from kvxfer.transfer.home import EngineLoop
 from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId
 from kvxfer.transfer.memory import CacheMemory
 from kvxfer.transfer.mover import JobMover
@@ -51,7 +51,7 @@ class TransferEngine:
 
     The asynchronous methods (`lookup`, `store`, `load`, `flush`) may be awaited on any event loop;
     the polled ones (`submit_store`, `submit_load`, `submit_call`, `get_finished`, `wait`, `cancel`,
-    `may_touch`) need none. All work runs on one loop, the engine's home: the running one inside
+    `may_touch`) need none. All work runs on one event loop: the running one inside
     `async with engine`, otherwise one of its own, on a thread. See docs/decisions/0009.
 
     A process that was forked cannot use the engine of its parent: it gets a `ForkedError`.
@@ -111,9 +111,9 @@ class TransferEngine:
             self._mover = JobMover(self._reach, self._memory, max_bytes_in_flight)
             opened.pop_all()
         self._job_ids = count()
-        self._door = Door("transfer engine")
-        self._home = Home("transfer engine")
-        self._submissions = Submissions(self._home, self._mover)
+        self._guard = CallGuard("transfer engine")
+        self._loop = EngineLoop("transfer engine")
+        self._submissions = Submissions(self._loop, self._mover)
         self._submitted_calls: set[asyncio.Task[Any]] = set()
         self._calls = Calls()
 
@@ -133,8 +133,8 @@ class TransferEngine:
             ClosedError: The engine was closed.
             BackendUnavailableError: The backend is gone.
         """
-        self._door.check_batch(keys)
-        return await self._home.run(self._lookup(keys, self._timeout(timeout_s)))
+        self._guard.check_batch(keys)
+        return await self._loop.run(self._lookup(keys, self._timeout(timeout_s)))
 
     async def store(
         self,
@@ -167,7 +167,7 @@ class TransferEngine:
                 may go on: the memory is safe once `drain` returns.
         """
         job = self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s)
-        return await self._home.run(self._mover.move(job))
+        return await self._loop.run(self._mover.move(job))
 
     async def load(
         self,
@@ -182,7 +182,7 @@ class TransferEngine:
         The bytes of blocks that are not `DONE` are undefined; the engine has to compute them.
         """
         job = self._job(Direction.LOAD, keys, block_ids, first_block_indices, timeout_s)
-        return await self._home.run(self._mover.move(job))
+        return await self._loop.run(self._mover.move(job))
 
     def submit_store(
         self,
@@ -220,9 +220,9 @@ class TransferEngine:
             ClosedError: The engine was closed.
         """
         try:
-            self._door.check()
+            self._guard.check()
             require_instance("call", call, Coroutine)
-            return self._home.submit(self._run_call(call))
+            return self._loop.submit(self._run_call(call))
         except BaseException:
             if isinstance(call, Coroutine):
                 call.close()
@@ -230,7 +230,7 @@ class TransferEngine:
 
     def get_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call, each exactly once; never blocks."""
-        self._door.require_same_process()
+        self._guard.require_same_process()
         return self._submissions.take_finished()
 
     def wait(self, job_ids: Collection[JobId], *, timeout_s: float | None = None) -> bool:
@@ -244,7 +244,7 @@ class TransferEngine:
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
-        self._door.require_same_process()
+        self._guard.require_same_process()
         timeout_s = require_timeout("timeout_s", timeout_s)
         ids = [_job_id("job_ids", job_id) for job_id in require_iterable("job_ids", job_ids)]
         return self._submissions.wait(ids, timeout_s)
@@ -254,18 +254,18 @@ class TransferEngine:
 
         Without effect on an unknown or ended job.
         """
-        self._door.require_same_process()
+        self._guard.require_same_process()
         self._submissions.cancel(_job_id("job_id", job_id))
 
     def may_touch(self, job_id: JobId) -> bool:
         """Whether a transfer of a job that ended may still touch the caches; never blocks."""
-        self._door.require_same_process()
+        self._guard.require_same_process()
         return self._mover.may_touch(_job_id("job_id", job_id))
 
     async def drain(self) -> None:
         """Wait until no transfer touches the caches any more, abandoned ones included."""
-        self._door.require_same_process()
-        await self._home.run(self._mover.drain())
+        self._guard.require_same_process()
+        await self._loop.run(self._mover.drain())
 
     async def flush(self, *, timeout_s: float | None = None) -> bool:
         """Wait until all blocks whose store is done are in every tier, and synced to disk.
@@ -283,18 +283,18 @@ class TransferEngine:
             ClosedError: The engine was closed.
             BackendUnavailableError: The backend is gone.
         """
-        self._door.check()
-        return await self._home.run(self._flush(self._timeout(timeout_s)))
+        self._guard.check()
+        return await self._loop.run(self._flush(self._timeout(timeout_s)))
 
     async def aclose(self) -> None:
         """Cancel waiting jobs, wait for moving ones, close the backend. May be called again.
 
         Ends within `CLOSE_TIMEOUT_S`; transfers that are abandoned then are logged.
         """
-        if not self._door.close():
+        if not self._guard.close():
             return
-        await self._home.run(self._shut_down())
-        await asyncio.to_thread(self._home.stop)
+        await self._loop.run(self._shut_down())
+        await asyncio.to_thread(self._loop.stop)
 
     def close(self) -> None:
         """Close the engine as `aclose` does, without an event loop; blocks the thread.
@@ -302,16 +302,16 @@ class TransferEngine:
         Raises:
             EventLoopError: The calling thread runs the engine's own event loop, or that stopped.
         """
-        self._door.require_same_process()
-        self._home.require_elsewhere("close")
-        if not self._door.close():
+        self._guard.require_same_process()
+        self._loop.require_other_thread("close")
+        if not self._guard.close():
             return
-        self._home.finish(self._shut_down())
-        self._home.stop()
+        self._loop.run_blocking(self._shut_down())
+        self._loop.stop()
 
     async def __aenter__(self) -> Self:
-        self._door.require_same_process()
-        self._home.move_in()
+        self._guard.require_same_process()
+        self._loop.use_running_loop()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -326,7 +326,7 @@ class TransferEngine:
         timeout_s: float | None,
     ) -> Job:
         """Check and describe a batch; nothing is queued yet."""
-        self._door.check_batch(keys)
+        self._guard.check_batch(keys)
         blocks = describe_batch(
             self._describer, keys, block_ids, first_block_indices, direction=direction
         )

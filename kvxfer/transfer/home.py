@@ -1,4 +1,4 @@
-"""Home of a transfer engine: the one event loop that all its work runs on."""
+"""Event loop of a transfer engine: the one that all its work runs on."""
 
 import asyncio
 import threading
@@ -38,12 +38,12 @@ class LoopThread:
             self.loop.close()
 
 
-class Home:
-    """Event loop of an engine: its own, on a thread, or a running one that it moved into.
+class EngineLoop:
+    """Event loop of an engine: its own, on a thread, or a running one of the caller.
 
     A loop that the caller runs may stop at any time, and then work on it never ends. So an engine
-    uses such a loop only when asked to, between `move_in` and its end, and callers that wait for
-    work there check that it still runs. Thread-safe.
+    uses such a loop only when asked to, between `use_running_loop` and its end, and callers that
+    wait for work there check that it still runs. Thread-safe.
 
     Args:
         what: Name of the owner in errors.
@@ -55,29 +55,29 @@ class Home:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: LoopThread | None = None
 
-    def require_elsewhere(self, verb: str) -> None:
-        """Check that the caller does not run at home, so that it may block.
+    def require_other_thread(self, verb: str) -> None:
+        """Check that the caller does not run on this loop, so that it may block.
 
         Raises:
-            EventLoopError: The caller runs on the home's event loop.
+            EventLoopError: The caller runs on this event loop.
         """
-        if self._is_here():
+        if self._is_current():
             detail = f"{verb}() would block the event loop that it waits for; await the method"
             raise EventLoopError(self._what, detail)
 
-    def move_in(self) -> None:
-        """Use the running event loop as home, unless there is a home already."""
+    def use_running_loop(self) -> None:
+        """Use the running event loop, unless there is one already."""
         loop = asyncio.get_running_loop()
         with self._lock:
             self._loop = self._loop or loop
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine at home, from any event loop, and await its end.
+        """Run a coroutine on this loop, from any event loop, and await its end.
 
         Raises:
-            EventLoopError: The loop that the engine moved into does not run.
+            EventLoopError: The caller's loop that the engine uses does not run.
         """
-        if self._is_here():
+        if self._is_current():
             return await work
         future = asyncio.wrap_future(self.submit(work))
         try:
@@ -90,7 +90,7 @@ class Home:
         return future.result()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin a coroutine at home and return at once; errors as `run`."""
+        """Begin a coroutine on this loop and return at once; errors as `run`."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._open())
         except BaseException:
@@ -98,19 +98,19 @@ class Home:
             raise
 
     def call_soon(self, func: Callable[..., object], *args: object) -> None:
-        """Call a function at home and return at once; errors as `run`."""
+        """Call a function on this loop and return at once; errors as `run`."""
         self._open().call_soon_threadsafe(func, *args)
 
     def wait(self, futures: Collection[Future[Any]], timeout_s: float | None) -> bool:
-        """Block until futures that are set at home are done; return whether they were in time.
+        """Block until futures set on this loop are done; return whether they were in time.
 
         Raises:
-            EventLoopError: The caller runs on the home's event loop, or that does not run.
+            EventLoopError: The caller runs on this event loop, or the loop does not run.
         """
         end = None if timeout_s is None else time.monotonic() + timeout_s
         left = wait_for_futures(futures, 0).not_done
         if left:
-            self.require_elsewhere("wait")
+            self.require_other_thread("wait")
         while left:
             self._require_running()
             step = LIVENESS_S if end is None else min(end - time.monotonic(), LIVENESS_S)
@@ -119,14 +119,14 @@ class Home:
             left = wait_for_futures(left, step).not_done
         return True
 
-    def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine at home and block until its end; errors as `wait`."""
+    def run_blocking(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on this loop and block until its end; errors as `wait`."""
         future = self.submit(work)
         self.wait([future], None)
         return future.result()
 
     def stop(self) -> None:
-        """Stop the home's own thread, if it has one; may be called again."""
+        """Stop the loop's own thread, if it has one; may be called again."""
         if self._thread is not None:
             self._thread.stop()
 
@@ -141,8 +141,8 @@ class Home:
         self._require_running()
         return self._loop
 
-    def _is_here(self) -> bool:
-        """Whether the caller runs at home."""
+    def _is_current(self) -> bool:
+        """Whether the caller runs on this loop."""
         try:
             return asyncio.get_running_loop() is self._loop
         except RuntimeError:

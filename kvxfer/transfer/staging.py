@@ -15,7 +15,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
@@ -81,7 +81,7 @@ class StagedBackend(Backend):
         self._threads = Threads("kvxfer-stage", self._staging.num_buffers)
         self._pinned = False
         self._lost = ""
-        self._door = Door("staged backend")
+        self._guard = CallGuard("staged backend")
         inner.attach([self._staging.region])
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -104,7 +104,7 @@ class StagedBackend(Backend):
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
-        self._door.check()
+        self._guard.check()
         return await self.inner.lookup(keys)
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -123,7 +123,7 @@ class StagedBackend(Backend):
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
-        self._door.check()
+        self._guard.check()
         return await self.inner.delete(keys)
 
     async def flush(self) -> None:
@@ -136,7 +136,7 @@ class StagedBackend(Backend):
 
     async def aclose(self) -> None:
         """See `Backend.aclose`. Closes the backend, and then the copy engine."""
-        if not self._door.close():
+        if not self._guard.close():
             return
         self._staging.withdraw()
         async with AsyncExitStack() as stack:
@@ -215,7 +215,7 @@ class StagedBackend(Backend):
         return device_type in self.inner.memory_kinds
 
     def _check(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
-        self._door.check_batch(keys, blocks)
+        self._guard.check_batch(keys, blocks)
         largest, most = int(blocks.block_sizes.max()), self._staging.buffer_bytes
         if not self._is_direct(blocks.device.type) and largest > most:
             raise InvalidArgumentError("bytes of a block", largest, f"at most {most}")

@@ -1,4 +1,4 @@
-"""Submitted jobs of the polled interface: added from any thread, moved at the engine's home."""
+"""Submitted jobs of the polled interface: added from any thread, moved on the engine's loop."""
 
 import asyncio
 from collections import deque
@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.transfer.home import Home
+from kvxfer.transfer.home import EngineLoop
 from kvxfer.transfer.job import FinishedJob, Job, JobId
 from kvxfer.transfer.mover import JobMover
 
@@ -20,7 +20,7 @@ class _Submission:
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Cancel the job; to be called at home."""
+        """Cancel the job; to be called on the engine's loop."""
         self.cancelled = True
         if self.task is not None:
             self.task.cancel()
@@ -30,12 +30,12 @@ class Submissions:
     """Submitted jobs, kept until their results were taken.
 
     Args:
-        home: Event loop that moves jobs.
+        loop: Event loop that moves jobs.
         mover: Mover of the jobs.
     """
 
-    def __init__(self, home: Home, mover: JobMover) -> None:
-        self._home = home
+    def __init__(self, loop: EngineLoop, mover: JobMover) -> None:
+        self._loop = loop
         self._mover = mover
         self._submitted: dict[JobId, _Submission] = {}
         self._finished: deque[FinishedJob] = deque()
@@ -45,7 +45,7 @@ class Submissions:
         submission = _Submission(job)
         self._submitted[job.job_id] = submission
         try:
-            self._home.call_soon(self._start, submission)
+            self._loop.call_soon(self._start, submission)
         except BaseException:
             del self._submitted[job.job_id]
             raise
@@ -63,16 +63,16 @@ class Submissions:
     def wait(self, job_ids: Iterable[JobId], timeout_s: float | None) -> bool:
         """Block until these jobs ended, or time is up; unknown ones count as ended."""
         found = [self._submitted.get(job_id) for job_id in job_ids]
-        return self._home.wait([submission.ended for submission in found if submission], timeout_s)
+        return self._loop.wait([submission.ended for submission in found if submission], timeout_s)
 
     def cancel(self, job_id: JobId) -> None:
         """Cancel a job; without effect on an unknown or ended one."""
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
-            self._home.call_soon(submission.cancel)
+            self._loop.call_soon(submission.cancel)
 
     def cancel_all(self) -> None:
-        """Cancel every job; to be called at home."""
+        """Cancel every job; to be called on the engine's loop."""
         for submission in list(self._submitted.values()):
             submission.cancel()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.contents import Contents, file_ids
+from kvxfer.backends.file.contents import FileIndex, file_ids
 from kvxfer.backends.file.file_io import CREATE_FLAGS
 from kvxfer.backends.file.folder import BlockFolder, file_name
 from kvxfer.backends.file.ledger import Ledger
@@ -310,7 +310,7 @@ async def test_lookups_answer_while_an_index_is_rebuilt_and_it_finds_every_block
             go_on.set()
         await until_scanned(backend)
         fingerprint = namespace.fingerprint
-        found = backend._space._contents._entries.keys()
+        found = backend._space._index._entries.keys()
         assert found == set(file_ids(fingerprint, keys))
 
 
@@ -320,10 +320,10 @@ async def test_a_round_that_is_gathered_takes_8_mib_of_scratch_and_any_other_32_
     memory = BlockMemory([[MIB]], num_blocks=40)
     blocks = memory.describe(0, range(40))
     async with open_store(tmp_path, memory.namespace()) as backend:
-        gathered = list(backend._files.rounds(blocks, straight=False))
-        straight = list(backend._files.rounds(blocks, straight=True))
+        gathered = list(backend._files.rounds(blocks, zero_copy=False))
+        zero_copy = list(backend._files.rounds(blocks, zero_copy=True))
     assert gathered == [(start, start + 8) for start in range(0, 40, 8)]
-    assert straight == [(0, 32), (32, 40)]
+    assert zero_copy == [(0, 32), (32, 40)]
 
 
 def make_space(root: Path, *, num_files: int, eviction: PolicyName = "lru") -> Space:
@@ -394,7 +394,7 @@ def test_an_eviction_that_fails_leaves_no_reservation(tmp_path: Path, eviction: 
 
 @pytest.mark.parametrize("policy", [LRU, ARC])
 def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]) -> None:
-    contents, keys = Contents(policy(20)), hashed_keys(8)
+    file_index, keys = FileIndex(policy(20)), hashed_keys(8)
     files = file_ids(NAMESPACE, keys)
 
     def found(index: int, *, away: bool = False) -> FoundBlock:
@@ -402,22 +402,22 @@ def test_what_happens_during_a_walk_is_not_counted_twice(policy: type[LRU | ARC]
         return FoundBlock(NAMESPACE, folder, keys[index], FILE_BYTES, float(index))
 
     for file in files[:5]:
-        contents.admit([file], [FILE_BYTES])
-    contents.settle(files[:4], stored=[True] * 4)  # the fifth one is on its way
-    contents.begin_walk()
-    contents.admit([files[5]], [FILE_BYTES])
-    contents.admit([files[6]], [FILE_BYTES])
-    contents.settle(files[4:6], stored=[True, False])
-    contents.remove(files[0])
-    contents.quarantine(files[1], FILE_BYTES)
+        file_index.admit([file], [FILE_BYTES])
+    file_index.settle(files[:4], stored=[True] * 4)  # the fifth one is on its way
+    file_index.begin_walk()
+    file_index.admit([files[5]], [FILE_BYTES])
+    file_index.admit([files[6]], [FILE_BYTES])
+    file_index.settle(files[4:6], stored=[True, False])
+    file_index.remove(files[0])
+    file_index.quarantine(files[1], FILE_BYTES)
     walk = [found(index) for index in (0, 1, 2, 3, 4)]
-    total, reserved = contents.end_walk([*walk, found(7), found(1, away=True)])
+    total, reserved = file_index.end_walk([*walk, found(7), found(1, away=True)])
     # In quarantine: 1. Stored: 2, 3 and 4. On its way: 6. Another process's: 7.
     assert total == 6 * FILE_BYTES
     assert reserved == 2 * FILE_BYTES
-    contents.settle(files[6:7], stored=[True])
+    file_index.settle(files[6:7], stored=[True])
     victims = []
-    while (victim := contents.choose_victim()) is not None:
+    while (victim := file_index.choose_victim()) is not None:
         victims.append(victim)
     assert victims[0].quarantined
     assert {keys.index(victim.key) for victim in victims} == {1, 2, 3, 4, 6, 7}

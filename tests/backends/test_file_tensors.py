@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from kvxfer.backends.file import BlockFileError, BlockHeader, Digester, Integrity
-from kvxfer.backends.file.block_files import STRAIGHT_BYTES
+from kvxfer.backends.file.block_files import MIN_ZERO_COPY_BYTES
 from kvxfer.backends.file.direct import probe_direct
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -109,7 +109,7 @@ async def test_safetensors_shows_every_tensor_with_its_name_data_type_shape_and_
     source, target = describe_pages(payloads), describe_pages(payloads)
     write_payloads(source, payloads)
     async with open_store(tmp_path, namespace, engine=engine, direct=direct) as backend:
-        assert backend._files.is_straight(source) == (len(payloads[0]) > STRAIGHT_BYTES)
+        assert backend._files.is_zero_copy(source) == (len(payloads[0]) > MIN_ZERO_COPY_BYTES)
         assert all(outcome.done for outcome in await backend.store(keys, source))
         assert all(outcome.done for outcome in await backend.load(keys, target))
     assert read_payloads(target) == payloads

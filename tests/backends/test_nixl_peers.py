@@ -15,7 +15,7 @@ import pytest
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
@@ -59,7 +59,7 @@ async def test_keys_are_spread_over_the_peers_and_found_by_all(
         open_client(namespace, *holders, **SOCKET) as ours,
         open_client(namespace, *reversed(holders), **SOCKET) as theirs,
     ):
-        payloads = await store_made_up(ours, KEYS, memory.describe(0, range(24)))
+        payloads = await store_generated(ours, KEYS, memory.describe(0, range(24)))
         kept = [set((await look(holder))["stored"]) for holder in holders]
         assert kept[0] | kept[1] == {key.hex() for key in KEYS}
         assert not kept[0] & kept[1]
@@ -83,7 +83,7 @@ async def test_the_death_of_a_peer_costs_the_hits_that_only_it_had(
         holders = [await asyncio.to_thread(process.open, namespace) for process in pair]
         fields = SOCKET | {"timeout_s": 10.0}
         async with open_client(namespace, *holders, replicas=replicas, **fields) as backend:
-            payloads = await store_made_up(backend, KEYS, memory.describe(0, range(24)))
+            payloads = await store_generated(backend, KEYS, memory.describe(0, range(24)))
             kept = set((await look(holders[0]))["stored"])
             mortal.signal(signal.SIGKILL)
             expected = [key.hex() in kept for key in KEYS]
@@ -107,7 +107,7 @@ async def test_a_corrupt_copy_is_made_up_for_by_another(
     holders: list[OpenHolder], memory: BlockMemory
 ) -> None:
     async with open_client(memory.namespace(), *holders, replicas=2, **SOCKET) as backend:
-        payloads = await store_made_up(backend, KEYS[:4], memory.describe(0, range(4)))
+        payloads = await store_generated(backend, KEYS[:4], memory.describe(0, range(4)))
         holders[0].corrupt(KEYS[1])
         holders[1].corrupt(KEYS[2])
         target = memory.describe(0, range(8, 12))
@@ -129,7 +129,7 @@ async def test_this_process_may_be_one_of_its_own_peers(
         **WAYS[way],
     )
     async with NixlBackend(config, namespace) as backend:
-        payloads = await store_made_up(backend, KEYS, memory.describe(0, range(24)))
+        payloads = await store_generated(backend, KEYS, memory.describe(0, range(24)))
         kept = set((await look(theirs))["stored"])
         assert 4 <= len(kept) <= 20
         target = memory.describe(0, range(24, 48))
@@ -182,7 +182,7 @@ async def test_with_tls_blocks_come_and_go_as_without(
     tls = {name: getattr(config, name) for name in ("tls_cert", "tls_key", "tls_ca")}
     holder = await asyncio.to_thread(processes[0].open, memory.namespace(), **tls)
     async with open_client(memory.namespace(), holder, **WAYS[way], **tls) as backend:
-        payloads = await store_made_up(backend, KEYS[:4], memory.describe(0, range(4)))
+        payloads = await store_generated(backend, KEYS[:4], memory.describe(0, range(4)))
         target = memory.describe(0, range(8, 12))
         assert statuses(await backend.load(KEYS[:4], target)) == [Status.DONE] * 4
         assert read_payloads(target) == payloads
@@ -231,7 +231,7 @@ async def test_two_peers_serve_each_other(memory: BlockMemory, way: str) -> None
         await asyncio.gather(one.start(), two.start())
         for ours, theirs, first in ((one, two, 0), (two, one, 100), (one, two, 200)):
             keys = make_keys(12, first=first)
-            payloads = await store_made_up(ours, keys, memory.describe(0, range(12)))
+            payloads = await store_generated(ours, keys, memory.describe(0, range(12)))
             target = memory.describe(0, range(24, 36))
             assert statuses(await theirs.load(keys, target)) == [Status.DONE] * 12
             assert read_payloads(target) == payloads

@@ -16,7 +16,7 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
-from kvxfer.testing.conformance.suite import make_keys, statuses, store_made_up
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
 
@@ -73,7 +73,7 @@ async def test_a_block_that_has_moved_is_read_where_it_is_kept(pins: list[list[B
         await pair.client.lookup(KEYS)
         assert await pair.holder.delete([KEYS[1]]) == [True]
         others = make_keys(1, first=50)
-        await store_made_up(pair.client, others, pair.memory.describe(0, [12]))  # in its slot
+        await store_generated(pair.client, others, pair.memory.describe(0, [12]))  # in its slot
         write_payloads(pair.memory.describe(0, [13]), [pair.payloads[1]])
         outcomes = await pair.client.store([KEYS[1]], pair.memory.describe(0, [13]))
         assert statuses(outcomes) == [Status.DONE]
@@ -87,7 +87,7 @@ async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory
     async with open_pair("read") as pair:
         await pair.client.lookup(KEYS)
         await pair.holder.delete([KEYS[2]])
-        await store_made_up(pair.client, make_keys(1, first=50), pair.memory.describe(0, [12]))
+        await store_generated(pair.client, make_keys(1, first=50), pair.memory.describe(0, [12]))
         seen, read = await load(pair, KEYS)
         assert seen == [Status.DONE, Status.DONE, Status.FAILED, Status.DONE]
         assert [read[index] for index in (0, 1, 3)] == [pair.payloads[i] for i in (0, 1, 3)]
@@ -164,7 +164,7 @@ async def test_a_block_that_was_looked_up_is_evicted_after_others() -> None:
         await pair.client.lookup(KEYS[3:])  # of a batch the last goes first
         target = pair.memory.describe(0, [12])
         for first in range(100, 100 + slots - len(KEYS) + 1):
-            await store_made_up(pair.client, make_keys(1, first=first), target)
+            await store_generated(pair.client, make_keys(1, first=first), target)
         assert await pair.client.lookup(KEYS) == [True, True, False, True]
 
 

@@ -17,7 +17,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import BlockMemory, DictBackend, FakeNixlAgent
-from kvxfer.testing.conformance.suite import make_keys, store_made_up
+from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.testing.payloads import read_payloads, write_payloads
 from kvxfer.units import ByteSize
 from tests.backends.test_nixl import WAYS
@@ -62,7 +62,7 @@ async def open_pair(way: str, **fields: Any) -> AsyncIterator[Pair]:
         assert holder.holder is not None
         config = NixlConfig(address=str(holder.holder.endpoint), **{**WAYS[way], **STUCK, **fields})
         async with open_backend(1, config) as client:
-            payloads = await store_made_up(client, KEYS, memory.describe(0, range(4)))
+            payloads = await store_generated(client, KEYS, memory.describe(0, range(4)))
             yield Pair(holder, client, *agents, memory, payloads, partial(open_backend, 1, config))
 
 
@@ -173,7 +173,7 @@ async def test_a_cancelled_lookup_through_tiers_gives_no_buffer_on_that_a_peer_m
         namespace, (other,) = pair.memory.namespace(), make_keys(1, first=50)
         host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
         client, third = pair.open_client(), LandingMeanwhile(None, namespace)
-        [expected] = await store_made_up(third, [other], pair.memory.describe(0, [5]))
+        [expected] = await store_generated(third, [other], pair.memory.describe(0, [5]))
         async with TieredBackend([host, client, third], namespace) as tiers:
             assert await tiers.lookup(KEYS[1:2]) == [True]  # it is connected
             third.client, third.agent = client, pair.stalled(way)

@@ -15,7 +15,7 @@ from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory, FakeNixlAgent
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.agent_contract import POOL_BYTES, LocalPeer, Pool, random_bytes, words
 from tests.backends.nixl_holders import HolderProcess, open_client
@@ -173,7 +173,7 @@ async def test_a_corrupt_block_in_one_of_several_runs_is_found(
     monkeypatch.setattr(nixl_mover, "LAST_RUN_BYTES", block_bytes)
     holder = await asyncio.to_thread(process.open, memory.namespace())
     async with open_client(memory.namespace(), holder, **WAYS["read"]) as backend:
-        payloads = await store_made_up(backend, KEYS, memory.describe(0, range(6)))
+        payloads = await store_generated(backend, KEYS, memory.describe(0, range(6)))
         target = memory.describe(0, [20, 11, 17, 8, 14, 29])
         assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 6
         assert read_payloads(target) == payloads

@@ -135,7 +135,7 @@ class AsynchronousFace:
             asyncio.get_running_loop().call_later(cancel_s, task.cancel)
         _, late = await asyncio.wait({task}, timeout=limit_s + HANG_S)
         if late:
-            loops = asyncio.get_running_loop(), self._engine._home._loop
+            loops = asyncio.get_running_loop(), self._engine._loop._loop
             report_hang(f"{what} of {self._engine.backend!r}", set(loops))
         try:
             return task.result()

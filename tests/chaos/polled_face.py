@@ -123,7 +123,7 @@ class PolledFace:
         late += ["end of a job that may touch" for _, _, running in self._unsafe if running.is_late]
         if late:
             report_hang(
-                f"{', '.join(late)} of {self._engine.backend!r}", {self._engine._home._loop}
+                f"{', '.join(late)} of {self._engine.backend!r}", {self._engine._loop._loop}
             )
 
     def _finish(self) -> None:

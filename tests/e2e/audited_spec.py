@@ -32,7 +32,7 @@ from kvxfer.integrations.vllm.interface import group_ids
 from kvxfer.integrations.vllm_connector.hooks import convert_caches
 from kvxfer.kvcache.descriptors import describe
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.lending import Lender, Loan, Room, Wanted
+from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
 from tests.e2e.audit import DIE, DIRECTORY, HOOKS, Hook
 
 MAX_EVICTION_ATTEMPTS = 1000
@@ -263,13 +263,13 @@ class _DyingLender(Lender):
         self._sign = Path(os.environ[DIRECTORY], DIE)
 
     @asynccontextmanager
-    async def lend(self, wanted: Wanted) -> AsyncIterator[Loan]:
+    async def lend(self, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
         async with self._inner.lend(wanted) as loan:
             yield loan
             if self._sign.exists():
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def make_room(self, offered: Wanted) -> AbstractAsyncContextManager[Room]:
+    def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
         return self._inner.make_room(offered)
 
 

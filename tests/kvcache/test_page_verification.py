@@ -10,7 +10,7 @@ import torch
 
 from kvxfer.errors import PageMappingError
 from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.page_mapping import CopyRun, Fragments, PageMapping, verify_mappings
+from kvxfer.kvcache.page_mapping import CopyRun, PageFragments, PageMapping, verify_mappings
 from kvxfer.kvcache.worker_shard import WorkerShard
 from tests.kvcache.page_worlds import World
 from tests.kvcache.random_worlds import layouts_of, random_options, random_page, random_world
@@ -44,7 +44,7 @@ def runs_of(mapping: PageMapping) -> list[tuple[int, CopyRun]]:
     return fragments.runs()
 
 
-def expanded(fragments: Fragments) -> list[list[int]]:
+def expanded(fragments: PageFragments) -> list[list[int]]:
     """List the fragments of runs, one by one."""
     return [
         [

@@ -13,10 +13,10 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.lending import Lender, StagedLender, Wanted
+from kvxfer.storage.lending import BlockParts, Lender, StagedLender
 from kvxfer.storage.threads import Threads
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
-from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_made_up
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
 
@@ -48,16 +48,16 @@ async def lending(
     engine.close()
 
 
-def whole(memory: BlockMemory, keys: list[BlockKey]) -> Wanted:
+def whole(memory: BlockMemory, keys: list[BlockKey]) -> BlockParts:
     size = memory.chunk_size_bytes(0)
-    return Wanted(keys, [0] * len(keys), [size] * len(keys))
+    return BlockParts(keys, [0] * len(keys), [size] * len(keys))
 
 
 async def test_what_was_stored_is_lent_with_its_checksum(
     lending: tuple[Lender, Backend], memory: BlockMemory
 ) -> None:
     lender, backend = lending
-    payloads = await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+    payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
     async with lender.lend(whole(memory, [KEYS[3], KEYS[1], KEYS[0]])) as loan:
         statuses = [outcome.status for outcome in loan.outcomes]
         assert statuses == [Status.MISSING, Status.DONE, Status.DONE]
@@ -74,8 +74,8 @@ async def test_a_part_is_lent_with_the_checksum_of_the_part(
     lending: tuple[Lender, Backend], memory: BlockMemory
 ) -> None:
     lender, backend = lending
-    [payload] = await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
-    async with lender.lend(Wanted(KEYS[:1], [512], [64])) as loan:
+    [payload] = await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+    async with lender.lend(BlockParts(KEYS[:1], [512], [64])) as loan:
         assert loan.blocks is not None
         assert read_payloads(loan.blocks) == [payload[512:576]]
         assert loan.checksums == [xxhash.xxh3_64_intdigest(payload[512:576])]
@@ -85,7 +85,7 @@ async def test_of_what_there_is_room_for_only_what_arrived_is_stored(
     lending: tuple[Lender, Backend], memory: BlockMemory
 ) -> None:
     lender, backend = lending
-    await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+    await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
     payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in KEYS[1:]]
     async with lender.make_room(whole(memory, KEYS[1:])) as room:
         assert room.outcomes == [None] * 3
@@ -111,7 +111,7 @@ async def test_nothing_is_stored_when_the_context_ends_by_an_error(
             room.arrived[0] = 1
             raise ZeroDivisionError
     assert await backend.lookup(KEYS[:2]) == [False, False]
-    payloads = await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+    payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
     async with lender.lend(whole(memory, KEYS[:2])) as loan:
         assert loan.blocks is not None
         assert read_payloads(loan.blocks) == payloads
@@ -135,7 +135,7 @@ async def test_what_no_block_has_is_refused(
     lender, _ = lending
     for context in (lender.lend, lender.make_room):
         with pytest.raises(InvalidArgumentError):
-            async with context(Wanted(keys, starts, sizes)):
+            async with context(BlockParts(keys, starts, sizes)):
                 pytest.fail("lent")
 
 
@@ -145,8 +145,8 @@ async def test_a_slot_that_is_lent_is_not_evicted(memory: BlockMemory) -> None:
     async with HostBackend(HostConfig(capacity=capacity), memory.namespace()) as backend:
         keys = make_keys(backend.num_slots)
         blocks = memory.describe(0, range(len(keys)))
-        payloads = await store_made_up(backend, keys, blocks)
-        async with backend.lend(Wanted(keys[:1], [0], [size])) as loan:
+        payloads = await store_generated(backend, keys, blocks)
+        async with backend.lend(BlockParts(keys[:1], [0], [size])) as loan:
             for first in range(100, 110):
                 new = make_keys(1, first=first)
                 write_payloads(memory.describe(0, [40]), [make_payload(new[0], size)])
@@ -159,7 +159,7 @@ async def test_two_that_make_room_for_one_key_store_it_once(memory: BlockMemory)
     size = memory.chunk_size_bytes(0)
     config = HostConfig(capacity=ByteSize(1 << 20))
     async with HostBackend(config, memory.namespace()) as backend:
-        wanted = Wanted(KEYS[:1], [0], [size])
+        wanted = BlockParts(KEYS[:1], [0], [size])
 
         async def second() -> list[Status]:
             async with backend.make_room(wanted) as room:
@@ -179,7 +179,7 @@ async def test_only_host_memory_says_where_blocks_are(
     lending: tuple[Lender, Backend], memory: BlockMemory
 ) -> None:
     lender, backend = lending
-    payloads = await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+    payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
     sight = lender.peek([KEYS[1], KEYS[3], KEYS[0]])
     if not isinstance(lender, HostBackend):
         assert sight is None
@@ -197,7 +197,7 @@ async def test_only_host_memory_says_where_blocks_are(
 async def test_without_checksums_nothing_is_said_of_places(memory: BlockMemory) -> None:
     config = HostConfig(capacity=ByteSize(1 << 20), integrity=Integrity.OFF)
     async with HostBackend(config, memory.namespace()) as backend:
-        await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         assert backend.peek(KEYS[:1]) is None
 
 
@@ -208,7 +208,7 @@ async def test_memory_of_a_cancelled_loan_is_lent_to_nobody_while_it_may_be_touc
     namespace, size = memory.namespace(), memory.chunk_size_bytes(0)
     threads, engine = Threads("test-lending", 1), CPUCopyEngine()
     inner = DictBackend(DictConfig(), namespace)
-    payloads = await store_made_up(inner, KEYS[:2], memory.describe(0, [0, 1]))
+    payloads = await store_generated(inner, KEYS[:2], memory.describe(0, [0, 1]))
     async with FaultyBackend(inner, seed=0, rates=FaultRates(late=1.0)) as faulty:
         lender = StagedLender(faulty, namespace, copy_engine=engine, threads=threads, max_bytes=1)
 

@@ -11,7 +11,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage import tier
 from kvxfer.storage import tiers as tiers_module
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.calls import finish
+from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
@@ -21,7 +21,7 @@ from kvxfer.testing import (
     FaultyBackend,
     Operation,
 )
-from kvxfer.testing.conformance.suite import cancel, statuses, store_made_up, yield_to_loop
+from kvxfer.testing.conformance.suite import cancel, statuses, store_generated, yield_to_loop
 from tests.storage.opened_tiers import (
     KEYS,
     load_from,
@@ -123,7 +123,7 @@ async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_dow
     lower = Cold(None, namespace)
     async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
         idle = backend._staging.num_buffers
-        await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
         await backend._cascade.settle()
         assert len(backend._staging._idle) == idle - 1
         lower.quiet.set()
@@ -152,7 +152,7 @@ async def test_a_lower_tier_that_raises_takes_nothing_down(
 ) -> None:
     async with opened(memory, num_slots=4) as tiers:
         tiers.fail(*Operation, error=1.0)
-        payloads = await store_made_up(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
         await tiers.backend._cascade.settle()
         warnings = [record for record in caplog.records if "store of 4 blocks" in record.message]
         assert len(warnings) == 1
@@ -171,7 +171,7 @@ async def test_a_first_tier_that_raises_leaves_the_lower_one_in_use(memory: Bloc
     rates = FaultRates(error=1.0, operations=frozenset(Operation))
     first = FaultyBackend(open_dict(namespace), seed=0, rates=rates)
     async with TieredBackend([first, open_dict(namespace)], namespace) as backend:
-        payloads = await store_made_up(backend, KEYS, memory.describe(0, range(8)))
+        payloads = await store_generated(backend, KEYS, memory.describe(0, range(8)))
         assert await backend.lookup(KEYS) == [True] * 8
         assert await load_from(backend, memory, KEYS) == payloads
         assert await backend.delete(KEYS) == [True] * 8
@@ -182,7 +182,7 @@ async def test_blocks_that_fail_on_their_way_down_are_logged_once(
 ) -> None:
     async with opened(memory) as tiers:
         tiers.fail(Operation.STORE, failure=1.0)
-        await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.backend._cascade.settle()
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 2
@@ -204,9 +204,9 @@ async def test_a_lower_tier_that_gives_too_few_outcomes_has_failed(memory: Block
 async def test_a_lower_tier_that_hangs_does_not_hold_up_the_first(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         tiers.fail(Operation.STORE, hang=1.0)
-        payloads = await store_made_up(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
         await tiers.faults.until_waiting()
-        payloads += await store_made_up(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
+        payloads += await store_generated(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
         outcomes = await tiers.backend.store(KEYS, memory.describe(0, range(8)))
         assert statuses(outcomes) == [Status.DONE] * 8
         assert await tiers.backend.lookup(KEYS) == [True] * 8
@@ -218,7 +218,7 @@ async def test_a_lower_tier_that_hangs_does_not_hold_up_the_first(memory: BlockM
 
 async def test_a_lookup_that_hangs_below_does_not_hold_up_another(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
-        await store_made_up(tiers.lower, KEYS, memory.describe(0, range(8)))
+        await store_generated(tiers.lower, KEYS, memory.describe(0, range(8)))
         tiers.fail(Operation.LOAD, hang=1.0)
         hanging = asyncio.create_task(tiers.backend.lookup(KEYS[:4]))
         await tiers.faults.until_waiting()
@@ -230,7 +230,7 @@ async def test_a_lookup_that_hangs_below_does_not_hold_up_another(memory: BlockM
 
 async def test_a_cancelled_load_waits_for_the_lower_tier_to_let_go(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
-        await store_made_up(tiers.lower, KEYS, memory.describe(0, range(8)))
+        await store_generated(tiers.lower, KEYS, memory.describe(0, range(8)))
         tiers.fail(Operation.LOAD, stuck=1.0)
         load = asyncio.ensure_future(tiers.backend.load(KEYS, memory.describe(0, range(8, 16))))
         await tiers.faults.until_waiting()
@@ -250,14 +250,14 @@ async def test_closing_carries_down_what_still_waits(memory: BlockMemory) -> Non
     namespace = memory.namespace()
     tiers = [open_host(namespace, 8), KeptBackend(shelf, namespace)]
     async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
-        await store_made_up(backend, KEYS, memory.describe(0, range(8)))
+        await store_generated(backend, KEYS, memory.describe(0, range(8)))
     assert sorted(shelf[namespace.fingerprint]) == sorted(KEYS)
 
 
 async def test_closing_waits_for_calls_and_for_what_they_stored(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         blocks = memory.describe(0, range(8))
-        store = asyncio.create_task(store_made_up(tiers.backend, KEYS, blocks))
+        store = asyncio.create_task(store_generated(tiers.backend, KEYS, blocks))
         await yield_to_loop(3)
         await tiers.backend.aclose()
         await store
@@ -267,7 +267,7 @@ async def test_closing_waits_for_calls_and_for_what_they_stored(memory: BlockMem
 async def test_a_cancelled_close_gives_up_what_hangs_and_still_closes(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         tiers.fail(Operation.STORE, hang=1.0)
-        await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.faults.until_waiting()
         close = asyncio.create_task(tiers.backend.aclose())
         await yield_to_loop(10)
@@ -293,7 +293,7 @@ async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -
     backend = TieredBackend(tiers, namespace)
     with pytest.raises(OSError, match="Unclosable"):
         await backend.aclose()
-    assert all(tier._door.closed for tier in tiers)
+    assert all(tier._guard.closed for tier in tiers)
 
 
 # Misuse
@@ -357,7 +357,7 @@ async def test_a_lower_tier_that_answers_nothing_is_a_miss_there(memory: BlockMe
     hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
     tiers = [open_host(namespace, 8), hanging]
     async with TieredBackend(tiers, namespace, lookup_timeout_s=0.05) as backend:
-        payloads = await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
         assert await backend.lookup(KEYS[:3]) == [True, True, False]
         assert await load_from(backend, memory, KEYS[:2]) == payloads
         assert await backend.delete(KEYS[:2]) == [True, True]
@@ -389,8 +389,8 @@ async def test_a_tier_that_hangs_keeps_no_more_than_its_share_of_staging_memory(
     namespace = memory.namespace()
     inner, healthy = open_dict(namespace), open_dict(namespace)
     hanging = FaultyBackend(inner, seed=0, rates=FaultRates())
-    payloads = await store_made_up(inner, KEYS[:4], memory.describe(0, range(4)))
-    payloads += await store_made_up(healthy, KEYS[4:], memory.describe(0, range(4, 8)))
+    payloads = await store_generated(inner, KEYS[:4], memory.describe(0, range(4)))
+    payloads += await store_generated(healthy, KEYS[4:], memory.describe(0, range(4, 8)))
     tiers = [open_host(namespace, 8), hanging, healthy]
     async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
         hanging.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.LOAD}))
@@ -406,7 +406,7 @@ async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: Bloc
     late = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates(late=1.0))
     async with TieredBackend([open_host(namespace, 8), late], namespace) as backend:
         idle = backend._staging.num_buffers
-        await store_made_up(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
         await late.until_waiting()
         await backend._cascade.cancel()
         assert len(backend._staging._idle) == idle - 1
@@ -426,7 +426,7 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
 
     class Unclosable(DictBackend):
         async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-            await finish(asyncio.ensure_future(quiet.wait()))
+            await wait_despite_cancel(asyncio.ensure_future(quiet.wait()))
             return await super().store(keys, blocks)
 
         async def aclose(self) -> None:
@@ -434,7 +434,7 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
             await super().aclose()
 
     backend = TieredBackend([open_host(namespace, 8), Unclosable(None, namespace)], namespace)
-    await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+    await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
     await yield_to_loop(3)
     await backend.aclose()
     assert "1 blocks were not written back" in caplog.text
@@ -454,9 +454,9 @@ async def test_what_a_tier_missed_while_it_failed_is_carried_when_it_works_again
         [queue] = tiers.backend._cascade.queues
         queue.first_pause_s = 0.0
         tiers.fail(*Operation, error=1.0)
-        payloads = await store_made_up(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
         await tiers.backend._cascade.settle()
-        payloads += await store_made_up(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
+        payloads += await store_generated(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
         assert not tiers.lower.stored
         tiers.fail()
         await tiers.backend.flush()
@@ -465,8 +465,8 @@ async def test_what_a_tier_missed_while_it_failed_is_carried_when_it_works_again
 
 async def test_what_is_stored_again_is_carried_where_it_is_missing(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
-        payloads = await store_made_up(tiers.first, KEYS[:2], memory.describe(0, [0, 1]))
-        await store_made_up(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
+        payloads = await store_generated(tiers.first, KEYS[:2], memory.describe(0, [0, 1]))
+        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
         await tiers.backend.flush()
         assert await load_from(tiers.lower, memory, KEYS[:2]) == payloads
 
@@ -483,9 +483,9 @@ async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockM
     async with TieredBackend([open_host(namespace, 8), lower], namespace) as backend:
         [queue] = backend._cascade.queues
         queue.first_pause_s = 0.0
-        await store_made_up(backend, KEYS[:1], memory.describe(0, [0]))
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
         await backend._cascade.settle()
-        await store_made_up(backend, KEYS[1:], memory.describe(0, range(1, 8)))
+        await store_generated(backend, KEYS[1:], memory.describe(0, range(1, 8)))
         while not all(await lower.lookup(KEYS[1:])):
             await backend._cascade.settle()
             await asyncio.sleep(0)
@@ -494,7 +494,7 @@ async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockM
 async def test_flushing_waits_for_every_tier(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         tiers.fail(Operation.STORE, hang=1.0)
-        await store_made_up(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.faults.until_waiting()
         flush = asyncio.ensure_future(tiers.backend.flush())
         await yield_to_loop(10)

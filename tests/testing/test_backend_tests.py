@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
-from kvxfer.storage.door import Door
+from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
 from kvxfer.testing.payloads import copy_blocks, flip_bit, read_payloads, write_payloads
@@ -57,7 +57,7 @@ class Overwriting(DictBackend):
     """Faulty backend that replaces the bytes of a present key."""
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        if blocks.num_blocks == len(keys) and not self._door.closed:
+        if blocks.num_blocks == len(keys) and not self._guard.closed:
             for key in keys:
                 self._blocks.pop(key, None)
         return await super().store(keys, blocks)
@@ -96,11 +96,11 @@ class Trusting(DictBackend):
 
     def __init__(self, config: DictConfig | None, namespace: Namespace) -> None:
         super().__init__(config, namespace)
-        self._door = OpenDoor("trusting backend")
+        self._guard = NoGuard("trusting backend")
 
 
-class OpenDoor(Door):
-    """Faulty backend that never refuses a block."""
+class NoGuard(CallGuard):
+    """Call guard that refuses nothing."""
 
     def check(self) -> None:
         pass

@@ -80,7 +80,7 @@ async def test_a_lost_peer_ends_what_is_held(sides: Sides) -> None:
     sides.agent.hold()
     task = asyncio.create_task(sides.read(name))
     await sides.agent.until_held()
-    sides.agent.lose(name)
+    sides.agent.make_unreachable(name)
     for lost in (task, sides.read(name)):
         with pytest.raises(PeerLostError):
             await lost

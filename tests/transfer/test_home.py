@@ -1,4 +1,4 @@
-"""Home loop of an engine: no call waits for an event loop that does not run."""
+"""Event loop of an engine: no call waits for an event loop that does not run."""
 
 import asyncio
 import subprocess

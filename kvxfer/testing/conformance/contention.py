@@ -14,7 +14,7 @@ from kvxfer.testing.conformance.suite import (
     make_large_memory,
     make_memory,
     statuses,
-    store_made_up,
+    store_generated,
     tails,
     yield_to_loop,
 )
@@ -85,7 +85,7 @@ class ContentionTests(BackendSuite):
     async def test_memory_is_quiet_after_a_cancelled_load(self) -> None:
         memory, keys = make_large_memory(), make_keys(8)
         async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_made_up(backend, keys, memory.describe(0, range(8)))
+            payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
             target = memory.describe(0, range(8, 16))
             elsewhere = memory.describe(0, range(16, 24))
             for turns in range(12):
@@ -117,6 +117,6 @@ class ContentionTests(BackendSuite):
                 outcomes = await backend.load(keys, target)
                 assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
                 assert_done_are(outcomes, target, payloads)
-                again = await store_made_up(backend, keys, blocks)
+                again = await store_generated(backend, keys, blocks)
                 assert statuses(await backend.load(keys, target)) == [Status.DONE] * 8
                 assert read_payloads(target) == again

@@ -12,7 +12,7 @@ from kvxfer.testing.conformance.suite import (
     make_keys,
     make_memory,
     statuses,
-    store_made_up,
+    store_generated,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
@@ -23,7 +23,7 @@ class MediumTests(BackendSuite):
     async def test_corrupt_bytes_are_reported_once_and_then_a_miss(self) -> None:
         memory, keys = make_memory(), make_keys(3)
         async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_made_up(backend, keys, memory.describe(0, [0, 1, 2]))
+            payloads = await store_generated(backend, keys, memory.describe(0, [0, 1, 2]))
             await self.corrupt(backend, keys[1])
             target = memory.describe(0, [3, 4, 5])
             outcomes = await backend.load(keys, target)
@@ -36,7 +36,7 @@ class MediumTests(BackendSuite):
                 Status.MISSING,
                 Status.DONE,
             ]
-            await store_made_up(backend, keys[1:2], memory.describe(0, [1]))
+            await store_generated(backend, keys[1:2], memory.describe(0, [1]))
             assert statuses(await backend.load(keys, target)) == [Status.DONE] * 3
             assert read_payloads(target) == payloads
 

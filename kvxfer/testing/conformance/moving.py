@@ -13,19 +13,19 @@ from kvxfer.testing.conformance.suite import (
     make_keys,
     make_memory,
     statuses,
-    store_made_up,
+    store_generated,
 )
 from kvxfer.testing.payloads import read_payloads, write_payloads
 
 
-class MovingTests(BackendSuite):
+class StoreLoadTests(BackendSuite):
     """Tests of store and load, of whole chunks and parts of them."""
 
     async def test_stored_blocks_are_loaded_bit_for_bit(self) -> None:
         memory, keys = make_memory(), make_keys(8)
         async with await self.make_backend(memory.namespace()) as backend:
             blocks = memory.describe(0, [3, 9, 1, 0, 17, 18, 19, 40])
-            payloads = await store_made_up(backend, keys, blocks)
+            payloads = await store_generated(backend, keys, blocks)
             assert read_payloads(blocks) == payloads, "store changed its source"
             order = random.Random(1).sample(range(8), 8)
             target = memory.describe(0, [60, 2, 63, 5, 30, 31, 8, 7])
@@ -36,7 +36,7 @@ class MovingTests(BackendSuite):
     async def test_a_load_writes_nothing_but_its_blocks(self) -> None:
         memory, keys = make_memory(), make_keys(4)
         async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_made_up(backend, keys, memory.describe(0, [0, 1, 2, 3]))
+            payloads = await store_generated(backend, keys, memory.describe(0, [0, 1, 2, 3]))
             memory.fill(SENTINEL)
             target = memory.describe(0, [4, 20, 21, 7])
             before = memory.snapshot()
@@ -50,7 +50,7 @@ class MovingTests(BackendSuite):
         theirs = BlockMemory([[8, 40, 80]], num_blocks=2, padding_bytes=0)
         [key] = make_keys(1)
         async with await self.make_backend(ours.namespace()) as backend:
-            [payload] = await store_made_up(backend, [key], ours.describe(0, [1]))
+            [payload] = await store_generated(backend, [key], ours.describe(0, [1]))
             assert statuses(await backend.load([key], theirs.describe(0, [0]))) == [Status.DONE]
             assert read_payloads(theirs.describe(0, [0])) == [payload]
 
@@ -66,7 +66,7 @@ class MovingTests(BackendSuite):
     async def test_present_blocks_of_a_partly_missing_batch_are_loaded(self) -> None:
         memory, keys = make_memory(), make_keys(4)
         async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_made_up(backend, keys[::2], memory.describe(0, [0, 1]))
+            payloads = await store_generated(backend, keys[::2], memory.describe(0, [0, 1]))
             memory.fill(SENTINEL)
             target = memory.describe(0, [5, 6, 7, 8])
             outcomes = await backend.load(keys, target)
@@ -79,8 +79,8 @@ class MovingTests(BackendSuite):
     async def test_storing_a_present_key_is_done_and_keeps_the_old_bytes(self) -> None:
         memory, keys = make_memory(), make_keys(3)
         async with await self.make_backend(memory.namespace()) as backend:
-            old = await store_made_up(backend, keys[:2], memory.describe(0, [0, 1]))
-            new = await store_made_up(backend, keys, memory.describe(0, [2, 3, 4]), version=1)
+            old = await store_generated(backend, keys[:2], memory.describe(0, [0, 1]))
+            new = await store_generated(backend, keys, memory.describe(0, [2, 3, 4]), version=1)
             target = memory.describe(0, [5, 6, 7])
             assert statuses(await backend.load(keys, target)) == [Status.DONE] * 3
             assert read_payloads(target) == [*old, new[2]]
@@ -91,9 +91,9 @@ class MovingTests(BackendSuite):
         async with await self.make_backend(memory.namespace()) as backend:
             for key, first in zip(keys, [0, 2], strict=True):  # the head, the tail
                 part = memory.describe(0, [0, 1], first_block_index=first)
-                await store_made_up(backend, [key], part)
+                await store_generated(backend, [key], part)
                 whole = memory.describe(0, range(4, 8))
-                payloads = await store_made_up(backend, [key], whole, version=1)
+                payloads = await store_generated(backend, [key], whole, version=1)
                 assert await backend.lookup([key]) == [True]
                 target = memory.describe(0, range(8, 12))
                 assert statuses(await backend.load([key], target)) == [Status.DONE]
@@ -103,9 +103,9 @@ class MovingTests(BackendSuite):
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
             for key, first in zip(keys, [0, 2], strict=True):
-                payloads = await store_made_up(backend, [key], memory.describe(0, range(4)))
+                payloads = await store_generated(backend, [key], memory.describe(0, range(4)))
                 part = memory.describe(0, [4, 5], first_block_index=first)
-                await store_made_up(backend, [key], part, version=1)
+                await store_generated(backend, [key], part, version=1)
                 target = memory.describe(0, range(8, 12))
                 assert statuses(await backend.load([key], target)) == [Status.DONE]
                 assert read_payloads(target) == payloads
@@ -114,9 +114,9 @@ class MovingTests(BackendSuite):
         self.require_parts()
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(1)
         async with await self.make_backend(memory.namespace()) as backend:
-            await store_made_up(backend, keys, memory.describe(0, [0, 1]))
+            await store_generated(backend, keys, memory.describe(0, [0, 1]))
             tail = memory.describe(0, [2, 3], first_block_index=2)
-            payloads = await store_made_up(backend, keys, tail, version=1)
+            payloads = await store_generated(backend, keys, tail, version=1)
             target = memory.describe(0, [8, 9], first_block_index=2)
             assert statuses(await backend.load(keys, target)) == [Status.DONE]
             assert read_payloads(target) == payloads
@@ -126,7 +126,7 @@ class MovingTests(BackendSuite):
         keys = make_keys(2, group=0) + make_keys(2, group=1)  # the same hashes in both groups
         async with await self.make_backend(memory.namespace()) as backend:
             source = [memory.describe(0, [0, 1]), memory.describe(1, [0, 1])]
-            payloads = await store_made_up(backend, keys, Descriptors.concatenate(source))
+            payloads = await store_generated(backend, keys, Descriptors.concatenate(source))
             target = Descriptors.concatenate([memory.describe(1, [9, 8]), memory.describe(0, [7])])
             outcomes = await backend.load([keys[2], keys[3], keys[1]], target)
             assert statuses(outcomes) == [Status.DONE] * 3
@@ -138,7 +138,7 @@ class MovingTests(BackendSuite):
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
         block = memory.chunk_size_bytes(0) // 4
         async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_made_up(backend, keys, memory.describe(0, range(8)))
+            payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
             target = memory.describe(0, [20, 21, 22, 23, 24], first_block_index=2)
             assert target.payload_starts.tolist() == [2 * block, 0]
             assert statuses(await backend.load(keys, target)) == [Status.DONE, Status.DONE]
@@ -149,7 +149,7 @@ class MovingTests(BackendSuite):
         memory = BlockMemory([[64 << 10]], num_blocks=16, blocks_per_chunk=4)  # large fragments
         [key] = make_keys(1)
         async with await self.make_backend(memory.namespace()) as backend:
-            await store_made_up(backend, [key], memory.describe(0, [0, 1]))
+            await store_generated(backend, [key], memory.describe(0, [0, 1]))
             memory.fill(SENTINEL)
             before = memory.snapshot()
             outcomes = await backend.load([key], memory.describe(0, range(4, 8)))
@@ -160,7 +160,7 @@ class MovingTests(BackendSuite):
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
             source = memory.describe(0, range(7), first_block_index=1)
-            payloads = await store_made_up(backend, keys, source)
+            payloads = await store_generated(backend, keys, source)
             memory.fill(SENTINEL)
             tail = memory.describe(0, [10, 11], first_block_index=2)
             whole = memory.describe(0, [20, 21, 22, 23])

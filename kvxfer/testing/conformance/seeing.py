@@ -26,7 +26,7 @@ from kvxfer.testing.conformance.suite import (
     make_large_memory,
     make_memory,
     statuses,
-    store_made_up,
+    store_generated,
     yield_to_loop,
 )
 from kvxfer.testing.payloads import read_payloads
@@ -36,28 +36,28 @@ class Owner:
     """Object whose lifetime can be observed."""
 
 
-class SeeingTests(BackendSuite):
+class VisibilityTests(BackendSuite):
     """Tests of lookup, delete, misuse, namespaces, and closing."""
 
     async def test_lookup_answers_in_the_order_of_the_keys(self) -> None:
         memory, keys = make_memory(), make_keys(20)
         async with await self.make_backend(memory.namespace()) as backend:
             stored = random.Random(2).sample(keys, 9)
-            await store_made_up(backend, stored, memory.describe(0, range(9)))
+            await store_generated(backend, stored, memory.describe(0, range(9)))
             asked = random.Random(3).sample(keys, 20)
             assert await backend.lookup(asked) == [key in stored for key in asked]
 
     async def test_a_deleted_block_is_gone_and_can_be_stored_anew(self) -> None:
         memory, keys = make_memory(), make_keys(3)
         async with await self.make_backend(memory.namespace()) as backend:
-            await store_made_up(backend, keys, memory.describe(0, [0, 1, 2]))
+            await store_generated(backend, keys, memory.describe(0, [0, 1, 2]))
             assert await backend.delete(keys[1::-1]) == [True, True]
             assert await backend.delete(keys[1:]) == [False, True]
-            await store_made_up(backend, keys[2:], memory.describe(0, [2]))
+            await store_generated(backend, keys[2:], memory.describe(0, [2]))
             assert await backend.lookup(keys) == [False, False, True]
             target = memory.describe(0, [3, 4])
             assert statuses(await backend.load(keys[:2], target)) == [Status.MISSING] * 2
-            new = await store_made_up(backend, keys[:1], memory.describe(0, [0]), version=1)
+            new = await store_generated(backend, keys[:1], memory.describe(0, [0]), version=1)
             target = memory.describe(0, [3])
             assert statuses(await backend.load(keys[:1], target)) == [Status.DONE]
             assert read_payloads(target) == new
@@ -65,7 +65,7 @@ class SeeingTests(BackendSuite):
     async def test_deleting_a_block_in_use_does_not_harm_its_reader(self) -> None:
         memory, keys = make_large_memory(), make_keys(8)
         async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_made_up(backend, keys, memory.describe(0, range(8)))
+            payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
             target = memory.describe(0, range(8, 16))
             for turns in range(4):
                 load = asyncio.ensure_future(backend.load(keys, target))
@@ -78,7 +78,7 @@ class SeeingTests(BackendSuite):
                 assert all(map(operator.or_, deleted, found)), "neither removed nor there"
                 await backend.delete(keys)
                 assert await backend.lookup(keys) == [False] * len(keys)
-                await store_made_up(backend, keys, memory.describe(0, range(8)))
+                await store_generated(backend, keys, memory.describe(0, range(8)))
 
     async def test_an_invalid_batch_is_refused_and_nothing_moves(self) -> None:
         memory, keys = make_memory(), make_keys(3)
@@ -101,7 +101,7 @@ class SeeingTests(BackendSuite):
         blocks = memory.describe(0, [0])
         backend = await self.make_backend(memory.namespace())
         async with backend:
-            await store_made_up(backend, keys, blocks)
+            await store_generated(backend, keys, blocks)
         await backend.aclose()
         with pytest.raises(ClosedError):
             await backend.lookup(keys)
@@ -119,7 +119,7 @@ class SeeingTests(BackendSuite):
             await self.make_backend(memory.namespace()) as ours,
             await self.make_backend(theirs_too) as theirs,
         ):
-            await store_made_up(ours, keys, memory.describe(0, [0, 1]))
+            await store_generated(ours, keys, memory.describe(0, [0, 1]))
             assert await theirs.lookup(keys) == [False, False]
             outcomes = await theirs.load(keys, memory.describe(0, [2, 3]))
             assert statuses(outcomes) == [Status.MISSING] * 2
@@ -131,7 +131,7 @@ class SeeingTests(BackendSuite):
             pytest.skip("this backend is not persistent")
         memory, keys = make_memory(), make_keys(4)
         async with await self.make_backend(memory.namespace()) as backend:
-            payloads = await store_made_up(backend, keys, memory.describe(0, range(4)))
+            payloads = await store_generated(backend, keys, memory.describe(0, range(4)))
         async with await self.make_backend(memory.namespace()) as backend:
             assert await backend.lookup(keys) == [True] * 4
             target = memory.describe(0, range(8, 12))
