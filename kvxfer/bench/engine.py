@@ -255,7 +255,8 @@ class EngineProcess:
         if message is None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it has yet to say why
                 self._process.wait(LAST_WORDS_TIMEOUT_S)
-            raise EngineDiedError("the engine died", self._tail())
+            status = self._process.poll()
+            raise EngineDiedError(f"the engine died, exit status {status}", self._tail())
         return msgspec.msgpack.decode(message, type=answer)
 
     def _tail(self) -> str:
@@ -380,7 +381,6 @@ def _frame(message: Any) -> bytes:
 
 
 def _read_frame(stream: IO[bytes]) -> bytes | None:
-    """The next message; None at the end of the stream."""
     num_bytes = int.from_bytes(stream.read(FRAME_LENGTH_BYTES), "big")
     message = stream.read(num_bytes)
     return message if num_bytes and len(message) == num_bytes else None
