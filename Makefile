@@ -20,7 +20,7 @@ export PYTHONHASHSEED := 0
 # minute for each process of an engine.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
+.PHONY: setup demo test core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -56,6 +56,20 @@ chaos: $(INSTALLED)
 
 # Downloads the other releases of vLLM that the adapter supports, some 3 GB on disk.
 compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+
+# The core with another Python, without engines: vLLM has no wheel for it. `make core PYTHON_VERSION=3.12`.
+PYTHON_VERSION ?= 3.13
+CORE := build/python-$(PYTHON_VERSION)
+CORE_PYTHON = $(shell command -v $$HOME/.pyenv/versions/$(PYTHON_VERSION)*/bin/python python$(PYTHON_VERSION) | head -n 1)
+core: $(CORE)/.installed
+	$(CORE)/bin/python -m pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e --ignore=tests/chaos
+
+# The pinned versions, without those that are pinned for one Python: builds of torch and of its kernels.
+$(CORE)/.installed: constraints.txt pyproject.toml
+	test -x $(CORE)/bin/python || $(CORE_PYTHON) -m venv $(CORE)
+	grep -vE "^(torch|triton|vllm|cuda|nvidia|setuptools)" constraints.txt > $(CORE)/constraints.txt
+	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,keyed,testing]' $(shell grep '^torch==' constraints.txt) cryptography packaging pytest-timeout rich safetensors
+	touch $@
 
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 

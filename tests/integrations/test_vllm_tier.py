@@ -12,7 +12,6 @@ from kvxfer.errors import (
     InvalidArgumentError,
     UnsupportedEngineError,
 )
-from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
@@ -30,6 +29,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 )
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier, interface
+from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4
