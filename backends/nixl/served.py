@@ -47,6 +47,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import BlockParts
 
 MAX_REQUESTS = 64
@@ -58,6 +59,8 @@ meanwhile."""
 logger = logging.getLogger(__name__)
 
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+RELEASE_TIMEOUT_S = 1.0
+"""Longest wait of a deletion for transfers that may release the blocks that it names."""
 _NOTHING = Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=bytes(8))
 
 
@@ -96,7 +99,7 @@ class ServedPeer:
         self._cancelled: set[int] = set()
         self._pins: dict[int, AsyncExitStack] = {}
         self._data: set[asyncio.Task[Any]] = set()
-        self._num_on_data = 0
+        self._transfers: set[asyncio.Future[None]] = set()
         self._heard = time.monotonic()
 
     @property
@@ -107,7 +110,7 @@ class ServedPeer:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is pinned or moved for this peer."""
-        return not (self._pins or self._jobs or self._num_on_data)
+        return not (self._pins or self._jobs or self._transfers)
 
     @property
     def transport(self) -> str:
@@ -127,12 +130,14 @@ class ServedPeer:
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[None]:
-        """Count a transfer on a data connection, for `is_idle`."""
-        self._num_on_data += 1
+        """Note a transfer on a data connection, for `is_idle` and for deletions."""
+        ended = asyncio.get_running_loop().create_future()
+        self._transfers.add(ended)
         try:
             yield
         finally:
-            self._num_on_data -= 1
+            self._transfers.discard(ended)
+            ended.set_result(None)
 
     async def serve(self) -> None:
         """Answer until the connection ends; return when no block is pinned or moved any more."""
@@ -208,8 +213,7 @@ class ServedPeer:
         if isinstance(request, Lookup):
             return await self._lookup(request)
         if isinstance(request, Delete):
-            deleted = await self.store.backend.delete(request.keys)
-            return Deleted(request_id=number, deleted=deleted)
+            return Deleted(request_id=number, deleted=await self._delete(request.keys))
         if isinstance(request, Pin):
             return await self._pin(request)
         if isinstance(request, Push):
@@ -218,6 +222,22 @@ class ServedPeer:
             return await self._pull(request)
         assert isinstance(request, Probe)
         return await self._probe(request)
+
+    async def _delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Delete blocks, also those that this peer has just loaded.
+
+        The peer has all bytes a moment before the transfer on its data connection releases the
+        blocks, so blocks that stayed are deleted once the transfers of this moment have ended.
+        """
+        deleted = await self.store.backend.delete(keys)
+        if all(deleted) or not self._transfers:
+            return deleted
+        await asyncio.wait(set(self._transfers), timeout=RELEASE_TIMEOUT_S)
+        stayed = [index for index, is_deleted in enumerate(deleted) if not is_deleted]
+        again = await self.store.backend.delete([keys[index] for index in stayed])
+        for index, is_deleted in zip(stayed, again, strict=True):
+            deleted[index] = is_deleted
+        return deleted
 
     async def _lookup(self, request: Lookup) -> Found:
         sight = self.store.lender.peek(request.keys) if request.places else None

@@ -1,11 +1,15 @@
 """Pins: how long a holder keeps blocks in place for a peer that reads them."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
 from kvxfer.backends.nixl import connection
+from kvxfer.backends.nixl.data_connection import DataConnection
 from kvxfer.backends.nixl.served import ServedPeer
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
 
@@ -41,6 +45,32 @@ async def test_what_was_read_is_let_go_before_the_next_request_is_done(
         assert read_payloads(target) == pair.payloads[:2]
         assert await pair.client.delete(KEYS[:2]) == [True, True]
         assert served(pair).num_pins == 0
+
+
+async def test_a_block_is_deleted_although_its_transfer_ends_a_moment_after_its_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = asyncio.Event()
+
+    async def send_blocks(self: DataConnection, blocks: Descriptors) -> None:
+        await original(self, blocks)
+        await refused.wait()
+
+    async def delete(keys: Sequence[BlockKey]) -> list[bool]:
+        deleted = await delete_now(keys)
+        refused.set()
+        return deleted
+
+    original = DataConnection.send_blocks
+    async with open_pair("socket") as pair:
+        store = served(pair).store
+        delete_now = store.backend.delete
+        monkeypatch.setattr(DataConnection, "send_blocks", send_blocks)
+        monkeypatch.setattr(store.backend, "delete", delete)
+        [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
+        assert outcome.done
+        assert await pair.client.delete(KEYS[:2]) == [True, True]
+        assert await pair.client.lookup(KEYS[:2]) == [False, False]
 
 
 async def test_what_was_pinned_for_a_load_that_was_cancelled_meanwhile_is_let_go(
