@@ -244,6 +244,17 @@ def _certificate(
     now = dt.datetime.now(dt.UTC)
     address = x509.IPAddress(ipaddress.ip_address(HOST))
     constraints = x509.BasicConstraints(ca=is_ca, path_length=None)
+    usage = x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=is_ca,
+        crl_sign=is_ca,
+        encipher_only=False,
+        decipher_only=False,
+    )
     return (
         x509.CertificateBuilder()
         .subject_name(_name(subject))
@@ -254,6 +265,13 @@ def _certificate(
         .not_valid_after(now + dt.timedelta(days=1))
         .add_extension(x509.SubjectAlternativeName([address]), critical=False)
         .add_extension(constraints, critical=True)
+        # OpenSSL is strict about these from Python 3.13 on.
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
+            critical=False,
+        )
+        .add_extension(usage, critical=True)
         .sign(issuer_key, hashes.SHA256())
     )
 

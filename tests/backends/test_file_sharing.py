@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.file import space
 from kvxfer.backends.file.contents import size_on_disk
 from kvxfer.backends.file.ledger import Ledger
 from kvxfer.backends.file.writer import BUSY
@@ -38,6 +40,13 @@ BLOCK_BYTES = 16 << 10
 NUM_KEYS = 120
 REPOSITORY = Path(__file__).parents[2]
 SLOW = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(autouse=True)
+def _rescans_are_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a scan is long, and the next one waits ten times as long."""
+    monkeypatch.setattr(space, "SHORT_SCAN_S", math.inf)
+
 
 pytestmark = pytest.mark.processes
 

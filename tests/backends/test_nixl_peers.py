@@ -221,7 +221,7 @@ async def test_a_thousand_random_batches_with_evictions_have_the_right_bytes(
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_two_peers_serve_each_other(memory: BlockMemory, way: str) -> None:
-    namespace, port = memory.namespace(), 30_000 + os.getpid() % 10_000
+    namespace, port = memory.namespace(), 20_000 + os.getpid() % 10_000
     address = f"127.0.0.1:{port},127.0.0.1:{port + 1}"
     configs = [
         NixlConfig(address=address, listen=listen, capacity=ByteSize(4 << 20), **WAYS[way])
