@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,3 +170,30 @@ def test_heads_that_no_power_of_two_divides_are_rows_of_their_own() -> None:
     side = Side(np.zeros(1, np.uint8), [index * 161 for index in range(50)])
     uneven = pieces(side, [160] * 49 + [320])
     assert common_row_bytes(uneven, pieces(side, [480] * 50)) == 160
+
+
+@pytest.mark.parametrize(("length", "gap", "taken"), [(16, 4, 4), (12, 8, 4), (16, 0, 16)])
+def test_a_gather_takes_the_longest_rows_whose_places_are_multiples_of_their_length(
+    monkeypatch: pytest.MonkeyPatch, length: int, gap: int, taken: int
+) -> None:
+    count, kib = 9, 1 << 10
+    order = np.random.default_rng(0).permutation(count)
+    source = np.random.default_rng(1).integers(0, 256, count * (length + gap) * kib, np.uint8)
+    copied = np.zeros(count * length * kib, np.uint8)
+    starts = (order * (length + gap) * kib).tolist()
+    widths: list[int] = []
+    take = np.take
+
+    def noting_take(view: NDArray[np.void], *arguments: Any, **named: Any) -> Any:
+        widths.append(view.itemsize)
+        return take(view, *arguments, **named)
+
+    monkeypatch.setattr("kvxfer.copy_engine.rows.np.take", noting_take)
+    lengths = [length * kib] * count
+    gather(
+        pieces(Side(source, starts), lengths),
+        pieces(Side(copied, list(range(0, len(copied), length * kib))), lengths),
+    )
+    assert set(widths) == {taken * kib}
+    expected = source.reshape(count, -1)[order, : length * kib]
+    assert np.array_equal(copied.reshape(count, -1), expected)
