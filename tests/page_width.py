@@ -32,7 +32,7 @@ MEASURE = """<body><script>
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
-    """Pages of the site, and where the result is sent to."""
+    """Handler that serves the pages of the site and receives their widths."""
 
     server: "Server"
 
@@ -47,7 +47,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Server that knows when the pages were measured."""
+    """Server of the site, with the widths of its pages once they were measured."""
 
     def __init__(self, site: Path) -> None:
         super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(site)))

@@ -1,4 +1,4 @@
-"""A command with its output in a file, and one line on the screen that says how far it is.
+"""Runner of one command: its output goes to a file, its progress to one line of the screen.
 
 `python quietly.py LOG TITLE COMMAND ...`: on a terminal, the line shows the seconds so far and what
 the command printed last; elsewhere, one line says that it began and another one how it ended. Where
@@ -54,7 +54,7 @@ def _show(line: str) -> None:
 
 
 def _last_line(path: Path) -> str:
-    """What the command printed last; indented lines and warnings say little of how far it is."""
+    """Return the last line of progress: neither an indented line nor a warning."""
     lines = [line for line in _tail(path) if not line.startswith((" ", "WARNING"))]
     return "".join(filter(str.isprintable, next(filter(None, reversed(lines)), "")))
 

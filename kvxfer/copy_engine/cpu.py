@@ -169,7 +169,7 @@ class CPUCopyEngine(CopyEngine):
 
 
 def _in_order(pairs: FragmentPairs) -> FragmentPairs:
-    """The same pairs, in the order of a side that is in long pieces then, if one is not already.
+    """Sort pairs by a side that becomes few long pieces in that order, unless one already is.
 
     The free blocks of a pool are its blocks in the order of their last use: often neighbours, but
     not one after the other.
@@ -188,7 +188,7 @@ def _in_order(pairs: FragmentPairs) -> FragmentPairs:
 
 
 def _is_long(begins: Addresses, lengths: Addresses) -> bool:
-    """Whether pieces of memory are long ones once those that touch are one."""
+    """Whether pieces of memory are long on average once those that touch are joined."""
     num_runs = len(begins) - int(np.count_nonzero(touch(begins, lengths)))
     return num_runs * SMALLEST_SHARE_BYTES <= int(lengths.sum())
 

@@ -2,7 +2,6 @@
 
 import enum
 import logging
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -107,7 +106,6 @@ class CPUMethods:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._trials = {
             (pattern, num_bytes): _Trials()
             for pattern in Pattern
@@ -140,12 +138,12 @@ class CPUMethods:
             times: Time that the trial took.
         """
         size = _size_class(fragment_bytes)
-        with self._lock:
-            trials = self._trials[pattern, size]
-            trials.times[method].append(times)
-            if trials.next() is None:
-                chosen = self.choose(pattern, size).value
-                logger.debug("%s of %d KiB: by %s", pattern.value, size >> 10, chosen)
+        trials = self._trials[pattern, size]
+        # No lock, which a fork could leave locked: appending is atomic, one more trial harmless.
+        trials.times[method].append(times)
+        if trials.next() is None:
+            chosen = self.choose(pattern, size).value
+            logger.debug("%s of %d KiB: by %s", pattern.value, size >> 10, chosen)
 
 
 def _size_class(fragment_bytes: int) -> int:
