@@ -32,13 +32,13 @@ struct op {
 };
 
 struct CUevent_st {
-    unsigned long recorded, passed;
+    unsigned long recorded, passed, process;
 };
 
 struct CUstream_st {
     struct CUctx_st *context;
     int priority;
-    unsigned long num_waits;
+    unsigned long num_waits, process;
     pthread_t thread;
     struct op *first, **last;
     int busy;
@@ -68,9 +68,11 @@ static int version = 13000, numa_node = -1, can_use_host_pointer = 1, paused, re
 static size_t bytes_that_may_be_registered = SIZE_MAX, registered_bytes;
 static unsigned delay_us;
 static unsigned long num_batches, num_single, num_2d, num_pageable, num_live_events, num_live_streams;
+static unsigned long process; /* what an earlier one opened is not among the live ones, nor missed when it is closed */
 
 /* As in a new process: the device is there, and whatever was registered is forgotten. */
 static void find_again(struct CUctx_st *context) {
+    process++;
     context->lost = context->num_owners = 0;
     num_live_events = num_live_streams = registered_bytes = 0;
     for (int i = num_ranges; i--;)
@@ -320,13 +322,16 @@ CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
     if (result) return result;
     if (flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
     *out = start_stream(current(), priority);
+    pthread_mutex_lock(&lock);
+    (*out)->process = process;
     num_live_streams++;
+    pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
     pthread_mutex_lock(&lock);
+    if (stream->process == process) num_live_streams--;
     enqueue(stream, (struct op){.kind = STOP});
-    num_live_streams--;
     pthread_mutex_unlock(&lock);
     pthread_detach(stream->thread);
     return check();
@@ -346,10 +351,18 @@ CUresult cuEventCreate(CUevent *out, unsigned flags) {
     if (result) return result;
     if (!(flags & CU_EVENT_DISABLE_TIMING)) return CUDA_ERROR_INVALID_VALUE;
     *out = calloc(1, sizeof **out);
+    pthread_mutex_lock(&lock);
+    (*out)->process = process;
     num_live_events++;
+    pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
-CUresult cuEventDestroy_v2(CUevent event) { (void)event; num_live_events--; return check(); }
+CUresult cuEventDestroy_v2(CUevent event) {
+    pthread_mutex_lock(&lock);
+    if (event->process == process) num_live_events--;
+    pthread_mutex_unlock(&lock);
+    return check();
+}
 CUresult cuEventRecord(CUevent event, CUstream stream) {
     CUresult result = check();
     if (result) return result;

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 
+from kvxfer.copy_engine.cuda_driver import CudaDriver
 from tests.cuda.simulated_gpu import SimulatedGpu
 
 
@@ -36,3 +37,15 @@ def test_whoever_touches_memory_of_the_device_dies(gpu: SimulatedGpu) -> None:
 def test_there_are_two_devices(gpu: SimulatedGpu, device_index: int) -> None:
     address = gpu.allocate(64, device_index=device_index)
     assert gpu.read(address, 64) == bytes(64)
+
+
+def test_what_was_opened_before_a_reset_counts_no_more_even_when_it_is_closed(
+    gpu: SimulatedGpu,
+) -> None:
+    driver = CudaDriver(0)
+    stream, event = driver.open_stream(), driver.open_event()
+    assert [gpu.get("num_live_streams"), gpu.get("num_live_events")] == [1, 1]
+    gpu.reset()
+    driver.close_event(event)
+    driver.close_stream(stream)
+    assert [gpu.get("num_live_streams"), gpu.get("num_live_events")] == [0, 0]
