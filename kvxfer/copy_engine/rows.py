@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu_methods import Pattern
-from kvxfer.kvcache.fragments import Addresses, concatenated_ranges, join, run_starts, touch
+from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
 
 # Measured by `kvxfer bench mapping`: smaller chunks cost more calls, each of which passes the
 # interpreter lock on; larger ones get fresh memory, which the system zeroes, in every call.
@@ -186,8 +186,13 @@ class Span:
         last = int(self._offsets.argmax())
         num_bytes = int(self._offsets[last]) + int(self._lengths[last])
         if int(self._lengths.max()) > row_bytes:
-            counts = (self._lengths // np.uint64(row_bytes)).astype(np.int64)
-            places = np.repeat(places, counts) + concatenated_ranges(counts) * (row_bytes // step)
+            counts = self._lengths.view(np.int64) // row_bytes
+            firsts = np.cumsum(counts)
+            firsts -= counts
+            stride = row_bytes // step
+            firsts *= stride
+            places = np.repeat(places - firsts, counts)
+            places += np.arange(0, len(places) * stride, stride)
         return IndexedRows(_memory(self._first, row_bytes, num_bytes, step), places)
 
 
