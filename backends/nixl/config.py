@@ -1,20 +1,20 @@
-"""Configuration of the NIXL backend."""
+"""Configuration of the NIXL backend, and the TLS contexts that it describes."""
 
 import os
+import ssl
 from typing import Literal
 
 import msgspec
 
-from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.integrity import Integrity, read_secret
+from kvxfer.storage.integrity import read_secret
 from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
 
 Transport = Literal["auto", "nixl", "socket"]
-Direction = Literal["auto", "read", "write"]
 
 
 class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,11 +34,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             Everyone with a certificate of it is a peer: use an authority that signs nothing else.
         transport: Transport of the bytes: `nixl`, or TCP connections of kvxfer, `socket`. `auto`
             chooses for each peer.
-        direction: Side that moves loaded bytes: the holder (`write`) or the loading process
-            (`read`). `auto` measures for each peer.
         replicas: Number of peers that each block is stored at.
         timeout_s: Time that a request to a peer may take.
-        integrity: `fast` verifies an XXH3 checksum of every block that arrives; `off` does not.
         quarantine: Bytes that transfers past their deadline may keep out of use, before NIXL is
             restarted.
         lease_s: Time for which blocks stay pinned for a peer that is silent.
@@ -56,10 +53,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tls_key: str = ""
     tls_ca: str = ""
     transport: Transport = "auto"
-    direction: Direction = "auto"
     replicas: int = 1
     timeout_s: float = 10.0
-    integrity: Integrity = Integrity.FAST
     quarantine: ByteSize = ByteSize(256 << 20)
     lease_s: float = 8.0
     heartbeat_s: float = 2.0
@@ -80,7 +75,6 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.replicas < 1 or (peers and self.replicas > len(peers)):
             wanted = f"1 to {len(peers)}, the number of peers"
             raise InvalidArgumentError("replicas", self.replicas, wanted)
-        self.integrity.require_keyless()
         for name in ("timeout_s", "lease_s", "heartbeat_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
@@ -137,3 +131,40 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if not self.uses_tls and not endpoint.is_loopback:
                 wanted = "a loopback address; any other needs secret_file or TLS"
                 raise InvalidArgumentError(argument, str(endpoint), wanted)
+
+
+def client_context(config: NixlConfig) -> ssl.SSLContext | None:
+    """Make the TLS context for connections to peers; None without TLS.
+
+    The certificate of a peer must name the host that is connected to.
+
+    Raises:
+        InvalidArgumentError: A file cannot be read, or is not a PEM file of its kind.
+    """
+    return _context(config, ssl.PROTOCOL_TLS_CLIENT) if config.uses_tls else None
+
+
+def server_context(config: NixlConfig) -> ssl.SSLContext | None:
+    """Make the TLS context for connections of peers; None without TLS.
+
+    Raises: as `client_context`.
+    """
+    return _context(config, ssl.PROTOCOL_TLS_SERVER) if config.uses_tls else None
+
+
+def _context(config: NixlConfig, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as exc:  # ssl.SSLError is one
+        files = f"{config.tls_cert}, {config.tls_key}"
+        wanted = f"a certificate and its private key in PEM: {exc}"
+        raise InvalidArgumentError("tls_cert, tls_key", files, wanted) from exc
+    try:
+        context.load_verify_locations(config.tls_ca)
+    except OSError as exc:
+        wanted = f"a certificate of an authority in PEM: {exc}"
+        raise InvalidArgumentError("tls_ca", config.tls_ca, wanted) from exc
+    return context

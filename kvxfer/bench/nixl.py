@@ -8,12 +8,10 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvxfer.backends.nixl.config import Direction
 from kvxfer.bench.nixl_far import FarProcess
 from kvxfer.bench.nixl_near import Contender, Near, in_turn
-from kvxfer.bench.nixl_raw import TOTAL_BYTES, Operation
+from kvxfer.bench.nixl_raw import TOTAL_BYTES
 from kvxfer.bench.report import Row, compare
-from kvxfer.storage.integrity import Integrity
 
 KIB = 1 << 10
 BLOCK_BYTES = 2048 * KIB
@@ -36,17 +34,11 @@ MODELS = {
 }
 """Bytes of a page, and pages of a block: keys and values of every layer."""
 
-WAYS: tuple[tuple[Direction, Operation, str], ...] = (
-    ("read", "READ", "read by the requester"),
-    ("write", "WRITE", "written by the holder"),
-)
-
 
 def run(*, quick: bool) -> list[Row]:
     """Measure loads from and stores to another process, in batches of 64 MiB.
 
-    Checksums are made and verified except in cases "not verified". Rows against kvcr are left
-    out, with a note, where it is not installed.
+    Rows against kvcr are left out, with a note, where it is not installed.
 
     Raises:
         RuntimeError: A block did not arrive, or the other process failed.
@@ -76,23 +68,21 @@ async def _run(rounds: int) -> list[Row]:
 
 
 async def _against_raw(near: Near, goal: str, rounds: int) -> list[Row]:
-    """Compare whole batches with NIXL's operation that moves the same bytes in the same way."""
-    rows = []
-    async with near.raw() as raw:
-        for integrity, checked in ((Integrity.FAST, ""), (Integrity.OFF, ", not verified")):
-            for direction, operation, way in WAYS:
-                async with near.backend(direction=direction, integrity=integrity) as backend:
-                    case = f"load {near.size}, {way}{checked}, against NIXL {operation}"
-                    contenders = [near.loading(backend), raw.moving(operation)]
-                    rows.append(_row(case, *await in_turn(contenders, rounds=rounds), goal=goal))
-        async with near.backend() as backend:
-            contenders = [near.loading(backend, looked_up=False), raw.moving("READ")]
-            case = f"load {near.size}, without a lookup, against NIXL READ"
-            rows.append(_row(case, *await in_turn(contenders, rounds=rounds)))
-            contenders = [near.storing(backend), raw.moving("WRITE")]
-            case = f"store {near.size} against NIXL WRITE"
-            rows.append(_row(case, *await in_turn(contenders, rounds=rounds), goal=goal))
-    return rows
+    """Compare whole batches with NIXL reading the same bytes on the side that reads."""
+    async with near.raw() as raw, near.backend() as backend:
+        cases = (
+            (f"load {near.size}", near.loading(backend)),
+            (f"load {near.size}, without a lookup,", near.loading(backend, looked_up=False)),
+            (f"store {near.size}", near.storing(backend)),
+        )
+        return [
+            _row(
+                f"{case} against NIXL READ",
+                *await in_turn([contender, raw.moving("READ")], rounds=rounds),
+                goal=goal,
+            )
+            for case, contender in cases
+        ]
 
 
 async def _staged(near: Near, rounds: int) -> list[Row]:
@@ -110,17 +100,10 @@ async def _staged(near: Near, rounds: int) -> list[Row]:
 async def _one_block(near: Near, rounds: int) -> list[Row]:
     """Measure the median latency of single blocks."""
     rows = []
-    async with near.raw() as raw:
-        for integrity, checked in ((Integrity.FAST, ""), (Integrity.OFF, ", not verified")):
-            for direction, operation, way in WAYS:
-                case = f"load one block of 2048 KiB, {way}{checked}, against NIXL {operation}"
-                async with near.backend(direction=direction, integrity=integrity) as backend:
-                    load = near.loading(backend, near.blocks.select(0, 1))
-                    contenders = [load, raw.moving(operation, num_blocks=1)]
-                    rows.append(await _compare_singles(case, contenders, rounds))
-        case = "load one block of 2048 KiB, without a lookup, against NIXL READ"
-        async with near.backend() as backend:
-            load = near.loading(backend, near.blocks.select(0, 1), looked_up=False)
+    async with near.raw() as raw, near.backend() as backend:
+        for looked_up, how in ((True, ""), (False, ", without a lookup")):
+            load = near.loading(backend, near.blocks.select(0, 1), looked_up=looked_up)
+            case = f"load one block of 2048 KiB{how}, against NIXL READ"
             contenders = [load, raw.moving("READ", num_blocks=1)]
             rows.append(await _compare_singles(case, contenders, rounds))
     return rows
@@ -200,14 +183,9 @@ async def _against_kvcr(near: Near, rounds: int) -> list[Row]:
     async with (
         near.kvcr() as kvcr,
         near.backend() as backend,
-        near.backend(integrity=Integrity.OFF) as unverified,
     ):
         for case, contenders in (
             (f"load {near.size} against kvcr's deliver", [near.loading(backend), kvcr.deliver]),
-            (
-                f"load {near.size}, not verified, against kvcr's deliver",
-                [near.loading(unverified), kvcr.deliver],
-            ),
             (f"store {near.size} against kvcr's deposit", [near.storing(backend), kvcr.deposit]),
         ):
             times = await in_turn(contenders, rounds=rounds)

@@ -14,8 +14,8 @@ from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
     from kvxfer.backends.nixl.config import Transport
-    from kvxfer.backends.nixl.endpoint import Endpoint
-    from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+    from kvxfer.backends.nixl.peers import Endpoint
+    from kvxfer.backends.nixl.standalone import StandalonePeer
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
 
     from kvxfer.backends.nixl.config import NixlConfig
-    from kvxfer.backends.nixl.endpoint import Endpoint
-    from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+    from kvxfer.backends.nixl.peers import Endpoint
+    from kvxfer.backends.nixl.standalone import StandalonePeer
     from kvxfer.connect import open_backend, parse_backend
 
     for tier in arguments.tier:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         transport=arguments.transport,
     )
     tiers = [{"type": "host", "capacity": capacity}, *arguments.tier]
-    peer = StandAlonePeer(config, functools.partial(open_backend, tiers))
+    peer = StandalonePeer(config, functools.partial(open_backend, tiers))
     ready = Endpoint.parse("ready", arguments.ready) if arguments.ready else None
     drain_timeout_s = Duration.parse(arguments.drain_timeout)
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
@@ -108,8 +108,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def _serve(peer: "StandAlonePeer", ready: "Endpoint | None", drain_timeout_s: float) -> None:
-    from kvxfer.backends.nixl.readiness import Readiness
+async def _serve(peer: "StandalonePeer", ready: "Endpoint | None", drain_timeout_s: float) -> None:
+    from kvxfer.cli.readiness import Readiness
 
     loop = asyncio.get_running_loop()
     asked_to_end = asyncio.Event()

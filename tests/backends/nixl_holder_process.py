@@ -39,10 +39,10 @@ class Holders:
             msgspec.convert(namespace, Namespace),
         )
         await backend.start()
-        assert backend.holder is not None
+        assert backend.server is not None
         self.num_opened += 1
         self.backends[self.num_opened] = backend
-        return self.num_opened, str(backend.holder.endpoint)
+        return self.num_opened, str(backend.server.endpoint)
 
     async def do_close(self, holder: int) -> object:
         """Close a holder."""

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import agent_thread
-from kvxfer.backends.nixl.agent import NixlAgent
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.regions import AgentMetadata
-from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent
+from kvxfer.backends.nixl.agents.base import Operation, TransferAgent
 from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, PeerLostError
 from kvxfer.testing import FakeNixlAgent
@@ -111,8 +111,8 @@ def run_child(code: str, **environment: str) -> "subprocess.CompletedProcess[str
 
 PREAMBLE = """
 import asyncio, logging, os, sys, threading, time
-from kvxfer.backends.nixl.agent import NixlAgent
-from kvxfer.backends.nixl.transfer_agent import Operation
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.base import Operation
 from tests.backends.agent_contract import LocalPeer, Pool, words
 
 async def move(agent):
@@ -373,7 +373,7 @@ async def move_all(
 def test_without_rdma_nothing_listens_on_the_network() -> None:
     code = (
         "import os, pathlib\n"
-        "from kvxfer.backends.nixl.agent import NixlAgent\n"
+        "from kvxfer.backends.nixl.agents.nixl import NixlAgent\n"
         "agent = NixlAgent()\n"
         "inodes = {os.readlink(f)[8:-1] for f in map('/proc/self/fd/{}'.format, range(64))"
         " if os.path.exists(f) or os.path.islink(f) if os.readlink(f).startswith('socket:')}\n"

@@ -7,20 +7,20 @@ import pytest
 
 from kvxfer.backends.nixl import connection
 from kvxfer.backends.nixl.data_connection import DataConnection
-from kvxfer.backends.nixl.served import ServedPeer
+from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
 
 
-def served(pair: Pair) -> ServedPeer:
-    assert pair.holder.holder is not None
-    [peer] = pair.holder.holder.peers
+def served(pair: Pair) -> ClientSession:
+    assert pair.holder.server is not None
+    [peer] = pair.holder.server.peers
     return peer
 
 
-async def until_nothing_is_pinned(peer: ServedPeer) -> None:
+async def until_nothing_is_pinned(peer: ClientSession) -> None:
     async with asyncio.timeout(5):
         while peer.num_pins:  # noqa: ASYNC110 - a served peer has no event for it
             await asyncio.sleep(0)
@@ -78,15 +78,15 @@ async def test_what_was_pinned_for_a_load_that_was_cancelled_meanwhile_is_let_go
 ) -> None:
     pinned, answer = asyncio.Event(), asyncio.Event()
 
-    async def pin(self: ServedPeer, request: object) -> object:
+    async def pin(self: ClientSession, request: object) -> object:
         result = await original(self, request)  # type: ignore[arg-type]
         pinned.set()
         await answer.wait()
         return result
 
-    original = ServedPeer._pin
+    original = ClientSession._pin
     async with open_pair("read") as pair:
-        monkeypatch.setattr(ServedPeer, "_pin", pin)
+        monkeypatch.setattr(ClientSession, "_pin", pin)
         load = asyncio.create_task(pair.client.load(KEYS[:1], pair.memory.describe(0, [8])))
         await pinned.wait()
         load.cancel()

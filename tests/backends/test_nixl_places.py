@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import places as places_module
-from kvxfer.backends.nixl.extents import RegionTable
-from kvxfer.backends.nixl.messages import Extents, Found
+from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.wire.messages import Extents, Found
 from kvxfer.backends.nixl.places import Places
-from kvxfer.backends.nixl.served import ServedPeer
+from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
@@ -29,12 +29,12 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockKey]]:
     """Keys of every `Pin` request."""
     asked: list[list[BlockKey]] = []
 
-    async def pin(self: ServedPeer, request: object) -> object:
+    async def pin(self: ClientSession, request: object) -> object:
         asked.append(request.keys)  # type: ignore[attr-defined]
         return await original(self, request)  # type: ignore[arg-type]
 
-    original = ServedPeer._pin
-    monkeypatch.setattr(ServedPeer, "_pin", pin)
+    original = ClientSession._pin
+    monkeypatch.setattr(ClientSession, "_pin", pin)
     return asked
 
 
@@ -141,15 +141,15 @@ async def test_nothing_is_read_unasked_that_cannot_be_verified(
     fields: dict[str, object], pins: list[list[BlockKey]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    original = ServedPeer._lookup
+    original = ClientSession._lookup
 
-    async def look(self: ServedPeer, request: object) -> Found:
+    async def look(self: ClientSession, request: object) -> Found:
         asked.append(request.places)  # type: ignore[attr-defined]
         found = await original(self, request)  # type: ignore[arg-type]
         assert found.extents is None
         return found
 
-    monkeypatch.setattr(ServedPeer, "_lookup", look)
+    monkeypatch.setattr(ClientSession, "_lookup", look)
     async with open_pair("read", **fields) as pair:
         assert all(await pair.client.lookup(KEYS))
         assert await load(pair, KEYS) == ([Status.DONE] * 4, pair.payloads)
@@ -187,7 +187,7 @@ def found(rows: Sequence[tuple[bool, int]], **fields: object) -> Found:
 
 
 def empty_places(num_blocks: int = 8) -> Places:
-    return Places(RegionTable([(ADDRESS, num_blocks * SIZE)]))
+    return Places(Regions([(ADDRESS, num_blocks * SIZE)]))
 
 
 def wanted(num_blocks: int, size: int = SIZE, start: int = 0) -> Descriptors:

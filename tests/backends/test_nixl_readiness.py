@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, readiness
-from kvxfer.backends.nixl.readiness import MAX_REQUEST_BYTES, Readiness
+from kvxfer.cli.readiness import MAX_REQUEST_BYTES, Readiness
 from kvxfer.errors import BackendUnavailableError
 
 ANY_PORT = Endpoint("127.0.0.1", 0)

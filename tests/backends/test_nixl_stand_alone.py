@@ -10,7 +10,7 @@ import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.tiers import TieredBackend
@@ -54,7 +54,7 @@ class SlowHost:
 
 async def test_memory_is_kept_for_a_peer_that_did_not_wait_for_it() -> None:
     host = SlowHost()
-    async with contextlib.aclosing(StandAlonePeer(CONFIG, host)) as peer:
+    async with contextlib.aclosing(StandalonePeer(CONFIG, host)) as peer:
         opening = asyncio.create_task(peer._open_store(NAMESPACE))
         await asyncio.to_thread(host.begun.wait, LIMIT_S)
         opening.cancel()
@@ -69,7 +69,7 @@ async def test_memory_is_kept_for_a_peer_that_did_not_wait_for_it() -> None:
 
 async def test_while_memory_is_reserved_a_peer_of_another_model_is_greeted_and_refused() -> None:
     host = SlowHost()
-    async with contextlib.aclosing(StandAlonePeer(CONFIG, host)) as peer:
+    async with contextlib.aclosing(StandalonePeer(CONFIG, host)) as peer:
         await peer.start()
         config = NixlConfig(address=str(peer.endpoint), transport="socket")
         async with NixlBackend(config, NAMESPACE) as first, NixlBackend(config, OTHER) as second:
@@ -84,7 +84,7 @@ async def test_while_memory_is_reserved_a_peer_of_another_model_is_greeted_and_r
 
 
 async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture) -> None:
-    async with contextlib.aclosing(StandAlonePeer(CONFIG, open_host)) as peer:
+    async with contextlib.aclosing(StandalonePeer(CONFIG, open_host)) as peer:
         await peer.start()
         config = NixlConfig(address=str(peer.endpoint), transport="socket")
         async with NixlBackend(config, NAMESPACE) as backend:
@@ -103,7 +103,7 @@ async def test_a_peer_that_keeps_tiers_deletes_with_one_call_to_each() -> None:
     tiers = [Recorder(NAMESPACE) for _ in range(2)]
     keys = make_keys(4)
     async with contextlib.aclosing(
-        StandAlonePeer(CONFIG, lambda namespace: TieredBackend(tiers, namespace))
+        StandalonePeer(CONFIG, lambda namespace: TieredBackend(tiers, namespace))
     ) as peer:
         await peer.start()
         config = NixlConfig(address=str(peer.endpoint), transport="socket")
@@ -116,10 +116,10 @@ async def test_a_peer_that_keeps_tiers_deletes_with_one_call_to_each() -> None:
 
 
 async def test_a_port_that_is_taken_is_said_so_and_listened_at_when_it_is_free() -> None:
-    async with contextlib.aclosing(StandAlonePeer(CONFIG, open_host)) as peer:
+    async with contextlib.aclosing(StandalonePeer(CONFIG, open_host)) as peer:
         await peer.start()
         taken = NixlConfig(listen=str(peer.endpoint), capacity=CAPACITY, transport="socket")
-        async with contextlib.aclosing(StandAlonePeer(taken, open_host)) as another:
+        async with contextlib.aclosing(StandalonePeer(taken, open_host)) as another:
             with pytest.raises(BackendUnavailableError, match=f"cannot listen at {peer.endpoint}"):
                 await another.start()
             assert not another.is_ready
@@ -143,7 +143,7 @@ async def test_by_a_name_with_two_addresses_blocks_arrive_through_either(
         port = free.getsockname()[1]
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     config = NixlConfig(listen=f"localhost:{port}", capacity=CAPACITY, transport="socket")
-    async with contextlib.aclosing(StandAlonePeer(config, open_host)) as peer:
+    async with contextlib.aclosing(StandalonePeer(config, open_host)) as peer:
         await peer.start()
         addresses = [addresses[first_of_peer], addresses[1 - first_of_peer]]
         await store_at(str(peer.endpoint))
@@ -151,4 +151,4 @@ async def test_by_a_name_with_two_addresses_blocks_arrive_through_either(
 
 def test_a_peer_without_an_address_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="listen"):
-        StandAlonePeer(NixlConfig(address="127.0.0.1:1"), open_host)
+        StandalonePeer(NixlConfig(address="127.0.0.1:1"), open_host)

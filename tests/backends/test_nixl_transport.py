@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import transport
-from kvxfer.backends.nixl.messages import PROTOCOL_VERSION, Hello
-from kvxfer.backends.nixl.transport import choose_transport, identify_host
+from kvxfer.backends.nixl.wire.messages import PROTOCOL_VERSION, Hello
+from kvxfer.backends.nixl.carrier import choose_carrier, identify_host
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,10 @@ def ours() -> Hello:
 def test_the_kernel_carries_to_processes_that_it_lets_us_reach(ours: Hello) -> None:
     child = subprocess.Popen(["sleep", "60"])
     theirs = msgspec.structs.replace(ours, pid=child.pid)
-    assert choose_transport(ours, theirs) == "cma"
+    assert choose_carrier(ours, theirs) == "cma"
     child.kill()
     child.wait()
-    assert choose_transport(ours, theirs) == "socket"
+    assert choose_carrier(ours, theirs) == "socket"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -49,7 +49,7 @@ def test_the_kernel_carries_to_processes_that_it_lets_us_reach(ours: Hello) -> N
 def test_the_kernel_does_not_carry_to_processes_of_other_users(ours: Hello) -> None:
     code = f"""
 import ctypes, os
-from kvxfer.backends.nixl.transport import _may_reach
+from kvxfer.backends.nixl.carrier import _may_reach
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 print(_may_reach({os.getpid()}), _may_reach(os.getpid()))
 """
@@ -61,11 +61,11 @@ print(_may_reach({os.getpid()}), _may_reach(os.getpid()))
 def test_a_number_means_nothing_on_another_machine_or_in_another_container(
     ours: Hello, field: str
 ) -> None:
-    assert choose_transport(ours, ours) == "cma"
+    assert choose_carrier(ours, ours) == "cma"
     for value in ("another", ""):
         changed = msgspec.structs.replace(ours, **{field: value})
-        assert choose_transport(ours, changed) == choose_transport(changed, ours) == "socket"
-        assert choose_transport(changed, changed) == ("cma" if value else "socket")
+        assert choose_carrier(ours, changed) == choose_carrier(changed, ours) == "socket"
+        assert choose_carrier(changed, changed) == ("cma" if value else "socket")
 
 
 @pytest.mark.parametrize(("state", "expected"), [("4: ACTIVE\n", "rdma"), ("1: DOWN\n", "socket")])
@@ -76,9 +76,9 @@ def test_a_network_card_carries_to_other_machines_while_it_is_up(
     port.mkdir(parents=True)
     (port / "state").write_text(state)
     theirs = msgspec.structs.replace(ours, boot_id="another")
-    assert choose_transport(ours, theirs) == expected
+    assert choose_carrier(ours, theirs) == expected
 
 
 def test_without_nixl_there_are_sockets(ours: Hello, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
-    assert choose_transport(ours, ours) == "socket"
+    assert choose_carrier(ours, ours) == "socket"

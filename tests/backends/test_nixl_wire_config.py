@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvxfer import InvalidArgumentError
 from kvxfer.backends.nixl.config import SECRET_VARIABLE, NixlConfig
-from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.units import ByteSize
 
 GIB = ByteSize(1 << 30)

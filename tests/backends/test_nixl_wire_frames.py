@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import InvalidArgumentError, ProtocolError, make_block_key
-from kvxfer.backends.nixl.frames import (
+from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     MAX_UNPROVEN_FRAME_BYTES,
@@ -16,8 +16,8 @@ from kvxfer.backends.nixl.frames import (
     FrameCodec,
     FrameKeys,
 )
-from kvxfer.backends.nixl.messages import Answer, Handshake, Lookup, Message, Ping, Proof, Request
-from kvxfer.backends.nixl.session import Role, Session
+from kvxfer.backends.nixl.wire.messages import Answer, Handshake, Lookup, Message, Ping, Proof, Request
+from kvxfer.backends.nixl.wire.handshake import Role, Session
 
 REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 HANDSHAKE: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl.transfer_agent import Operation
+from kvxfer.backends.nixl.agents.base import Operation
 from kvxfer.errors import PeerLostError, TransferFailedError
 from kvxfer.testing import FakeNixlAgent
 from tests.backends.agent_contract import LocalPeer, Pool, random_bytes, words

@@ -7,11 +7,12 @@
                                   <-      Proof, or Refusal of the secret
                                   <-      Reach, sealed
     Reach, sealed                 ->
+                                  <-      Ready, sealed, once the holder has linked the memory
 
 A proof is an HMAC with the secret over the role of its sender and both greetings, each with a fresh
 nonce: it cannot be used again, nor sent back. The keys of the session come from the secret and the
-same greetings. `Reach`, which gives access to memory, is sent last, sealed, and only to an
-authenticated peer.
+same greetings. `Reach`, which gives access to memory, is sent late, sealed, and only to an
+authenticated peer. Both sides speak the newest version that both know.
 
 Without a secret an empty one is used. It proves nothing, so both ends must be on this machine, or
 TLS must have verified the other side's certificate.
@@ -19,23 +20,24 @@ TLS must have verified the other side's certificate.
 
 import asyncio
 import contextlib
+import enum
 import hmac
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from kvxfer.backends.nixl.channel import FrameChannel
-from kvxfer.backends.nixl.frames import MessageT
-from kvxfer.backends.nixl.messages import (
+from kvxfer.backends.nixl.wire.channel import FrameChannel
+from kvxfer.backends.nixl.wire.frames import FrameKeys, MessageT, printable
+from kvxfer.backends.nixl.wire.messages import (
     NONCE_BYTES,
+    Attach,
     Hello,
     Proof,
     Reach,
     Refusal,
 )
-from kvxfer.backends.nixl.session import Role, Session, mac
 from kvxfer.errors import (
     HandshakeError,
     KVXferError,
@@ -45,15 +47,101 @@ from kvxfer.errors import (
 )
 
 HANDSHAKE_TIMEOUT_S = 5.0
-MAX_VALUE_CHARACTERS = 200  # most characters of a value in a refusal
 
 _NAMESPACE = "namespace."
 
 
+class Role(enum.Enum):
+    """Role of a process in a connection."""
+
+    ASKING = b"asking"
+    SERVING = b"serving"
+
+    @property
+    def other(self) -> "Role":
+        """Role of the other side."""
+        return Role.SERVING if self is Role.ASKING else Role.ASKING
+
+
+def mac(key: bytes, purpose: str, *parts: bytes) -> bytes:
+    """Compute the HMAC-SHA256 over a purpose and parts, with the length of each.
+
+    Returns:
+        32 bytes.
+    """
+    sized = (len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
+    return hmac.digest(key, b"".join(sized), "sha256")
+
+
+@dataclass(slots=True, repr=False)
+class Session:
+    """Session: one control connection and its data connections.
+
+    Attributes:
+        role: Role of this process.
+        session_id: The holder's nonce.
+        key: 32 bytes that only the two sides know; hidden in `repr`, and so in logs.
+        last_serial: Serial of the latest data connection; 0 before the first.
+    """
+
+    role: Role
+    session_id: bytes
+    key: bytes
+    last_serial: int = field(default=0, init=False)
+
+    def frame_keys(self, serial: int = 0) -> FrameKeys:
+        """Derive the keys of a data connection; for 0, those of the control connection itself."""
+        number = serial.to_bytes(8, "big")
+        sending, receiving = self.role, self.role.other
+        return FrameKeys(
+            sending=mac(self.key, "frames", sending.value, number),
+            receiving=mac(self.key, "frames", receiving.value, number),
+        )
+
+    def attach(self, *, reads: bool) -> Attach:
+        """Make the first message of the next data connection; see `Attach.reads`.
+
+        These messages must arrive in the order in which they were made.
+        """
+        self.last_serial += 1
+        return Attach(
+            session=self.session_id,
+            serial=self.last_serial,
+            reads=reads,
+            mac=self._attach_mac(self.last_serial, reads=reads),
+        )
+
+    def admit(self, attach: Attach, peer: str) -> None:
+        """Check the first message of a data connection to the holder.
+
+        Args:
+            attach: The message; its `session` was used to find this object.
+            peer: Address of the sender, for the error.
+
+        Raises:
+            HandshakeError: The message was made without the key of this session, or was used
+                before.
+        """
+        serial = attach.serial
+        known = 0 < serial < 1 << 63 and hmac.compare_digest(
+            attach.mac, self._attach_mac(serial, reads=attach.reads)
+        )
+        if not known or attach.session != self.session_id:
+            raise HandshakeError(peer, "session key", "that of the session", "another one")
+        if serial <= self.last_serial:
+            raise HandshakeError(peer, "serial", f"above {self.last_serial}", str(serial))
+        self.last_serial = serial
+
+    def _attach_mac(self, serial: int, *, reads: bool) -> bytes:
+        parts = self.session_id, serial.to_bytes(8, "big"), bytes([reads])
+        return mac(self.key, "attach", *parts)
+
+
 class _AnyHello(msgspec.Struct, tag="Hello"):
-    """The part of a greeting that every version of the protocol has."""
+    """The part of a greeting that every version of the protocol has, the oldest one since 4."""
 
     version: int
+    oldest_version: int | None = None
 
 
 # With annotations: mypy does not take a union for a type.
@@ -191,9 +279,12 @@ class _Handshake:
     async def receive_hello(self) -> Hello:
         """Wait for the other side's greeting; refuse another version before reading the rest."""
         payload = await self._channel.receive_payload()
-        version = self._accept(self._channel.decode(payload, _VERSION)).version
-        if version != self.ours.version:
-            raise HandshakeError(self._peer, "version", str(self.ours.version), str(version))
+        any_hello = self._accept(self._channel.decode(payload, _VERSION))
+        newest, oldest = any_hello.version, any_hello.oldest_version
+        oldest = newest if oldest is None else oldest
+        if min(newest, self.ours.version) < max(oldest, self.ours.oldest_version):
+            ours = f"{self.ours.oldest_version} to {self.ours.version}"
+            raise HandshakeError(self._peer, "version", ours, f"{oldest} to {newest}")
         theirs = self._channel.decode(payload, _HELLO)
         if len(theirs.nonce) != NONCE_BYTES:
             raise ProtocolError(self._peer, f"sent a nonce of {len(theirs.nonce)} bytes")
@@ -252,16 +343,12 @@ async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIter
 
 def _make_refusal(error: HandshakeError | NamespaceMismatchError) -> Refusal:
     field = _NAMESPACE + error.field if isinstance(error, NamespaceMismatchError) else error.field
-    return Refusal(field=field, ours=_clip(error.ours), theirs=_clip(error.theirs))
+    return Refusal(field=field, ours=printable(error.ours), theirs=printable(error.theirs))
 
 
 def _read_refusal(peer: str, refusal: Refusal) -> HandshakeError | NamespaceMismatchError:
     """Turn a refusal of the other side into our error: its `ours` is our `theirs`."""
-    field, ours, theirs = map(_clip, (refusal.field, refusal.theirs, refusal.ours))
+    field, ours, theirs = map(printable, (refusal.field, refusal.theirs, refusal.ours))
     if field.startswith(_NAMESPACE):
         return NamespaceMismatchError(field.removeprefix(_NAMESPACE), ours, theirs)
     return HandshakeError(peer, field, ours, theirs)
-
-
-def _clip(value: object) -> str:
-    return str(value)[:MAX_VALUE_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Transport of bytes to a peer: by the kernel, by a network card, or through a socket."""
+"""Carrier of bytes from a peer: the kernel, a network card, or a socket."""
 
 import ctypes
 import errno
@@ -6,11 +6,11 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from kvxfer.backends.nixl.messages import Hello
+from kvxfer.backends.nixl.wire.messages import Hello
 from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import BackendUnavailableError
 
-Transport = Literal["cma", "rdma", "socket"]
+Carrier = Literal["cma", "rdma", "socket"]
 """`cma`: NIXL lets the kernel copy between the two processes (cross-memory attach). `rdma`: NIXL
 lets a network card do it. `socket`: NIXL has neither."""
 
@@ -32,12 +32,12 @@ def identify_host() -> tuple[str, int, str]:
     return boot_id, os.getpid(), pid_namespace
 
 
-def choose_transport(ours: Hello, theirs: Hello) -> Transport:
-    """Choose the transport of this side from and to the other one.
+def choose_carrier(ours: Hello, theirs: Hello) -> Carrier:
+    """Choose the carrier of what this side reads from the other one.
 
     Both sides must have opened their `NixlAgent`, which allows others to reach its memory. Whether
-    the other side has an active port, too, shows only in the first transfer: with `rdma`, expect a
-    `PeerLostError`, and use the socket then.
+    the other side has an active port, too, shows only when it is added to the agent: with `rdma`,
+    expect a `PeerLostError`, and use the socket then.
     """
     try:
         import_nixl(otherwise="let peers use sockets")

@@ -1,18 +1,18 @@
-"""Stand-alone peer: a process that only holds blocks for others, as `kvxfer serve` does."""
+"""Standalone peer: a process that only holds blocks for others, as `kvxfer serve` does."""
 
 import contextlib
 import logging
 from collections.abc import Callable
 
 from kvxfer.backends.host.backend import HostBackend
-from kvxfer.backends.nixl.agent import NixlAgent
+from kvxfer.backends.nixl.agents.base import TransferAgent
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.hasher import BlockHasher
-from kvxfer.backends.nixl.holder import Holder
-from kvxfer.backends.nixl.node import Node
-from kvxfer.backends.nixl.store import BlockStore
-from kvxfer.backends.nixl.transfer_agent import TransferAgent
+from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.server import Server
 from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
@@ -29,7 +29,7 @@ NUM_HASHING_THREADS = 2
 logger = logging.getLogger(__name__)
 
 
-class StandAlonePeer:
+class StandalonePeer:
     """Peer that holds blocks of one namespace: that of the first peer that connects.
 
     Only then does it know how large a block is, so its memory is reserved then, on a thread. That
@@ -59,8 +59,8 @@ class StandAlonePeer:
             raise InvalidArgumentError("listen", config.listen, "HOST:PORT")
         self.is_ready = False
         self._open_backend = open_backend
-        self._node = Node(config, namespace=None, make_agent=make_agent)
-        self._holder = Holder(self._node, self._open_store, config.listen_endpoint)
+        self._node = LocalNode(config, namespace=None, make_agent=make_agent)
+        self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self._opening = Threads("kvxfer-open", 1)
         self._hashing = Threads("kvxfer-hash", NUM_HASHING_THREADS)
         self._hasher = BlockHasher()
@@ -70,7 +70,7 @@ class StandAlonePeer:
     @property
     def endpoint(self) -> Endpoint:
         """Endpoint that peers connect to; known once it listens."""
-        return self._holder.endpoint
+        return self._server.endpoint
 
     async def start(self) -> None:
         """Begin to listen.
@@ -81,21 +81,21 @@ class StandAlonePeer:
         if self._node.config.transport != "socket":  # the first peer must not wait for the import
             with contextlib.suppress(BackendUnavailableError):
                 await self._opening.run(import_nixl, otherwise="let peers use sockets")
-        await self._holder.start()
+        await self._server.start()
         self.is_ready = True
         logger.info("listening at %s", self.endpoint)
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no new peers, and wait until the connected ones pin and move no block."""
         self.is_ready = False
-        logger.info("draining: no new peers, %d are connected", len(self._holder.peers))
-        if not await self._holder.drain(timeout_s):
+        logger.info("draining: no new peers, %d are connected", len(self._server.sessions))
+        if not await self._server.drain(timeout_s):
             logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
 
     async def aclose(self) -> None:
         """End every connection and close the backend; may be called again."""
         self.is_ready = False
-        await self._holder.aclose()
+        await self._server.aclose()
         await self._node.aclose()
         await self._opening.aclose()
         if self._opened is not None:

@@ -1,31 +1,35 @@
-"""Holder: serves the blocks of this process to peers."""
+"""Server: listens for peers, and serves the blocks of this process to each of them."""
 
 import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import msgspec
 
-from kvxfer.backends.nixl.channel import STREAM_BUFFER_BYTES, FrameChannel
-from kvxfer.backends.nixl.data_connection import DataConnection, open_on_thread
-from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
-from kvxfer.backends.nixl.messages import Attach, Hello, Pong, Reach
-from kvxfer.backends.nixl.node import Node
-from kvxfer.backends.nixl.served import ServedPeer
-from kvxfer.backends.nixl.served_data import serve_data
-from kvxfer.backends.nixl.store import BlockStore
-from kvxfer.backends.nixl.tls import server_context
-from kvxfer.errors import BackendUnavailableError, KVXferError, NamespaceMismatchError
+from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
+from kvxfer.backends.nixl.config import server_context
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.wire.channel import STREAM_BUFFER_BYTES, FrameChannel
+from kvxfer.backends.nixl.wire.data import DataConnection, describe
+from kvxfer.backends.nixl.wire.frames import printable
+from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
+from kvxfer.backends.nixl.wire.messages import Attach, Hello, Reach
+from kvxfer.errors import (
+    BackendUnavailableError,
+    KVXferError,
+    NamespaceMismatchError,
+    PeerClosedError,
+)
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.threads import Threads
 
 MAX_CONNECTIONS = 1024
 """Most connections, control and data together; those that do not authenticate in time are cut."""
-
+MAX_UNPROVEN = 128
+"""Most connections that have not authenticated: the oldest is cut when another one comes. A peer
+authenticates within milliseconds."""
 ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
 DRAIN_POLL_S = 0.05
 
@@ -36,17 +40,20 @@ logger = logging.getLogger(__name__)
 _ATTACH: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
 
 
-class Holder:
-    """Holder of blocks: listens for peers and serves each of them.
+class Server:
+    """Server of a holder's blocks.
 
     Args:
         node: Node of this process.
         open_store: Opens the store of a namespace and adds its memory to the node, if need be;
             called once, for the first peer.
         endpoint: Endpoint to listen at.
+        data_port: Port for data connections; 0 means any free one.
     """
 
-    def __init__(self, node: Node, open_store: OpenStore, endpoint: Endpoint) -> None:
+    def __init__(
+        self, node: LocalNode, open_store: OpenStore, endpoint: Endpoint, *, data_port: int = 0
+    ) -> None:
         self._node = node
         self._open_store = open_store
         self._endpoint = endpoint
@@ -55,11 +62,12 @@ class Holder:
         self._settling = asyncio.Lock()
         self._server: asyncio.Server | None = None
         self._port = endpoint.port
+        self._data_port = data_port
         self._data_socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._served: dict[bytes, tuple[ServedPeer, asyncio.Task[None]]] = {}
+        self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
+        self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
         self._closed = False
-        self._tls_threads = Threads("kvxfer-tls", 4)
 
     @property
     def endpoint(self) -> Endpoint:
@@ -67,9 +75,14 @@ class Holder:
         return Endpoint(self._endpoint.host, self._port)
 
     @property
-    def peers(self) -> list[ServedPeer]:
-        """Peers that are connected."""
-        return [peer for peer, _ in self._served.values()]
+    def data_port(self) -> int:
+        """Port for data connections; 0 becomes the real port once it listens."""
+        return self._data_port
+
+    @property
+    def sessions(self) -> list[ClientSession]:
+        """Sessions of the peers that are connected."""
+        return [session for session, _ in self._sessions.values()]
 
     async def start(self) -> None:
         """Begin to listen.
@@ -94,9 +107,10 @@ class Holder:
             bound = self._server.sockets[0]
             self._port = bound.getsockname()[1]
             data = self._data_socket = socket.create_server(
-                (bound.getsockname()[0], 0), family=bound.family
+                (bound.getsockname()[0], self._data_port), family=bound.family
             )
             data.setblocking(False)
+            self._data_port = data.getsockname()[1]
         except OSError as exc:
             if self._server is not None:
                 self._server.close()
@@ -104,23 +118,31 @@ class Holder:
         self._run(self._accept_data(data))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accept no new peers, and wait until no block is pinned or moved.
+        """Accept no new peers and no new transfers, and wait until no block is pinned or read.
 
         Returns:
             False when `timeout_s` passed before.
         """
         if self._server is not None:
             self._server.close()
+        for session in self.sessions:
+            session.drain()
         try:
             async with asyncio.timeout(timeout_s):
-                while not all(peer.is_idle for peer in self.peers):  # noqa: ASYNC110 - once a life
+                while not all(each.is_idle for each in self.sessions):  # noqa: ASYNC110 - once a life
                     await asyncio.sleep(DRAIN_POLL_S)
         except TimeoutError:
             return False
         return True
 
+    async def disconnect(self) -> None:
+        """End the connections of all peers, which may connect again."""
+        for session, task in list(self._sessions.values()):
+            await session.aclose()
+            await asyncio.wait([task])
+
     async def aclose(self) -> None:
-        """End every connection, and wait until no transfer touches memory; may be called again."""
+        """End every connection, and wait until nothing is read any more; may be called again."""
         self._closed = True
         if self._server is not None:
             self._server.close()
@@ -131,19 +153,29 @@ class Holder:
             await asyncio.wait(self._tasks)
         if self._data_socket is not None:
             self._data_socket.close()
-        await self._tls_threads.aclose()
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _run(self, work: Coroutine[Any, Any, None], *, unproven: bool = False) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if unproven:
+            if len(self._unproven) >= MAX_UNPROVEN:
+                next(iter(self._unproven)).cancel()
+            self._unproven[task] = None
+            task.add_done_callback(lambda done: self._unproven.pop(done, None))
+
+    def _prove(self) -> "asyncio.Task[None]":
+        """Note that the peer of the current task has authenticated."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproven.pop(task, None)
         return task
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._tasks) >= MAX_CONNECTIONS:
             logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
         elif not self._closed:  # asyncio may have accepted it before the close
-            self._run(self._serve(FrameChannel(reader, writer)))
+            self._run(self._serve(FrameChannel(reader, writer)), unproven=True)
             return
         writer.transport.abort()
 
@@ -152,47 +184,33 @@ class Holder:
             greeting = await greet_as_server(
                 channel, self._node.hello, secret=self._node.secret, reach=self._reach
             )
-        except KVXferError as exc:
-            logger.warning("refused a peer: %s", exc)
+        except PeerClosedError as exc:  # such as a health check, which says nothing
+            logger.debug("%s", printable(exc))
             return
-        try:
-            assert self._store is not None
-            peer = ServedPeer(
-                channel,
-                greeting.session,
-                store=self._store,
-                link=await self._node.link(greeting),
-                memory=self._node.memory,
-                lease_s=self._node.config.lease_s,
-            )
         except KVXferError as exc:
-            logger.warning("cannot serve %s: %s", channel.peer, exc)
-            await channel.aclose()
+            logger.warning("refused a peer: %s", printable(exc))
             return
+        task = self._prove()
+        assert self._store is not None
+        session = ClientSession(self._node, channel, greeting, self._store)
         incarnation = greeting.hello.incarnation
-        task = asyncio.current_task()
-        assert task is not None
-        self._served[incarnation] = peer, task
-        logger.info("serving %s by %s", channel.peer, peer.transport)
+        earlier = self._sessions.get(incarnation)
+        self._sessions[incarnation] = session, task
+        logger.info("serving %s", channel.peer)
         try:
-            await peer.serve()
+            if earlier is not None:
+                await earlier[0].aclose()
+            await session.serve()
+        except KVXferError as exc:
+            logger.warning("cannot serve %s: %s", channel.peer, printable(exc))
         finally:
-            if self._served.get(incarnation) == (peer, task):
-                del self._served[incarnation]
+            if self._sessions.get(incarnation) == (session, task):
+                del self._sessions[incarnation]
 
     async def _reach(self, theirs: Hello) -> Reach:
-        """Prepare for a peer that has authenticated, and return the access to our memory.
-
-        All transfers over an earlier connection of the same process have ended before this returns:
-        so a peer that lost its connection learns that its memory is no longer touched.
-        """
-        if earlier := self._served.get(theirs.incarnation):
-            peer, task = earlier
-            await peer.aclose()
-            await asyncio.wait([task])
+        """Prepare for a peer that has authenticated, and return the access to our memory."""
         await self._settle(theirs.namespace)
-        assert self._data_socket is not None
-        return await self._node.reach(data_port=self._data_socket.getsockname()[1])
+        return await self._node.reach(data_port=self._data_port)
 
     async def _settle(self, namespace: Namespace | None) -> None:
         """Open the store of the first peer's namespace, and refuse other namespaces."""
@@ -211,35 +229,30 @@ class Holder:
             try:
                 connection, address = await loop.sock_accept(listener)
             except OSError as exc:
-                logger.warning("cannot accept a data connection: %s", exc)
+                logger.warning("cannot accept a data connection: %s", describe(exc))
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            self._run(self._serve_data(connection, str(Endpoint(*address[:2]))))
+            if len(self._tasks) >= MAX_CONNECTIONS:
+                connection.close()
+            else:
+                peer = str(Endpoint(*address[:2]))
+                self._run(self._serve_data(connection, peer), unproven=True)
 
-    async def _serve_data(self, plain: socket.socket, address: str) -> None:
+    async def _serve_data(self, plain: socket.socket, peer: str) -> None:
         connection: DataConnection | None = None
         try:
-            connection = await open_on_thread(
-                self._tls_threads, partial(self._open_data, plain, address)
-            )
-            attach = await connection.receive(_ATTACH, timeout_s=HANDSHAKE_TIMEOUT_S)
-            for peer in self.peers:
-                if peer.session.session_id == attach.session:
-                    peer.session.admit(attach, address)
-                    connection.secure(peer.session.frame_keys(attach.serial))
-                    await connection.send(Pong(request_id=attach.serial))
-                    with peer.owning_current_task():
-                        await serve_data(connection, peer)
-        except (KVXferError, OSError) as exc:
-            logger.info("data connection of %s: %s", address, exc)
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                connection = await DataConnection.secured(plain, peer, self._tls)
+                attach = await connection.hear(_ATTACH)
+            for session in self.sessions:
+                if session.session.session_id == attach.session:
+                    session.session.admit(attach, peer)
+                    self._prove()
+                    await session.serve_data(attach, connection)
+        except (KVXferError, TimeoutError) as exc:
+            logger.info("data connection of %s: %s", peer, printable(exc) or "silent")
         finally:
             if connection is None:
                 plain.close()
             else:
-                await connection.aclose()
-
-    def _open_data(self, plain: socket.socket, address: str) -> DataConnection:
-        plain.settimeout(HANDSHAKE_TIMEOUT_S)
-        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        opened = plain if self._tls is None else self._tls.wrap_socket(plain, server_side=True)
-        return DataConnection(opened, address, self._node.config.timeout_s)
+                connection.close()

@@ -2,7 +2,8 @@
 
 Every message is a tagged struct in one frame of MessagePack. Arrays of numbers travel as their
 little-endian bytes. Unknown fields are refused, so any change of a message needs a new
-`PROTOCOL_VERSION`; the version itself stays readable by all versions, see `handshake`.
+`PROTOCOL_VERSION`. Two peers speak the newest version that both know, see `handshake`; the versions
+in a `Hello` stay readable by all of them.
 """
 
 from typing import TypeAlias
@@ -12,7 +13,8 @@ import msgspec
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
+OLDEST_VERSION = 4
 NONCE_BYTES = 32
 
 
@@ -20,11 +22,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base class of every message."""
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
     """First message of either side: its identity and its namespace.
 
+    A newer version may add fields, which this one ignores.
+
     Attributes:
-        version: `PROTOCOL_VERSION`; compared before anything else.
+        version: `PROTOCOL_VERSION`, the newest version that the sender speaks.
+        oldest_version: Oldest version that it speaks.
         incarnation: 16 random bytes of this process; a restarted peer is another peer.
         nonce: 32 random bytes of this connection, made by the sender.
         namespace: Namespace of the blocks, layout and parallel topology included; None from a peer
@@ -35,6 +40,7 @@ class Hello(Message, frozen=True):
     """
 
     version: int
+    oldest_version: int
     incarnation: bytes
     namespace: Namespace | None
     nonce: bytes = b""
@@ -57,8 +63,8 @@ class Reach(Message, frozen=True):
     """Third message of either side, in the first sealed frame: access to its memory.
 
     Attributes:
-        metadata: NIXL's metadata of the sender's registered memory; empty without NIXL. Any process
-            that has it can read and write that memory.
+        metadata: Metadata of the sender's NIXL agent; empty without NIXL. Any process that has it
+            can read and write the registered memory.
         regions: Address and bytes of each registered region, in the order of `Extents.regions`.
         data_port: Port for data connections of a holder, 0 from the asking side.
     """
@@ -66,6 +72,17 @@ class Reach(Message, frozen=True):
     metadata: bytes = b""
     regions: list[tuple[int, int]] = []
     data_port: int = 0
+
+
+class Ready(Message, frozen=True):
+    """Last message of the handshake, from the holder: requests are answered from now on.
+
+    Attributes:
+        needs_data: Whether the holder reads the memory of the asking side through data connections,
+            which that side has to open before a `Pull`.
+    """
+
+    needs_data: bool
 
 
 class Refusal(Message, frozen=True):
@@ -100,7 +117,7 @@ class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of one block on the wire. The sender no longer touches the block's memory."""
+    """Outcome of one block on the wire."""
 
     status: Status
     reason: str = ""
@@ -178,51 +195,8 @@ class Pinned(Message, frozen=True):
     extents: Extents
 
 
-class Unpin(NumberedRequest, frozen=True):
-    """Release a `Pin`, and ask whether it was still held; answered by `Unpinned`.
-
-    Attributes:
-        pin: Number of the `Pin`.
-    """
-
-    pin: int
-
-
-class Unpinned(Message, frozen=True):
-    """Answer `Unpin`.
-
-    Attributes:
-        held: Whether the blocks were pinned until now. If not, bytes read from them do not count.
-    """
-
-    request_id: int
-    held: bool
-
-
-class Probe(NumberedRequest, frozen=True):
-    """Ask the holder to write any bytes to memory of the asking side; answered by `Moved`.
-
-    The asking side measures how long that takes.
-    """
-
-    extents: Extents
-
-
-class Push(NumberedRequest, frozen=True):
-    """Ask the holder to write blocks into the memory of the asking side; answered by `Moved`.
-
-    Attributes:
-        starts: Byte of its chunk at which each block is wanted from.
-        extents: Places to write each block to.
-    """
-
-    keys: list[BlockKey]
-    starts: list[int]
-    extents: Extents
-
-
 class Pull(NumberedRequest, frozen=True):
-    """Ask the holder to read blocks out of the memory of the asking side; answered by `Moved`.
+    """Ask the holder to read blocks out of the memory of the asking side; answered by `Pulled`.
 
     Attributes:
         starts: Byte of its chunk at which each block begins.
@@ -236,22 +210,19 @@ class Pull(NumberedRequest, frozen=True):
     extents: Extents
 
 
-class Moved(Message, frozen=True):
-    """Answer `Push`, `Pull`, `Probe` and `Receive`: the holder no longer touches the memory.
+class Pulled(Message, frozen=True):
+    """Answer `Pull`.
 
     Attributes:
-        endings: One per key.
-        checksums: XXH3-64 of each block that was written, in order of the keys that are `DONE`;
-            empty for what was read.
+        endings: Outcome of each key.
     """
 
     request_id: int
     endings: list[Ending]
-    checksums: list[int] = []
 
 
 class Cancel(NumberedRequest, frozen=True):
-    """Ask the holder to cancel a `Push` or `Pull`, which is answered all the same."""
+    """Ask the holder to give up a request, which may be answered all the same."""
 
 
 class Delete(NumberedRequest, frozen=True):
@@ -290,64 +261,39 @@ class Attach(Message, frozen=True):
     Attributes:
         session: Id of the control connection: the nonce of the holder's `Hello`.
         serial: Number of the data connection, larger than that of any earlier one of the session.
+        reads: Whether the side that connected reads the holder's memory through the connection; if
+            not, the holder reads that side's memory.
         mac: See `handshake`.
     """
 
     session: bytes
     serial: int
+    reads: bool
     mac: bytes
 
 
-class Send(Message, frozen=True):
-    """Ask for blocks on a data connection; answered by `Sending`.
+class Read(Message, frozen=True):
+    """Ask for bytes of registered memory on a data connection; answered by `Reading`.
 
     Attributes:
-        starts: Byte of its chunk at which each block is wanted from.
-        sizes: Bytes wanted of each block.
+        addresses: uint64, one per fragment.
+        lengths: uint64, bytes of each fragment.
     """
 
-    request_id: int
-    keys: list[BlockKey]
-    starts: list[int]
-    sizes: list[int]
+    addresses: bytes
+    lengths: bytes
 
 
-class Sending(Message, frozen=True):
-    """Answer `Send`; the bytes of the blocks that are `DONE` follow, one after the other.
+class Reading(Message, frozen=True):
+    """Answer `Read`; without a refusal, the bytes of the fragments follow, one after the other.
 
     Attributes:
-        endings: One per key.
-        checksums: XXH3-64 of each block that follows.
+        refusal: Reason why no bytes follow; empty when they do.
     """
 
-    request_id: int
-    endings: list[Ending]
-    checksums: list[int]
+    refusal: str = ""
 
 
-class Receive(Message, frozen=True):
-    """Offer blocks on a data connection; answered by `Wanted`.
-
-    Attributes:
-        starts: Byte of its chunk at which each block begins.
-        sizes: Bytes of each block.
-        checksums: XXH3-64 of each block.
-    """
-
-    request_id: int
-    keys: list[BlockKey]
-    starts: list[int]
-    sizes: list[int]
-    checksums: list[int]
-
-
-class Wanted(Message, frozen=True):
-    """Answer `Receive`: the blocks to send; their bytes follow, and `Moved` answers those."""
-
-    request_id: int
-    wanted: list[bool]
-
-
-Handshake: TypeAlias = Hello | Proof | Reach | Refusal | Attach
-Request: TypeAlias = Lookup | Pin | Unpin | Push | Pull | Probe | Cancel | Delete | Ping
-Answer: TypeAlias = Found | Pinned | Unpinned | Moved | Deleted | Pong | Failed
+Handshake: TypeAlias = Hello | Proof | Reach | Ready | Refusal | Attach
+Request: TypeAlias = Lookup | Pin | Pull | Cancel | Delete | Ping
+Answer: TypeAlias = Found | Pinned | Pulled | Deleted | Pong | Failed

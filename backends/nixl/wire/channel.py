@@ -9,15 +9,15 @@ from types import TracebackType
 
 import msgspec
 
-from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.frames import (
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
     FrameCodec,
     FrameKeys,
     MessageT,
 )
-from kvxfer.backends.nixl.messages import Message
+from kvxfer.backends.nixl.wire.messages import Message
 from kvxfer.errors import (
     ClosedError,
     KVXferError,

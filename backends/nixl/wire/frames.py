@@ -16,13 +16,15 @@ from typing import TypeVar
 
 import msgspec
 
-from kvxfer.backends.nixl.messages import Message
+from kvxfer.backends.nixl.wire.messages import Message
 from kvxfer.errors import InvalidArgumentError, ProtocolError
 
 HEADER_BYTES = 4
 SEAL_BYTES = 16
 MAX_UNPROVEN_FRAME_BYTES = 256 << 10
 MAX_FRAME_BYTES = 16 << 20
+MAX_TEXT_CHARACTERS = 200
+"""Most characters of the other side's text in an error."""
 
 _HEADER = struct.Struct(">I")
 _SEALED = struct.Struct(">Q")
@@ -133,7 +135,8 @@ class FrameCodec:
         try:
             return legal.decode(payload)
         except (ValueError, RecursionError) as exc:  # msgspec's errors are ValueErrors
-            raise ProtocolError(self.peer, f"sent a message that is not legal now: {exc}") from exc
+            detail = f"sent a message that is not legal now: {printable(exc)}"
+            raise ProtocolError(self.peer, detail) from exc
 
 
 def _seal(keyed: hmac.HMAC, number: int, payload: memoryview) -> bytes:
@@ -142,3 +145,9 @@ def _seal(keyed: hmac.HMAC, number: int, payload: memoryview) -> bytes:
     seal.update(_SEALED.pack(number))
     seal.update(payload)
     return seal.digest()[:SEAL_BYTES]
+
+
+def printable(value: object) -> str:
+    """Make text of the other side fit for a log: one line, no control characters, not long."""
+    text = str(value)[:MAX_TEXT_CHARACTERS]
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

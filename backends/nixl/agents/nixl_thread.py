@@ -1,4 +1,4 @@
-"""Agent thread: one NIXL agent, and the thread that makes all calls of it."""
+"""NIXL thread: one NIXL agent, and the thread that makes all calls of it."""
 
 import contextlib
 import os
@@ -8,17 +8,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.pace import Pace
-from kvxfer.backends.nixl.pieces import Fragments, Words, join_in_regions, split
+from kvxfer.backends.nixl.agents.base import Fragments
+from kvxfer.backends.nixl.agents.nixl_reads import (
+    PIECE_BYTES,
+    PIECE_FRAGMENTS,
+    Pace,
+    Reading,
+    Reads,
+)
+from kvxfer.backends.nixl.carrier import has_active_port
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
-from kvxfer.backends.nixl.transfer import Transfer
-from kvxfer.backends.nixl.transfer_agent import Operation
-from kvxfer.backends.nixl.transport import has_active_port
 from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import (
     BackendUnavailableError,
@@ -40,20 +46,33 @@ over TCP, which is slower than a socket and has crashed processes."""
 BEACON_BYTES = 32
 """Random bytes at an address in the metadata: a peer that reads them reaches this agent."""
 
-NUM_SLOTS = 63
-"""Most peers that can be added at the same time."""
-
-PIECE_BYTES = 16 << 20
-PIECE_FRAGMENTS = 4096
-PIECES_IN_FLIGHT = 4
-"""Most pieces in flight of a transfer; one where NIXL's caller copies, as on one machine."""
+NUM_SLOTS = 64
+"""Slots for beacons that are registered at once. The slot of a peer that never answers is never
+used again."""
 
 POLL_WITHIN_S = 5e-3
 """Seconds after which a poll interrupts the posting of pieces, because peers that connect wait for
 it. Polling lets other threads take the GIL, and so may cost a millisecond between two pieces."""
 
 
-class AgentThread:
+@dataclass(slots=True, eq=False)
+class _Remote:
+    """Peer that NIXL knows.
+
+    Attributes:
+        metadata: Its metadata.
+        added: Ends with its name once its beacon was read.
+        num_users: Calls of `add_peer` that were not undone.
+        removed: Set while it is removed: ends once NIXL has forgotten it.
+    """
+
+    metadata: AgentMetadata
+    added: "Future[str]" = field(default_factory=Future)
+    num_users: int = 0
+    removed: "Future[None] | None" = None
+
+
+class NixlThread:
     """Thread that makes all calls of NIXL; methods run on it unless they say otherwise.
 
     Attributes:
@@ -66,15 +85,9 @@ class AgentThread:
         self.regions = Regions()
         self._name = name
         self._memory: list[MemoryRegion] = []
-        self._transfers: set[Transfer] = set()
-        self._turns: deque[Transfer] = deque()
-        self._flights: list[tuple[Any, Transfer]] = []
-        self._remotes: set[str] = set()  # peers that NIXL knows, also while added or removed
-        self._leaving: dict[str, Future[None]] = {}
-        # Our beacon, then the slots that peers' beacons are read into.
-        beacon = np.frombuffer(os.urandom(BEACON_BYTES), np.uint8)
-        self._page = np.tile(beacon, (1 + NUM_SLOTS, 1))
-        self._free_slots = list(range(1, 1 + NUM_SLOTS))
+        self._remotes: dict[str, _Remote] = {}  # also while added or removed
+        self._beacon = np.frombuffer(os.urandom(BEACON_BYTES), np.uint8)
+        self._free_slots: list[NDArray[np.uint8]] = []  # that peers' beacons are read into
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stopping = False
@@ -107,12 +120,12 @@ class AgentThread:
         self.order(done, lambda: done.set_result(func()))
         return done.result()
 
-    def cancel(self, transfers: Sequence[Transfer]) -> None:
-        """Post no more pieces of some transfers; from any thread."""
+    def cancel(self, readings: Sequence[Reading]) -> None:
+        """Post no more pieces of some reads; from any thread."""
         with contextlib.suppress(ClosedError):
-            for transfer in transfers:
-                error = TransferFailedError(transfer.peer, "cancelled")
-                self.order(transfer.done, partial(transfer.stop, error))
+            for reading in readings:
+                error = TransferFailedError(reading.peer, "cancelled")
+                self.order(reading.done, partial(reading.stop, error))
 
     def forget(self, peer: str, adding: "Future[str]") -> None:
         """Remove a peer whose `add_peer` was cancelled; from any thread."""
@@ -125,7 +138,7 @@ class AgentThread:
             self.order(adding, remove)
 
     def begin_stop(self) -> "Future[None]":
-        """Ask the thread to end all transfers, and itself; from any thread."""
+        """Ask the thread to end all reads, and itself; from any thread."""
         with self._lock:
             if not self._stopping:
                 self._stopping = True
@@ -159,8 +172,8 @@ class AgentThread:
             self._name,
             list(self.regions),
             opaque,
-            self._page.ctypes.data,
-            self._page[0].tobytes(),
+            self._beacon.ctypes.data,
+            self._beacon.tobytes(),
         ).encode()
 
     def add_peer(self, peer: AgentMetadata, done: "Future[str]") -> None:
@@ -169,57 +182,70 @@ class AgentThread:
         Reads the peer's beacon: a peer that cannot be reached, or hangs, shows here, where no
         memory is at stake.
         """
-        if peer.name in {self._name, *self._remotes}:
+        remote = self._remotes.get(peer.name)
+        if peer.name == self._name or (remote and remote.metadata != peer):
             raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
+        if remote and remote.removed:  # once it is gone, it is added anew
+            again = partial(self.order, done, partial(self.add_peer, peer, done))
+            remote.removed.add_done_callback(lambda _: _attempt(done, again))
+            return
+        if not remote:
+            remote = self._begin_adding(peer)
+        remote.num_users += 1
+        remote.added.add_done_callback(partial(_pass_on, to=done))
+
+    def _begin_adding(self, peer: AgentMetadata) -> _Remote:
         if not self._free_slots:
-            raise PeerLostError(peer.name, f"{NUM_SLOTS} other new peers do not answer")
+            self._add_slots()
         regions = Regions(peer.regions)
         try:
-            name = self._agent.add_remote_agent(peer.opaque).decode()
+            name = self._agent.add_remote_agent(peer.opaque).decode(errors="replace")
         except self._nixl.nixlBackendError as exc:
             raise PeerLostError(peer.name, f"it cannot be reached ({exc})") from exc
         except self._errors as exc:
             raise InvalidArgumentError(
                 "metadata", peer.opaque[:16], f"metadata that NIXL can read ({exc})"
             ) from exc
-        self._remotes.add(name)
+        remote = self._remotes[name] = _Remote(peer)
         slot = self._free_slots.pop()
 
-        def end(reading: "Future[None]") -> None:
+        def end(beacon: "Future[None]") -> None:
             self._free_slots.append(slot)
-            error = reading.exception()
-            found = self._page[slot].tobytes()
-            if not error and (name, found) == (peer.name, peer.beacon):
+            error = beacon.exception()
+            found = slot.tobytes()
+            is_there = not error and (name, found) == (peer.name, peer.beacon)
+            if is_there and not remote.removed:
                 self.peers[name] = regions
-                done.set_result(name)
+                remote.added.set_result(name)
                 return
-            self._leaving.setdefault(name, Future())
+            remote.removed = remote.removed or Future()
             reason = error or "other memory is where its beacon should be"
-            done.set_exception(PeerLostError(peer.name, f"it cannot be reached ({reason})"))
+            lost = PeerLostError(peer.name, f"it cannot be reached ({reason})")
+            remote.added.set_exception(lost)
 
-        words = self._page[slot].ctypes.data, peer.beacon_address, BEACON_BYTES
+        words = slot.ctypes.data, peer.beacon_address, BEACON_BYTES
         beacon = Fragments(*(np.array([word], np.uint64) for word in words))
-        reading = Transfer(Operation.READ, name, deque([beacon]))
+        reading = Reading(name, deque([beacon]))
         reading.done.add_done_callback(end)
-        self._enqueue(reading)
+        self._reads.begin(reading)
+        return remote
 
     def remove_peer(self, peer: str, done: "Future[None]") -> None:
-        """See `TransferAgent.remove_peer`; ends `done` when the peer was removed."""
-        if peer in self._leaving:
-            self._leaving[peer].add_done_callback(lambda _: done.set_result(None))
-        elif peer not in self._remotes:
-            done.set_result(None)
+        """See `TransferAgent.remove_peer`; ends `done` when the call was undone."""
+        remote = self._remotes.get(peer)
+        if remote and not remote.removed:
+            remote.num_users -= 1
+            if not remote.num_users:
+                self.peers.pop(peer, None)
+                remote.removed = Future()
+                self._reads.stop(peer)
+        if remote and remote.removed:
+            remote.removed.add_done_callback(lambda _: done.set_result(None))
         else:
-            self.peers.pop(peer, None)
-            self._leaving[peer] = done
-            for transfer in self._transfers:
-                if transfer.peer == peer:
-                    transfer.stop(PeerLostError(peer, "it was removed"))
+            done.set_result(None)
 
-    def prepare(
-        self, operation: Operation, peer: str, fragments: Fragments, landed: Callable[[], None]
-    ) -> Transfer:
-        """Cut a transfer into pieces, while other transfers run; on any thread.
+    def prepare(self, peer: str, fragments: Fragments, landed: Callable[[], None]) -> Reading:
+        """Cut a read into pieces, while other reads run; on any thread.
 
         Raises:
             InvalidArgumentError: An address is outside of registered memory.
@@ -230,20 +256,16 @@ class AgentThread:
             raise PeerLostError(peer, "it was not added, or is removed")
         self.regions.require("local", fragments.local, fragments.lengths)
         theirs.require("remote", fragments.remote, fragments.lengths)
-        joined = join_in_regions(fragments, self.regions.starts, theirs.starts)
-        pieces = deque(split(joined, PIECE_BYTES, PIECE_FRAGMENTS))
-        return Transfer(operation, peer, pieces, landed)
+        joined = fragments.join(self.regions.starts, theirs.starts)
+        pieces = deque(joined.split(PIECE_BYTES, PIECE_FRAGMENTS))
+        return Reading(peer, pieces, landed)
 
-    def begin(self, transfer: Transfer) -> None:
-        """Queue a transfer, which takes turns with others."""
-        if transfer.peer in self.peers:
-            self._enqueue(transfer)
+    def begin(self, reading: Reading) -> None:
+        """Begin a read, which takes turns with others."""
+        if reading.peer in self.peers:
+            self._reads.begin(reading)
         else:
-            transfer.done.set_exception(PeerLostError(transfer.peer, "it was removed"))
-
-    def _enqueue(self, transfer: Transfer) -> None:
-        self._transfers.add(transfer)
-        self._turns.append(transfer)
+            reading.done.set_exception(PeerLostError(reading.peer, "it was removed"))
 
     def _run(self, opened: "Future[None]") -> None:
         """Be the thread."""
@@ -255,13 +277,15 @@ class AgentThread:
         try:
             while not self._stopping:
                 acted = self._obey(pause_s)
-                posted = self._post()
-                if self._flights or not posted or time.monotonic() - polled_at > POLL_WITHIN_S:
-                    acted |= self._poll()
+                posted = self._reads.post()
+                late = time.monotonic() - polled_at > POLL_WITHIN_S
+                if self._reads.in_flight or not posted or late:
+                    acted |= self._reads.poll()
                     polled_at = time.monotonic()
-                self._end_what_is_over()
+                self._reads.end_finished()
+                self._forget_removed()
                 acted |= posted
-                pause_s = pace.pause_s(active=acted, waiting=bool(self._flights))
+                pause_s = pace.pause_s(active=acted, waiting=self._reads.in_flight)
                 if posted:  # and there may be more to post
                     pause_s = 0.0
         finally:
@@ -279,13 +303,24 @@ class AgentThread:
         try:
             self._agent = nixl.nixl_agent(self._name, config)
             self._agent.create_backend(BACKEND, {"engine_config": _engine_config()})
-            self._agent.register_memory(
-                [(self._page.ctypes.data, self._page.nbytes, 0, "")], "DRAM"
-            )
+            self._register(self._beacon)
         except self._errors as exc:
             raise BackendUnavailableError(
                 f"NIXL's {BACKEND} plug-in is missing or does not work here ({exc})"
             ) from exc
+        self._reads = Reads(nixl, self._agent)
+
+    def _register(self, memory: NDArray[np.uint8]) -> None:
+        self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+
+    def _add_slots(self) -> None:
+        slots = np.zeros((NUM_SLOTS, BEACON_BYTES), np.uint8)
+        try:
+            self._register(slots)
+        except self._errors as exc:
+            raise TransferFailedError(self._name, f"cannot register slots: {exc}") from exc
+        self._memory.append(MemoryRegion(slots.ctypes.data, slots.nbytes, slots))
+        self._free_slots.extend(slots)
 
     def _obey(self, pause_s: float) -> bool:
         """Run the queued commands; wait up to `pause_s` for the first."""
@@ -298,91 +333,28 @@ class AgentThread:
                 command = self._commands.get_nowait()
         return acted
 
-    def _post(self) -> bool:
-        """Post one piece of the transfer whose turn it is."""
-        for _ in range(len(self._turns)):
-            transfer = self._turns.popleft()
-            if not transfer.pieces:
-                continue
-            self._turns.append(transfer)
-            if transfer.in_flight < PIECES_IN_FLIGHT:
-                self._post_piece(transfer, transfer.pieces.popleft())
-                return True
-        return False
-
-    def _post_piece(self, transfer: Transfer, piece: Fragments) -> None:
-        agent = self._agent
-        try:
-            handle = agent.initialize_xfer(
-                transfer.operation.value,
-                agent.get_xfer_descs(_rows(piece.local, piece.lengths), "DRAM"),
-                agent.get_xfer_descs(_rows(piece.remote, piece.lengths), "DRAM"),
-                transfer.peer,
-            )
-            self._judge(handle, transfer, agent.transfer(handle))
-        except self._errors as exc:
-            transfer.stop(self._translate(transfer.peer, exc))
-
-    def _poll(self) -> bool:
-        """Check the pieces in flight; lets NIXL make progress, also as the target of peers."""
-        flights, self._flights = self._flights, []
-        for handle, transfer in flights:
-            transfer.in_flight -= 1
-            try:
-                self._judge(handle, transfer, self._agent.check_xfer_state(handle))
-            except self._errors as exc:
-                transfer.stop(self._translate(transfer.peer, exc))
-        with contextlib.suppress(*self._errors):  # of a lost peer: its transfers report it
-            self._agent.get_new_notifs()
-        return len(self._flights) < len(flights)
-
-    def _judge(self, handle: Any, transfer: Transfer, state: str) -> None:
-        if state == "PROC":
-            self._flights.append((handle, transfer))
-            transfer.in_flight += 1
+    def _forget_removed(self) -> None:
+        removed = [(name, each) for name, each in self._remotes.items() if each.removed]
+        if not removed:
             return
-        handle.release()
-        if state != "DONE":
-            transfer.stop(TransferFailedError(transfer.peer, "NIXL says that it failed"))
-
-    def _end_what_is_over(self) -> None:
-        over = [each for each in self._transfers if each.is_over]
-        for transfer in over:
-            self._transfers.remove(transfer)
-            transfer.end()
-        if not self._leaving:
-            return
-        busy = {transfer.peer for transfer in self._transfers}
-        for peer in [peer for peer in self._leaving if peer not in busy]:
-            with contextlib.suppress(*self._errors):  # the peer may be gone already
-                self._agent.remove_remote_agent(peer)
-            self._remotes.remove(peer)
-            self._leaving.pop(peer).set_result(None)
-
-    def _translate(self, peer: str, exc: Exception) -> TransferFailedError:
-        lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
-        return (PeerLostError if lost else TransferFailedError)(peer, str(exc))
+        busy = self._reads.busy_peers
+        for name, remote in removed:
+            if name not in busy and remote.removed:
+                with contextlib.suppress(*self._errors):  # the peer may be gone already
+                    self._agent.remove_remote_agent(name)
+                del self._remotes[name]
+                remote.removed.set_result(None)
 
     def _close(self) -> None:
-        """Destroy the agent: only that stops transfers in flight from touching memory."""
+        """Destroy the agent: only that stops reads in flight from touching memory."""
         self._obey(0.0)
-        while self._flights:
-            with contextlib.suppress(*self._errors):
-                self._flights.pop()[0].release()
+        self._reads.close()
         del self._agent
         self._memory.clear()
-        for transfer in self._transfers:
-            transfer.done.set_exception(TransferFailedError(transfer.peer, "the agent was closed"))
-        for done in self._leaving.values():
-            done.set_result(None)
-
-
-def _rows(addresses: Words, lengths: Words) -> Words:
-    """Describe memory as NIXL wants it: address, length, device."""
-    rows = np.zeros((len(addresses), 3), np.uint64)
-    rows[:, 0] = addresses
-    rows[:, 1] = lengths
-    return rows
+        self._reads.end_all()
+        for remote in self._remotes.values():
+            if remote.removed:
+                remote.removed.set_result(None)
 
 
 def _engine_config() -> str:
@@ -398,3 +370,11 @@ def _attempt(done: "Future[T]", command: Callable[[], object]) -> None:
         command()
     except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
         done.set_exception(exc)
+
+
+def _pass_on(ended: "Future[T]", *, to: "Future[T]") -> None:
+    """End one future as another one has ended."""
+    if error := ended.exception():
+        to.set_exception(error)
+    else:
+        to.set_result(ended.result())

@@ -8,16 +8,10 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
-from kvxfer.backends.nixl.agent_thread import BACKEND, AgentThread
-from kvxfer.backends.nixl.pieces import Fragments, Words
+from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent, to_its_end
+from kvxfer.backends.nixl.agents.nixl_reads import Reading
+from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
 from kvxfer.backends.nixl.regions import AgentMetadata
-from kvxfer.backends.nixl.transfer import Transfer
-from kvxfer.backends.nixl.transfer_agent import (
-    Operation,
-    Run,
-    TransferAgent,
-    to_its_end,
-)
 from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -33,7 +27,7 @@ class NixlAgent(TransferAgent):
 
     def __init__(self) -> None:
         self.name = f"kvxfer-{uuid.uuid4()}"
-        self._thread = AgentThread(self.name)
+        self._thread = NixlThread(self.name)
         # Also at the interpreter's exit, which a thread inside of NIXL would crash.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 
@@ -69,25 +63,18 @@ class NixlAgent(TransferAgent):
         self._thread.order(done, partial(self._thread.remove_peer, peer, done))
         await to_its_end(done)
 
-    async def transfer(
-        self, operation: Operation, peer: str, local: Words, remote: Words, lengths: Words
+    async def read(
+        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
     ) -> None:
-        """See `TransferAgent.transfer`."""
-        await self.transfer_each(operation, peer, [Run(local, remote, lengths)], lambda _: None)
-
-    async def transfer_each(
-        self, operation: Operation, peer: str, runs: Iterable[Run], landed: Callable[[int], None]
-    ) -> None:
-        """See `TransferAgent.transfer_each`."""
-        begun: list[Transfer] = []
+        """See `TransferAgent.read`."""
+        begun: list[Reading] = []
         failure: Exception | None = None
         try:
-            for run in runs:  # prepared while earlier runs are moved
-                tell = partial(landed, len(begun))
-                transfer = self._thread.prepare(operation, peer, Fragments.of(*run), tell)
-                self._thread.order(transfer.done, partial(self._thread.begin, transfer))
-                begun.append(transfer)
-        except Exception as exc:  # noqa: BLE001 - raised once the transfers have ended
+            for run in runs:  # prepared while earlier runs are read
+                reading = self._thread.prepare(peer, run, partial(landed, len(begun)))
+                self._thread.order(reading.done, partial(self._thread.begin, reading))
+                begun.append(reading)
+        except Exception as exc:  # noqa: BLE001 - raised once the reads have ended
             failure = exc
             self._thread.cancel(begun)
         try:
