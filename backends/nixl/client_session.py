@@ -211,6 +211,10 @@ class ClientSession:
         """Execute a request, and answer."""
         try:
             answer = await self._answer(request)
+        except asyncio.CancelledError:
+            if pin := self._pins.pop(request.request_id, None):
+                await pin.aclose()
+            raise
         except (InvalidArgumentError, TransferFailedError, ClosedError) as exc:
             answer = Failed(request_id=request.request_id, reason=str(exc))
         except Exception as exc:

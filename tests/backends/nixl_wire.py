@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvxfer import KVXferError, Namespace, make_block_key
-from kvxfer.backends.nixl.wire.channel import FrameChannel
 from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.wire.channel import FrameChannel
 from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, SEAL_BYTES
 from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client, greet_as_server
 from kvxfer.backends.nixl.wire.messages import PROTOCOL_VERSION, Found, Hello, Lookup, Reach

@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import agent_thread
+from kvxfer.backends.nixl.agents import nixl_thread
+from kvxfer.backends.nixl.agents.base import TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.regions import AgentMetadata
-from kvxfer.backends.nixl.agents.base import Operation, TransferAgent
 from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, PeerLostError
 from kvxfer.testing import FakeNixlAgent
@@ -28,6 +28,7 @@ from tests.backends.agent_contract import (
     LocalPeer,
     Peer,
     Pool,
+    read,
     words,
 )
 from tests.backends.agent_process import REPOSITORY, Nursery, PeerProcess
@@ -68,8 +69,8 @@ def process(nursery: Nursery) -> Iterator[PeerProcess]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pieces so small that pools are several, and more than are in flight at one time."""
-    monkeypatch.setattr(agent_thread, "PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr(agent_thread, "PIECE_FRAGMENTS", 1000)
+    monkeypatch.setattr(nixl_thread, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(nixl_thread, "PIECE_FRAGMENTS", 1000)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -112,17 +113,14 @@ def run_child(code: str, **environment: str) -> "subprocess.CompletedProcess[str
 PREAMBLE = """
 import asyncio, logging, os, sys, threading, time
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
-from kvxfer.backends.nixl.agents.base import Operation
-from tests.backends.agent_contract import LocalPeer, Pool, words
+from tests.backends.agent_contract import LocalPeer, Pool, read, words
 
 async def move(agent):
     peer = LocalPeer(NixlAgent())
     pool = Pool()
     agent.register(pool.regions())
     name = await agent.add_peer(peer.metadata)
-    await agent.transfer(
-        Operation.READ, name, words(pool.address), words(peer.address), words(100)
-    )
+    await read(agent, name, words(pool.address), words(peer.address), words(100))
     return peer
 """
 
@@ -231,28 +229,24 @@ class TestPeerInTrouble:
                 await agent.add_peer(process.metadata)
         assert await asyncio.to_thread(process.stop) == 0, "no process ends with a signal"
 
-    @pytest.mark.parametrize("operation", Operation)
     async def test_a_peer_that_dies_is_lost_and_others_are_not(
-        self, agent: NixlAgent, process: PeerProcess, operation: Operation
+        self, agent: NixlAgent, process: PeerProcess
     ) -> None:
         pool = Pool()
         agent.register(pool.regions())
         other = LocalPeer(NixlAgent())
         names = [await agent.add_peer(each.metadata) for each in (process, other)]
-        moves = [
-            asyncio.create_task(move_all(agent, operation, names[0], pool, process))
-            for _ in range(50)
-        ]
+        moves = [asyncio.create_task(read_all(agent, names[0], pool, process)) for _ in range(50)]
         await moves[0]
         process.kill()
         results = await asyncio.gather(*moves, return_exceptions=True)
         assert {type(result) for result in results} <= {type(None), PeerLostError}
         with pytest.raises(PeerLostError):
-            await move_all(agent, operation, names[0], pool, process)
+            await read_all(agent, names[0], pool, process)
         pool.bytes[:] = 9
         await agent.remove_peer(names[0])
         assert np.all(pool.bytes == 9)
-        await move_all(agent, operation, names[1], pool, other)
+        await read_all(agent, names[1], pool, other)
         await other.agent.aclose()
 
     async def test_a_peer_that_is_dead_is_not_added(
@@ -278,7 +272,7 @@ class TestPeerInTrouble:
     ) -> None:
         os.kill(process.pid, signal.SIGSTOP)
         adding = asyncio.create_task(agent.add_peer(process.metadata))
-        await until(lambda: bool(agent._thread._flights))
+        await until(lambda: agent._thread._reads.in_flight)
         removing = asyncio.create_task(agent.remove_peer(next(iter(agent._thread._remotes))))
         await asyncio.sleep(0)
         await agent.aclose()
@@ -294,9 +288,8 @@ class TestPeerInTrouble:
         name = await agent.add_peer(process.metadata)
         os.kill(process.pid, signal.SIGSTOP)
         here, there = words(pool.address), words(process.address)
-        for operation in Operation:
-            for num_bytes in (1, 64, 8192, POOL_BYTES // 2):
-                await agent.transfer(operation, name, here, there, words(num_bytes))
+        for num_bytes in (1, 64, 8192, POOL_BYTES // 2):
+            await read(agent, name, here, there, words(num_bytes))
 
     async def test_a_cancelled_transfer_waits_for_its_end(
         self, agent: NixlAgent, process: PeerProcess
@@ -307,7 +300,7 @@ class TestPeerInTrouble:
         busy: Future[None] = Future()
         go_on = threading.Event()
         agent._thread.order(busy, go_on.wait)
-        task = asyncio.create_task(move_all(agent, Operation.READ, name, pool, process))
+        task = asyncio.create_task(read_all(agent, name, pool, process))
         await asyncio.sleep(0)
         try:
             for _ in range(2):
@@ -318,7 +311,7 @@ class TestPeerInTrouble:
             go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not agent._thread._transfers
+        assert not agent._thread._reads.busy_peers
 
     async def test_a_small_transfer_does_not_wait_for_a_large_one(
         self, agent: NixlAgent, process: PeerProcess
@@ -326,14 +319,9 @@ class TestPeerInTrouble:
         pool = Pool()
         agent.register(pool.regions())
         name = await agent.add_peer(process.metadata)
-        large = [
-            asyncio.create_task(move_all(agent, Operation.READ, name, pool, process))
-            for _ in range(20)
-        ]
+        large = [asyncio.create_task(read_all(agent, name, pool, process)) for _ in range(20)]
         small = asyncio.create_task(
-            agent.transfer(
-                Operation.READ, name, words(pool.address), words(process.address), words(1)
-            )
+            read(agent, name, words(pool.address), words(process.address), words(1))
         )
         ended: list[asyncio.Task[None]] = []
         for task in (*large, small):
@@ -361,13 +349,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def move_all(
-    agent: NixlAgent, operation: Operation, name: str, pool: Pool, peer: Peer
-) -> None:
+async def read_all(agent: NixlAgent, name: str, pool: Pool, peer: Peer) -> None:
     half = POOL_BYTES // 2
     starts, lengths = words(0, half), words(half, half)
     here, there = words(pool.address) + starts, words(peer.address) + starts
-    await agent.transfer(operation, name, here, there, lengths)
+    await read(agent, name, here, there, lengths)
 
 
 def test_without_rdma_nothing_listens_on_the_network() -> None:

@@ -10,10 +10,10 @@ from kvxfer import (
     NamespaceMismatchError,
     ProtocolError,
 )
+from kvxfer.backends.nixl.config import client_context, server_context
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
 from kvxfer.backends.nixl.wire.messages import PROTOCOL_VERSION, Hello, Reach, Refusal
-from kvxfer.backends.nixl.config import client_context, server_context
 from tests.backends.nixl_wire import (
     FOUND,
     LOOKUP,
