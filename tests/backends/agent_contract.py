@@ -305,6 +305,21 @@ class AgentContract(ABC):
         gc.collect()
         assert not reference()
 
+    async def test_names_are_new(self, agent: TransferAgent) -> None:
+        other = self.make_agent()
+        assert agent.name != other.name
+        await other.aclose()
+
+    async def _read_all(self, agent: TransferAgent, name: str, peer: Peer, pool: Pool) -> None:
+        starts = np.arange(0, POOL_BYTES, FRAGMENT_BYTES, dtype=np.uint64)
+        here, there = starts + words(pool.address), starts + words(peer.address)
+        lengths = np.full(len(starts), FRAGMENT_BYTES, np.uint64)
+        await read(agent, name, here, there[::-1].copy(), lengths)
+
+
+class SharedAgentContract(AgentContract):
+    """Contract of an agent that several event loops may use."""
+
     async def test_several_event_loops_use_one_agent(
         self, agent: TransferAgent, peer: Peer, pool: Pool
     ) -> None:
@@ -316,17 +331,6 @@ class AgentContract(ABC):
         )
         fragments = random_bytes(1).reshape(-1, FRAGMENT_BYTES)
         assert pool.bytes.tobytes() == fragments[::-1].tobytes()
-
-    async def test_names_are_new(self, agent: TransferAgent) -> None:
-        other = self.make_agent()
-        assert agent.name != other.name
-        await other.aclose()
-
-    async def _read_all(self, agent: TransferAgent, name: str, peer: Peer, pool: Pool) -> None:
-        starts = np.arange(0, POOL_BYTES, FRAGMENT_BYTES, dtype=np.uint64)
-        here, there = starts + words(pool.address), starts + words(peer.address)
-        lengths = np.full(len(starts), FRAGMENT_BYTES, np.uint64)
-        await read(agent, name, here, there[::-1].copy(), lengths)
 
 
 class LocalPeer:

@@ -4,23 +4,35 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
 from kvxfer.backends.nixl.agents import nixl_thread
+from kvxfer.backends.nixl.agents import socket as socket_agent
 from kvxfer.backends.nixl.agents.base import TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.socket import SocketAgent
 from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, PeerLostError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    InvalidArgumentError,
+    PeerLostError,
+    TransferFailedError,
+)
 from kvxfer.testing import FakeNixlAgent
 from tests.backends.agent_contract import (
     POOL_BYTES,
@@ -28,6 +40,8 @@ from tests.backends.agent_contract import (
     LocalPeer,
     Peer,
     Pool,
+    SharedAgentContract,
+    random_bytes,
     read,
     words,
 )
@@ -36,7 +50,7 @@ from tests.backends.agent_process import REPOSITORY, Nursery, PeerProcess
 pytestmark = pytest.mark.processes
 
 
-class TestFakeNixlAgent(AgentContract):
+class TestFakeNixlAgent(SharedAgentContract):
     def make_agent(self) -> TransferAgent:
         return FakeNixlAgent()
 
@@ -74,7 +88,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-class TestNixlAgentInOneProcess(AgentContract):
+class TestNixlAgentInOneProcess(SharedAgentContract):
     def make_agent(self) -> TransferAgent:
         return NixlAgent()
 
@@ -85,7 +99,7 @@ class TestNixlAgentInOneProcess(AgentContract):
 
 
 @pytest.mark.usefixtures("small_pieces")
-class TestNixlAgentAndAnotherProcess(AgentContract):
+class TestNixlAgentAndAnotherProcess(SharedAgentContract):
     @pytest.fixture(autouse=True)
     def _process(self, process: PeerProcess) -> None:
         self.process = process
@@ -95,6 +109,64 @@ class TestNixlAgentAndAnotherProcess(AgentContract):
 
     async def peers(self) -> AsyncIterator[Peer]:
         yield self.process
+
+
+class ConnectedSocketAgent(SocketAgent):
+    """Agent whose peers are agents of this process, with connections opened as reads need them."""
+
+    agents: ClassVar["weakref.WeakValueDictionary[str, ConnectedSocketAgent]"] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self) -> None:
+        super().__init__(timeout_s=5.0)
+        self.serving: set[asyncio.Task[None]] = set()
+        self.agents[self.name] = self
+
+    async def add_peer(self, metadata: bytes) -> str:
+        name = await super().add_peer(metadata)
+        self.use(name, partial(self._connect, name))
+        return name
+
+    async def _connect(self, name: str) -> DataConnection:
+        connections = [DataConnection(end, name) for end in socket.socketpair()]
+        serving = asyncio.create_task(self.agents[name].serve(connections[0]))
+        self.serving.add(serving)
+        serving.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return connections[1]
+
+
+@pytest.mark.usefixtures("small_socket_pieces")
+class TestSocketAgent(AgentContract):
+    @pytest.fixture
+    def small_socket_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket_agent, "PIECE_BYTES", 1 << 20)
+        monkeypatch.setattr(socket_agent, "PIECE_FRAGMENTS", 1500)
+
+    def make_agent(self) -> TransferAgent:
+        return ConnectedSocketAgent()
+
+    async def peers(self) -> AsyncIterator[Peer]:
+        agent = ConnectedSocketAgent()
+        yield LocalPeer(agent)
+        await agent.aclose()
+
+    async def test_a_peer_that_ends_its_connections_fails_reads_until_it_opens_others(
+        self, agent: TransferAgent, pool: Pool
+    ) -> None:
+        peer = ConnectedSocketAgent()
+        local = LocalPeer(peer)
+        await local.fill(1)
+        name = await agent.add_peer(local.metadata)
+        fragment = words(pool.address), words(local.address), words(1000)
+        await read(agent, name, *fragment)
+        for serving in list(peer._serving):
+            serving.connection.close()
+        with pytest.raises(TransferFailedError):
+            await read(agent, name, *fragment)
+        await read(agent, name, *fragment)
+        assert pool.bytes[:1000].tobytes() == random_bytes(1)[:1000].tobytes()
+        await peer.aclose()
 
 
 def run_child(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -198,6 +270,7 @@ print((time.process_time() - before[0]) / (time.perf_counter() - before[1]) / 2)
     def test_without_the_plug_in_the_error_names_it(self, tmp_path: Path) -> None:
         child = run_child(
             """
+from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import BackendUnavailableError
 try:
