@@ -289,7 +289,9 @@ class ClientSession:
         await self._channel.send(Failed(request_id=number, reason=reason))
 
     async def _release_all(self) -> None:
-        """Cancel requests, wait until they have ended, and release the pins."""
+        """Release the pins, cancel requests, and wait until nothing is read from the peer."""
+        await self._channel.aclose()
+        await self._release_pins()  # at once, although the peer may stall
         tasks = [*self._jobs.values(), *self._lending]
         for task in tasks:
             task.cancel()
@@ -297,10 +299,12 @@ class ClientSession:
             await self._theirs.aclose()
         if tasks:
             await asyncio.wait(tasks)
-        for pin in self._pins.values():
+        await self._release_pins()  # those of requests that ended meanwhile
+
+    async def _release_pins(self) -> None:
+        while self._pins:
+            _, pin = self._pins.popitem()
             await pin.aclose()
-        self._pins.clear()
-        await self._channel.aclose()
 
 
 def _endings(outcomes: Sequence[Outcome | None]) -> list[Ending]:

@@ -137,22 +137,27 @@ class Server:
 
     async def disconnect(self) -> None:
         """End the connections of all peers, which may connect again."""
-        for session, task in list(self._sessions.values()):
+        for session in self.sessions:
             await session.aclose()
-            await asyncio.wait([task])
 
-    async def aclose(self) -> None:
-        """End every connection, and wait until nothing is read any more; may be called again."""
+    def close(self) -> None:
+        """Begin to end every connection; may be called again."""
         self._closed = True
         if self._server is not None:
             self._server.close()
-        await asyncio.sleep(0)  # a task that never began would leave its connection open
-        for task in list(self._tasks):
-            task.cancel()
+        # Not at once: a task that never began would leave its connection open.
+        asyncio.get_running_loop().call_soon(self._cancel_all)
+
+    async def wait_closed(self) -> None:
+        """Wait until every connection has ended, and nothing is read for one any more."""
         while self._tasks:
             await asyncio.wait(self._tasks)
         if self._data_socket is not None:
             self._data_socket.close()
+
+    def _cancel_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
 
     def _run(self, work: Coroutine[Any, Any, None], *, unproven: bool = False) -> None:
         task = asyncio.create_task(work)
