@@ -16,8 +16,16 @@ from kvxfer.backends.nixl.wire.frames import (
     FrameCodec,
     FrameKeys,
 )
-from kvxfer.backends.nixl.wire.messages import Answer, Handshake, Lookup, Message, Ping, Proof, Request
 from kvxfer.backends.nixl.wire.handshake import Role, Session
+from kvxfer.backends.nixl.wire.messages import (
+    Answer,
+    Handshake,
+    Lookup,
+    Message,
+    Ping,
+    Proof,
+    Request,
+)
 
 REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 HANDSHAKE: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from kvxfer import InvalidArgumentError, PeerClosedError, PeerError, PeerTimeoutError, ProtocolError
+from kvxfer.backends.nixl.config import client_context, server_context
 from kvxfer.backends.nixl.frame_socket import FrameSocket
 from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES, FrameCodec
-from kvxfer.backends.nixl.wire.messages import Ping, Proof
 from kvxfer.backends.nixl.wire.handshake import Role, Session
-from kvxfer.backends.nixl.config import client_context, server_context
+from kvxfer.backends.nixl.wire.messages import Ping, Proof
 from tests.backends.nixl_wire import HOST, Authority
 
 PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)
