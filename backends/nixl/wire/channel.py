@@ -10,6 +10,7 @@ from types import TracebackType
 import msgspec
 
 from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.wire.data import describe
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -271,7 +272,7 @@ class _CutOnError:
         elif isinstance(exc, TimeoutError):
             error = PeerTimeoutError(peer, self._what, self._timeout_s)
         else:
-            error = PeerClosedError(peer, f"connection lost: {exc}")
+            error = PeerClosedError(peer, f"connection lost: {describe(exc)}")
         self._channel.require_open()  # this side may have ended the connection
         self._channel.cut(error)
         if error is not exc:
