@@ -274,6 +274,12 @@ class DataConnection:
             raise PeerClosedError(self.peer, "ended the connection")
         raise ProtocolError(self.peer, "ended the connection in the middle of a frame")
 
+    def _end_call(self) -> None:
+        with self._closing:
+            self._in_call = False
+            if self._closed:
+                self._socket.close()
+
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Translate errors of the socket, and keep it from being closed meanwhile."""
@@ -290,10 +296,7 @@ class DataConnection:
         except OSError as exc:
             raise PeerClosedError(self.peer, f"connection lost: {describe(exc)}") from exc
         finally:
-            with self._closing:
-                self._in_call = False
-                if self._closed:
-                    self._socket.close()
+            self._end_call()
 
 
 def describe(error: OSError) -> str:
