@@ -222,9 +222,11 @@ class _Line:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             self.connection.close()
-            await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([running])))
-            if not running.cancelled():
-                running.exception()  # fetched, else asyncio reports it as never retrieved
+            try:
+                await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([running])))
+            finally:  # cancelled once more
+                if not running.cancelled():
+                    running.exception()  # fetched, else asyncio reports it as never retrieved
             raise
 
     async def aclose(self) -> None:
