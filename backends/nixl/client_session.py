@@ -107,6 +107,7 @@ class ClientSession:
         self._lending: set[asyncio.Task[None]] = set()
         self._num_attached = 0
         self._draining = False
+        self._ended = False
         self._heard = time.monotonic()
 
     @property
@@ -148,9 +149,11 @@ class ClientSession:
         """Serve a data connection that was admitted to this session, until it ends.
 
         Raises:
-            KVXferError: It is one too many, or ended.
+            KVXferError: It is one too many, or ended, or the session has.
         """
-        if self._num_attached >= MAX_DATA_CONNECTIONS or self._theirs is None:
+        if self._theirs is None or self._ended:
+            raise PeerError(connection.peer, "its session is not ready, or has ended")
+        if self._num_attached >= MAX_DATA_CONNECTIONS:
             raise PeerError(connection.peer, f"more than {MAX_DATA_CONNECTIONS} data connections")
         self._num_attached += 1
         task = asyncio.current_task()
@@ -286,6 +289,7 @@ class ClientSession:
 
     async def _release_all(self) -> None:
         """Cancel requests, wait until they have ended, and release the pins."""
+        self._ended = True
         tasks = [*self._jobs.values(), *self._lending]
         for task in tasks:
             task.cancel()
