@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.agents.base import Operation, TransferAgent, Words
+from kvxfer.backends.nixl.agents.base import Words
+from kvxfer.backends.nixl.agents.base import Operation, TransferAgent
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import agent_thread
-from kvxfer.backends.nixl.agents.base import Operation, TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.backends.nixl.agents.base import Operation, TransferAgent
 from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, PeerLostError
 from kvxfer.testing import FakeNixlAgent

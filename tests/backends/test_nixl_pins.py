@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from kvxfer.backends.nixl import connection
-from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.data_connection import DataConnection
+from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.payloads import read_payloads

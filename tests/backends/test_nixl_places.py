@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import places as places_module
-from kvxfer.backends.nixl.client_session import ClientSession
-from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.wire.messages import Extents, Found
+from kvxfer.backends.nixl.places import Places
+from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status

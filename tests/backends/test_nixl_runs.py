@@ -8,9 +8,9 @@ import pytest
 
 from kvxfer.backends.nixl import hasher as hasher_module
 from kvxfer.backends.nixl import link, nixl_mover
-from kvxfer.backends.nixl.agents.base import Operation, Run, TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.agents.base import Operation, Run, TransferAgent
 from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
 from kvxfer.storage.backend import Status

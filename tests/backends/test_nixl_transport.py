@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import transport
-from kvxfer.backends.nixl.carrier import choose_carrier, identify_host
 from kvxfer.backends.nixl.wire.messages import PROTOCOL_VERSION, Hello
+from kvxfer.backends.nixl.carrier import choose_carrier, identify_host
 
 
 @pytest.fixture(autouse=True)
