@@ -107,6 +107,7 @@ class ClientSession:
         self._lending: set[asyncio.Task[None]] = set()
         self._num_attached = 0
         self._draining = False
+        self._ended = False
         self._heard = time.monotonic()
 
     @property
@@ -148,9 +149,11 @@ class ClientSession:
         """Serve a data connection that was admitted to this session, until it ends.
 
         Raises:
-            KVXferError: It is one too many, or ended.
+            KVXferError: It is one too many, or ended, or the session has.
         """
-        if self._num_attached >= MAX_DATA_CONNECTIONS or self._theirs is None:
+        if self._theirs is None or self._ended:
+            raise PeerError(connection.peer, "its session is not ready, or has ended")
+        if self._num_attached >= MAX_DATA_CONNECTIONS:
             raise PeerError(connection.peer, f"more than {MAX_DATA_CONNECTIONS} data connections")
         self._num_attached += 1
         task = asyncio.current_task()
@@ -290,6 +293,7 @@ class ClientSession:
 
     async def _release_all(self) -> None:
         """Release the pins, cancel requests, and wait until nothing is read from the peer."""
+        self._ended = True
         await self._channel.aclose()
         await self._release_pins()  # at once, although the peer may stall
         tasks = [*self._jobs.values(), *self._lending]

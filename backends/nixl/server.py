@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
 from kvxfer.backends.nixl.config import server_context
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
-from kvxfer.backends.nixl.wire.channel import STREAM_BUFFER_BYTES, FrameChannel
+from kvxfer.backends.nixl.wire.channel import FrameChannel
 from kvxfer.backends.nixl.wire.data import DataConnection, describe
 from kvxfer.backends.nixl.wire.frames import printable
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
@@ -22,6 +22,7 @@ from kvxfer.errors import (
     KVXferError,
     NamespaceMismatchError,
     PeerClosedError,
+    PeerTimeoutError,
 )
 from kvxfer.storage.keys import Namespace
 
@@ -34,6 +35,7 @@ ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
 DRAIN_POLL_S = 0.05
 
 OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
+Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +62,12 @@ class Server:
         self._tls = server_context(node.config)
         self._store: BlockStore | None = None
         self._settling = asyncio.Lock()
-        self._server: asyncio.Server | None = None
+        self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
         self._port = endpoint.port
         self._data_port = data_port
-        self._data_socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
-        self._closed = False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -84,6 +84,11 @@ class Server:
         """Sessions of the peers that are connected."""
         return [session for session, _ in self._sessions.values()]
 
+    @property
+    def num_unproven(self) -> int:
+        """Connections that have not authenticated yet."""
+        return len(self._unproven)
+
     async def start(self) -> None:
         """Begin to listen.
 
@@ -91,31 +96,25 @@ class Server:
             BackendUnavailableError: The address is in use, or is not one of this machine.
         """
         host, port = self._endpoint.host, self._endpoint.port
+        control: socket.socket | None = None
         try:
             # A name may have several addresses; use the first one for control and data.
             found = await asyncio.get_running_loop().getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
-            self._server = await asyncio.start_server(
-                self._accept,
-                str(found[0][-1][0]),
-                port,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
-                limit=STREAM_BUFFER_BYTES,
-            )
-            bound = self._server.sockets[0]
-            self._port = bound.getsockname()[1]
-            data = self._data_socket = socket.create_server(
-                (bound.getsockname()[0], self._data_port), family=bound.family
-            )
-            data.setblocking(False)
+            family, *_, address = found[0]
+            control = socket.create_server(address, family=family)
+            self._port = control.getsockname()[1]
+            data = socket.create_server((address[0], self._data_port, *address[2:]), family=family)
             self._data_port = data.getsockname()[1]
         except OSError as exc:
-            if self._server is not None:
-                self._server.close()
+            if control is not None:
+                control.close()
             raise BackendUnavailableError(f"cannot listen at {self._endpoint}: {exc}") from exc
-        self._run(self._accept_data(data))
+        self._accepting = [
+            self._run(self._accept(control, self._serve)),
+            self._run(self._accept(data, self._serve_data)),
+        ]
 
     async def drain(self, timeout_s: float) -> bool:
         """Accept no new peers and no new transfers, and wait until no block is pinned or read.
@@ -123,8 +122,8 @@ class Server:
         Returns:
             False when `timeout_s` passed before.
         """
-        if self._server is not None:
-            self._server.close()
+        for accepting in self._accepting[:1]:
+            accepting.cancel()
         for session in self.sessions:
             session.drain()
         try:
@@ -142,32 +141,37 @@ class Server:
 
     def close(self) -> None:
         """Begin to end every connection; may be called again."""
-        self._closed = True
-        if self._server is not None:
-            self._server.close()
+        for accepting in self._accepting:
+            accepting.cancel()
         # Not at once: a task that never began would leave its connection open.
         asyncio.get_running_loop().call_soon(self._cancel_all)
 
     async def wait_closed(self) -> None:
         """Wait until every connection has ended, and nothing is read for one any more."""
+        if self._accepting:
+            await asyncio.wait(self._accepting)
+        self._cancel_all()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        if self._data_socket is not None:
-            self._data_socket.close()
 
     def _cancel_all(self) -> None:
         for task in self._tasks:
             task.cancel()
 
-    def _run(self, work: Coroutine[Any, Any, None], *, unproven: bool = False) -> None:
+    def _run(
+        self, work: Coroutine[Any, Any, None], *, unproven: bool = False
+    ) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if unproven:
             if len(self._unproven) >= MAX_UNPROVEN:
-                next(iter(self._unproven)).cancel()
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]  # its end takes a while
+                oldest.cancel()
             self._unproven[task] = None
             task.add_done_callback(lambda done: self._unproven.pop(done, None))
+        return task
 
     def _prove(self) -> "asyncio.Task[None]":
         """Note that the peer of the current task has authenticated."""
@@ -176,20 +180,37 @@ class Server:
         self._unproven.pop(task, None)
         return task
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= MAX_CONNECTIONS:
-            logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
-        elif not self._closed:  # asyncio may have accepted it before the close
-            self._run(self._serve(FrameChannel(reader, writer)), unproven=True)
-            return
-        writer.transport.abort()
+    async def _accept(self, listener: socket.socket, serve: Serve) -> None:
+        """Accept connections, and serve each in a task of its own; own the listener."""
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        with listener:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(listener)
+                except OSError as exc:
+                    logger.warning("cannot accept a connection: %s", describe(exc))
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                if len(self._tasks) < MAX_CONNECTIONS:
+                    peer = str(Endpoint(*address[:2]))
+                    self._run(serve(connection, peer), unproven=True)
+                else:
+                    logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
+                    connection.close()
+                await asyncio.sleep(0)  # let it begin, and others run: many may wait
 
-    async def _serve(self, channel: FrameChannel) -> None:
+    async def _serve(self, plain: socket.socket, peer: str) -> None:
         try:
+            channel = await FrameChannel.accept(plain, peer, self._tls, HANDSHAKE_TIMEOUT_S)
             greeting = await greet_as_server(
-                channel, self._node.hello, secret=self._node.secret, reach=self._reach
+                channel,
+                self._node.hello,
+                secret=self._node.secret,
+                reach=self._reach,
+                timeout_s=HANDSHAKE_TIMEOUT_S,
             )
-        except PeerClosedError as exc:  # such as a health check, which says nothing
+        except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
             logger.debug("%s", printable(exc))
             return
         except KVXferError as exc:
@@ -227,21 +248,6 @@ class Server:
             if self._store is None:
                 self._store = await self._open_store(namespace)
                 self._node.namespace = namespace
-
-    async def _accept_data(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(listener)
-            except OSError as exc:
-                logger.warning("cannot accept a data connection: %s", describe(exc))
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            if len(self._tasks) >= MAX_CONNECTIONS:
-                connection.close()
-            else:
-                peer = str(Endpoint(*address[:2]))
-                self._run(self._serve_data(connection, peer), unproven=True)
 
     async def _serve_data(self, plain: socket.socket, peer: str) -> None:
         connection: DataConnection | None = None

@@ -12,7 +12,6 @@ from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned, Unpin, Unpinned
-from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.cli import main
 from kvxfer.errors import PeerClosedError
 from tests.cli import peers
