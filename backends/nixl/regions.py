@@ -165,6 +165,13 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     beacon_address: int = 0
     beacon: bytes = b""
 
+    def is_same_agent(self, other: "AgentMetadata") -> bool:
+        """Whether both describe one agent; NIXL's own part changes with what is registered."""
+        mine, theirs = (
+            (each.name, each.regions, each.beacon_address, each.beacon) for each in (self, other)
+        )
+        return mine == theirs
+
     def encode(self) -> bytes:
         """Encode to bytes, for `decode`."""
         return msgspec.msgpack.encode(self)

@@ -186,7 +186,7 @@ class NixlThread:
         memory is at stake.
         """
         remote = self._remotes.get(peer.name)
-        if peer.name == self._name or (remote and remote.metadata != peer):
+        if peer.name == self._name or (remote and not remote.metadata.is_same_agent(peer)):
             raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
         if remote and remote.removed:  # once it is gone, it is added anew
             self._postponed.add(done)
