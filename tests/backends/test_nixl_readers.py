@@ -152,6 +152,8 @@ async def test_many_peers_that_do_not_answer_cost_one_deadline_together(
         outcomes = await client.load(KEYS, memory.describe(0, range(4)))
         assert {each.status for each in outcomes} <= {Status.TIMED_OUT, Status.FAILED}
     assert asyncio.get_running_loop().time() - began < 4
-    for each in (*servers, *writers):
-        each.close()
+    for server in servers:
+        server.close()
+    for writer in writers:
+        writer.close()
     await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)

@@ -4,6 +4,7 @@ import pytest
 import xxhash
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
@@ -31,9 +32,14 @@ def test_fragments_are_gathered_that_xxhash_would_hash_under_the_interpreter_loc
     fragment: int, gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, engine = BlockMemory([[fragment] * 8], num_blocks=2), CPUCopyEngine()
-    copies: list[object] = []
-    copy = engine.copy
-    monkeypatch.setattr(engine, "copy", lambda *sides: [copies.append(sides), copy(*sides)])
+    original, num_copies = engine.copy, 0
+
+    def copy(source: Descriptors, destination: Descriptors) -> None:
+        nonlocal num_copies
+        num_copies += 1
+        original(source, destination)
+
+    monkeypatch.setattr(engine, "copy", copy)
     checksum_blocks(memory.describe(0, [1]), engine)
     engine.close()
-    assert len(copies) == gathered
+    assert num_copies == gathered
