@@ -133,6 +133,7 @@ class ClientSession:
         try:
             self._theirs = await self._node.link(self._greeting)
             await self._channel.send(Ready(needs_data=self._theirs.carrier == "socket"))
+            logger.info("serving %s by %s", self._channel.peer, self._theirs.carrier)
             self._require_signs_of_life()
             try:
                 while True:

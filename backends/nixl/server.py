@@ -196,7 +196,6 @@ class Server:
         incarnation = greeting.hello.incarnation
         earlier = self._sessions.get(incarnation)
         self._sessions[incarnation] = session, task
-        logger.info("serving %s", channel.peer)
         try:
             if earlier is not None:
                 await earlier[0].aclose()

@@ -11,8 +11,8 @@ import pytest
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.wire.messages import Pin, Pinned, Unpin, Unpinned
 from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.cli import main
 from kvxfer.errors import PeerClosedError
 from tests.cli import peers
@@ -49,7 +49,7 @@ def config_of(peer: ServeProcess, secret_file: Path | str = "") -> NixlConfig:
 
 async def connect(peer: ServeProcess) -> Connection:
     config = NixlConfig(address=str(peer.endpoint), transport="socket")
-    node = Node(config, peers.namespace(), make_agent=NixlAgent)
+    node = LocalNode(config, peers.namespace(), make_agent=NixlAgent)
     return await Connection.open(node, peer.endpoint, None)
 
 
@@ -112,10 +112,7 @@ async def test_a_peer_that_is_asked_to_end_waits_for_its_leases_and_takes_no_oth
     with pytest.raises(PeerClosedError, match="cannot connect"):
         await connect(patient_peer)
     assert patient_peer.process.poll() is None
-    given_back = await connection.request(
-        lambda number: Unpin(request_id=number, pin=pinned.request_id), Unpinned
-    )
-    assert given_back.held
+    connection.release(pinned.request_id)
     assert await asyncio.to_thread(patient_peer.wait) == 0
     assert patient_peer.said[-1].endswith("INFO ended\n")
     await connection.aclose()

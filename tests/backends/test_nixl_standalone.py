@@ -5,12 +5,17 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.connection import Connection
+from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.standalone import StandalonePeer
+from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.tiers import TieredBackend
@@ -36,6 +41,19 @@ async def store_at(address: str) -> None:
     async with NixlBackend(NixlConfig(address=address, transport="socket"), NAMESPACE) as backend:
         (outcome,) = await backend.store(KEYS, MEMORY.describe(0, [0]))
         assert outcome.done, outcome
+
+
+@contextlib.asynccontextmanager
+async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
+    """Act as a peer that keeps a block pinned."""
+    config = NixlConfig(address=str(peer.endpoint), transport="socket")
+    node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
+    connection = await Connection.open(node, peer.endpoint, None)
+    async with contextlib.aclosing(node), contextlib.aclosing(connection):
+        await connection.request(
+            lambda number: Pin(request_id=number, keys=KEYS, starts=[0], sizes=[4096]), Pinned
+        )
+        yield
 
 
 class SlowHost:
@@ -89,8 +107,7 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
         config = NixlConfig(address=str(peer.endpoint), transport="socket")
         async with NixlBackend(config, NAMESPACE) as backend:
             await backend.store(KEYS, MEMORY.describe(0, [0]))
-            (served,) = peer._holder.peers
-            with served.moving():
+            async with pinned(peer):
                 await peer.drain(0.1)
             assert "still in use after 0.1 s" in caplog.text
             caplog.clear()
