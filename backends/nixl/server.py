@@ -48,12 +48,9 @@ class Server:
         open_store: Opens the store of a namespace and adds its memory to the node, if need be;
             called once, for the first peer.
         endpoint: Endpoint to listen at.
-        data_port: Port for data connections; 0 means any free one.
     """
 
-    def __init__(
-        self, node: LocalNode, open_store: OpenStore, endpoint: Endpoint, *, data_port: int = 0
-    ) -> None:
+    def __init__(self, node: LocalNode, open_store: OpenStore, endpoint: Endpoint) -> None:
         self._node = node
         self._open_store = open_store
         self._endpoint = endpoint
@@ -62,7 +59,7 @@ class Server:
         self._settling = asyncio.Lock()
         self._server: asyncio.Server | None = None
         self._port = endpoint.port
-        self._data_port = data_port
+        self._data_port = node.config.data_port
         self._data_socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
@@ -88,9 +85,11 @@ class Server:
         """Begin to listen.
 
         Raises:
-            BackendUnavailableError: The address is in use, or is not one of this machine.
+            BackendUnavailableError: The address, or the port for data, is in use, or the address is
+                not one of this machine.
         """
-        host, port = self._endpoint.host, self._endpoint.port
+        at = self._endpoint
+        host, port = at.host, at.port
         try:
             # A name may have several addresses; use the first one for control and data.
             found = await asyncio.get_running_loop().getaddrinfo(
@@ -106,6 +105,7 @@ class Server:
             )
             bound = self._server.sockets[0]
             self._port = bound.getsockname()[1]
+            at = Endpoint(host, self._data_port)
             data = self._data_socket = socket.create_server(
                 (bound.getsockname()[0], self._data_port), family=bound.family
             )
@@ -114,7 +114,7 @@ class Server:
         except OSError as exc:
             if self._server is not None:
                 self._server.close()
-            raise BackendUnavailableError(f"cannot listen at {self._endpoint}: {exc}") from exc
+            raise BackendUnavailableError(f"cannot listen at {at}: {exc}") from exc
         self._run(self._accept_data(data))
 
     async def drain(self, timeout_s: float) -> bool:
