@@ -101,9 +101,9 @@ def _limits(root: Path) -> Iterator[Path]:
         mount, _, system = line.partition(" - ")
         kind, *_, options = system.split() or ("", "")
         if kind == "cgroup2" and "" in groups:
-            path, names = groups[""], ("memory.max", "memory.high")
+            path, names = groups[""], ["memory.max", "memory.high"]
         elif kind == "cgroup" and "memory" in groups and "memory" in options.split(","):
-            path, names = groups["memory"], ("memory.limit_in_bytes",)
+            path, names = groups["memory"], ["memory.limit_in_bytes"]
         else:
             continue
         top, at = (_ESCAPED.sub(_unescape, text) for text in mount.split()[3:5])
@@ -117,7 +117,7 @@ def _limits(root: Path) -> Iterator[Path]:
 
 def _groups(root: Path) -> dict[str, Path]:
     """Read the control group of each controller; that of version 2 is under an empty name."""
-    groups = {}
+    groups: dict[str, Path] = {}
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         groups |= dict.fromkeys(controllers.split(","), Path(path))

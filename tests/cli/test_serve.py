@@ -31,6 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 def secret_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("secret") / "secret"
     path.write_bytes(SECRET)
+    path.chmod(0o600)
     return path
 
 
