@@ -64,6 +64,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
+        self._draining = False
         self._closed = False
 
     @property
@@ -118,13 +119,14 @@ class Server:
         self._run(self._accept_data(data))
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accept no new peers and no new transfers, and wait until no block is pinned or read.
+        """Accept no new peers, lookups and transfers, and wait until no block is pinned or stored.
 
         Returns:
             False when `timeout_s` passed before.
         """
         if self._server is not None:
             self._server.close()
+        self._draining = True
         for session in self.sessions:
             session.drain()
         try:
@@ -196,6 +198,8 @@ class Server:
         incarnation = greeting.hello.incarnation
         earlier = self._sessions.get(incarnation)
         self._sessions[incarnation] = session, task
+        if self._draining:  # the handshake began before
+            session.drain()
         try:
             if earlier is not None:
                 await earlier[0].aclose()

@@ -30,6 +30,7 @@ CONFIG = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
 MEMORY = BlockMemory([[4096]], num_blocks=1)
 NAMESPACE, OTHER = MEMORY.namespace(), MEMORY.namespace(model="other")
 KEYS = [make_block_key(b"hash", 0)]
+OTHER_KEY = make_block_key(b"other", 0)
 
 
 def open_host(namespace: Namespace) -> HostBackend:
@@ -114,6 +115,39 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
             await peer.drain(LIMIT_S)
             assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert not peer.is_ready
+
+
+async def test_a_peer_that_drains_offers_and_takes_no_blocks() -> None:
+    async with contextlib.aclosing(StandalonePeer(CONFIG, open_host)) as peer:
+        await peer.start()
+        config = NixlConfig(address=str(peer.endpoint), transport="socket")
+        async with NixlBackend(config, NAMESPACE) as backend:
+            blocks = MEMORY.describe(0, [0])
+            await backend.store(KEYS, blocks)
+            assert await backend.lookup(KEYS) == [True]
+            async with pinned(peer):
+                draining = asyncio.create_task(peer.drain(LIMIT_S))
+                await asyncio.sleep(0)
+                assert await backend.lookup(KEYS) == [False]
+                for call in (backend.load, backend.store):
+                    (outcome,) = await call([OTHER_KEY], blocks)
+                    assert "about to end" in outcome.reason
+                assert not draining.done()
+            await draining
+
+
+async def test_a_peer_whose_handshake_ends_after_the_drain_began_is_given_nothing() -> None:
+    host = SlowHost()
+    async with contextlib.aclosing(StandalonePeer(CONFIG, host)) as peer:
+        await peer.start()
+        config = NixlConfig(address=str(peer.endpoint), transport="socket")
+        async with NixlBackend(config, NAMESPACE) as backend:
+            storing = asyncio.create_task(backend.store(KEYS, MEMORY.describe(0, [0])))
+            await asyncio.to_thread(host.begun.wait, LIMIT_S)
+            await peer.drain(LIMIT_S)
+            host.may_end.set()
+            (outcome,) = await storing
+            assert "about to end" in outcome.reason
 
 
 async def test_a_peer_that_keeps_tiers_deletes_with_one_call_to_each() -> None:
