@@ -22,6 +22,8 @@ from kvxfer.errors import (
     KVXferError,
     NamespaceMismatchError,
     PeerClosedError,
+    PeerTimeoutError,
+    ProtocolError,
 )
 from kvxfer.storage.keys import Namespace
 
@@ -188,6 +190,9 @@ class Server:
             )
         except PeerClosedError as exc:  # such as a health check, which says nothing
             logger.debug("%s", printable(exc))
+            return
+        except (ProtocolError, PeerTimeoutError) as exc:  # somebody who is no peer
+            logger.info("refused a stranger: %s", printable(exc))
             return
         except KVXferError as exc:
             logger.warning("refused a peer: %s", printable(exc))

@@ -77,6 +77,11 @@ class StandalonePeer:
         """Endpoint that peers connect to; known once it listens."""
         return self._server.endpoint
 
+    @property
+    def data_port(self) -> int:
+        """Port for data connections; known once it listens."""
+        return self._server.data_port
+
     async def start(self) -> None:
         """Reserve the memory of a namespace that is known, and begin to listen.
 
@@ -99,7 +104,7 @@ class StandalonePeer:
         logger.info(
             "listening at %s (port %d for data, secret %s, TLS %s)",
             self.endpoint,
-            self._server.data_port,
+            self.data_port,
             "off" if self._node.secret is None else "on",
             "on" if self._node.config.uses_tls else "off",
         )
