@@ -67,7 +67,8 @@ def require_memory(num_bytes: int, what: str = "memory") -> None:
     """
     available = AvailableMemory.read()
     if num_bytes > available.num_bytes:
-        raise CapacityError(f"{what} ({available.limit})", num_bytes, available.num_bytes)
+        resource = f"{what} within the limit of {available.limit}"
+        raise CapacityError(resource, num_bytes, available.num_bytes)
 
 
 def _machine_bytes(path: Path) -> int:

@@ -21,7 +21,7 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
 from kvxfer.storage.threads import Threads
-from kvxfer.storage.tiers import TieredBackend
+from kvxfer.storage.tiers import DEFAULT_STAGING_BYTES, TieredBackend
 from kvxfer.units import format_size
 
 STAGING_BYTES = 256 << 20
@@ -63,7 +63,7 @@ class StandalonePeer:
             raise InvalidArgumentError("listen", config.listen, "HOST:PORT")
         self.is_ready = False
         self._open_backend = open_backend
-        self._needed_bytes = config.capacity + STAGING_BYTES
+        self._needed_bytes = config.capacity + STAGING_BYTES + DEFAULT_STAGING_BYTES
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self._opening = Threads("kvxfer-open", 1)
@@ -92,7 +92,7 @@ class StandalonePeer:
                 not one of this machine.
         """
         if self._opened is None:
-            # Without tiers, what would be staging memory is left for everything else.
+            # Without tiers below, what would be staging memory is left for everything else.
             require_memory(self._needed_bytes, "capacity and staging memory")
         if self._node.namespace is not None:
             await self._open_store(self._node.namespace)

@@ -46,8 +46,8 @@ def test_more_than_the_machine_has_is_refused(capsys: pytest.CaptureFixture[str]
     finally:
         logging.getLogger("kvxfer").setLevel(logging.NOTSET)
     said = capsys.readouterr().err
-    assert said.startswith("kvxfer serve: capacity and staging memory (/")
-    assert "): needs 4398314946560 bytes, " in said
+    assert said.startswith("kvxfer serve: capacity and staging memory within the limit of /")
+    assert ": needs 4398382055424 bytes, " in said
     assert said.count("\n") == 1
 
 
@@ -56,4 +56,4 @@ def test_more_than_its_control_group_may_have_is_refused(limit: Path) -> None:
     command = [*IN_GROUP, str(limit.parent), *peers.COMMAND, *LISTEN, *capacity]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=15)
     assert ended.returncode == 2, f"{ended.returncode}: {ended.stderr}"
-    assert f"kvxfer serve: capacity and staging memory ({limit}): needs " in ended.stderr
+    assert f"capacity and staging memory within the limit of {limit}: needs " in ended.stderr
