@@ -78,6 +78,7 @@ class NixlBackend(Backend):
         largest = max(self._guard.chunk_sizes)
         self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
         self._clients: dict[Endpoint, Client] = {}
+        self._former_clients: list[Client] = []
         self._own: HostBackend | None = None
         self._server: Server | None = None
         self._starting = asyncio.Lock()
@@ -189,11 +190,16 @@ class NixlBackend(Backend):
         """See `Backend.aclose`."""
         if not self._guard.close():
             return
+        clients = [*self._clients.values(), *self._former_clients]
         if self._server is not None:
-            await self._server.aclose()
-        for client in self._clients.values():
-            await client.reconnect.aclose()
-        await self._node.aclose()  # ends the last reads
+            self._server.close()
+        for client in clients:
+            client.reconnect.close()
+        await self._node.aclose()  # ends reads, also those that stall
+        if self._server is not None:
+            await self._server.wait_closed()
+        for client in clients:
+            await client.reconnect.wait_closed()
         await self._quarantine.drain()
         await self._hasher.aclose()
         if self._own is not None:
@@ -225,8 +231,11 @@ class NixlBackend(Backend):
         except Exception as exc:  # noqa: BLE001 - the directory may be anybody's
             logger.warning("the directory of peers failed; keeping the last ones: %r", exc)
             return list(self._clients)
+        self._former_clients = [c for c in self._former_clients if not c.reconnect.is_closed]
         for endpoint in self._clients.keys() - endpoints:
-            await self._clients.pop(endpoint).reconnect.aclose()
+            former = self._clients.pop(endpoint)
+            former.reconnect.close()
+            self._former_clients.append(former)
         return endpoints
 
     def _open_client(self, endpoint: Endpoint) -> Client:
@@ -277,7 +286,7 @@ class NixlBackend(Backend):
         logger.warning(text, self._quarantine.num_bytes)
         await self._node.restart()
         for client in self._clients.values():
-            await client.reconnect.disconnect()
+            client.reconnect.disconnect()
         if self._server is not None:
             await self._server.disconnect()
 

@@ -212,7 +212,7 @@ class Client:
             return await move(await self.reconnect.open(), keys, blocks)
         except KVXferError as exc:
             if isinstance(exc, PeerLostError):  # reconnecting finds out how to reach it now
-                await self.reconnect.disconnect()
+                self.reconnect.disconnect()
             return [Outcome(Status.FAILED, reason=str(exc))] * len(keys)
 
     async def _load_staged(

@@ -107,6 +107,7 @@ class ClientSession:
         self._lending: set[asyncio.Task[None]] = set()
         self._num_attached = 0
         self._draining = False
+        self._ended = False
         self._heard = time.monotonic()
 
     @property
@@ -149,9 +150,11 @@ class ClientSession:
         """Serve a data connection that was admitted to this session, until it ends.
 
         Raises:
-            KVXferError: It is one too many, or ended.
+            KVXferError: It is one too many, or ended, or the session has.
         """
-        if self._num_attached >= MAX_DATA_CONNECTIONS or self._theirs is None:
+        if self._theirs is None or self._ended:
+            raise PeerError(connection.peer, "its session is not ready, or has ended")
+        if self._num_attached >= MAX_DATA_CONNECTIONS:
             raise PeerError(connection.peer, f"more than {MAX_DATA_CONNECTIONS} data connections")
         self._num_attached += 1
         task = asyncio.current_task()
@@ -216,6 +219,10 @@ class ClientSession:
         """Execute a request, and answer."""
         try:
             answer = await self._answer(request)
+        except asyncio.CancelledError:
+            if pin := self._pins.pop(request.request_id, None):
+                await pin.aclose()
+            raise
         except (InvalidArgumentError, TransferFailedError, ClosedError) as exc:
             answer = Failed(request_id=request.request_id, reason=str(exc))
         except Exception as exc:
@@ -290,7 +297,10 @@ class ClientSession:
         await self._channel.send(Failed(request_id=number, reason=reason))
 
     async def _release_all(self) -> None:
-        """Cancel requests, wait until they have ended, and release the pins."""
+        """Release the pins, cancel requests, and wait until nothing is read from the peer."""
+        self._ended = True
+        await self._channel.aclose()
+        await self._release_pins()  # at once, although the peer may stall
         tasks = [*self._jobs.values(), *self._lending]
         for task in tasks:
             task.cancel()
@@ -298,10 +308,12 @@ class ClientSession:
             await self._theirs.aclose()
         if tasks:
             await asyncio.wait(tasks)
-        for pin in self._pins.values():
+        await self._release_pins()  # those of requests that ended meanwhile
+
+    async def _release_pins(self) -> None:
+        while self._pins:
+            _, pin = self._pins.popitem()
             await pin.aclose()
-        self._pins.clear()
-        await self._channel.aclose()
 
 
 def _endings(outcomes: Sequence[Outcome | None]) -> list[Ending]:

@@ -214,8 +214,8 @@ class Connection:
             self._telling.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        await self.memory.aclose()
         await self._channel.aclose()
+        await self.memory.aclose()
 
     async def _connect_data(self) -> DataConnection:
         return await self._open_data(reads=True)

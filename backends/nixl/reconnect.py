@@ -10,7 +10,6 @@ from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
-from kvxfer.storage.calls import wait_despite_cancel
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
@@ -41,6 +40,7 @@ class Reconnect:
         self._tls = tls
         self._connection: Connection | None = None
         self._opening: asyncio.Task[Connection] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
         self._pause_s = FIRST_RETRY_S
         self._retry_at = 0.0
@@ -53,6 +53,11 @@ class Reconnect:
             return "own memory"
         connection = self._connection
         return connection.memory.carrier if connection and connection.is_open else "not connected"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, and nothing is read from the peer any more."""
+        return self._closed and not (self._opening or self._closing)
 
     async def open(self) -> Connection:
         """Return the connection, connecting if need be.
@@ -72,22 +77,35 @@ class Reconnect:
             self._opening.add_done_callback(self._end_opening)
         return await asyncio.shield(self._opening)
 
-    async def disconnect(self) -> None:
-        """End the connection; the next call makes a new one."""
+    def disconnect(self) -> None:
+        """Begin to end the connection; the next call makes a new one."""
         connection, self._connection = self._connection, None
         if connection is not None:
-            await connection.aclose()
+            # Not awaited: it waits for reads from the peer, which may stall.
+            closing = asyncio.create_task(connection.aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
-    async def aclose(self) -> None:
-        """End the connection for good; may be called again."""
+    def close(self) -> None:
+        """Begin to end the connection for good; may be called again."""
         self._closed = True
         if self._opening is not None:
             self._opening.cancel()
-            await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([self._opening])))
-        await self.disconnect()
+        self.disconnect()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing is read from the peer any more: for ever, if it stalls.
+
+        Closing the agent ends reads that stall.
+        """
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        self.disconnect()
+        if self._closing:
+            await asyncio.wait(set(self._closing))
 
     async def _open(self) -> Connection:
-        await self.disconnect()
+        self.disconnect()
         try:
             connection = await Connection.open(self._node, self.endpoint, self._tls)
         except KVXferError as exc:

@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
 from kvxfer.backends.nixl.config import server_context
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
-from kvxfer.backends.nixl.wire.channel import STREAM_BUFFER_BYTES, FrameChannel
+from kvxfer.backends.nixl.wire.channel import FrameChannel
 from kvxfer.backends.nixl.wire.data import DataConnection, describe
 from kvxfer.backends.nixl.wire.frames import printable
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
@@ -36,6 +36,7 @@ ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
 DRAIN_POLL_S = 0.05
 
 OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
+Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,13 @@ class Server:
         self._tls = server_context(node.config)
         self._store: BlockStore | None = None
         self._settling = asyncio.Lock()
-        self._server: asyncio.Server | None = None
+        self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
         self._port = endpoint.port
         self._data_port = node.config.data_port
-        self._data_socket: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
         self._draining = False
-        self._closed = False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -84,6 +83,11 @@ class Server:
         """Sessions of the peers that are connected."""
         return [session for session, _ in self._sessions.values()]
 
+    @property
+    def num_unproven(self) -> int:
+        """Connections that have not authenticated yet."""
+        return len(self._unproven)
+
     async def start(self) -> None:
         """Begin to listen.
 
@@ -93,32 +97,26 @@ class Server:
         """
         at = self._endpoint
         host, port = at.host, at.port
+        control: socket.socket | None = None
         try:
             # A name may have several addresses; use the first one for control and data.
             found = await asyncio.get_running_loop().getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )
-            self._server = await asyncio.start_server(
-                self._accept,
-                str(found[0][-1][0]),
-                port,
-                ssl=self._tls,
-                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
-                limit=STREAM_BUFFER_BYTES,
-            )
-            bound = self._server.sockets[0]
-            self._port = bound.getsockname()[1]
+            family, *_, address = found[0]
+            control = socket.create_server(address, family=family)
+            self._port = control.getsockname()[1]
             at = Endpoint(host, self._data_port)
-            data = self._data_socket = socket.create_server(
-                (bound.getsockname()[0], self._data_port), family=bound.family
-            )
-            data.setblocking(False)
+            data = socket.create_server((address[0], self._data_port, *address[2:]), family=family)
             self._data_port = data.getsockname()[1]
         except OSError as exc:
-            if self._server is not None:
-                self._server.close()
+            if control is not None:
+                control.close()
             raise BackendUnavailableError(f"cannot listen at {at}: {exc}") from exc
-        self._run(self._accept_data(data))
+        self._accepting = [
+            self._run(self._accept(control, self._serve)),
+            self._run(self._accept(data, self._serve_data)),
+        ]
 
     async def drain(self, timeout_s: float) -> bool:
         """Accept no new peers, lookups and transfers, and wait until no block is pinned or stored.
@@ -126,9 +124,9 @@ class Server:
         Returns:
             False when `timeout_s` passed before.
         """
-        if self._server is not None:
-            self._server.close()
         self._draining = True
+        for accepting in self._accepting[:1]:
+            accepting.cancel()
         for session in self.sessions:
             session.drain()
         try:
@@ -141,32 +139,42 @@ class Server:
 
     async def disconnect(self) -> None:
         """End the connections of all peers, which may connect again."""
-        for session, task in list(self._sessions.values()):
+        for session in self.sessions:
             await session.aclose()
-            await asyncio.wait([task])
 
-    async def aclose(self) -> None:
-        """End every connection, and wait until nothing is read any more; may be called again."""
-        self._closed = True
-        if self._server is not None:
-            self._server.close()
-        await asyncio.sleep(0)  # a task that never began would leave its connection open
-        for task in list(self._tasks):
-            task.cancel()
+    def close(self) -> None:
+        """Begin to end every connection; may be called again."""
+        for accepting in self._accepting:
+            accepting.cancel()
+        # Not at once: a task that never began would leave its connection open.
+        asyncio.get_running_loop().call_soon(self._cancel_all)
+
+    async def wait_closed(self) -> None:
+        """Wait until every connection has ended, and nothing is read for one any more."""
+        if self._accepting:
+            await asyncio.wait(self._accepting)
+        self._cancel_all()
         while self._tasks:
             await asyncio.wait(self._tasks)
-        if self._data_socket is not None:
-            self._data_socket.close()
 
-    def _run(self, work: Coroutine[Any, Any, None], *, unproven: bool = False) -> None:
+    def _cancel_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _run(
+        self, work: Coroutine[Any, Any, None], *, unproven: bool = False
+    ) -> "asyncio.Task[None]":
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if unproven:
             if len(self._unproven) >= MAX_UNPROVEN:
-                next(iter(self._unproven)).cancel()
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]  # its end takes a while
+                oldest.cancel()
             self._unproven[task] = None
             task.add_done_callback(lambda done: self._unproven.pop(done, None))
+        return task
 
     def _prove(self) -> "asyncio.Task[None]":
         """Note that the peer of the current task has authenticated."""
@@ -175,23 +183,40 @@ class Server:
         self._unproven.pop(task, None)
         return task
 
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) >= MAX_CONNECTIONS:
-            logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
-        elif not self._closed:  # asyncio may have accepted it before the close
-            self._run(self._serve(FrameChannel(reader, writer)), unproven=True)
-            return
-        writer.transport.abort()
+    async def _accept(self, listener: socket.socket, serve: Serve) -> None:
+        """Accept connections, and serve each in a task of its own; own the listener."""
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        with listener:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(listener)
+                except OSError as exc:
+                    logger.warning("cannot accept a connection: %s", describe(exc))
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                if len(self._tasks) < MAX_CONNECTIONS:
+                    peer = str(Endpoint(*address[:2]))
+                    self._run(serve(connection, peer), unproven=True)
+                else:
+                    logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
+                    connection.close()
+                await asyncio.sleep(0)  # let it begin, and others run: many may wait
 
-    async def _serve(self, channel: FrameChannel) -> None:
+    async def _serve(self, plain: socket.socket, peer: str) -> None:
         try:
+            channel = await FrameChannel.accept(plain, peer, self._tls, HANDSHAKE_TIMEOUT_S)
             greeting = await greet_as_server(
-                channel, self._node.hello, secret=self._node.secret, reach=self._reach
+                channel,
+                self._node.hello,
+                secret=self._node.secret,
+                reach=self._reach,
+                timeout_s=HANDSHAKE_TIMEOUT_S,
             )
-        except PeerClosedError as exc:  # such as a health check, which says nothing
+        except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
             logger.debug("%s", printable(exc))
             return
-        except (ProtocolError, PeerTimeoutError) as exc:  # somebody who is no peer
+        except ProtocolError as exc:  # somebody who is no peer
             logger.info("refused a stranger: %s", printable(exc))
             return
         except KVXferError as exc:
@@ -230,21 +255,6 @@ class Server:
             if self._store is None:
                 self._store = await self._open_store(namespace)
                 self._node.namespace = namespace
-
-    async def _accept_data(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, address = await loop.sock_accept(listener)
-            except OSError as exc:
-                logger.warning("cannot accept a data connection: %s", describe(exc))
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            if len(self._tasks) >= MAX_CONNECTIONS:
-                connection.close()
-            else:
-                peer = str(Endpoint(*address[:2]))
-                self._run(self._serve_data(connection, peer), unproven=True)
 
     async def _serve_data(self, plain: socket.socket, peer: str) -> None:
         connection: DataConnection | None = None

@@ -119,8 +119,9 @@ class StandalonePeer:
     async def aclose(self) -> None:
         """End every connection and close the backend; may be called again."""
         self.is_ready = False
-        await self._server.aclose()
-        await self._node.aclose()
+        self._server.close()
+        await self._node.aclose()  # ends reads, also those that stall
+        await self._server.wait_closed()
         await self._opening.aclose()
         if self._opened is not None:
             _, backend, lender = self._opened

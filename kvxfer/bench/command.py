@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,6 +33,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds, less memory")
     parser.add_argument("--chart", type=Path, metavar="FILE", help="draw the ratios, e.g. as .svg")
     arguments = parser.parse_args(argv)
+    if arguments.name != "vllm":  # engines keep their threads as users have them
+        # Threads of torch would go on spinning after a call, and take a core from the next one.
+        # OpenMP reads this once, when the benchmark imports torch.
+        os.environ["OMP_WAIT_POLICY"] = "passive"
     bench = importlib.import_module(f"kvxfer.bench.{arguments.name}")
     rows: list[Row] = bench.run(quick=arguments.quick)
     sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))

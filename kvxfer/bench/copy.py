@@ -12,10 +12,12 @@ from kvxfer.kvcache.descriptors import Descriptors
 NUM_THREADS = 2
 KIB = 1 << 10
 FRAGMENTS = tuple(size * KIB for size in (4, 8, 16, 32, 64, 128, 256, 2048))
-SCATTERED_GOALS = {8: 0.3, 32: 0.75, 64: 0.75, 256: 0.9, 2048: 0.9}
-"""Goals by KiB of a fragment. Gathering and scattering have one goal for every size."""
+SCATTERED_GOALS = {8: 0.3, 16: 0.3, 32: 0.75, 64: 0.75, 256: 0.9, 2048: 0.9}
+"""Goals by KiB of a fragment."""
 GATHER_GOAL = ">= 0.7"
 SCATTER_GOAL = ">= 0.6"
+SMALLEST_GOAL = 8 * KIB
+"""Bytes of a fragment from which on gathering and scattering have a goal."""
 APART = 16 * KIB
 """Bytes of fragments that are measured with a page between them, too: no two are neighbours."""
 
@@ -78,10 +80,11 @@ def _measure_places(
     in_order = np.arange(count)
     from_, to = generator.permutation(count), generator.permutation(count)
     scattered = SCATTERED_GOALS.get(fragment // KIB)
+    gather, scatter = (GATHER_GOAL, SCATTER_GOAL) if fragment >= SMALLEST_GOAL else ("", "")
     cases = {
         "scattered to scattered": (from_, to, f">= {scattered}" if scattered else ""),
-        "gather into one piece": (from_, in_order, GATHER_GOAL),
-        "scatter from one piece": (in_order, to, SCATTER_GOAL),
+        "gather into one piece": (from_, in_order, gather),
+        "scatter from one piece": (in_order, to, scatter),
     }
     rows = []
     num_bytes = count * fragment

@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-PAUSE_S = 0.01
-
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Measured case and its baseline.
@@ -75,13 +73,13 @@ def compare(
 def time_in_turn(calls: Sequence[Callable[[], object]], *, rounds: int) -> list[list[float]]:
     """Measure the seconds of each call in each round; one round is not counted.
 
-    The calls take turns, so that other load disturbs them alike, each after a pause, since
-    OpenMP's threads go on spinning for a while after a call and would slow the next.
+    The calls take turns, so that other load disturbs them alike, without a pause, after which each
+    would be slower. OpenMP's threads must sleep as soon as their call has ended; `kvxfer bench`
+    sees to that.
     """
     seconds: list[list[float]] = [[] for _ in calls]
     for nth in range(rounds + 1):
         for call, times in zip(calls, seconds, strict=True):
-            time.sleep(PAUSE_S)
             began = time.perf_counter()
             call()
             ended = time.perf_counter()

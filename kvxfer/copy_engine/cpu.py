@@ -6,9 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from itertools import pairwise
 from mmap import PAGESIZE
 from resource import RUSAGE_THREAD, getrusage
-from typing import TypeVar
 
 import numpy as np
 
@@ -18,25 +19,14 @@ from kvxfer.copy_engine.cpu_methods import (
     Clocks,
     CPUMethod,
     CPUMethods,
-    Pattern,
 )
 from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.copy_engine.rows import (
-    SMALLEST_ROW_BYTES,
-    Pieces,
-    bounce,
-    common_row_bytes,
-    gather,
-    scatter,
-)
+from kvxfer.copy_engine.rows import SMALLEST_SHARE_BYTES, Bounce, Pieces, RowCopy, plan_rows
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require_same_blocks
 from kvxfer.kvcache.fragments import Addresses, cut_evenly, join, touch
 
-# Measured by `kvxfer bench mapping`: rows of a few bytes are slower than a call for them all.
-MOST_SMALL_ROWS = 16
-SMALLEST_SHARE_BYTES = 256 << 10
 # Measured by `kvxfer bench mapping`: pairing pieces as small as this takes as long as copying them.
 SMALL_PIECE_BYTES = 4 << 10
 MOST_FAULTS = 8
@@ -46,16 +36,10 @@ _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
-Method = Callable[[Pieces, Pieces], None]
-PATTERNS: dict[Method, Pattern] = {
-    gather: Pattern.GATHER,
-    scatter: Pattern.SCATTER,
-    bounce: Pattern.SCATTERED,
-}
-"""Pattern of each method that copies rows."""
 MEASURED = CPUMethods()
 """Measurements of this process."""
-Side = TypeVar("Side", Pieces, Descriptors)
+Task = Callable[[], None]
+"""Part of a copy, which one thread copies."""
 
 
 class CPUCopyEngine(CopyEngine):
@@ -63,12 +47,12 @@ class CPUCopyEngine(CopyEngine):
 
     The method follows from the size of the fragments:
 
-    - large ones: one `memcpy` each, through ctypes, on twice as many threads as cores, since
-      each call waits a moment for the interpreter lock;
+    - large ones: one `memcpy` each, through ctypes;
     - small ones into (out of) memory that is contiguous or evenly strided: numpy indexing of
       equal rows;
     - small ones on both sides: gathered into an array that fits the cache, scattered from there.
 
+    The rows are planned once, and shared between the threads, one of which is the caller's.
     Which fragments are small depends on the processor, and is measured in the first copies.
     Fragments that are neighbours in another order are sorted into that order.
 
@@ -82,7 +66,7 @@ class CPUCopyEngine(CopyEngine):
     ) -> None:
         self.num_threads = num_threads or min(8, len(os.sched_getaffinity(0)))
         self._methods = methods or MEASURED
-        self._pool = ThreadPoolExecutor(2 * self.num_threads, thread_name_prefix="kvxfer-copy")
+        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="kvxfer-copy")
 
     def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """See `CopyEngine.copy`."""
@@ -91,79 +75,87 @@ class CPUCopyEngine(CopyEngine):
                 raise InvalidArgumentError(f"{name}.device", str(side.device), "cpu")
         if _are_small(source, destination):
             require_same_blocks(source, destination)
-            self._run(_copy_small, _share_blocks(source, destination, self.num_threads))
+            shares = _share_blocks(source, destination, self.num_threads)
+            self._run([partial(_copy_small, *share) for share in shares])
             return
         pairs = _in_order(pair_fragments(source, destination))
         if pairs.num_pairs:
-            pairs = self._try_methods(pairs)
-            method, num_threads = self._choose(pairs)
-            self._run(method, [_sides(share) for share in _share_pairs(pairs, num_threads)])
+            self._copy_pairs(pairs)
 
     def close(self) -> None:
         """See `CopyEngine.close`."""
         self._pool.shutdown()
 
-    def _choose(self, pairs: FragmentPairs) -> tuple[Method, int]:
-        typical = pairs.mean_bytes
-        if typical < LARGEST_BYTES:
-            method = _choose_rows(*_sides(pairs))
-            pattern = PATTERNS.get(method)
-            if pattern and self._methods.choose(pattern, typical) is CPUMethod.ROWS:
-                return method, self.num_threads
-        return _copy_each, 2 * self.num_threads
+    def _copy_pairs(self, pairs: FragmentPairs) -> None:
+        typical, done = pairs.mean_bytes, 0
+        rows = plan_rows(*_sides(pairs)) if typical < LARGEST_BYTES else None
+        if rows:
+            done = self._try_methods(rows, pairs, typical)
+            if self._methods.choose(rows.pattern, typical) is CPUMethod.MEMCPY:
+                rows = None
+        self._run(self._share(rows, pairs, done, pairs.num_pairs))
 
-    def _try_methods(self, pairs: FragmentPairs) -> FragmentPairs:
+    def _try_methods(self, rows: RowCopy, pairs: FragmentPairs, typical: int) -> int:
         """Copy the first pairs by each method as long as it is not known which is faster.
 
         Returns:
-            The other pairs, of which there is at least one.
+            Number of pairs that were copied, which is not all of them.
         """
-        typical = pairs.mean_bytes
-        if typical >= LARGEST_BYTES or pairs.num_bytes <= 2 * TRIAL_BYTES:
-            return pairs
-        by_rows = _choose_rows(*_sides(pairs))
-        pattern = PATTERNS.get(by_rows)
-        while pattern and pairs.num_bytes > 2 * TRIAL_BYTES:
-            method = self._methods.next_trial(pattern, typical)
-            if method is None:
+        done, num_bytes = 0, TRIAL_BYTES * self.num_threads
+        while method := self._methods.next_trial(rows.pattern, typical):
+            ends = np.cumsum(pairs.lengths[done:])
+            if int(ends[-1]) <= 2 * num_bytes:
                 break
-            stop = int(np.cumsum(pairs.lengths).searchsorted(TRIAL_BYTES)) + 1
-            part, pairs = pairs.take(slice(stop)), pairs.take(slice(stop, None))
-            times = self._time(by_rows if method is CPUMethod.ROWS else _copy_each, part)
+            stop = int(ends.searchsorted(num_bytes)) + 1
+            by = rows if method is CPUMethod.ROWS else None
+            times = self._time(self._share(by, pairs, done, done + stop), int(ends[stop - 1]), by)
+            done += stop
             if times is None:
                 break
-            self._methods.record(pattern, typical, method, times)
-        return pairs
+            self._methods.record(rows.pattern, typical, method, times)
+        return done
 
-    def _time(self, method: Method, pairs: FragmentPairs) -> Clocks | None:
+    def _share(
+        self, rows: RowCopy | None, pairs: FragmentPairs, start: int, stop: int
+    ) -> list[Task]:
+        """Share pairs from `start` to `stop` between threads: as rows, or one call for each."""
+        part = pairs.take(slice(start, stop))
+        if not rows:
+            shares = _share_pairs(part, self.num_threads)
+            return [partial(_copy_each, *_sides(share)) for share in shares]
+        first = int(pairs.lengths[:start].sum()) // rows.row_bytes
+        count = part.num_bytes // rows.row_bytes
+        num_shares = _num_shares(count * rows.row_bytes, self.num_threads)
+        num_shares = max(1, min(num_shares, count // rows.share_rows))
+        bounds = [first + count * nth // num_shares for nth in range(num_shares + 1)]
+        return [partial(rows.run, *each) for each in pairwise(bounds)]
+
+    def _time(self, tasks: Sequence[Task], num_bytes: int, rows: RowCopy | None) -> Clocks | None:
         """Copy, and return the time; None if the system had to provide the memory first."""
         times: list[float] = []
         faults: list[int] = []
 
-        def copy(source: Pieces, destination: Pieces) -> None:
+        def timed(task: Task) -> None:
             before, began = getrusage(RUSAGE_THREAD).ru_minflt, time.thread_time()
-            method(source, destination)
+            task()
             times.append(time.thread_time() - began)
             faults.append(getrusage(RUSAGE_THREAD).ru_minflt - before)
 
-        num_threads = self.num_threads * (2 if method is _copy_each else 1)
         began = time.perf_counter()
-        self._run(copy, [_sides(share) for share in _share_pairs(pairs, num_threads)])
+        self._run([partial(timed, task) for task in tasks])
         seconds = time.perf_counter() - began
         # Numpy may be given the memory of its arrays anew each time.
-        expected = pairs.num_bytes // PAGESIZE if method is bounce else 0
+        expected = num_bytes // PAGESIZE if isinstance(rows, Bounce) else 0
         if sum(faults) > expected + MOST_FAULTS:
             return None
-        return Clocks(seconds / pairs.num_bytes, sum(times) / pairs.num_bytes)
+        return Clocks(seconds / num_bytes, sum(times) / num_bytes)
 
-    def _run(
-        self, method: Callable[[Side, Side], None], shares: Sequence[tuple[Side, Side]]
-    ) -> None:
-        if len(shares) == 1:
-            method(*shares[0])
-            return
-        moves = [self._pool.submit(method, *share) for share in shares]
-        wait(moves)
+    def _run(self, tasks: Sequence[Task]) -> None:
+        moves = [self._pool.submit(task) for task in tasks[1:]]
+        try:
+            tasks[0]()
+        finally:
+            wait(moves)
         for move in moves:
             move.result()
 
@@ -176,9 +168,10 @@ def _in_order(pairs: FragmentPairs) -> FragmentPairs:
     """
     if not pairs.num_pairs or not SMALL_PIECE_BYTES <= pairs.mean_bytes < LARGEST_BYTES:
         return pairs
-    for side in (pairs.destinations, pairs.sources):
-        if _is_long(side, pairs.lengths):
-            return pairs
+    sides = pairs.destinations, pairs.sources
+    if any(_is_long(side, pairs.lengths) for side in sides):
+        return pairs
+    for side in sides:
         order = np.argsort(side)
         if _is_long(side[order], pairs.lengths[order]):
             from_, to, lengths = pairs.take(order)
@@ -198,11 +191,15 @@ def _are_small(source: Descriptors, destination: Descriptors) -> bool:
     return 0 < source.num_bytes <= count * SMALL_PIECE_BYTES
 
 
+def _num_shares(num_bytes: int, most: int) -> int:
+    return max(1, min(most, num_bytes // SMALLEST_SHARE_BYTES))
+
+
 def _share_blocks(
     source: Descriptors, destination: Descriptors, num_shares: int
 ) -> list[tuple[Descriptors, Descriptors]]:
     """Cut between blocks into at most `num_shares` parts of about equal bytes."""
-    num_shares = max(1, min(num_shares, source.num_bytes // SMALLEST_SHARE_BYTES))
+    num_shares = _num_shares(source.num_bytes, num_shares)
     return [
         (source.select(*bounds), destination.select(*bounds))
         for bounds in cut_evenly(source.block_sizes, num_shares)
@@ -212,7 +209,7 @@ def _share_blocks(
 def _share_pairs(pairs: FragmentPairs, num_shares: int) -> list[FragmentPairs]:
     """Cut anywhere into at most `num_shares` parts of about equal bytes."""
     num_bytes = pairs.num_bytes
-    num_shares = max(1, min(num_shares, num_bytes // SMALLEST_SHARE_BYTES))
+    num_shares = _num_shares(num_bytes, num_shares)
     pairs = pairs.cut(max(SMALLEST_SHARE_BYTES, num_bytes // (4 * num_shares) // 4096 * 4096))
     return [pairs.take(slice(*bounds)) for bounds in cut_evenly(pairs.lengths, num_shares)]
 
@@ -222,25 +219,12 @@ def _sides(pairs: FragmentPairs) -> tuple[Pieces, Pieces]:
 
 
 def _copy_small(source: Descriptors, destination: Descriptors) -> None:
-    from_ = Pieces(source.addresses, source.lengths)
-    to = Pieces(destination.addresses, destination.lengths)
-    method = _choose_rows(from_, to)
-    if method is _copy_each:
-        from_, to = _sides(pair_fragments(source, destination))
-    method(from_, to)
-
-
-def _choose_rows(source: Pieces, destination: Pieces) -> Method:
-    num_bytes, count = source.num_bytes, max(len(source), len(destination))
-    source, destination = source.runs(), destination.runs()
-    row_bytes = common_row_bytes(source, destination)
-    if row_bytes < min(SMALLEST_ROW_BYTES, num_bytes // count // MOST_SMALL_ROWS):
-        return _copy_each
-    if len(destination.series(row_bytes)) * SMALLEST_SHARE_BYTES <= num_bytes:
-        return gather
-    if len(source.series(row_bytes)) * SMALLEST_SHARE_BYTES <= num_bytes:
-        return scatter
-    return bounce
+    sides = [Pieces(side.addresses, side.lengths) for side in (source, destination)]
+    rows = plan_rows(*sides)
+    if rows:
+        rows.run(0, rows.num_rows)
+    else:
+        _copy_each(*_sides(pair_fragments(source, destination)))
 
 
 def _copy_each(source: Pieces, destination: Pieces) -> None:

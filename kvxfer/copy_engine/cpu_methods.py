@@ -12,8 +12,8 @@ SMALLEST_BYTES, LARGEST_BYTES = 8 << 10, 256 << 10
 """Sizes of fragments between which the processor decides; rows are best below, memcpy above."""
 ROUNDS = 3
 """Trials of each method for a pattern and a size."""
-TRIAL_BYTES = 4 << 20
-"""Bytes of one trial, many enough that the preparation of a call does not decide."""
+TRIAL_BYTES = 2 << 20
+"""Bytes of one trial for each thread, enough that the preparation of a call does not decide."""
 LARGEST_SPREAD = 4.0
 """Ratio of the slowest and the fastest trial of a method up to which its trials count."""
 LEAST_GAIN = 0.85
@@ -41,12 +41,11 @@ class CPUMethod(enum.Enum):
 
 
 # Measured by `kvxfer bench copy` on an AMD EPYC: a call of memcpy costs about as much as moving
-# 16 KiB (the interpreter lock changes hands), and stops to matter at 128 KiB. Rows that are
-# scattered on both sides are moved twice.
+# 16 KiB (the interpreter lock changes hands). Rows scattered on both sides are moved twice.
 MEMCPY_FROM: Mapping[Pattern, int] = {
-    Pattern.GATHER: 128 << 10,
-    Pattern.SCATTER: 128 << 10,
-    Pattern.SCATTERED: 16 << 10,
+    Pattern.GATHER: LARGEST_BYTES,
+    Pattern.SCATTER: LARGEST_BYTES,
+    Pattern.SCATTERED: 64 << 10,
 }
 """Bytes of fragments from which on memcpy is taken as long as nothing was measured."""
 
@@ -99,7 +98,7 @@ class CPUMethods:
 
     Copies of a buffer made for the calibration would stay in the cache, where other methods win
     than in the gigabytes of a pool. So each method copies the first parts of the first batches,
-    three of 4 MiB each for a pattern and a size (a power of two). These bytes have to be copied
+    three of 2 MiB a thread for a pattern and a size (a power of two). These bytes have to be copied
     anyway, so the cost is the difference of the two methods, a millisecond or two. Where a busy
     machine gives no certain result, the sizes that were measured on an idle one hold. Threads may
     share one object.
@@ -122,7 +121,7 @@ class CPUMethods:
         return CPUMethod.ROWS if is_small else CPUMethod.MEMCPY
 
     def next_trial(self, pattern: Pattern, fragment_bytes: int) -> CPUMethod | None:
-        """Return the method that should copy the next `TRIAL_BYTES`; None after the last trial."""
+        """Return the method to try next on `TRIAL_BYTES` a thread; None after the last trial."""
         trials = self._trials.get((pattern, _size_class(fragment_bytes)))
         return trials.next() if trials else None
 

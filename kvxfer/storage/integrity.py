@@ -14,9 +14,10 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.raw_memory import view_blocks
 
-MIN_IN_PLACE_BYTES = 64 << 10
-"""Mean fragment size from which fragments are hashed in place; smaller ones are gathered first,
-which costs less than one hash call each."""
+MAX_GATHERED_BYTES = 64 << 10
+"""Mean fragment size above which fragments are hashed in place; smaller ones are gathered first.
+xxhash keeps the interpreter lock while it hashes a fragment of at most this size, and a row of
+such fragments holds up event loops for tens of milliseconds."""
 
 GATHER_BYTES = 4 << 20
 """Bytes of blocks that are gathered at a time."""
@@ -78,7 +79,7 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
 
     Source: https://github.com/Cyan4973/xxHash, XXH3.
     """
-    if blocks.num_bytes >= len(blocks) * MIN_IN_PLACE_BYTES:
+    if blocks.num_bytes > len(blocks) * MAX_GATHERED_BYTES:
         return [_checksum(*views) for views in view_blocks(blocks)]
     checksums: list[int] = []
     largest = int(blocks.block_sizes.max())

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,16 +26,20 @@ class PretendedBench(ModuleType):
         super().__init__("kvxfer.bench.copy")
         self.rows = rows
         self.was_quick: list[bool] = []
+        self.wait_policies: list[str | None] = []
 
     def run(self, *, quick: bool) -> list[Row]:
         self.was_quick.append(quick)
+        self.wait_policies.append(os.environ.get("OMP_WAIT_POLICY"))
         return self.rows
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> PretendedBench:
     module = PretendedBench([GOOD, BAD, FREE])
-    monkeypatch.setitem(sys.modules, "kvxfer.bench.copy", module)
+    for name in ("copy", "vllm"):
+        monkeypatch.setitem(sys.modules, f"kvxfer.bench.{name}", module)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     return module
 
 
@@ -90,6 +95,14 @@ def test_the_benchmark_is_told_whether_to_be_quick(bench: PretendedBench) -> Non
     assert bench.was_quick == [False, True]
 
 
+def test_threads_of_torch_do_not_spin_between_the_calls_of_a_benchmark_but_in_engines(
+    bench: PretendedBench,
+) -> None:
+    main(["vllm"])
+    main(["copy"])
+    assert bench.wait_policies == ["active", "passive"]
+
+
 @pytest.mark.parametrize("arguments", [[], ["nothing"], ["copy", "--slow"]])
 def test_what_is_not_a_benchmark_ends_with_the_usage(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
@@ -100,9 +113,11 @@ def test_what_is_not_a_benchmark_ends_with_the_usage(
 
 
 @pytest.mark.processes
-def test_every_benchmark_is_a_module_that_imports_no_engine() -> None:
+def test_the_command_imports_no_torch_and_every_benchmark_is_a_module_without_engine() -> None:
     code = (
         "import importlib, sys\n"
+        "import kvxfer.bench\n"
+        "assert 'torch' not in sys.modules  # its threads would know their wait policy\n"
         f"for name in {BENCHES!r}:\n"
         "    assert callable(importlib.import_module(f'kvxfer.bench.{name}').run)\n"
         "assert 'vllm' not in sys.modules\n"

@@ -2,17 +2,54 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
-from kvxfer.copy_engine.rows import Pieces
+from kvxfer.copy_engine.rows import (
+    Bounce,
+    Gather,
+    Pieces,
+    RowCopy,
+    RowSeries,
+    Scatter,
+    common_row_bytes,
+)
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments
 
 Bytes = NDArray[np.uint8]
+Method = Callable[[Pieces, Pieces], None]
+
+
+def gather(source: Pieces, destination: Pieces) -> None:
+    """Copy as rows to the runs of the destination, however short these are."""
+    source, destination = source.runs(), destination.runs()
+    row_bytes = common_row_bytes(source, destination)
+    copy_in_shares(Gather(source, RowSeries.of(destination, row_bytes)))
+
+
+def scatter(source: Pieces, destination: Pieces) -> None:
+    """Copy as rows from the runs of the source, however short these are."""
+    source, destination = source.runs(), destination.runs()
+    row_bytes = common_row_bytes(source, destination)
+    copy_in_shares(Scatter(RowSeries.of(source, row_bytes), destination))
+
+
+def bounce(source: Pieces, destination: Pieces) -> None:
+    """Copy as rows by way of a small array."""
+    source, destination = source.runs(), destination.runs()
+    copy_in_shares(Bounce(source, destination, common_row_bytes(source, destination)))
+
+
+def copy_in_shares(rows: RowCopy) -> None:
+    """Copy all rows, in three ranges, the first and the last of which are short."""
+    bounds = sorted({0, rows.num_rows // 5, rows.num_rows - rows.num_rows // 7, rows.num_rows})
+    for start, stop in pairwise(bounds):
+        rows.run(start, stop)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,13 +18,22 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
-from kvxfer.copy_engine.cpu import CPUCopyEngine, Method
+from kvxfer.copy_engine.cpu import CPUCopyEngine, Task
 from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethod, CPUMethods, Pattern
-from kvxfer.copy_engine.rows import CHUNK_BYTES, Pieces, bounce, gather, scatter
+from kvxfer.copy_engine.rows import (
+    CHUNK_BYTES,
+    SMALLEST_SHARE_BYTES,
+    Bounce,
+    Gather,
+    Pieces,
+    RowCopy,
+    Scatter,
+    plan_rows,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
-from tests.copy_engine.copies import Copy, Side
+from tests.copy_engine.copies import Copy, Method, Side, bounce, gather, scatter
 from tests.examples import examples
 
 KIB = 1 << 10
@@ -137,39 +147,60 @@ def places(scattered: ScatteredBlocks) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "source_shuffled", "destination_shuffled", "method", "num_threads"),
+    ("num_bytes", "source_shuffled", "destination_shuffled", "rows"),
     [
-        (8 * KIB, True, True, bounce, NUM_THREADS),
-        (8 * KIB, True, False, gather, NUM_THREADS),
-        (8 * KIB, False, True, scatter, NUM_THREADS),
-        (8 * KIB, False, False, cpu._copy_each, 2 * NUM_THREADS),
-        (32 * KIB, True, True, cpu._copy_each, 2 * NUM_THREADS),
-        (32 * KIB, True, False, gather, NUM_THREADS),
-        (32 * KIB, False, True, scatter, NUM_THREADS),
-        (256 * KIB, True, True, cpu._copy_each, 2 * NUM_THREADS),
-        (256 * KIB, True, False, cpu._copy_each, 2 * NUM_THREADS),
-        (1001, True, True, bounce, NUM_THREADS),
-        (1001, True, False, gather, NUM_THREADS),
+        (8 * KIB, True, True, Bounce),
+        (8 * KIB, True, False, Gather),
+        (8 * KIB, False, True, Scatter),
+        (8 * KIB, False, False, None),
+        (32 * KIB, True, True, Bounce),
+        (32 * KIB, True, False, Gather),
+        (32 * KIB, False, True, Scatter),
+        (64 * KIB, True, True, None),
+        (256 * KIB, True, True, None),
+        (256 * KIB, True, False, None),
+        (1001, True, True, Bounce),
+        (1001, True, False, Gather),
     ],
 )
 def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_one_piece(
-    engine: CPUCopyEngine,
     monkeypatch: pytest.MonkeyPatch,
     num_bytes: int,
     source_shuffled: bool,  # noqa: FBT001  (a column of the table)
     destination_shuffled: bool,  # noqa: FBT001  (the same)
-    method: Method,
-    num_threads: int,
+    rows: type[RowCopy] | None,
 ) -> None:
-    copy = equal_pieces(
-        num_bytes,
-        2 * MIB // num_bytes,
-        source_shuffled=source_shuffled,
-        destination_shuffled=destination_shuffled,
+    count = 4 * MIB // num_bytes
+    lengths = [num_bytes] * count
+    # A gap, so that pieces in another order are not sorted to be neighbours.
+    copy = Copy(
+        lay_out(lengths, seed=1, shuffled=source_shuffled, gap=64 if source_shuffled else 0),
+        lay_out(lengths, seed=2, shuffled=destination_shuffled, gap=64 * destination_shuffled),
+        lengths,
     )
-    monkeypatch.setattr(engine, "_methods", CPUMethods())  # nothing was measured
-    assert engine._choose(copy.fragments()) == (method, num_threads)
+    engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=CPUMethods())  # nothing was measured
+    shares: list[object] = []
+    run = engine._run
+
+    def noting_run(tasks: Sequence[Task]) -> None:
+        shares.extend(tasks)
+        run(tasks)
+
+    monkeypatch.setattr(engine, "_run", noting_run)
     copy.check(lambda: engine.copy(*copy.describe()))
+    engine.close()
+    assert len(shares) == NUM_THREADS
+    assert [method_of(share) for share in shares] == [rows] * NUM_THREADS
+
+
+def method_of(share: object) -> type[RowCopy] | None:
+    assert isinstance(share, partial)
+    if share.func is cpu._copy_each:
+        return None
+    if share.func is cpu._copy_small:
+        rows = plan_rows(*(Pieces(side.addresses, side.lengths) for side in share.args))
+        return type(rows) if rows else None
+    return type(share.func.__self__)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("num_bytes", [16 * KIB, 64 * KIB])
@@ -177,7 +208,7 @@ def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_o
 def test_the_first_batches_try_both_methods_and_are_right(num_bytes: int, apart: int) -> None:
     methods = CPUMethods()
     engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=methods)
-    lengths = [num_bytes] * (2 * TRIAL_BYTES // num_bytes + 1)
+    lengths = [num_bytes] * (2 * NUM_THREADS * TRIAL_BYTES // num_bytes + 1)
     for seed in range(2 * ROUNDS + 2):
         source = lay_out(lengths, seed=seed, shuffled=True, gap=apart)
         copy = Copy(source, lay_out(lengths, seed=seed + 100, shuffled=True, gap=apart), lengths)
@@ -190,7 +221,7 @@ def test_the_first_batches_try_both_methods_and_are_right(num_bytes: int, apart:
 def test_memory_that_the_system_gives_only_now_is_no_trial() -> None:
     methods = CPUMethods()
     engine = CPUCopyEngine(num_threads=NUM_THREADS, methods=methods)
-    num_bytes, count = 16 * KIB, 2 * TRIAL_BYTES // (16 * KIB) + 1
+    num_bytes, count = 16 * KIB, 2 * NUM_THREADS * TRIAL_BYTES // (16 * KIB) + 1
     fresh = np.frombuffer(mmap.mmap(-1, num_bytes * count), np.uint8)
     source = lay_out([num_bytes] * count, seed=1, shuffled=True)
     to = Side(fresh, [index * num_bytes for index in range(count)])
@@ -206,14 +237,14 @@ def test_fragments_that_are_neighbours_in_another_order_are_copied_in_that_one()
     near = [lay_out(lengths, seed=seed, shuffled=True) for seed in (1, 2)]
     apart = [lay_out(lengths, seed=seed, shuffled=True, gap=64) for seed in (1, 2)]
     cases = [
-        (apart[0], near[1], gather),
-        (near[0], apart[1], scatter),
-        (apart[0], apart[1], bounce),
+        (apart[0], near[1], Gather),
+        (near[0], apart[1], Scatter),
+        (apart[0], apart[1], Bounce),
     ]
-    for source, destination, method in cases:
+    for source, destination, planned in cases:
         pairs = Copy(source, destination, lengths).fragments()
         ordered = cpu._in_order(pairs)
-        assert cpu._choose_rows(*cpu._sides(ordered)) is method
+        assert isinstance(plan_rows(*cpu._sides(ordered)), planned)
         assert sorted(zip(*ordered, strict=True)) == sorted(zip(*pairs, strict=True))
 
 
@@ -275,12 +306,12 @@ def test_shares_are_about_equal_and_together_move_every_byte_once(
     assert np.array_equal(moves, move_of_every_byte(fragments))
     sizes = [int(share.lengths.sum()) for share in shares]
     longest = max(int(share.lengths.max()) for share in shares)
-    num_expected = max(1, min(num_shares, sum(sizes) // cpu.SMALLEST_SHARE_BYTES))
+    num_expected = max(1, min(num_shares, sum(sizes) // SMALLEST_SHARE_BYTES))
     fair = sum(sizes) / num_expected
     assert all(sizes)
     assert len(sizes) <= num_expected
     assert max(sizes) <= fair + longest + num_shares
-    assert longest <= max(cpu.SMALLEST_SHARE_BYTES, fair / 4)
+    assert longest <= max(SMALLEST_SHARE_BYTES, fair / 4)
 
 
 def move_of_every_byte(fragments: FragmentPairs) -> NDArray[np.uint64]:
@@ -291,45 +322,40 @@ def move_of_every_byte(fragments: FragmentPairs) -> NDArray[np.uint64]:
     return np.stack([np.repeat(side, counts) + within.astype(np.uint64) for side in sides])
 
 
-class RecordingEngine(CPUCopyEngine):
-    """Copy engine that copies piece by piece with a given function."""
-
-    def __init__(self, method: Method) -> None:
-        super().__init__(num_threads=NUM_THREADS)
-        self.method = method
-
-    def _choose(self, pairs: FragmentPairs) -> tuple[Method, int]:
-        return self.method, self.num_threads
-
-
-def test_one_large_fragment_is_split_over_threads() -> None:
+def test_one_large_fragment_is_split_over_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     both_are_here = threading.Barrier(NUM_THREADS, timeout=10)
     shares: list[int] = []
+    copy_each = cpu._copy_each
 
     def method(source: Pieces, destination: Pieces) -> None:
         both_are_here.wait()
         shares.append(source.num_bytes)
-        cpu._copy_each(source, destination)
+        copy_each(source, destination)
 
+    monkeypatch.setattr(cpu, "_copy_each", method)
     copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
-    engine = RecordingEngine(method)
+    engine = CPUCopyEngine(num_threads=NUM_THREADS)
     copy.check(lambda: engine.copy(*copy.describe()))
     engine.close()
     assert shares == [2 * MIB, 2 * MIB]
 
 
-def test_a_copy_that_fails_raises_only_when_no_thread_is_copying_any_more() -> None:
+@pytest.mark.parametrize("failing", ["caller", "thread"])
+def test_a_copy_that_fails_raises_only_when_no_thread_is_copying_any_more(
+    monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     has_raised = threading.Event()
     raised_too_early: list[bool] = []
-    first = threading.Lock()
+    caller = threading.get_ident()
 
     def method(source: Pieces, destination: Pieces) -> None:
-        if first.acquire(blocking=False):
+        if (threading.get_ident() == caller) == (failing == "caller"):
             raise MemoryError
         raised_too_early.append(has_raised.wait(0.2))
 
+    monkeypatch.setattr(cpu, "_copy_each", method)
     copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
-    engine = RecordingEngine(method)
+    engine = CPUCopyEngine(num_threads=NUM_THREADS)
     with pytest.raises(MemoryError):
         engine.copy(*copy.describe())
     has_raised.set()

@@ -44,7 +44,7 @@ def choices(methods: CPUMethods) -> dict[tuple[Pattern, int], CPUMethod]:
 def test_before_anything_is_measured_the_usual_sizes_decide() -> None:
     taken = choices(CPUMethods())
     for (pattern, num_bytes), method in taken.items():
-        large = 16 * KIB if pattern is Pattern.SCATTERED else 128 * KIB
+        large = 64 * KIB if pattern is Pattern.SCATTERED else LARGEST_BYTES
         assert method is (CPUMethod.MEMCPY if num_bytes >= large else CPUMethod.ROWS)
 
 

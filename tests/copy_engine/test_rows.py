@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
-from kvxfer.copy_engine.cpu import CPUCopyEngine, Method
-from kvxfer.copy_engine.rows import Pieces, bounce, common_row_bytes, gather, scatter
-from tests.copy_engine.copies import Copy, Side, describe_side
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.copy_engine.rows import (
+    MOST_LOCKED_ROWS,
+    Bounce,
+    Gather,
+    Pieces,
+    RowCopy,
+    Scatter,
+    common_row_bytes,
+    plan_rows,
+)
+from tests.copy_engine.copies import Copy, Method, Side, bounce, describe_side, gather, scatter
 from tests.examples import examples
 
 METHODS = (gather, scatter, bounce)
@@ -129,19 +138,19 @@ def scattered(seed: int = 0) -> Side:
 @pytest.mark.parametrize(
     ("source", "destination", "method"),
     [
-        (strided(4 * LENGTH), scattered(), scatter),
-        (strided(LENGTH + 1), scattered(), scatter),
-        (scattered(), strided(4 * LENGTH), gather),
-        (scattered(), strided(LENGTH), gather),
-        (scattered(1), scattered(2), bounce),
+        (strided(4 * LENGTH), scattered(), Scatter),
+        (strided(LENGTH + 1), scattered(), Scatter),
+        (scattered(), strided(4 * LENGTH), Gather),
+        (scattered(), strided(LENGTH), Gather),
+        (scattered(1), scattered(2), Bounce),
     ],
     ids=["from strides", "from odd strides", "to strides", "to one piece", "scattered"],
 )
 def test_a_side_that_is_evenly_apart_is_not_bounced(
-    engine: CPUCopyEngine, source: Side, destination: Side, method: Method
+    engine: CPUCopyEngine, source: Side, destination: Side, method: type[RowCopy]
 ) -> None:
     copy = Copy(source, destination, [LENGTH] * COUNT)
-    assert engine._choose(copy.fragments()) == (method, engine.num_threads)
+    assert type(plan_rows(*copy.pieces())) is method
     copy.check(lambda: engine.copy(*copy.describe()))
 
 
@@ -197,3 +206,34 @@ def test_a_gather_takes_the_longest_rows_whose_places_are_multiples_of_their_len
     assert set(widths) == {taken * kib}
     expected = source.reshape(count, -1)[order, : length * kib]
     assert np.array_equal(copied.reshape(count, -1), expected)
+
+
+@pytest.mark.parametrize("kib", [4, 8, 18, 64, 160])
+@pytest.mark.parametrize("side", ["source", "destination", "both"])
+def test_rows_that_are_indexed_are_moved_in_numbers_for_which_numpy_frees_the_interpreter_lock(
+    kib: int, side: str
+) -> None:
+    count = (8 << 20) // (kib << 10)
+    buffer = np.zeros(count * ((kib << 10) + 64), np.uint8)
+    apart = np.random.default_rng(0).permutation(count) * ((kib << 10) + 64)
+    scattered, whole = Side(buffer, apart.tolist()), Side(buffer, [0])
+    lengths = [kib << 10] * count
+    source = pieces(scattered, lengths) if side != "destination" else pieces(whole, [sum(lengths)])
+    destination = pieces(scattered, lengths) if side != "source" else pieces(whole, [sum(lengths)])
+    rows = plan_rows(source, destination)
+    assert rows is not None
+    assert rows.chunk_rows > MOST_LOCKED_ROWS
+    assert rows.share_rows > MOST_LOCKED_ROWS
+    assert rows.num_rows * rows.row_bytes == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "cut"),
+    [(160, 160), (4096, 4096), (6144, 3072), (18432, 3072), (10240, 2560), (8209, 8209)],
+)
+def test_long_rows_are_cut_into_the_longest_parts_that_memcpy_moves_by_one_instruction(
+    row_bytes: int, cut: int
+) -> None:
+    side = Side(np.zeros(48 * row_bytes, np.uint8), list(range(0, 48 * row_bytes, 3 * row_bytes)))
+    sides = pieces(side, [row_bytes] * 16)
+    assert Bounce(sides, sides, row_bytes).row_bytes == cut

@@ -24,3 +24,16 @@ def test_the_checksum_is_that_of_the_bytes_in_a_row(pages: list[int]) -> None:
     finally:
         engine.close()
     assert checksums == [xxhash.xxh3_64_intdigest(payload) for payload in read_payloads(blocks)]
+
+
+@pytest.mark.parametrize(("fragment", "gathered"), [(4 << 10, 1), (64 << 10, 1), (65 << 10, 0)])
+def test_fragments_are_gathered_that_xxhash_would_hash_under_the_interpreter_lock(
+    fragment: int, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, engine = BlockMemory([[fragment] * 8], num_blocks=2), CPUCopyEngine()
+    copies: list[object] = []
+    copy = engine.copy
+    monkeypatch.setattr(engine, "copy", lambda *sides: [copies.append(sides), copy(*sides)])
+    checksum_blocks(memory.describe(0, [1]), engine)
+    engine.close()
+    assert len(copies) == gathered

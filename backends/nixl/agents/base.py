@@ -90,8 +90,7 @@ class TransferAgent(ABC):
     """Agent that reads registered memory of peers into registered memory of this process.
 
     Nothing ever writes into the memory of another process. Constructing, `register` and `metadata`
-    block; everything else is for event loops, of which several may use one agent. Reads of several
-    callers take turns, a piece each.
+    block; everything else is for an event loop. Reads of several callers take turns, a piece each.
 
     Memory is quiet when no read can change a byte of it any more. Implementors must make sure that
     local memory is quiet once a read has ended, however it ended.

@@ -19,7 +19,8 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 class NixlAgent(TransferAgent):
     """Transfer agent over NIXL; the constructor imports NIXL and blocks for up to a second.
 
-    Where UCX can reach a peer's memory over TCP only, `add_peer` raises `PeerLostError`.
+    Several event loops may use one agent. Where UCX can reach a peer's memory over TCP only,
+    `add_peer` raises `PeerLostError`.
 
     Raises:
         BackendUnavailableError: NIXL or its UCX plug-in is missing, or does not work here.

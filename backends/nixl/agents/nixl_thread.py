@@ -86,6 +86,7 @@ class NixlThread:
         self._name = name
         self._memory: list[MemoryRegion] = []
         self._remotes: dict[str, _Remote] = {}  # also while added or removed
+        self._postponed: set[Future[str]] = set()  # of peers that are removed first
         self._beacon = np.frombuffer(os.urandom(BEACON_BYTES), np.uint8)
         self._free_slots: list[NDArray[np.uint8]] = []  # that peers' beacons are read into
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -131,7 +132,9 @@ class NixlThread:
         """Remove a peer whose `add_peer` was cancelled; from any thread."""
 
         def remove() -> None:
-            if not (adding.done() and adding.exception()):
+            if adding in self._postponed:
+                self._postponed.remove(adding)
+            elif not (adding.done() and adding.exception()):
                 self.remove_peer(peer, Future())
 
         with contextlib.suppress(ClosedError):
@@ -186,13 +189,21 @@ class NixlThread:
         if peer.name == self._name or (remote and remote.metadata != peer):
             raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
         if remote and remote.removed:  # once it is gone, it is added anew
-            again = partial(self.order, done, partial(self.add_peer, peer, done))
-            remote.removed.add_done_callback(lambda _: _attempt(done, again))
+            self._postponed.add(done)
+            remote.removed.add_done_callback(lambda _: self._add_postponed(peer, done))
             return
         if not remote:
             remote = self._begin_adding(peer)
         remote.num_users += 1
         remote.added.add_done_callback(partial(_pass_on, to=done))
+
+    def _add_postponed(self, peer: AgentMetadata, done: "Future[str]") -> None:
+        if done in self._postponed:  # else it was cancelled
+            self._postponed.remove(done)
+            if self._stopping:
+                done.set_exception(TransferFailedError(peer.name, "the agent was closed"))
+            else:
+                _attempt(done, partial(self.add_peer, peer, done))
 
     def _begin_adding(self, peer: AgentMetadata) -> _Remote:
         if not self._free_slots:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
@@ -218,13 +218,12 @@ class _Line:
     async def run(self, call: Callable[[], T]) -> T:
         """Make a blocking call on the thread; when cancelled, end the connection under it."""
         running = asyncio.ensure_future(self._threads.run(call))
+        running.add_done_callback(_fetch_error)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             self.connection.close()
             await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([running])))
-            if not running.cancelled():
-                running.exception()  # fetched, else asyncio reports it as never retrieved
             raise
 
     async def aclose(self) -> None:
@@ -365,3 +364,9 @@ class _Batch:
             is_whole = not self._num_missing[index]
         if is_whole:
             self._landed(index)
+
+
+def _fetch_error(future: "asyncio.Future[Any]") -> None:
+    """Fetch the error of a future that may have no waiter left, else asyncio reports it."""
+    if not future.cancelled():
+        future.exception()

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import time
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 import msgspec
 
 from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.wire.data import describe
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -86,6 +89,35 @@ class FrameChannel:
         if peer is None:
             self._error = PeerClosedError(str(self.peer), "ended the connection at once")
         self._closed = False
+
+    @classmethod
+    async def accept(
+        cls, plain: socket.socket, peer: str, tls: ssl.SSLContext | None, timeout_s: float
+    ) -> Self:
+        """Open a channel on an accepted socket, which it owns, as server.
+
+        Args:
+            plain: The socket.
+            peer: Name of the other side, for errors.
+            tls: TLS context, None without TLS.
+            timeout_s: Seconds that the TLS handshake may take.
+
+        Raises:
+            PeerClosedError: The TLS handshake fails; the socket is closed.
+        """
+        reader = asyncio.StreamReader(limit=STREAM_BUFFER_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        loop = asyncio.get_running_loop()
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol,
+                plain,
+                ssl=tls,
+                ssl_handshake_timeout=None if tls is None else timeout_s,
+            )
+        except OSError as exc:  # ssl.SSLError is one
+            raise PeerClosedError(peer, f"TLS handshake failed: {describe(exc)}") from exc
+        return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
     @property
     def has_verified_certificate(self) -> bool:
@@ -271,7 +303,7 @@ class _CutOnError:
         elif isinstance(exc, TimeoutError):
             error = PeerTimeoutError(peer, self._what, self._timeout_s)
         else:
-            error = PeerClosedError(peer, f"connection lost: {exc}")
+            error = PeerClosedError(peer, f"connection lost: {describe(exc)}")
         self._channel.require_open()  # this side may have ended the connection
         self._channel.cut(error)
         if error is not exc:

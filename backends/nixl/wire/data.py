@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,13 +15,20 @@ import numpy as np
 
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, FrameCodec, FrameKeys, MessageT
+from kvxfer.backends.nixl.wire.frames import (
+    HEADER_BYTES,
+    FrameCodec,
+    FrameKeys,
+    MessageT,
+    printable,
+)
 from kvxfer.backends.nixl.wire.messages import Message, Read, Reading
 from kvxfer.errors import (
     InvalidArgumentError,
     PeerClosedError,
     PeerError,
     PeerTimeoutError,
+    ProtocolError,
     TransferFailedError,
 )
 from kvxfer.kvcache.fragments import Addresses
@@ -33,7 +41,6 @@ T = TypeVar("T")
 
 _READ = msgspec.msgpack.Decoder(Read)
 _READING = msgspec.msgpack.Decoder(Reading)
-_SHORTEST_WAIT_S = 1e-6  # 0 would make the socket non-blocking
 
 
 class DataConnection:
@@ -55,6 +62,9 @@ class DataConnection:
         self._socket = connection
         self._codec = FrameCodec(peer)
         self._timeout_s = 0.0
+        self._closing = threading.Lock()
+        self._in_call = False
+        self._closed = False
 
     @classmethod
     async def connect(
@@ -99,6 +109,7 @@ class DataConnection:
             return cls(plain, peer)
         opened = plain
         try:
+            plain.getpeername()  # `wrap_socket` leaves one that was reset to the garbage collector
             opened = tls.wrap_socket(
                 plain,
                 server_side=host is None,
@@ -117,7 +128,7 @@ class DataConnection:
     async def say(self, message: Message) -> None:
         """Send a short message on the event loop; errors as `hear`."""
         frame = memoryview(self._codec.encode(message))
-        with self._translated():
+        with self._call():
             while frame:
                 frame = frame[await _when_ready(self._socket, partial(self._socket.send, frame)) :]
 
@@ -128,8 +139,8 @@ class DataConnection:
             ProtocolError: The frame is changed, or the message is not legal.
             PeerClosedError: The connection is gone.
         """
-        header = await self._hear_bytes(HEADER_BYTES)
-        body = await self._hear_bytes(self._codec.body_size(header))
+        header = await self._hear_bytes(HEADER_BYTES, is_header=True)
+        body = await self._hear_bytes(self._codec.body_size(header), is_header=False)
         return self._codec.decode(self._codec.open(body), legal)
 
     def secure(self, keys: FrameKeys) -> None:
@@ -160,11 +171,11 @@ class DataConnection:
         """
         stop = time.monotonic() + self._timeout_s
         request = self._codec.encode(Read(addresses=remote.tobytes(), lengths=lengths.tobytes()))
-        with self._translated():
+        with self._call():
             self._move([memoryview(request)], stop, send=True)
             answer = self._receive(_READING, stop)
             if answer.refusal:
-                raise TransferFailedError(self.peer, answer.refusal)
+                raise TransferFailedError(self.peer, printable(answer.refusal))
             self._move(view_memory(local, lengths), stop, send=False)
 
     def serve(self, regions: Callable[[], Regions]) -> None:
@@ -176,12 +187,12 @@ class DataConnection:
         Raises:
             PeerError: The connection ended.
         """
-        with self._translated():
+        with self._call():
             while True:
                 self._socket.settimeout(None)  # the session ends a peer that is silent
-                header = self._receive_bytes(HEADER_BYTES, None)
+                header = self._receive_bytes(HEADER_BYTES, None, is_header=True)
                 stop = time.monotonic() + self._timeout_s
-                body = self._receive_bytes(self._codec.body_size(header), stop)
+                body = self._receive_bytes(self._codec.body_size(header), stop, is_header=False)
                 request = self._codec.decode(self._codec.open(body), _READ)
                 try:
                     addresses, lengths = _columns(request)
@@ -193,33 +204,40 @@ class DataConnection:
                 self._move([memoryview(self._codec.encode(answer)), *views], stop, send=True)
 
     def close(self) -> None:
-        """End the connection, also under a thread that waits in a call; may be called again."""
-        with contextlib.suppress(OSError):  # the other side closed it first
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        """End the connection, also under a thread that waits in a call; may be called again.
 
-    async def _hear_bytes(self, num_bytes: int) -> bytearray:
+        Such a call closes the socket at its end: another one could get its number before.
+        """
+        with self._closing:
+            self._closed = True
+            with contextlib.suppress(OSError):  # the other side closed it first
+                # That of SSLSocket would make the thread go on without TLS.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            if not self._in_call:
+                self._socket.close()
+
+    async def _hear_bytes(self, num_bytes: int, *, is_header: bool) -> bytearray:
         data = bytearray(num_bytes)
         missing = memoryview(data)
-        with self._translated():
+        with self._call():
             while missing:
                 count = await _when_ready(self._socket, partial(self._socket.recv_into, missing))
-                self._require_more(count)
+                self._require_more(count, between_frames=is_header and len(missing) == num_bytes)
                 missing = missing[count:]
         return data
 
     def _receive(self, legal: "msgspec.msgpack.Decoder[MessageT]", stop: float) -> MessageT:
-        header = self._receive_bytes(HEADER_BYTES, stop)
-        body = self._receive_bytes(self._codec.body_size(header), stop)
+        header = self._receive_bytes(HEADER_BYTES, stop, is_header=True)
+        body = self._receive_bytes(self._codec.body_size(header), stop, is_header=False)
         return self._codec.decode(self._codec.open(body), legal)
 
-    def _receive_bytes(self, num_bytes: int, stop: float | None) -> bytearray:
+    def _receive_bytes(self, num_bytes: int, stop: float | None, *, is_header: bool) -> bytearray:
         data = bytearray(num_bytes)
         missing = memoryview(data)
         while missing:
             self._set_deadline(stop)
             count = self._socket.recv_into(missing)
-            self._require_more(count)
+            self._require_more(count, between_frames=is_header and len(missing) == num_bytes)
             missing = missing[count:]
         return data
 
@@ -234,7 +252,7 @@ class DataConnection:
                 first = int(np.searchsorted(ends, done, side="right"))
                 left = int(ends[first]) - done
                 count = self._move_some([some[first][-left:], *some[first + 1 :]], send=send)
-                self._require_more(count)
+                self._require_more(count, between_frames=False)
                 done += count
 
     def _move_some(self, views: list[memoryview], *, send: bool) -> int:
@@ -244,14 +262,31 @@ class DataConnection:
 
     def _set_deadline(self, stop: float | None) -> None:
         if stop is not None:
-            self._socket.settimeout(max(stop - time.monotonic(), _SHORTEST_WAIT_S))
+            left_s = stop - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
 
-    def _require_more(self, count: int) -> None:
-        if not count:
+    def _require_more(self, count: int, *, between_frames: bool) -> None:
+        if count:
+            return
+        if between_frames or self._closed:
             raise PeerClosedError(self.peer, "ended the connection")
+        raise ProtocolError(self.peer, "ended the connection in the middle of a frame")
+
+    def _end_call(self) -> None:
+        with self._closing:
+            self._in_call = False
+            if self._closed:
+                self._socket.close()
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _call(self) -> Iterator[None]:
+        """Translate errors of the socket, and keep it from being closed meanwhile."""
+        with self._closing:
+            if self._closed:
+                raise PeerClosedError(self.peer, "the connection was closed on this side")
+            self._in_call = True
         try:
             yield
         except PeerError:
@@ -260,11 +295,14 @@ class DataConnection:
             raise PeerTimeoutError(self.peer, "the bytes of blocks", self._timeout_s) from exc
         except OSError as exc:
             raise PeerClosedError(self.peer, f"connection lost: {describe(exc)}") from exc
+        finally:
+            self._end_call()
 
 
 def describe(error: OSError) -> str:
     """Describe an error of a socket, also one whose text is empty, as those of TLS may be."""
-    return str(error) or type(error).__name__
+    text = str(error)
+    return text if any(map(str.isalnum, text)) else type(error).__name__
 
 
 def _columns(request: Read) -> tuple[Addresses, Addresses]:

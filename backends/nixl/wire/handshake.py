@@ -270,7 +270,11 @@ class _Handshake:
     def require_same_namespace(self, theirs: Hello) -> None:
         """Refuse another namespace than ours, where both sides have one."""
         if self.ours.namespace is not None and theirs.namespace is not None:
-            self.ours.namespace.require_same(theirs.namespace)
+            try:
+                self.ours.namespace.require_same(theirs.namespace)
+            except NamespaceMismatchError as exc:  # with a stranger's text in it
+                field, theirs_is = printable(exc.field), printable(exc.theirs)
+                raise NamespaceMismatchError(field, exc.ours, theirs_is) from None
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT | Refusal]) -> MessageT:
         """Wait for a message; raise its error if it is a refusal."""

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, readiness
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.cli import readiness
 from kvxfer.cli.readiness import MAX_REQUEST_BYTES, Readiness
 from kvxfer.errors import BackendUnavailableError
 

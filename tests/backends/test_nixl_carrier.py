@@ -1,4 +1,4 @@
-"""Transport to a peer: chosen correctly before NIXL's first transfer."""
+"""Carrier of bytes from a peer: chosen correctly before NIXL's first read."""
 
 import os
 import subprocess
@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import transport
-from kvxfer.backends.nixl.wire.messages import PROTOCOL_VERSION, Hello
+from kvxfer.backends.nixl import carrier
 from kvxfer.backends.nixl.carrier import choose_carrier, identify_host
+from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello
 
 
 @pytest.fixture(autouse=True)
 def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Pretend that this machine has no network cards."""
-    monkeypatch.setattr(transport, "PORTS", tmp_path)
+    monkeypatch.setattr(carrier, "PORTS", tmp_path)
     return tmp_path
 
 
@@ -26,6 +26,7 @@ def ours() -> Hello:
     assert (bool(boot_id), pid, bool(pid_namespace)) == (True, os.getpid(), True)
     return Hello(
         version=PROTOCOL_VERSION,
+        oldest_version=OLDEST_VERSION,
         incarnation=bytes(16),
         nonce=bytes(32),
         namespace=None,
