@@ -134,6 +134,7 @@ class ClientSession:
         try:
             self._theirs = await self._node.link(self._greeting)
             await self._channel.send(Ready(needs_data=self._theirs.carrier == "socket"))
+            logger.info("serving %s by %s", self._channel.peer, self._theirs.carrier)
             self._require_signs_of_life()
             try:
                 while True:
@@ -171,7 +172,11 @@ class ClientSession:
             self._num_attached -= 1
 
     def drain(self) -> None:
-        """Refuse further pins and stores, so that what is under way comes to an end."""
+        """Refuse lookups, pins and stores from here on; what is under way may end.
+
+        Reads of blocks that are not pinned need no waiting: what they get counts only if it has the
+        checksum.
+        """
         self._draining = True
 
     async def aclose(self) -> None:
@@ -204,7 +209,7 @@ class ClientSession:
             await self._refuse(number, f"request {number} has not ended")
         elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
             await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
-        elif self._draining and isinstance(request, Pin | Pull):
+        elif self._draining and isinstance(request, Lookup | Pin | Pull):
             await self._refuse(number, "this peer is about to end")
         else:
             job = self._jobs[number] = asyncio.create_task(self._do(request))

@@ -2,17 +2,21 @@
 
 import os
 import ssl
-from typing import Literal
+from collections.abc import Iterator
+from numbers import Real
+from typing import Literal, get_args
 
 import msgspec
 
 from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.checks import require_integer, require_positive, require_text
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.integrity import read_secret
 from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
+MAX_PORT = (1 << 16) - 1
 
 Transport = Literal["auto", "nixl", "socket"]
 
@@ -23,6 +27,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         address: Peers that hold blocks, as `host:port`, with commas between.
         listen: `host:port` at which blocks of this process are served to others.
+        data_port: Port for the bytes of blocks that go through sockets, with `listen` only; 0 means
+            any free one.
         capacity: Bytes of host memory for the blocks that are served; with `listen` only.
         secret_file: File with the secret of all peers, at least 16 bytes, better 32 random ones; a
             line end at its end does not count. Without a file the environment variable
@@ -47,6 +53,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str = ""
     listen: str = ""
+    data_port: int = 0
     capacity: ByteSize | None = None
     secret_file: str = ""
     tls_cert: str = ""
@@ -61,6 +68,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         """Check what can be checked without reading a file."""
+        for name, value in self._convert():
+            msgspec.structs.force_setattr(self, name, value)
         peers = self.peers
         if not peers and self.listen_endpoint is None:
             raise InvalidArgumentError("address", self.address, "peers, or listen=HOST:PORT")
@@ -75,9 +84,10 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.replicas < 1 or (peers and self.replicas > len(peers)):
             wanted = f"1 to {len(peers)}, the number of peers"
             raise InvalidArgumentError("replicas", self.replicas, wanted)
-        for name in ("timeout_s", "lease_s", "heartbeat_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
+        if self.data_port and self.data_port == getattr(self.listen_endpoint, "port", 0):
+            raise InvalidArgumentError("data_port", self.data_port, "another port than listen")
+        if self.data_port and not self.listen:
+            raise InvalidArgumentError("data_port", self.data_port, "0 without listen=HOST:PORT")
         if self.lease_s < 2 * self.heartbeat_s:
             wanted = f"at least twice heartbeat_s={self.heartbeat_s:g}, which renews leases"
             raise InvalidArgumentError("lease_s", self.lease_s, wanted)
@@ -122,6 +132,25 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             wanted = f"at least {MIN_SECRET_BYTES} bytes in it, such as openssl rand -hex 32 makes"
             raise InvalidArgumentError(argument, source, wanted)
         return secret
+
+    def _convert(self) -> Iterator[tuple[str, object]]:
+        """Convert every value to its type: msgspec checks those of a URL, but not of a call."""
+        for name in ("address", "listen", "secret_file", "tls_cert", "tls_key", "tls_ca"):
+            yield name, require_text(name, getattr(self, name))
+        if self.transport not in get_args(Transport):
+            wanted = f"one of: {', '.join(get_args(Transport))}"
+            raise InvalidArgumentError("transport", self.transport, wanted)
+        if self.capacity is not None:
+            yield "capacity", ByteSize(require_positive("capacity", self.capacity))
+        yield "quarantine", ByteSize(require_integer("quarantine", self.quarantine))
+        yield "replicas", require_integer("replicas", self.replicas)
+        yield "data_port", require_integer("data_port", self.data_port, maximum=MAX_PORT)
+        for name in ("timeout_s", "lease_s", "heartbeat_s"):
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number or not 0 < value < float("inf"):
+                raise InvalidArgumentError(name, value, "seconds, more than 0")
+            yield name, float(value)
 
     def _require_loopback(self) -> None:
         addresses = [("address", peer) for peer in self.peers]

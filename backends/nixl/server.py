@@ -23,6 +23,7 @@ from kvxfer.errors import (
     NamespaceMismatchError,
     PeerClosedError,
     PeerTimeoutError,
+    ProtocolError,
 )
 from kvxfer.storage.keys import Namespace
 
@@ -50,12 +51,9 @@ class Server:
         open_store: Opens the store of a namespace and adds its memory to the node, if need be;
             called once, for the first peer.
         endpoint: Endpoint to listen at.
-        data_port: Port for data connections; 0 means any free one.
     """
 
-    def __init__(
-        self, node: LocalNode, open_store: OpenStore, endpoint: Endpoint, *, data_port: int = 0
-    ) -> None:
+    def __init__(self, node: LocalNode, open_store: OpenStore, endpoint: Endpoint) -> None:
         self._node = node
         self._open_store = open_store
         self._endpoint = endpoint
@@ -64,10 +62,11 @@ class Server:
         self._settling = asyncio.Lock()
         self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
         self._port = endpoint.port
-        self._data_port = data_port
+        self._data_port = node.config.data_port
         self._tasks: set[asyncio.Task[None]] = set()
         self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
+        self._draining = False
 
     @property
     def endpoint(self) -> Endpoint:
@@ -93,9 +92,11 @@ class Server:
         """Begin to listen.
 
         Raises:
-            BackendUnavailableError: The address is in use, or is not one of this machine.
+            BackendUnavailableError: The address, or the port for data, is in use, or the address is
+                not one of this machine.
         """
-        host, port = self._endpoint.host, self._endpoint.port
+        at = self._endpoint
+        host, port = at.host, at.port
         control: socket.socket | None = None
         try:
             # A name may have several addresses; use the first one for control and data.
@@ -105,23 +106,25 @@ class Server:
             family, *_, address = found[0]
             control = socket.create_server(address, family=family)
             self._port = control.getsockname()[1]
+            at = Endpoint(host, self._data_port)
             data = socket.create_server((address[0], self._data_port, *address[2:]), family=family)
             self._data_port = data.getsockname()[1]
         except OSError as exc:
             if control is not None:
                 control.close()
-            raise BackendUnavailableError(f"cannot listen at {self._endpoint}: {exc}") from exc
+            raise BackendUnavailableError(f"cannot listen at {at}: {exc}") from exc
         self._accepting = [
             self._run(self._accept(control, self._serve)),
             self._run(self._accept(data, self._serve_data)),
         ]
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accept no new peers and no new transfers, and wait until no block is pinned or read.
+        """Accept no new peers, lookups and transfers, and wait until no block is pinned or stored.
 
         Returns:
             False when `timeout_s` passed before.
         """
+        self._draining = True
         for accepting in self._accepting[:1]:
             accepting.cancel()
         for session in self.sessions:
@@ -213,6 +216,9 @@ class Server:
         except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
             logger.debug("%s", printable(exc))
             return
+        except ProtocolError as exc:  # somebody who is no peer
+            logger.info("refused a stranger: %s", printable(exc))
+            return
         except KVXferError as exc:
             logger.warning("refused a peer: %s", printable(exc))
             return
@@ -222,7 +228,8 @@ class Server:
         incarnation = greeting.hello.incarnation
         earlier = self._sessions.get(incarnation)
         self._sessions[incarnation] = session, task
-        logger.info("serving %s", channel.peer)
+        if self._draining:  # the handshake began before
+            session.drain()
         try:
             if earlier is not None:
                 await earlier[0].aclose()

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.host.backend import HostBackend
 from kvxfer.backends.nixl.agents.base import TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
@@ -20,7 +21,7 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
 from kvxfer.storage.threads import Threads
-from kvxfer.storage.tiers import TieredBackend
+from kvxfer.storage.tiers import DEFAULT_STAGING_BYTES, TieredBackend
 from kvxfer.units import format_size
 
 STAGING_BYTES = 256 << 20
@@ -30,15 +31,17 @@ logger = logging.getLogger(__name__)
 
 
 class StandalonePeer:
-    """Peer that holds blocks of one namespace: that of the first peer that connects.
+    """Peer that holds blocks of one namespace: the given one, or that of the first peer.
 
-    Only then does it know how large a block is, so its memory is reserved then, on a thread. That
-    may take longer than the first peer waits; its next attempt finds the memory reserved.
+    Without a namespace it does not know how large a block is, so its memory is reserved when the
+    first peer connects, on a thread. That may take longer than the first peer waits; its next
+    attempt finds the memory reserved.
 
     Args:
         config: Configuration, with the endpoint to listen at and the authentication of peers.
         open_backend: Opens the backend that keeps the blocks; may block. A `Lender` lends them in
             place; blocks of any other backend are lent by way of staging memory.
+        namespace: Namespace of the blocks; None for that of the first peer that connects.
         make_agent: Opens the agent that moves bytes between registered memory.
 
     Attributes:
@@ -53,13 +56,15 @@ class StandalonePeer:
         config: NixlConfig,
         open_backend: Callable[[Namespace], Backend],
         *,
+        namespace: Namespace | None = None,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
     ) -> None:
-        if config.listen_endpoint is None:
+        if config.listen_endpoint is None or config.capacity is None:
             raise InvalidArgumentError("listen", config.listen, "HOST:PORT")
         self.is_ready = False
         self._open_backend = open_backend
-        self._node = LocalNode(config, namespace=None, make_agent=make_agent)
+        self._needed_bytes = config.capacity + STAGING_BYTES + DEFAULT_STAGING_BYTES
+        self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self._opening = Threads("kvxfer-open", 1)
         self._hashing = Threads("kvxfer-hash", NUM_HASHING_THREADS)
@@ -72,18 +77,37 @@ class StandalonePeer:
         """Endpoint that peers connect to; known once it listens."""
         return self._server.endpoint
 
+    @property
+    def data_port(self) -> int:
+        """Port for data connections; known once it listens."""
+        return self._server.data_port
+
     async def start(self) -> None:
-        """Begin to listen.
+        """Reserve the memory of a namespace that is known, and begin to listen.
 
         Raises:
-            BackendUnavailableError: The address is in use, or is not one of this machine.
+            CapacityError: The machine, or a control group of this process, does not have the
+                memory, now or when the first peer connects.
+            BackendUnavailableError: The address, or the port for data, is in use, or the address is
+                not one of this machine.
         """
+        if self._opened is None:
+            # Without tiers below, what would be staging memory is left for everything else.
+            require_memory(self._needed_bytes, "capacity and staging memory")
+        if self._node.namespace is not None:
+            await self._open_store(self._node.namespace)
         if self._node.config.transport != "socket":  # the first peer must not wait for the import
             with contextlib.suppress(BackendUnavailableError):
                 await self._opening.run(import_nixl, otherwise="let peers use sockets")
         await self._server.start()
         self.is_ready = True
-        logger.info("listening at %s", self.endpoint)
+        logger.info(
+            "listening at %s (port %d for data, secret %s, TLS %s)",
+            self.endpoint,
+            self.data_port,
+            "off" if self._node.secret is None else "on",
+            "on" if self._node.config.uses_tls else "off",
+        )
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no new peers, and wait until the connected ones pin and move no block."""

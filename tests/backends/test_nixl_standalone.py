@@ -5,12 +5,17 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import AsyncIterator
 
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.connection import Connection
+from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.standalone import StandalonePeer
+from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.tiers import TieredBackend
@@ -25,6 +30,7 @@ CONFIG = NixlConfig(listen="127.0.0.1:0", capacity=CAPACITY, transport="socket")
 MEMORY = BlockMemory([[4096]], num_blocks=1)
 NAMESPACE, OTHER = MEMORY.namespace(), MEMORY.namespace(model="other")
 KEYS = [make_block_key(b"hash", 0)]
+OTHER_KEY = make_block_key(b"other", 0)
 
 
 def open_host(namespace: Namespace) -> HostBackend:
@@ -36,6 +42,19 @@ async def store_at(address: str) -> None:
     async with NixlBackend(NixlConfig(address=address, transport="socket"), NAMESPACE) as backend:
         (outcome,) = await backend.store(KEYS, MEMORY.describe(0, [0]))
         assert outcome.done, outcome
+
+
+@contextlib.asynccontextmanager
+async def pinned(peer: StandalonePeer) -> AsyncIterator[None]:
+    """Act as a peer that keeps a block pinned."""
+    config = NixlConfig(address=str(peer.endpoint), transport="socket")
+    node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
+    connection = await Connection.open(node, peer.endpoint, None)
+    async with contextlib.aclosing(node), contextlib.aclosing(connection):
+        await connection.request(
+            lambda number: Pin(request_id=number, keys=KEYS, starts=[0], sizes=[4096]), Pinned
+        )
+        yield
 
 
 class SlowHost:
@@ -89,14 +108,46 @@ async def test_a_drain_ends_when_its_time_is_up(caplog: pytest.LogCaptureFixture
         config = NixlConfig(address=str(peer.endpoint), transport="socket")
         async with NixlBackend(config, NAMESPACE) as backend:
             await backend.store(KEYS, MEMORY.describe(0, [0]))
-            (served,) = peer._holder.peers
-            with served.moving():
+            async with pinned(peer):
                 await peer.drain(0.1)
             assert "still in use after 0.1 s" in caplog.text
             caplog.clear()
             await peer.drain(LIMIT_S)
             assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert not peer.is_ready
+
+
+async def test_a_peer_that_drains_offers_and_takes_no_blocks() -> None:
+    async with contextlib.aclosing(StandalonePeer(CONFIG, open_host)) as peer:
+        await peer.start()
+        config = NixlConfig(address=str(peer.endpoint), transport="socket")
+        async with NixlBackend(config, NAMESPACE) as backend:
+            blocks = MEMORY.describe(0, [0])
+            await backend.store(KEYS, blocks)
+            assert await backend.lookup(KEYS) == [True]
+            async with pinned(peer):
+                draining = asyncio.create_task(peer.drain(LIMIT_S))
+                await asyncio.sleep(0)
+                assert await backend.lookup(KEYS) == [False]
+                for call in (backend.load, backend.store):
+                    (outcome,) = await call([OTHER_KEY], blocks)
+                    assert "about to end" in outcome.reason
+                assert not draining.done()
+            await draining
+
+
+async def test_a_peer_whose_handshake_ends_after_the_drain_began_is_given_nothing() -> None:
+    host = SlowHost()
+    async with contextlib.aclosing(StandalonePeer(CONFIG, host)) as peer:
+        await peer.start()
+        config = NixlConfig(address=str(peer.endpoint), transport="socket")
+        async with NixlBackend(config, NAMESPACE) as backend:
+            storing = asyncio.create_task(backend.store(KEYS, MEMORY.describe(0, [0])))
+            await asyncio.to_thread(host.begun.wait, LIMIT_S)
+            await peer.drain(LIMIT_S)
+            host.may_end.set()
+            (outcome,) = await storing
+            assert "about to end" in outcome.reason
 
 
 async def test_a_peer_that_keeps_tiers_deletes_with_one_call_to_each() -> None:
