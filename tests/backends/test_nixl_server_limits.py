@@ -356,3 +356,19 @@ async def test_neither_does_a_holder_into_the_log_of_a_peer(
     for message in [*messages, outcome.reason]:
         assert message.isprintable(), repr(message)
         assert len(message) < 2500
+
+
+async def test_no_message_waits_for_the_acknowledgement_of_the_one_before(
+    tls: dict[str, Any],
+) -> None:
+    async with holding(tls) as holder:
+        assert holder.server is not None
+        address = str(holder.server.endpoint)
+        config = NixlConfig(address=address, transport="socket", **tls)
+        async with NixlBackend(config, NAMESPACE) as client:
+            assert await client.lookup(make_keys(1)) == [False]
+            [ours] = client._clients.values()
+            [theirs] = holder.server.sessions
+            for channel in ((await ours.reconnect.open())._channel, theirs._channel):
+                connection = channel._writer.get_extra_info("socket")
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -108,6 +108,10 @@ class FrameChannel:
         reader = asyncio.StreamReader(limit=STREAM_BUFFER_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         loop = asyncio.get_running_loop()
+        # asyncio does so only for sockets that say which protocol they speak. Otherwise an answer
+        # would wait for the acknowledgement of the one before, which may take 40 ms.
+        with contextlib.suppress(OSError):  # the other side is gone
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             transport, _ = await loop.connect_accepted_socket(
                 lambda: protocol,
