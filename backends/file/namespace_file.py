@@ -1,13 +1,14 @@
 """`namespace.json`: the description of a namespace in its folder, for people to read."""
 
 import logging
+from pathlib import Path
 
 import msgspec
 
 from kvxfer.backends.file.folder import BlockFolder
 from kvxfer.backends.file.header import BlockFileError
 from kvxfer.backends.file.tree import BlockTree
-from kvxfer.errors import NamespaceMismatchError
+from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace
 
 NAMESPACE_FILE = "namespace.json"
@@ -23,6 +24,20 @@ def write_namespace(folder: BlockFolder, namespace: Namespace) -> None:
     """
     text = msgspec.json.format(msgspec.json.encode(namespace.fields()), indent=2).decode()
     folder.write_text(NAMESPACE_FILE, text + "\n")
+
+
+def load_namespace(path: str) -> Namespace:
+    """Read a namespace from a `namespace.json`, wherever the file is now.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or describes no namespace.
+    """
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Namespace)
+    except (OSError, ValueError, msgspec.MsgspecError) as exc:  # ValueError: a NUL in the path
+        reason = getattr(exc, "strerror", None) or exc
+        wanted = f"a {NAMESPACE_FILE} of a file store: {reason}"
+        raise InvalidArgumentError("namespace", path, wanted) from exc
 
 
 def read_namespace(folder: BlockFolder) -> Namespace:

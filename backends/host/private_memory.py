@@ -2,11 +2,11 @@
 
 import contextlib
 import mmap
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.backends.host.available_memory import AvailableMemory, require_memory
 from kvxfer.errors import CapacityError, ClosedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -22,16 +22,15 @@ class PrivateMemory:
         num_bytes: Size.
 
     Raises:
-        CapacityError: There is not that much memory.
+        CapacityError: The machine, or a control group of this process, has less memory left.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        available = available_bytes()
-        if num_bytes > available:
-            raise CapacityError("memory", num_bytes, available)
+        require_memory(num_bytes)
         try:
             self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as exc:
+            available = AvailableMemory.read().num_bytes
             raise CapacityError("memory", num_bytes, available) from exc
         self._map.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -62,11 +61,3 @@ class PrivateMemory:
             with contextlib.suppress(BufferError):
                 self._map.close()
             del self._map  # else the mapping would last as long as this object
-
-
-def available_bytes() -> int:
-    """Read how much memory is available. Source: proc_meminfo(5), MemAvailable."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo does not say how much memory is available")

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.host.private_memory import available_bytes
+from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
@@ -163,19 +163,15 @@ def _create(fd: int, path: Path, header: bytes, num_bytes: int) -> None:
 
 
 def _reserve(fd: int, num_bytes: int) -> None:
-    available = _available_bytes()
+    require_memory(num_bytes, str(SHARED_MEMORY))
+    limits = os.statvfs(SHARED_MEMORY)
+    available = limits.f_bavail * limits.f_frsize
     if num_bytes > available:
         raise CapacityError(str(SHARED_MEMORY), num_bytes, available)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
     except OSError as exc:
         raise CapacityError(str(SHARED_MEMORY), num_bytes, available) from exc
-
-
-def _available_bytes() -> int:
-    """Bytes by which shared memory may grow: within its own limit and the available memory."""
-    limits = os.statvfs(SHARED_MEMORY)
-    return min(limits.f_bavail * limits.f_frsize, available_bytes())
 
 
 def _remove_abandoned() -> None:

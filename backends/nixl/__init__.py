@@ -2,7 +2,6 @@
 
 from kvxfer.backends.nixl.backend import NixlBackend
 from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.directory import PeerDirectory, StaticPeers
-from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers
 
 __all__ = ["Endpoint", "NixlBackend", "NixlConfig", "PeerDirectory", "StaticPeers"]

@@ -1,7 +1,6 @@
 """NIXL backend: blocks at peers, and a holder for blocks of peers."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -10,26 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.host.backend import HostBackend, HostConfig
-from kvxfer.backends.nixl.agent import NixlAgent
-from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.directory import PeerDirectory, StaticPeers
-from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.hasher import BlockHasher
-from kvxfer.backends.nixl.holder import Holder
-from kvxfer.backends.nixl.node import Node
-from kvxfer.backends.nixl.peer import Peer, PeerStatistics
-from kvxfer.backends.nixl.placement import rank
+from kvxfer.backends.nixl.agents.base import TransferAgent
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.client import Client, PeerStatistics
+from kvxfer.backends.nixl.client_session import BlockStore
+from kvxfer.backends.nixl.config import NixlConfig, client_context
+from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.quarantine import Quarantine
-from kvxfer.backends.nixl.route import Route
-from kvxfer.backends.nixl.store import BlockStore
-from kvxfer.backends.nixl.tls import client_context
-from kvxfer.backends.nixl.transfer_agent import TransferAgent
+from kvxfer.backends.nixl.reconnect import Reconnect
+from kvxfer.backends.nixl.server import Server
 from kvxfer.errors import KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import MISSING, Backend, Outcome
+from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.door import CallGuard
-from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
@@ -38,7 +33,7 @@ STAGING_BYTES = 64 << 20
 
 T = TypeVar("T")
 
-Home: TypeAlias = Peer | HostBackend
+Home: TypeAlias = Client | HostBackend
 """Place of blocks: a peer, or the host memory of this process."""
 
 logger = logging.getLogger(__name__)
@@ -77,41 +72,42 @@ class NixlBackend(Backend):
         self._config = config
         self._tls = client_context(config)
         self._directory = directory or StaticPeers(config.peers)
-        self._node = Node(config, namespace, make_agent=make_agent)
+        self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._hasher = BlockHasher()
         self._quarantine = Quarantine()
         largest = max(self._guard.chunk_sizes)
         self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
-        self._peers: dict[Endpoint, Peer] = {}
+        self._clients: dict[Endpoint, Client] = {}
+        self._former_clients: list[Client] = []
         self._own: HostBackend | None = None
-        self._holder: Holder | None = None
+        self._server: Server | None = None
         self._starting = asyncio.Lock()
         self._started = False
         if config.listen_endpoint is not None and config.capacity is not None:
             self._own = HostBackend(HostConfig(capacity=config.capacity), namespace)
-            self.attach([self._own.region])  # first: peers probe the way to us with this region
-            self._holder = Holder(self._node, self._open_store, config.listen_endpoint)
+            self.attach([self._own.region])
+            self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self.attach([self._staging.region])
 
     def __repr__(self) -> str:
-        peers = ", ".join(f"{e} by {p.route.transport}" for e, p in self._peers.items())
-        serving = f", serving at {self._config.listen}" if self._holder else ""
+        peers = ", ".join(f"{e} by {p.reconnect.carrier}" for e, p in self._clients.items())
+        serving = f", serving at {self._config.listen}" if self._server else ""
         return f"NixlBackend({peers or 'no peer yet'}{serving})"
 
     @property
     def statistics(self) -> dict[str, tuple[str, PeerStatistics]]:
-        """Transport and statistics of each peer."""
-        return {str(e): (p.route.transport, p.statistics) for e, p in self._peers.items()}
+        """Carrier and statistics of each peer."""
+        return {str(e): (p.reconnect.carrier, p.statistics) for e, p in self._clients.items()}
 
     @property
     def num_quarantined_bytes(self) -> int:
-        """Bytes that transfers may still touch after their deadline."""
+        """Bytes that reads may still change after their deadline."""
         return self._quarantine.num_bytes
 
     @property
-    def holder(self) -> Holder | None:
-        """Holder that serves the blocks of this process, if there is one."""
-        return self._holder
+    def server(self) -> Server | None:
+        """Server of the blocks of this process, if there is one."""
+        return self._server
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach`. Blocks elsewhere are copied to registered memory first."""
@@ -127,8 +123,8 @@ class NixlBackend(Backend):
         async with self._starting:
             if not self._started:
                 await self._node.open()
-                if self._holder is not None:
-                    await self._holder.start()
+                if self._server is not None:
+                    await self._server.start()
                 self._started = True
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -152,6 +148,8 @@ class NixlBackend(Backend):
         )
         for indices, stored in stores:
             _merge(outcomes, indices, stored)
+        if not homes:
+            outcomes = [Outcome(Status.FAILED, reason="no peer is known")] * len(keys)
         await self._keep_quarantine_small()
         return outcomes
 
@@ -189,17 +187,19 @@ class NixlBackend(Backend):
         await self._quarantine.drain()
 
     async def aclose(self) -> None:
-        """See `Backend.aclose`. Memory that a peer may still touch is kept, and never freed."""
+        """See `Backend.aclose`."""
         if not self._guard.close():
             return
-        if self._holder is not None:
-            await self._holder.aclose()
-        for peer in self._peers.values():
-            await peer.route.aclose()
-        await self._node.aclose()  # from here on only peers can still touch memory
-        self._quarantine.keep_for_ever()
-        for peer in self._peers.values():
-            peer.route.give_up()
+        clients = [*self._clients.values(), *self._former_clients]
+        if self._server is not None:
+            self._server.close()
+        for client in clients:
+            client.reconnect.close()
+        await self._node.aclose()  # ends reads, also those that stall
+        if self._server is not None:
+            await self._server.wait_closed()
+        for client in clients:
+            await client.reconnect.wait_closed()
         await self._quarantine.drain()
         await self._hasher.aclose()
         if self._own is not None:
@@ -211,29 +211,56 @@ class NixlBackend(Backend):
 
     async def _find_homes(self, keys: Sequence[BlockKey]) -> tuple[list[Home], NDArray[np.intp]]:
         """Find the homes of blocks, and rank those of each key, best first."""
-        endpoints = await self._directory.peers()
+        endpoints = await self._list_peers()
         if not endpoints:
-            assert self._own is not None
-            return [self._own], np.zeros((1, len(keys)), np.intp)
-        homes = [await self._home(endpoint) for endpoint in endpoints]
+            homes: list[Home] = [self._own] if self._own is not None else []
+            return homes, np.zeros((len(homes), len(keys)), np.intp)
+        added = [endpoint for endpoint in endpoints if endpoint not in self._clients]
+        for endpoint in added:
+            self._clients[endpoint] = self._open_client(endpoint)
+        if added and self._own is not None:  # this process itself may listen at one of them
+            await self._connect(added)
+        homes = [self._home(self._clients[endpoint]) for endpoint in endpoints]
         return homes, rank(keys, endpoints, self._config.replicas)
 
-    async def _home(self, endpoint: Endpoint) -> Home:
-        peer = self._peers.get(endpoint)
-        if peer is None:
-            route = Route(self._node, endpoint, tls=self._tls, scratch=self._staging.region)
-            peer = self._peers[endpoint] = Peer(
-                route,
-                hasher=self._hasher,
-                staging=self._staging,
-                quarantine=self._quarantine,
-                verifies=self._config.integrity is Integrity.FAST,
-                timeout_s=self._config.timeout_s,
-            )
-            if self._own is not None:  # this process itself may listen there
-                with contextlib.suppress(KVXferError):
-                    await route.open()
-        return self._own if self._own is not None and peer.route.is_own else peer
+    async def _list_peers(self) -> list[Endpoint]:
+        """List the present peers, each once; those of before when the directory fails."""
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                endpoints = list(dict.fromkeys(await self._directory.peers()))
+        except Exception as exc:  # noqa: BLE001 - the directory may be anybody's
+            logger.warning("the directory of peers failed; keeping the last ones: %r", exc)
+            return list(self._clients)
+        self._former_clients = [c for c in self._former_clients if not c.reconnect.is_closed]
+        for endpoint in self._clients.keys() - endpoints:
+            former = self._clients.pop(endpoint)
+            former.reconnect.close()
+            self._former_clients.append(former)
+        return endpoints
+
+    def _open_client(self, endpoint: Endpoint) -> Client:
+        return Client(
+            Reconnect(self._node, endpoint, self._tls),
+            memory=self._node.memory,
+            hasher=self._hasher,
+            staging=self._staging,
+            quarantine=self._quarantine,
+            timeout_s=self._config.timeout_s,
+        )
+
+    def _home(self, client: Client) -> Home:
+        return self._own if self._own is not None and client.reconnect.is_own else client
+
+    async def _connect(self, endpoints: Sequence[Endpoint]) -> None:
+        """Connect to peers, all at once, within the time of one request."""
+        connecting = [
+            asyncio.ensure_future(self._clients[endpoint].reconnect.open())
+            for endpoint in endpoints
+        ]
+        await asyncio.wait(connecting, timeout=self._config.timeout_s)
+        for each in connecting:
+            each.cancel()
+        await asyncio.gather(*connecting, return_exceptions=True)
 
     async def _lookup_at(self, home: Home, keys: Sequence[BlockKey]) -> set[BlockKey]:
         try:
@@ -252,15 +279,16 @@ class NixlBackend(Backend):
         return {key for key, is_gone in zip(keys, deleted, strict=True) if is_gone}
 
     async def _keep_quarantine_small(self) -> None:
-        """Replace the agent when its late transfers keep too much memory in quarantine."""
+        """Replace the agent when its late reads keep too much memory in quarantine."""
         if self._quarantine.num_bytes <= self._config.quarantine:
             return
-        text = "%d bytes may still be touched by transfers past their deadline: restarting NIXL"
+        text = "%d bytes may still be changed by reads past their deadline: restarting NIXL"
         logger.warning(text, self._quarantine.num_bytes)
         await self._node.restart()
-        for peer in self._peers.values():
-            await peer.route.disconnect()
-            peer.route.forget_remote()
+        for client in self._clients.values():
+            client.reconnect.disconnect()
+        if self._server is not None:
+            await self._server.disconnect()
 
     async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._guard.check_batch(keys, *blocks)

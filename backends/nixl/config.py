@@ -1,20 +1,24 @@
-"""Configuration of the NIXL backend."""
+"""Configuration of the NIXL backend, and the TLS contexts that it describes."""
 
 import os
-from typing import Literal
+import ssl
+from collections.abc import Iterator
+from numbers import Real
+from typing import Literal, get_args
 
 import msgspec
 
-from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.checks import require_integer, require_positive, require_text
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.integrity import Integrity, read_secret
+from kvxfer.storage.integrity import read_secret
 from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
+MAX_PORT = (1 << 16) - 1
 
 Transport = Literal["auto", "nixl", "socket"]
-Direction = Literal["auto", "read", "write"]
 
 
 class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,6 +27,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         address: Peers that hold blocks, as `host:port`, with commas between.
         listen: `host:port` at which blocks of this process are served to others.
+        data_port: Port for the bytes of blocks that go through sockets, with `listen` only; 0 means
+            any free one.
         capacity: Bytes of host memory for the blocks that are served; with `listen` only.
         secret_file: File with the secret of all peers, at least 16 bytes, better 32 random ones; a
             line end at its end does not count. Without a file the environment variable
@@ -34,11 +40,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             Everyone with a certificate of it is a peer: use an authority that signs nothing else.
         transport: Transport of the bytes: `nixl`, or TCP connections of kvxfer, `socket`. `auto`
             chooses for each peer.
-        direction: Side that moves loaded bytes: the holder (`write`) or the loading process
-            (`read`). `auto` measures for each peer.
         replicas: Number of peers that each block is stored at.
         timeout_s: Time that a request to a peer may take.
-        integrity: `fast` verifies an XXH3 checksum of every block that arrives; `off` does not.
         quarantine: Bytes that transfers past their deadline may keep out of use, before NIXL is
             restarted.
         lease_s: Time for which blocks stay pinned for a peer that is silent.
@@ -50,22 +53,23 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     address: str = ""
     listen: str = ""
+    data_port: int = 0
     capacity: ByteSize | None = None
     secret_file: str = ""
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
     transport: Transport = "auto"
-    direction: Direction = "auto"
     replicas: int = 1
     timeout_s: float = 10.0
-    integrity: Integrity = Integrity.FAST
     quarantine: ByteSize = ByteSize(256 << 20)
     lease_s: float = 8.0
     heartbeat_s: float = 2.0
 
     def __post_init__(self) -> None:
         """Check what can be checked without reading a file."""
+        for name, value in self._convert():
+            msgspec.structs.force_setattr(self, name, value)
         peers = self.peers
         if not peers and self.listen_endpoint is None:
             raise InvalidArgumentError("address", self.address, "peers, or listen=HOST:PORT")
@@ -80,10 +84,10 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.replicas < 1 or (peers and self.replicas > len(peers)):
             wanted = f"1 to {len(peers)}, the number of peers"
             raise InvalidArgumentError("replicas", self.replicas, wanted)
-        self.integrity.require_keyless()
-        for name in ("timeout_s", "lease_s", "heartbeat_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
+        if self.data_port and self.data_port == getattr(self.listen_endpoint, "port", 0):
+            raise InvalidArgumentError("data_port", self.data_port, "another port than listen")
+        if self.data_port and not self.listen:
+            raise InvalidArgumentError("data_port", self.data_port, "0 without listen=HOST:PORT")
         if self.lease_s < 2 * self.heartbeat_s:
             wanted = f"at least twice heartbeat_s={self.heartbeat_s:g}, which renews leases"
             raise InvalidArgumentError("lease_s", self.lease_s, wanted)
@@ -129,6 +133,25 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidArgumentError(argument, source, wanted)
         return secret
 
+    def _convert(self) -> Iterator[tuple[str, object]]:
+        """Convert every value to its type: msgspec checks those of a URL, but not of a call."""
+        for name in ("address", "listen", "secret_file", "tls_cert", "tls_key", "tls_ca"):
+            yield name, require_text(name, getattr(self, name))
+        if self.transport not in get_args(Transport):
+            wanted = f"one of: {', '.join(get_args(Transport))}"
+            raise InvalidArgumentError("transport", self.transport, wanted)
+        if self.capacity is not None:
+            yield "capacity", ByteSize(require_positive("capacity", self.capacity))
+        yield "quarantine", ByteSize(require_integer("quarantine", self.quarantine))
+        yield "replicas", require_integer("replicas", self.replicas)
+        yield "data_port", require_integer("data_port", self.data_port, maximum=MAX_PORT)
+        for name in ("timeout_s", "lease_s", "heartbeat_s"):
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number or not 0 < value < float("inf"):
+                raise InvalidArgumentError(name, value, "seconds, more than 0")
+            yield name, float(value)
+
     def _require_loopback(self) -> None:
         addresses = [("address", peer) for peer in self.peers]
         if self.listen_endpoint is not None:
@@ -137,3 +160,40 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if not self.uses_tls and not endpoint.is_loopback:
                 wanted = "a loopback address; any other needs secret_file or TLS"
                 raise InvalidArgumentError(argument, str(endpoint), wanted)
+
+
+def client_context(config: NixlConfig) -> ssl.SSLContext | None:
+    """Make the TLS context for connections to peers; None without TLS.
+
+    The certificate of a peer must name the host that is connected to.
+
+    Raises:
+        InvalidArgumentError: A file cannot be read, or is not a PEM file of its kind.
+    """
+    return _context(config, ssl.PROTOCOL_TLS_CLIENT) if config.uses_tls else None
+
+
+def server_context(config: NixlConfig) -> ssl.SSLContext | None:
+    """Make the TLS context for connections of peers; None without TLS.
+
+    Raises: as `client_context`.
+    """
+    return _context(config, ssl.PROTOCOL_TLS_SERVER) if config.uses_tls else None
+
+
+def _context(config: NixlConfig, protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except OSError as exc:  # ssl.SSLError is one
+        files = f"{config.tls_cert}, {config.tls_key}"
+        wanted = f"a certificate and its private key in PEM: {exc}"
+        raise InvalidArgumentError("tls_cert, tls_key", files, wanted) from exc
+    try:
+        context.load_verify_locations(config.tls_ca)
+    except OSError as exc:
+        wanted = f"a certificate of an authority in PEM: {exc}"
+        raise InvalidArgumentError("tls_ca", config.tls_ca, wanted) from exc
+    return context

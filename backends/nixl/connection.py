@@ -1,10 +1,8 @@
-"""Control connection to a holder: requests, answers and heartbeats."""
+"""Control connection to a holder: requests, answers, heartbeats, and data connections beside it."""
 
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 import ssl
 import time
 from collections.abc import Callable
@@ -13,12 +11,14 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from kvxfer.backends.nixl.channel import STREAM_BUFFER_BYTES, FrameChannel
-from kvxfer.backends.nixl.data_connection import DataConnection, open_on_thread
-from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.handshake import HANDSHAKE_TIMEOUT_S, Greeting, greet_as_client
-from kvxfer.backends.nixl.link import Link
-from kvxfer.backends.nixl.messages import (
+from kvxfer.backends.nixl.agents.socket import MAX_CONNECTIONS
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.remote_memory import Places, RemoteMemory
+from kvxfer.backends.nixl.wire.channel import STREAM_BUFFER_BYTES, FrameChannel
+from kvxfer.backends.nixl.wire.data import DataConnection, describe
+from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, Greeting, greet_as_client
+from kvxfer.backends.nixl.wire.messages import (
     Answer,
     Cancel,
     Failed,
@@ -29,11 +29,9 @@ from kvxfer.backends.nixl.messages import (
     Pinned,
     Pong,
     Reach,
+    Ready,
 )
-from kvxfer.backends.nixl.node import Node
-from kvxfer.backends.nixl.quarantine import shielded
 from kvxfer.errors import (
-    ClosedError,
     KVXferError,
     PeerClosedError,
     PeerError,
@@ -41,10 +39,8 @@ from kvxfer.errors import (
     ProtocolError,
     TransferFailedError,
 )
-from kvxfer.storage.threads import Threads
 
 AnswerT = TypeVar("AnswerT", bound=Message)
-
 MakeRequest = Callable[[int], NumberedRequest]
 
 LET_GO_WITHIN_S = 5e-3
@@ -54,6 +50,7 @@ batch may need."""
 
 logger = logging.getLogger(__name__)
 
+_READY = msgspec.msgpack.Decoder(Ready)
 _PONG = msgspec.msgpack.Decoder(Pong)
 _ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -70,32 +67,27 @@ class Connection:
         endpoint: Endpoint of the holder.
         channel: The connection, after the handshake.
         greeting: Result of the handshake.
-        link: Link to its memory by NIXL, None where only sockets reach it.
+        memory: Its memory.
         tls: TLS context for data connections, None without TLS.
 
     Attributes:
         endpoint: As given.
-        link: As given.
-        incarnation: Incarnation of the holder.
-        ended: Set when no more requests can be made.
-        over: Set when no transfer of the holder for this connection can touch our memory any more:
-            the holder said so, or its process has ended.
+        memory: As given.
+        places: Places of blocks in it that lookups found.
     """
 
     def __init__(
         self,
-        node: Node,
+        node: LocalNode,
         endpoint: Endpoint,
         channel: FrameChannel,
         greeting: Greeting,
-        link: Link | None,
+        memory: RemoteMemory,
         tls: ssl.SSLContext | None,
     ) -> None:
         self.endpoint = endpoint
-        self.link = link
-        self.incarnation = greeting.hello.incarnation
-        self.over = asyncio.Event()
-        self.ended = asyncio.Event()
+        self.memory = memory
+        self.places = Places(memory.regions)
         self._node = node
         self._channel = channel
         self._session = greeting.session
@@ -106,18 +98,17 @@ class Connection:
         self._spent: list[int] = []  # pins to release that the holder was not told of yet
         self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
-        self._num_moving = 0
         self._heard = time.monotonic()
         self._opening = asyncio.Lock()
-        self._connecting = Threads("kvxfer-connect", 1)
-        self._pidfd = _watch_process(node.hello, greeting.hello, self.over)
-        self._tasks = [
-            asyncio.create_task(self._receive_answers()),
-            asyncio.create_task(self._give_signs_of_life()),
-        ]
+        self._needs_data = False
+        self._letting = asyncio.Lock()
+        self._lending: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        if memory.carrier == "socket":
+            node.sockets.use(memory.peer, self._connect_data)
 
     @classmethod
-    async def open(cls, node: Node, endpoint: Endpoint, tls: ssl.SSLContext | None) -> Self:
+    async def open(cls, node: LocalNode, endpoint: Endpoint, tls: ssl.SSLContext | None) -> Self:
         """Connect to a holder and shake hands.
 
         Raises:
@@ -132,29 +123,36 @@ class Connection:
             return ours
 
         ours = await node.reach()
-        try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                reader, writer = await asyncio.open_connection(
-                    endpoint.host, endpoint.port, ssl=tls, limit=STREAM_BUFFER_BYTES
-                )
-        except TimeoutError as exc:
-            what = "connecting"
-            raise PeerTimeoutError(str(endpoint), what, HANDSHAKE_TIMEOUT_S) from exc
-        except OSError as exc:  # ssl.SSLError is one
-            raise PeerClosedError(str(endpoint), f"cannot connect: {exc}") from exc
-        channel = FrameChannel(reader, writer)
+        channel = await _connect(endpoint, tls)
         greeting = await greet_as_client(channel, node.hello, secret=node.secret, reach=reach)
+        memory: RemoteMemory | None = None
         try:
-            link = await node.link(greeting)
+            memory = await node.link(greeting)
+            connection = cls(node, endpoint, channel, greeting, memory, tls)
+            await connection.begin()
         except BaseException:
+            if memory is not None:
+                await memory.aclose()
             await channel.aclose()
             raise
-        return cls(node, endpoint, channel, greeting, link, tls)
+        return connection
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether the holder may be moving bytes from or to our memory for this connection."""
-        return self._num_moving > 0
+    async def begin(self) -> None:
+        """Wait until the holder is ready, and begin to receive answers.
+
+        Raises:
+            PeerError: The holder does not serve us.
+        """
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                ready = await self._channel.receive(_READY)
+        except TimeoutError as exc:
+            raise PeerTimeoutError(str(self.endpoint), "linking", HANDSHAKE_TIMEOUT_S) from exc
+        self._needs_data = ready.needs_data
+        self._tasks = [
+            asyncio.create_task(self._receive_answers()),
+            asyncio.create_task(self._send_heartbeats()),
+        ]
 
     @property
     def is_open(self) -> bool:
@@ -162,7 +160,7 @@ class Connection:
         return self._error is None
 
     async def request(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
-        """Send a request that moves no bytes, and wait for the answer.
+        """Send a request, and wait for the answer.
 
         Args:
             make: Makes the request with a given number.
@@ -171,86 +169,84 @@ class Connection:
         Raises:
             PeerError: The connection ended before.
             TransferFailedError: The holder cannot do it.
+            asyncio.CancelledError: The holder was told.
         """
         number, answer = self._send(make)
         try:
             await self._channel.drain()
             return self._expect(answer_type, await answer)
-        finally:
-            self._waiting.pop(number, None)
-
-    async def move(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
-        """Send a request that touches our memory; end once the holder no longer touches it.
-
-        Raises:
-            PeerError: The connection ended before. The holder no longer touches the memory all the
-                same: this waits until its process has ended, or another connection to it is made.
-            TransferFailedError: The holder cannot do it.
-            asyncio.CancelledError: The holder was told, and has ended the request.
-        """
-        number, answer = self._send(make)
-        self._num_moving += 1
-        try:
-            await self._channel.drain()
-            return self._expect(answer_type, await asyncio.shield(answer))
         except asyncio.CancelledError:
-            await shielded(self._cancel(number, answer))
-            raise
-        except (PeerError, ClosedError):
-            await shielded(self.over.wait())
+            with contextlib.suppress(KVXferError):
+                self._channel.send_soon(Cancel(request_id=number))
             raise
         finally:
-            self._num_moving -= 1
             self._waiting.pop(number, None)
 
-    def let_go(self, pin: int) -> None:
+    def release(self, pin: int) -> None:
         """Release a pin: the holder is told with the next request, or soon without one."""
         self._spent.append(pin)
         if self._telling is None:
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_later(LET_GO_WITHIN_S, self._tell_what_is_spent)
+            self._telling = loop.call_later(LET_GO_WITHIN_S, self._tell_released)
 
-    async def open_data(self) -> DataConnection:
-        """Open a data connection.
+    async def let_read(self) -> None:
+        """Open the data connections through which the holder reads our memory, if it needs any.
 
         Raises:
             PeerError: The holder cannot be reached.
         """
-        async with self._opening:  # serials must arrive in order
-            if self._error is not None:
-                raise self._error
-            connection = await open_on_thread(self._connecting, self._connect_data)
-            try:
-                await connection.send(self._session.attach())
-                connection.secure(self._session.frame_keys(self._session.last_serial))
-                await connection.receive(_PONG)
-            except BaseException:
-                await connection.aclose()
-                raise
-            return connection
+        if not self._needs_data or len(self._lending) == MAX_CONNECTIONS:
+            return
+        async with self._letting:  # each connection is opened within a deadline
+            while len(self._lending) < MAX_CONNECTIONS:
+                data = await self._open_data(reads=False)
+                lending = asyncio.create_task(self._lend(data))
+                self._lending.add(lending)
+                lending.add_done_callback(self._lending.discard)
 
     async def aclose(self) -> None:
-        """End the connection; may be called again."""
+        """End the connection; may be called again. Returns when nothing is read for it any more."""
         self._end(PeerClosedError(str(self.endpoint), "the connection was closed on this side"))
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._lending]
+        for task in tasks:
             task.cancel()
-        await asyncio.wait(self._tasks)
         if self._telling is not None:
             self._telling.cancel()
-        if self.link is not None:
-            await self.link.aclose()
+        if tasks:
+            await asyncio.wait(tasks)
         await self._channel.aclose()
-        await self._connecting.aclose()
+        await self.memory.aclose()
 
-    def forget(self) -> None:
-        """Stop watching the holder's process; `over` is set."""
-        self.over.set()
-        if self._pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+    async def _connect_data(self) -> DataConnection:
+        return await self._open_data(reads=True)
 
-    def _tell_what_is_spent(self) -> None:
+    async def _open_data(self, *, reads: bool) -> DataConnection:
+        try:
+            # Their serials must arrive in order.
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S), self._opening:
+                if self._error is not None:
+                    raise self._error
+                endpoint, host = self._data_endpoint, self.endpoint.host
+                data = await DataConnection.connect(endpoint, host, self._tls)
+                try:
+                    await data.say(self._session.attach(reads=reads))
+                    data.secure(self._session.frame_keys(self._session.last_serial))
+                    await data.hear(_PONG)
+                except BaseException:
+                    data.close()
+                    raise
+                return data
+        except TimeoutError as exc:
+            if isinstance(exc, PeerError):
+                raise
+            what = "opening a data connection"
+            raise PeerTimeoutError(str(self.endpoint), what, HANDSHAKE_TIMEOUT_S) from exc
+
+    async def _lend(self, data: DataConnection) -> None:
+        with contextlib.suppress(KVXferError):  # a store that needs another one opens it
+            await self._node.sockets.serve(data)
+
+    def _tell_released(self) -> None:
         self._telling = None
         if self._spent:
             with contextlib.suppress(KVXferError):  # the pins end with the connection
@@ -277,14 +273,6 @@ class Connection:
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         return number, answer
 
-    async def _cancel(self, number: int, answer: asyncio.Future[Answer]) -> None:
-        """Tell the holder to end a request, and wait until it has."""
-        with contextlib.suppress(KVXferError):
-            await self._channel.send(Cancel(request_id=number))
-        await asyncio.wait([answer])
-        if isinstance(answer.exception(), (PeerError, ClosedError)):
-            await self.over.wait()
-
     def _expect(self, answer_type: type[AnswerT], answer: Answer) -> AnswerT:
         if isinstance(answer, answer_type):
             return answer
@@ -301,7 +289,7 @@ class Connection:
                 waiting = self._waiting.pop(answer.request_id, None)
                 if waiting is None or waiting.done():
                     if isinstance(answer, Pinned):  # the caller was cancelled
-                        self.let_go(answer.request_id)
+                        self.release(answer.request_id)
                     continue
                 if isinstance(answer, Failed):
                     waiting.set_exception(TransferFailedError(str(self.endpoint), answer.reason))
@@ -310,7 +298,7 @@ class Connection:
         except KVXferError as exc:
             self._end(exc)
 
-    async def _give_signs_of_life(self) -> None:
+    async def _send_heartbeats(self) -> None:
         config = self._node.config
         with contextlib.suppress(KVXferError):  # `_receive_answers` gets it, too
             while time.monotonic() - self._heard < config.lease_s:
@@ -324,47 +312,21 @@ class Connection:
         if self._error is None:
             logger.info("connection to %s ended: %s", self.endpoint, error)
             self._error = error
-            self.ended.set()
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(error)
                 waiting.exception()  # fetched, else asyncio reports it as never retrieved
         self._waiting.clear()
 
-    def _connect_data(self) -> DataConnection:
-        endpoint, timeout_s = self._data_endpoint, self._node.config.timeout_s
-        try:
-            plain = socket.create_connection((endpoint.host, endpoint.port), HANDSHAKE_TIMEOUT_S)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            opened = plain
-            if self._tls is not None:
-                opened = self._tls.wrap_socket(plain, server_hostname=self.endpoint.host)
-        except OSError as exc:  # ssl.SSLError is one
-            raise PeerClosedError(str(self.endpoint), f"cannot connect: {exc}") from exc
-        return DataConnection(opened, str(self.endpoint), timeout_s)
 
-
-def _watch_process(ours: Hello, theirs: Hello, over: asyncio.Event) -> int | None:
-    """Set `over` when the process of a peer on this machine ends.
-
-    Returns:
-        A descriptor of the process, None where its end cannot be observed.
-    """
-    same = (ours.boot_id, ours.pid_namespace) == (theirs.boot_id, theirs.pid_namespace)
-    if not (same and ours.boot_id and ours.pid_namespace):
-        return None
+async def _connect(endpoint: Endpoint, tls: ssl.SSLContext | None) -> FrameChannel:
     try:
-        pidfd = os.pidfd_open(theirs.pid)
-    except ProcessLookupError:
-        over.set()
-        return None
-    except OSError:  # an old kernel, or one that forbids it
-        return None
-    loop = asyncio.get_running_loop()
-
-    def ended() -> None:
-        loop.remove_reader(pidfd)
-        over.set()
-
-    loop.add_reader(pidfd, ended)
-    return pidfd
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(
+                endpoint.host, endpoint.port, ssl=tls, limit=STREAM_BUFFER_BYTES
+            )
+    except TimeoutError as exc:
+        raise PeerTimeoutError(str(endpoint), "connecting", HANDSHAKE_TIMEOUT_S) from exc
+    except OSError as exc:  # ssl.SSLError is one
+        raise PeerClosedError(str(endpoint), f"cannot connect: {describe(exc)}") from exc
+    return FrameChannel(reader, writer)

@@ -2,16 +2,11 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Coroutine
 from typing import Any
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.calls import wait_despite_cancel
-
-logger = logging.getLogger(__name__)
-
-_NEVER_FREED: list[Descriptors] = []
 
 
 class Quarantine:
@@ -39,12 +34,6 @@ class Quarantine:
         self._held[transfer] = blocks  # with their owners
         self.num_bytes += blocks.num_bytes
         transfer.add_done_callback(release)
-
-    def keep_for_ever(self) -> None:
-        """Never free the blocks held now: the end of their transfers will not be known."""
-        if self._held:
-            logger.warning("%d bytes may still be written to; they are not freed", self.num_bytes)
-        _NEVER_FREED.extend(self._held.values())
 
     async def drain(self) -> None:
         """Wait until the transfers of the blocks held now have ended."""

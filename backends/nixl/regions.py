@@ -1,12 +1,151 @@
-"""Regions of memory that are registered with an agent, and its metadata for peers."""
+"""Regions of registered memory, and places in them as messages carry them."""
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 import msgspec
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.pieces import Words
+from kvxfer.backends.nixl.wire.messages import Extents
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+
+Words = NDArray[np.uint64]
+Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
+
+MAX_REGIONS = 1 << 16
+# Types on the wire; made once, because making one takes as long as reading an array.
+_UINT32: np.dtype[np.uint32] = np.dtype("<u4")
+_UINT64: np.dtype[np.uint64] = np.dtype("<u8")
+_INT64: np.dtype[np.int64] = np.dtype("<i8")
+
+
+class Regions:
+    """Regions of one process's memory, which turn descriptors into extents and back.
+
+    Args:
+        regions: Address and bytes of each region, in the order in which extents count them.
+
+    Attributes:
+        starts: Addresses of the regions, rising, uint64.
+
+    Raises:
+        InvalidArgumentError: A region is empty, overlaps another one, or is no memory.
+    """
+
+    def __init__(self, regions: Iterable[tuple[int, int]] = ()) -> None:
+        self._regions = list(regions)
+        if len(self._regions) > MAX_REGIONS:
+            raise InvalidArgumentError("regions", len(self._regions), f"at most {MAX_REGIONS}")
+        last = 0
+        for address, num_bytes in sorted(self._regions):
+            if num_bytes <= 0 or not last <= address < 2**64 - num_bytes:
+                raise InvalidArgumentError(
+                    "regions", (address, num_bytes), "regions with bytes, none overlapping another"
+                )
+            last = address + num_bytes
+        self._addresses: Words = np.array([start for start, _ in self._regions], np.uint64)
+        self._sizes: Words = np.array([size for _, size in self._regions], np.uint64)
+        # By address, after an empty region for all addresses before the first one.
+        order = np.argsort(self._addresses, kind="stable")
+        self._order = np.concatenate(([0], order))
+        self.starts: Words = self._addresses[order]
+        self._stops = np.concatenate(
+            (np.zeros(1, np.uint64), (self._addresses + self._sizes)[order])
+        )
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._regions)
+
+    def contains(self, blocks: Descriptors) -> bool:
+        """Whether each fragment lies inside one region."""
+        return bool(self._inside(blocks.addresses, blocks.lengths).all())
+
+    def require(self, argument: str, addresses: Words, lengths: Words) -> None:
+        """Raise unless each stretch lies inside one region.
+
+        Raises:
+            InvalidArgumentError: A stretch does not.
+        """
+        if not len(addresses) or self._has_one_of_all(addresses, lengths):
+            return
+        inside = self._inside(addresses, lengths)
+        if not inside.all():
+            wrong = int(np.argmin(inside))
+            raise InvalidArgumentError(
+                f"{argument}[{wrong}]",
+                hex(addresses[wrong]),
+                f"the address of {lengths[wrong]} bytes inside one registered region",
+            )
+
+    def locate(self, blocks: Descriptors) -> Extents:
+        """Turn descriptors of registered memory into extents.
+
+        Raises:
+            InvalidArgumentError: Some of it is not registered.
+        """
+        if not self.contains(blocks):
+            raise InvalidArgumentError("blocks", blocks, "blocks in registered memory")
+        found = self._order[self.starts.searchsorted(blocks.addresses, side="right")]
+        offsets = blocks.addresses - self._addresses[found]
+        return Extents(
+            regions=found.astype(_UINT32).tobytes(),
+            offsets=offsets.astype(_UINT64, copy=False).tobytes(),
+            lengths=blocks.lengths.astype(_UINT64, copy=False).tobytes(),
+            block_offsets=blocks.block_offsets.astype(_INT64, copy=False).tobytes(),
+        )
+
+    def resolve(self, extents: Extents) -> Descriptors:
+        """Turn extents of a peer into descriptors; every extent is checked.
+
+        Raises:
+            InvalidArgumentError: An extent is not inside of a region, or the arrays are malformed.
+        """
+        regions = _read(extents.regions, "regions", _UINT32)
+        offsets = _read(extents.offsets, "offsets", _UINT64)
+        lengths = _read(extents.lengths, "lengths", _UINT64)
+        block_offsets = _read(extents.block_offsets, "block_offsets", _INT64)
+        if not len(regions) == len(offsets) == len(lengths):
+            counts = (len(regions), len(offsets), len(lengths))
+            raise InvalidArgumentError("extents", counts, "arrays of one length")
+        rising = len(block_offsets) > 1 and bool((block_offsets[1:] > block_offsets[:-1]).all())
+        if not rising or (block_offsets[0], block_offsets[-1]) != (0, len(regions)):
+            wanted = f"rising from 0 to {len(regions)}"
+            raise InvalidArgumentError("block_offsets", block_offsets.tolist()[:8], wanted)
+        if int(regions.max()) >= len(self._regions):
+            wanted = f"below {len(self._regions)}"
+            raise InvalidArgumentError("region of an extent", int(regions.max()), wanted)
+        sizes = self._sizes[regions]
+        inside = offsets < sizes
+        inside &= lengths - np.uint64(1) < sizes - offsets  # a length of 0 wraps: refused
+        if not inside.all():
+            index = int(np.argmin(inside))
+            part = (int(offsets[index]), int(lengths[index]))
+            wanted = f"a part of the {sizes[index]} bytes of region {regions[index]}"
+            raise InvalidArgumentError(f"offset and length of extent {index}", part, wanted)
+        return Descriptors(
+            addresses=self._addresses[regions] + offsets,
+            lengths=lengths,
+            block_offsets=block_offsets,
+            payload_starts=np.zeros(len(block_offsets) - 1, np.int64),
+            device=torch.device("cpu"),
+        )
+
+    def _inside(self, addresses: Words, lengths: Words) -> NDArray[np.bool_]:
+        stops = self._stops[self.starts.searchsorted(addresses, side="right")]
+        inside: NDArray[np.bool_] = addresses < stops
+        inside &= lengths <= stops - np.minimum(addresses, stops)
+        return inside
+
+    def _has_one_of_all(self, addresses: Words, lengths: Words) -> bool:
+        """Whether all stretches surely lie in one region: the usual case, found at little cost."""
+        lowest, highest, longest = int(addresses.min()), int(addresses.max()), int(lengths.max())
+        return any(
+            start <= lowest and highest + longest <= start + num_bytes
+            for start, num_bytes in self._regions
+        )
 
 
 class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -25,6 +164,13 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     opaque: bytes = b""
     beacon_address: int = 0
     beacon: bytes = b""
+
+    def is_same_agent(self, other: "AgentMetadata") -> bool:
+        """Whether both describe one agent; NIXL's own part changes with what is registered."""
+        mine, theirs = (
+            (each.name, each.regions, each.beacon_address, each.beacon) for each in (self, other)
+        )
+        return mine == theirs
 
     def encode(self) -> bytes:
         """Encode to bytes, for `decode`."""
@@ -45,57 +191,8 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
             ) from exc
 
 
-class Regions:
-    """Regions of memory that do not overlap.
-
-    Args:
-        regions: Address and bytes of each region.
-
-    Raises:
-        InvalidArgumentError: A region is empty, or overlaps another one.
-    """
-
-    def __init__(self, regions: Iterable[tuple[int, int]] = ()) -> None:
-        self._regions = sorted(regions)
-        last = 0
-        for address, num_bytes in self._regions:
-            if num_bytes <= 0 or not last <= address < 2**64 - num_bytes:
-                raise InvalidArgumentError(
-                    "regions", (address, num_bytes), "regions with bytes, none overlapping another"
-                )
-            last = address + num_bytes
-        self.starts: Words = np.array([start for start, _ in self._regions], np.uint64)
-        self._num_bytes: Words = np.array([size for _, size in self._regions], np.uint64)
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._regions)
-
-    def require(self, argument: str, addresses: Words, lengths: Words) -> None:
-        """Raise unless each stretch lies inside one region.
-
-        Raises:
-            InvalidArgumentError: A stretch does not.
-        """
-        if not len(addresses) or self._has_one_of_all(addresses, lengths):
-            return
-        index = np.searchsorted(self.starts, addresses, "right").astype(np.int64) - 1
-        inside = index >= 0
-        if len(self.starts):
-            offsets = addresses - self.starts[index]
-            sizes = self._num_bytes[index]
-            inside &= (offsets < sizes) & (lengths <= sizes - np.minimum(offsets, sizes))
-        if not inside.all():
-            wrong = int(np.argmin(inside))
-            raise InvalidArgumentError(
-                f"{argument}[{wrong}]",
-                hex(addresses[wrong]),
-                f"the address of {lengths[wrong]} bytes inside one registered region",
-            )
-
-    def _has_one_of_all(self, addresses: Words, lengths: Words) -> bool:
-        """Whether all stretches surely lie in one region: the usual case, found at little cost."""
-        lowest, highest, longest = int(addresses.min()), int(addresses.max()), int(lengths.max())
-        return any(
-            start <= lowest and highest + longest <= start + num_bytes
-            for start, num_bytes in self._regions
-        )
+def _read(data: bytes, name: str, kind: "np.dtype[Number]") -> NDArray[Number]:
+    if len(data) % kind.itemsize:
+        wanted = f"a multiple of {kind.itemsize}"
+        raise InvalidArgumentError(f"bytes of {name}", len(data), wanted)
+    return np.frombuffer(data, kind)

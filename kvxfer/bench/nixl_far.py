@@ -74,8 +74,8 @@ class _Far:
         config = NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(HOLDER_BYTES))
         self._holder = NixlBackend(config, namespace)
         await self._holder.start()
-        assert self._holder.holder is not None
-        return str(self._holder.holder.endpoint)
+        assert self._holder.server is not None
+        return str(self._holder.server.endpoint)
 
     async def close_holder(self) -> None:
         """Close the holder."""

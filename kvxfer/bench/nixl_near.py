@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.config import Direction, Transport
+from kvxfer.backends.nixl.config import Transport
 from kvxfer.bench.nixl_far import FarProcess
 from kvxfer.bench.nixl_kvcr import KVCRPool
 from kvxfer.bench.nixl_raw import (
@@ -29,7 +29,6 @@ from kvxfer.bench.nixl_raw import (
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome
-from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 
 PAUSE_S = 0.02
@@ -83,17 +82,10 @@ class Near:
         self,
         *,
         transport: Transport = "auto",
-        direction: Direction = "read",
-        integrity: Integrity = Integrity.FAST,
         attached: bool = True,
     ) -> AsyncIterator[NixlBackend]:
         """Open a backend that keeps its blocks in the far process."""
-        config = NixlConfig(
-            address=self._endpoint,
-            transport=transport,
-            direction=direction,
-            integrity=integrity,
-        )
+        config = NixlConfig(address=self._endpoint, transport=transport)
         backend = NixlBackend(config, self._namespace)
         try:
             if attached:

@@ -14,11 +14,12 @@ from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
     from kvxfer.backends.nixl.config import Transport
-    from kvxfer.backends.nixl.endpoint import Endpoint
-    from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+    from kvxfer.backends.nixl.peers import Endpoint
+    from kvxfer.backends.nixl.standalone import StandalonePeer
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
@@ -26,11 +27,25 @@ logger = logging.getLogger(__name__)
 
 def main(argv: Sequence[str]) -> int:
     """Hold blocks for other processes until SIGTERM or SIGINT; return 0."""
+    arguments = _parser().parse_args(argv)
+
+    from kvxfer.backends.nixl.peers import Endpoint
+
+    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
+    logging.getLogger("kvxfer").setLevel(arguments.log_level.upper())
+    peer = _open_peer(arguments)
+    ready = Endpoint.parse("ready", arguments.ready) if arguments.ready else None
+    drain_timeout_s = Duration.parse(arguments.drain_timeout)
+    asyncio.run(_serve(peer, ready, drain_timeout_s))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvxfer serve",
-        description="Hold blocks for engines that name this process as nixl://HOST:PORT. The first "
-        "engine that connects determines the model. SIGTERM or Ctrl-C ends the process once no "
-        "block is being moved any more, a second signal at once.",
+        description="Hold blocks for engines that name this process as nixl://HOST:PORT. Without "
+        "--namespace the first engine that connects determines the model. SIGTERM or Ctrl-C ends "
+        "the process once no block is being moved any more, a second signal at once.",
         epilog=exit_statuses("when a signal ended it"),
     )
     parser.add_argument(
@@ -40,7 +55,22 @@ def main(argv: Sequence[str]) -> int:
         help="address that peers connect to; port 0 chooses a free port",
     )
     parser.add_argument(
+        "--data-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="second port that peers connect to, for blocks that NIXL does not move; 0, the "
+        "default, chooses a free port",
+    )
+    parser.add_argument(
         "--capacity", required=True, metavar="SIZE", help="host memory for blocks, such as 8GiB"
+    )
+    parser.add_argument(
+        "--namespace",
+        default="",
+        metavar="FILE",
+        help="namespace.json of a file store: only engines with this model and layout are served, "
+        "and memory is reserved at once; default: those of the first engine that connects",
     )
     parser.add_argument(
         "--tier",
@@ -50,6 +80,29 @@ def main(argv: Sequence[str]) -> int:
         help="tier below host memory, such as file:///var/cache/kv?capacity=200GiB; "
         "may be given several times, fastest first",
     )
+    parser.add_argument(
+        "--transport",
+        default="auto",
+        choices=TRANSPORTS,
+        help="transport of blocks; auto, the default, chooses one for each peer",
+    )
+    _add_authentication(parser)
+    _add_times(parser)
+    parser.add_argument(
+        "--ready",
+        metavar="HOST:PORT",
+        help="address that answers GET /ready: 200, or 503 while starting and draining",
+    )
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=LOG_LEVELS,
+        help="least severe lines that are logged; default info",
+    )
+    return parser
+
+
+def _add_authentication(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--secret-file",
         default="",
@@ -62,28 +115,22 @@ def main(argv: Sequence[str]) -> int:
         ("ca", "certificate of the authority that signs those of all peers"),
     ):
         parser.add_argument(f"--tls-{name}", default="", metavar="FILE", help=f"{content}, PEM")
-    parser.add_argument(
-        "--transport",
-        default="auto",
-        choices=TRANSPORTS,
-        help="transport of blocks; auto, the default, chooses one for each peer",
-    )
-    parser.add_argument(
-        "--ready",
-        metavar="HOST:PORT",
-        help="address that answers GET /ready: 200, or 503 while draining",
-    )
-    parser.add_argument(
-        "--drain-timeout",
-        default="20s",
-        metavar="TIME",
-        help="time to wait at the end for blocks that are being moved; default 20s",
-    )
-    arguments = parser.parse_args(argv)
 
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    for option, default, meaning in (
+        ("lease", "8s", "time for which blocks stay pinned for a peer that is silent"),
+        ("timeout", "10s", "time that the bytes of blocks may take through sockets"),
+        ("drain-timeout", "20s", "time to wait at the end for blocks that are being moved"),
+    ):
+        explained = f"{meaning}; default {default}"
+        parser.add_argument(f"--{option}", default=default, metavar="TIME", help=explained)
+
+
+def _open_peer(arguments: argparse.Namespace) -> "StandalonePeer":
+    from kvxfer.backends.file.namespace_file import load_namespace
     from kvxfer.backends.nixl.config import NixlConfig
-    from kvxfer.backends.nixl.endpoint import Endpoint
-    from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+    from kvxfer.backends.nixl.standalone import StandalonePeer
     from kvxfer.connect import open_backend, parse_backend
 
     for tier in arguments.tier:
@@ -91,38 +138,40 @@ def main(argv: Sequence[str]) -> int:
     capacity = ByteSize.parse(arguments.capacity)
     config = NixlConfig(
         listen=arguments.listen,
+        data_port=arguments.data_port,
         capacity=capacity,
         secret_file=arguments.secret_file,
         tls_cert=arguments.tls_cert,
         tls_key=arguments.tls_key,
         tls_ca=arguments.tls_ca,
         transport=arguments.transport,
+        timeout_s=Duration.parse(arguments.timeout),
+        lease_s=Duration.parse(arguments.lease),
     )
+    namespace = load_namespace(arguments.namespace) if arguments.namespace else None
     tiers = [{"type": "host", "capacity": capacity}, *arguments.tier]
-    peer = StandAlonePeer(config, functools.partial(open_backend, tiers))
-    ready = Endpoint.parse("ready", arguments.ready) if arguments.ready else None
-    drain_timeout_s = Duration.parse(arguments.drain_timeout)
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
-    logging.getLogger("kvxfer").setLevel(logging.INFO)
-    asyncio.run(_serve(peer, ready, drain_timeout_s))
-    return 0
+    return StandalonePeer(config, functools.partial(open_backend, tiers), namespace=namespace)
 
 
-async def _serve(peer: "StandAlonePeer", ready: "Endpoint | None", drain_timeout_s: float) -> None:
-    from kvxfer.backends.nixl.readiness import Readiness
+async def _serve(peer: "StandalonePeer", ready: "Endpoint | None", drain_timeout_s: float) -> None:
+    from kvxfer.cli.readiness import Readiness
 
     loop = asyncio.get_running_loop()
     asked_to_end = asyncio.Event()
+
+    def end() -> None:
+        asked_to_end.set()
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
+
     for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, asked_to_end.set)
+        loop.add_signal_handler(number, end)
     async with contextlib.AsyncExitStack() as stack:
         if ready is not None:
             await stack.enter_async_context(Readiness(ready, lambda: peer.is_ready))
         await stack.enter_async_context(contextlib.aclosing(peer))
         await peer.start()
         await asked_to_end.wait()
-        for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         await peer.drain(drain_timeout_s)
     logger.info("ended")

@@ -1,6 +1,9 @@
 """Integrity of stored blocks: grades of verification, the secret key, XXH3-64 checksums."""
 
 import enum
+import logging
+import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,8 @@ such fragments holds up event loops for tens of milliseconds."""
 
 GATHER_BYTES = 4 << 20
 """Bytes of blocks that are gathered at a time."""
+
+logger = logging.getLogger(__name__)
 
 
 class Integrity(enum.Enum):
@@ -44,16 +49,25 @@ class Integrity(enum.Enum):
 def read_secret(path: str) -> bytes | None:
     """Read a secret from a file; None for an empty path.
 
+    A file that every user can read or replace is taken with a warning: Kubernetes mounts secrets
+    with mode 0644 where nothing else is asked for.
+
     Raises:
         InvalidArgumentError: The file cannot be read.
     """
     if not path:
         return None
     try:
-        return Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            secret = file.read()
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path
         reason = getattr(exc, "strerror", None) or exc
         raise InvalidArgumentError("secret_file", path, f"a readable file: {reason}") from exc
+    if mode & (stat.S_IROTH | stat.S_IWOTH):
+        text = "secret file %s has mode %s: every user of this machine can read or replace it"
+        logger.warning(text, path, f"{mode:04o}")
+    return secret
 
 
 def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:

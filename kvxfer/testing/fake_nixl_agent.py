@@ -1,4 +1,4 @@
-"""Fake NIXL agent: transfers within one process that tests can hold, delay or fail."""
+"""Fake NIXL agent: reads within one process that tests can hold, delay or fail."""
 
 import asyncio
 import contextlib
@@ -6,14 +6,14 @@ import ctypes
 import threading
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvxfer.backends.nixl.pieces import Fragments, Words
+from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent, to_its_end
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
-from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent, to_its_end
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -28,7 +28,6 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 class _Flight:
     """Transfer in flight."""
 
-    operation: Operation
     peer: str
     fragments: Fragments
     done: Future[None] = field(default_factory=Future)
@@ -38,12 +37,12 @@ class _Flight:
 class FakeNixlAgent(TransferAgent):
     """Fake agent for memory of this process; passes the same tests as `NixlAgent`.
 
-    Bytes are moved at the end of a transfer, as late as hardware might do it: also those of a
+    Bytes are moved at the end of a read, as late as hardware might do it: also those of a
     transfer whose caller was cancelled meanwhile.
 
     Attributes:
-        delay_s: Seconds that transfers are in flight; may be changed at any time.
-        failing: Whether new transfers move only half of their fragments and fail.
+        delay_s: Seconds that reads are in flight; may be changed at any time.
+        failing: Whether new reads move only half of their fragments and fail.
     """
 
     _agents: ClassVar["weakref.WeakValueDictionary[str, FakeNixlAgent]"] = (
@@ -57,6 +56,7 @@ class FakeNixlAgent(TransferAgent):
         self._memory: list[MemoryRegion] = []
         self._regions = Regions()
         self._peers: dict[str, Regions] = {}
+        self._num_users: Counter[str] = Counter()
         self._flights: set[_Flight] = set()
         self._holding = self._closed = False
         # Engines run backends on a loop of their own, and tests release them from another thread.
@@ -69,22 +69,22 @@ class FakeNixlAgent(TransferAgent):
 
     @property
     def in_flight(self) -> int:
-        """Number of transfers in flight."""
+        """Number of reads in flight."""
         return len(self._flights)
 
     def hold(self) -> None:
-        """Hold new transfers in flight until `release`."""
+        """Hold new reads in flight until `release`."""
         self._holding = True
 
     def release(self) -> None:
-        """End held transfers, and hold no more; thread-safe."""
+        """End held reads, and hold no more; thread-safe."""
         self._holding = False
         self._someone_is_held.clear()
         for flight in list(self._flights):
             self._land(flight)
 
     async def until_held(self, timeout_s: float = 10.0) -> None:
-        """Wait until a transfer is held, on any event loop.
+        """Wait until a read is held, on any event loop.
 
         Raises:
             TimeoutError: No transfer was held in time.
@@ -93,7 +93,7 @@ class FakeNixlAgent(TransferAgent):
             raise TimeoutError("no transfer is held")
 
     def make_unreachable(self, peer: str) -> None:
-        """Make a peer unreachable: transfers with it, also in flight, end with `PeerLostError`."""
+        """Make a peer unreachable: reads with it, also in flight, end with `PeerLostError`."""
         self._agents.pop(peer, None)
         for flight in list(self._flights):
             if flight.peer == peer:
@@ -116,16 +116,21 @@ class FakeNixlAgent(TransferAgent):
         """See `TransferAgent.add_peer`."""
         self._require_open()
         peer = AgentMetadata.decode(metadata)
-        if peer.name in {self.name, *self._peers}:
-            raise InvalidArgumentError("metadata", peer.name, "an agent not added before")
+        if peer.name == self.name:
+            raise InvalidArgumentError("metadata", peer.name, "that of another agent")
         if peer.name not in self._agents:
             raise PeerLostError(peer.name, "it is gone")
         self._peers[peer.name] = Regions(peer.regions)
+        self._num_users[peer.name] += 1
         return peer.name
 
     async def remove_peer(self, peer: str) -> None:
         """See `TransferAgent.remove_peer`."""
         self._require_open()
+        self._num_users[peer] -= 1
+        if self._num_users[peer] > 0:
+            return
+        del self._num_users[peer]
         self._peers.pop(peer, None)
         flights = [flight for flight in self._flights if flight.peer == peer]
         for flight in flights:
@@ -134,17 +139,21 @@ class FakeNixlAgent(TransferAgent):
             with contextlib.suppress(TransferFailedError):  # raised in the caller of `transfer`
                 await to_its_end(flight.done)
 
-    async def transfer(
-        self, operation: Operation, peer: str, local: Words, remote: Words, lengths: Words
+    async def read(
+        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
     ) -> None:
-        """See `TransferAgent.transfer`."""
+        """See `TransferAgent.read`."""
+        for index, run in enumerate(runs):
+            await self._read_run(peer, run)
+            landed(index)
+
+    async def _read_run(self, peer: str, fragments: Fragments) -> None:
         self._require_open()
         if peer not in self._peers:
             raise PeerLostError(peer, "it was not added, or is removed")
-        fragments = Fragments.of(local, remote, lengths)
         self._regions.require("local", fragments.local, fragments.lengths)
         self._peers[peer].require("remote", fragments.remote, fragments.lengths)
-        flight = _Flight(operation, peer, fragments)
+        flight = _Flight(peer, fragments)
         if self.failing:
             flight.fragments = fragments.take(slice(len(fragments) // 2))
             flight.error = TransferFailedError(peer, "injected failure")
@@ -174,7 +183,7 @@ class FakeNixlAgent(TransferAgent):
             raise ClosedError(f"agent {self.name}")
 
     def _land(self, flight: _Flight) -> None:
-        """Move the bytes of a transfer and end it, unless it has ended already."""
+        """Move the bytes of a read and end it, unless it has ended already."""
         with self._lock:
             if flight not in self._flights:
                 return
@@ -182,17 +191,14 @@ class FakeNixlAgent(TransferAgent):
             if flight.peer not in self._agents:
                 flight.error = PeerLostError(flight.peer, "it is gone")
             else:
-                _copy(flight.operation, flight.fragments)
+                _copy(flight.fragments)
         if flight.error:
             flight.done.set_exception(flight.error)
         else:
             flight.done.set_result(None)
 
 
-def _copy(operation: Operation, fragments: Fragments) -> None:
-    ends = fragments.local, fragments.remote
-    to, origin = ends if operation is Operation.READ else reversed(ends)
-    for target, source, num_bytes in zip(
-        to.tolist(), origin.tolist(), fragments.lengths.tolist(), strict=True
-    ):
+def _copy(fragments: Fragments) -> None:
+    columns = fragments.local, fragments.remote, fragments.lengths
+    for target, source, num_bytes in zip(*(each.tolist() for each in columns), strict=True):
         ctypes.memmove(target, source, num_bytes)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.pieces import Words
-from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent
+from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
+from kvxfer.backends.nixl.regions import Words
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -26,6 +26,8 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 PAGE = mmap.PAGESIZE
 POOL_BYTES = 8 << 20
 FRAGMENT_BYTES = 1 << 17
+LATE_S = 0.02
+"""Time in which a read that went on would change memory."""
 
 
 class Pool:
@@ -78,6 +80,15 @@ def shuffled(num_fragments: int, fragment_bytes: int, seed: int) -> Words:
     return chosen
 
 
+async def read(
+    agent: TransferAgent, name: str, local: Words, remote: Words, lengths: Words
+) -> None:
+    """Read fragments as one run, which lands once, unless the read fails."""
+    landed: list[int] = []
+    await agent.read(name, [Fragments.of(local, remote, lengths)], landed.append)
+    assert landed == [0]
+
+
 class AgentContract(ABC):
     """Contract of a transfer agent; subclasses `TestMyAgent` open the two sides."""
 
@@ -108,13 +119,11 @@ class AgentContract(ABC):
     @pytest.mark.parametrize(
         ("num_fragments", "fragment_bytes"), [(1, 13), (7, 4099), (5000, 97), (3, 1 << 20)]
     )
-    @pytest.mark.parametrize("operation", Operation)
     async def test_fragments_arrive_whole_and_nothing_else_changes(
         self,
         agent: TransferAgent,
         peer: Peer,
         pool: Pool,
-        operation: Operation,
         num_fragments: int,
         fragment_bytes: int,
     ) -> None:
@@ -124,32 +133,25 @@ class AgentContract(ABC):
         local, remote = (shuffled(num_fragments, fragment_bytes, seed) for seed in (3, 4))
         lengths = np.full(num_fragments, fragment_bytes, np.uint64)
         base = words(pool.address), words(peer.address)
-        await agent.transfer(operation, name, local + base[0], remote + base[1], lengths)
-        ours, theirs = random_bytes(2).copy(), random_bytes(1).copy()
+        await read(agent, name, local + base[0], remote + base[1], lengths)
+        ours, theirs = random_bytes(2).copy(), random_bytes(1)
         for here, there in zip(local.astype(int), remote.astype(int), strict=True):
             spans = slice(here, here + fragment_bytes), slice(there, there + fragment_bytes)
-            if operation is Operation.READ:
-                ours[spans[0]] = theirs[spans[1]]
-            else:
-                theirs[spans[1]] = ours[spans[0]]
+            ours[spans[0]] = theirs[spans[1]]
         assert pool.bytes.tobytes() == ours.tobytes()
         assert await peer.content() == theirs.tobytes()
 
-    @pytest.mark.parametrize("operation", Operation)
     async def test_a_fragment_may_be_longer_than_a_piece(
-        self, agent: TransferAgent, peer: Peer, pool: Pool, operation: Operation
+        self, agent: TransferAgent, peer: Peer, pool: Pool
     ) -> None:
         await peer.fill(1)
         pool.bytes[:] = random_bytes(2)
         name = await agent.add_peer(peer.metadata)
         half = POOL_BYTES // 2
         starts = words(half, 0)
-        await agent.transfer(
-            operation, name, starts + words(pool.address), starts + words(peer.address),
-            words(half, half),
-        )  # fmt: skip
-        seed = 1 if operation is Operation.READ else 2
-        assert pool.bytes.tobytes() == await peer.content() == random_bytes(seed).tobytes()
+        here, there = starts + words(pool.address), starts + words(peer.address)
+        await read(agent, name, here, there, words(half, half))
+        assert pool.bytes.tobytes() == await peer.content() == random_bytes(1).tobytes()
 
     async def test_fragments_that_touch_where_a_region_ends_are_not_one(
         self, agent: TransferAgent, peer: Peer, pool: Pool
@@ -161,8 +163,8 @@ class AgentContract(ABC):
         for here, there in [(half, half), (8, half), (half, 8)]:
             starts, lengths = words(here, here - 3), words(5, 3)
             others = words(there, there - 3)
-            await agent.transfer(
-                Operation.READ,
+            await read(
+                agent,
                 name,
                 starts + words(pool.address),
                 others + words(peer.address),
@@ -175,9 +177,9 @@ class AgentContract(ABC):
         self, agent: TransferAgent, peer: Peer, pool: Pool
     ) -> None:
         name = await agent.add_peer(peer.metadata)
-        await agent.transfer(Operation.READ, name, words(), words(), words())
-        here, there = words(pool.address), words(peer.address)
-        await agent.transfer(Operation.WRITE, name, here, there, words(0))
+        await read(agent, name, words(), words(), words())
+        await read(agent, name, words(pool.address), words(peer.address), words(0))
+        await agent.read(name, [], lambda _: pytest.fail("nothing landed"))
 
     async def test_memory_that_is_not_registered_is_refused(
         self, agent: TransferAgent, peer: Peer, pool: Pool
@@ -195,13 +197,13 @@ class AgentContract(ABC):
         ]:
             local, lengths = words(pool.address, wrong), words(1, length)
             with pytest.raises(InvalidArgumentError, match=rf"^local.1. is '{wrong:#x}'"):
-                await agent.transfer(Operation.READ, name, local, words(peer.address, 0), lengths)
+                await read(agent, name, local, words(peer.address, 0), lengths)
             remote = words(peer.address, (wrong - pool.address + peer.address) % 2**64)
             if length < POOL_BYTES:
                 with pytest.raises(InvalidArgumentError, match=r"^remote.1. is "):
-                    await agent.transfer(Operation.READ, name, good, remote, one * words(1, length))
+                    await read(agent, name, good, remote, one * words(1, length))
         with pytest.raises(InvalidArgumentError, match="lengths"):
-            await agent.transfer(Operation.READ, name, good, good, words(1))
+            await read(agent, name, good, good, words(1))
 
     async def test_regions_are_not_empty_and_do_not_overlap(
         self, agent: TransferAgent, pool: Pool
@@ -211,16 +213,24 @@ class AgentContract(ABC):
                 agent.register([MemoryRegion(address, num_bytes, None)])
         agent.register([])
 
-    async def test_a_peer_is_added_once_and_is_not_oneself(
-        self, agent: TransferAgent, peer: Peer
+    async def test_a_peer_is_removed_as_often_as_it_was_added(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
     ) -> None:
-        name = await agent.add_peer(peer.metadata)
-        for metadata in (peer.metadata, agent.metadata):
-            with pytest.raises(InvalidArgumentError, match="metadata"):
-                await agent.add_peer(metadata)
-        await agent.remove_peer(name)
-        assert await agent.add_peer(peer.metadata) == name
-        assert name in repr(agent)
+        fragment = words(pool.address), words(peer.address), words(1)
+        for _ in range(2):
+            names = await asyncio.gather(*(agent.add_peer(peer.metadata) for _ in range(3)))
+            assert len({*names}) == 1
+            for _ in range(2):
+                await agent.remove_peer(names[0])
+                await read(agent, names[0], *fragment)
+            assert names[0] in repr(agent)
+            await agent.remove_peer(names[0])
+            with pytest.raises(PeerLostError):
+                await read(agent, names[0], *fragment)
+
+    async def test_an_agent_is_not_its_own_peer(self, agent: TransferAgent) -> None:
+        with pytest.raises(InvalidArgumentError, match="metadata"):
+            await agent.add_peer(agent.metadata)
 
     @pytest.mark.parametrize("metadata", [b"", b"hello", bytes(100)])
     async def test_what_is_not_metadata_is_refused(
@@ -234,13 +244,13 @@ class AgentContract(ABC):
     ) -> None:
         arguments = words(pool.address), words(peer.address), words(1)
         with pytest.raises(PeerLostError):
-            await agent.transfer(Operation.READ, "nobody", *arguments)
+            await read(agent, "nobody", *arguments)
         name = await agent.add_peer(peer.metadata)
         await agent.remove_peer(name)
         await agent.remove_peer(name)
         await agent.remove_peer("nobody")
         with pytest.raises(PeerLostError) as caught:
-            await agent.transfer(Operation.READ, name, *arguments)
+            await read(agent, name, *arguments)
         assert caught.value.peer == name
         assert name not in repr(agent)
 
@@ -259,9 +269,7 @@ class AgentContract(ABC):
             await asyncio.wait([task])
             num_cancelled += task.cancelled()
             pool.bytes[:] = 9
-            await agent.transfer(
-                Operation.WRITE, name, words(pool.address), words(peer.address), words(1)
-            )
+            await asyncio.sleep(LATE_S)
             assert np.all(pool.bytes == 9)
         assert num_cancelled
 
@@ -297,6 +305,21 @@ class AgentContract(ABC):
         gc.collect()
         assert not reference()
 
+    async def test_names_are_new(self, agent: TransferAgent) -> None:
+        other = self.make_agent()
+        assert agent.name != other.name
+        await other.aclose()
+
+    async def _read_all(self, agent: TransferAgent, name: str, peer: Peer, pool: Pool) -> None:
+        starts = np.arange(0, POOL_BYTES, FRAGMENT_BYTES, dtype=np.uint64)
+        here, there = starts + words(pool.address), starts + words(peer.address)
+        lengths = np.full(len(starts), FRAGMENT_BYTES, np.uint64)
+        await read(agent, name, here, there[::-1].copy(), lengths)
+
+
+class SharedAgentContract(AgentContract):
+    """Contract of an agent that several event loops may use."""
+
     async def test_several_event_loops_use_one_agent(
         self, agent: TransferAgent, peer: Peer, pool: Pool
     ) -> None:
@@ -308,17 +331,6 @@ class AgentContract(ABC):
         )
         fragments = random_bytes(1).reshape(-1, FRAGMENT_BYTES)
         assert pool.bytes.tobytes() == fragments[::-1].tobytes()
-
-    async def test_names_are_new(self, agent: TransferAgent) -> None:
-        other = self.make_agent()
-        assert agent.name != other.name
-        await other.aclose()
-
-    async def _read_all(self, agent: TransferAgent, name: str, peer: Peer, pool: Pool) -> None:
-        starts = np.arange(0, POOL_BYTES, FRAGMENT_BYTES, dtype=np.uint64)
-        here, there = starts + words(pool.address), starts + words(peer.address)
-        lengths = np.full(len(starts), FRAGMENT_BYTES, np.uint64)
-        await agent.transfer(Operation.READ, name, here, there[::-1].copy(), lengths)
 
 
 class LocalPeer:

@@ -87,7 +87,7 @@ class Nursery:
 
 def answer(connection: socket.socket) -> None:
     """Open an agent, and answer requests until the connection ends."""
-    from kvxfer.backends.nixl.agent import NixlAgent
+    from kvxfer.backends.nixl.agents.nixl import NixlAgent
 
     peer = LocalPeer(NixlAgent())
     questions = connection.makefile("r")

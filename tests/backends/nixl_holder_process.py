@@ -39,10 +39,10 @@ class Holders:
             msgspec.convert(namespace, Namespace),
         )
         await backend.start()
-        assert backend.holder is not None
+        assert backend.server is not None
         self.num_opened += 1
         self.backends[self.num_opened] = backend
-        return self.num_opened, str(backend.holder.endpoint)
+        return self.num_opened, str(backend.server.endpoint)
 
     async def do_close(self, holder: int) -> object:
         """Close a holder."""
@@ -62,14 +62,14 @@ class Holders:
 
     async def do_look(self, holder: int) -> object:
         """Count the blocks, pins and peers of a holder."""
-        own, serving = self._own(holder), self.backends[holder].holder
+        own, serving = self._own(holder), self.backends[holder].server
         assert serving is not None
         return {
             "stored": [key.hex() for key in own._index.keys()],  # noqa: SIM118 - not a dict
             "evictable": own._index.num_evictable,
-            "peers": len(serving.peers),
-            "pins": sum(peer.num_pins for peer in serving.peers),
-            "idle": all(peer.is_idle for peer in serving.peers),
+            "peers": len(serving.sessions),
+            "pins": sum(peer.num_pins for peer in serving.sessions),
+            "idle": all(peer.is_idle for peer in serving.sessions),
         }
 
     def _own(self, holder: int) -> HostBackend:

@@ -17,11 +17,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from kvxfer import KVXferError, Namespace, make_block_key
-from kvxfer.backends.nixl.channel import FrameChannel
 from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.frames import HEADER_BYTES, SEAL_BYTES
-from kvxfer.backends.nixl.handshake import Greeting, greet_as_client, greet_as_server
-from kvxfer.backends.nixl.messages import PROTOCOL_VERSION, Found, Hello, Lookup, Reach
+from kvxfer.backends.nixl.wire.channel import FrameChannel
+from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, SEAL_BYTES
+from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client, greet_as_server
+from kvxfer.backends.nixl.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Found,
+    Hello,
+    Lookup,
+    Reach,
+)
 
 HOST = "127.0.0.1"
 SECRET = bytes(range(32))
@@ -43,7 +50,12 @@ class Cut(bytes):
 
 
 def hello(name: bytes, namespace: Namespace | None = NAMESPACE) -> Hello:
-    return Hello(version=PROTOCOL_VERSION, incarnation=name, namespace=namespace)
+    return Hello(
+        version=PROTOCOL_VERSION,
+        oldest_version=OLDEST_VERSION,
+        incarnation=name,
+        namespace=namespace,
+    )
 
 
 class Offer:

@@ -37,6 +37,7 @@ def secret_of(root: Path, name: str) -> Path:
     """Write a file with a secret, beside the store."""
     secret = root.with_name(name)
     secret.write_bytes(name.encode().ljust(32))
+    secret.chmod(0o600)
     return secret
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.host import private_memory
+from kvxfer.backends.host.available_memory import AvailableMemory
 from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.errors import CapacityError, ClosedError
 
@@ -75,8 +75,9 @@ def test_memory_that_is_not_there_is_refused_with_what_there_is() -> None:
 
 
 def test_no_more_is_taken_than_the_system_says_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(private_memory, "available_bytes", lambda: SIZE - 1)
-    with pytest.raises(CapacityError, match=str(SIZE - 1)):
+    little = AvailableMemory(SIZE - 1, "/sys/fs/cgroup/memory.max")
+    monkeypatch.setattr(AvailableMemory, "read", lambda: little)
+    with pytest.raises(CapacityError, match=rf"{little.limit}.* {SIZE - 1} are available"):
         PrivateMemory(SIZE)
 
 

@@ -15,8 +15,7 @@ from tests.examples import examples
 
 WAYS: dict[str, dict[str, Any]] = {
     "socket": {"transport": "socket"},
-    "write": {"transport": "nixl", "direction": "write"},
-    "read": {"transport": "nixl", "direction": "read"},
+    "nixl": {"transport": "nixl"},
 }
 
 
@@ -63,12 +62,8 @@ class TestSocket(NixlBackendTests):
     fields = WAYS["socket"]
 
 
-class TestHolderWrites(NixlBackendTests):
-    fields = WAYS["write"]
-
-
-class TestPeerReads(NixlBackendTests):
-    fields = WAYS["read"]
+class TestNixl(NixlBackendTests):
+    fields = WAYS["nixl"]
 
 
 class NixlStateMachine(BackendStateMachine):

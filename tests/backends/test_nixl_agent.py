@@ -4,23 +4,35 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import agent_thread
-from kvxfer.backends.nixl.agent import NixlAgent
+from kvxfer.backends.nixl.agents import nixl_thread
+from kvxfer.backends.nixl.agents import socket as socket_agent
+from kvxfer.backends.nixl.agents.base import TransferAgent
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.socket import SocketAgent
 from kvxfer.backends.nixl.regions import AgentMetadata
-from kvxfer.backends.nixl.transfer_agent import Operation, TransferAgent
+from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, PeerLostError
+from kvxfer.errors import (
+    BackendUnavailableError,
+    InvalidArgumentError,
+    PeerLostError,
+    TransferFailedError,
+)
 from kvxfer.testing import FakeNixlAgent
 from tests.backends.agent_contract import (
     POOL_BYTES,
@@ -28,6 +40,9 @@ from tests.backends.agent_contract import (
     LocalPeer,
     Peer,
     Pool,
+    SharedAgentContract,
+    random_bytes,
+    read,
     words,
 )
 from tests.backends.agent_process import REPOSITORY, Nursery, PeerProcess
@@ -35,7 +50,7 @@ from tests.backends.agent_process import REPOSITORY, Nursery, PeerProcess
 pytestmark = pytest.mark.processes
 
 
-class TestFakeNixlAgent(AgentContract):
+class TestFakeNixlAgent(SharedAgentContract):
     def make_agent(self) -> TransferAgent:
         return FakeNixlAgent()
 
@@ -68,12 +83,12 @@ def process(nursery: Nursery) -> Iterator[PeerProcess]:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make pieces so small that pools are several, and more than are in flight at one time."""
-    monkeypatch.setattr(agent_thread, "PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr(agent_thread, "PIECE_FRAGMENTS", 1000)
+    monkeypatch.setattr(nixl_thread, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(nixl_thread, "PIECE_FRAGMENTS", 1000)
 
 
 @pytest.mark.usefixtures("small_pieces")
-class TestNixlAgentInOneProcess(AgentContract):
+class TestNixlAgentInOneProcess(SharedAgentContract):
     def make_agent(self) -> TransferAgent:
         return NixlAgent()
 
@@ -84,7 +99,7 @@ class TestNixlAgentInOneProcess(AgentContract):
 
 
 @pytest.mark.usefixtures("small_pieces")
-class TestNixlAgentAndAnotherProcess(AgentContract):
+class TestNixlAgentAndAnotherProcess(SharedAgentContract):
     @pytest.fixture(autouse=True)
     def _process(self, process: PeerProcess) -> None:
         self.process = process
@@ -94,6 +109,64 @@ class TestNixlAgentAndAnotherProcess(AgentContract):
 
     async def peers(self) -> AsyncIterator[Peer]:
         yield self.process
+
+
+class ConnectedSocketAgent(SocketAgent):
+    """Agent whose peers are agents of this process, with connections opened as reads need them."""
+
+    agents: ClassVar["weakref.WeakValueDictionary[str, ConnectedSocketAgent]"] = (
+        weakref.WeakValueDictionary()
+    )
+
+    def __init__(self) -> None:
+        super().__init__(timeout_s=5.0)
+        self.serving: set[asyncio.Task[None]] = set()
+        self.agents[self.name] = self
+
+    async def add_peer(self, metadata: bytes) -> str:
+        name = await super().add_peer(metadata)
+        self.use(name, partial(self._connect, name))
+        return name
+
+    async def _connect(self, name: str) -> DataConnection:
+        connections = [DataConnection(end, name) for end in socket.socketpair()]
+        serving = asyncio.create_task(self.agents[name].serve(connections[0]))
+        self.serving.add(serving)
+        serving.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return connections[1]
+
+
+@pytest.mark.usefixtures("small_socket_pieces")
+class TestSocketAgent(AgentContract):
+    @pytest.fixture
+    def small_socket_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(socket_agent, "PIECE_BYTES", 1 << 20)
+        monkeypatch.setattr(socket_agent, "PIECE_FRAGMENTS", 1500)
+
+    def make_agent(self) -> TransferAgent:
+        return ConnectedSocketAgent()
+
+    async def peers(self) -> AsyncIterator[Peer]:
+        agent = ConnectedSocketAgent()
+        yield LocalPeer(agent)
+        await agent.aclose()
+
+    async def test_a_peer_that_ends_its_connections_fails_reads_until_it_opens_others(
+        self, agent: TransferAgent, pool: Pool
+    ) -> None:
+        peer = ConnectedSocketAgent()
+        local = LocalPeer(peer)
+        await local.fill(1)
+        name = await agent.add_peer(local.metadata)
+        fragment = words(pool.address), words(local.address), words(1000)
+        await read(agent, name, *fragment)
+        for serving in list(peer._serving):
+            serving.connection.close()
+        with pytest.raises(TransferFailedError):
+            await read(agent, name, *fragment)
+        await read(agent, name, *fragment)
+        assert pool.bytes[:1000].tobytes() == random_bytes(1)[:1000].tobytes()
+        await peer.aclose()
 
 
 def run_child(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -111,18 +184,15 @@ def run_child(code: str, **environment: str) -> "subprocess.CompletedProcess[str
 
 PREAMBLE = """
 import asyncio, logging, os, sys, threading, time
-from kvxfer.backends.nixl.agent import NixlAgent
-from kvxfer.backends.nixl.transfer_agent import Operation
-from tests.backends.agent_contract import LocalPeer, Pool, words
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from tests.backends.agent_contract import LocalPeer, Pool, read, words
 
 async def move(agent):
     peer = LocalPeer(NixlAgent())
     pool = Pool()
     agent.register(pool.regions())
     name = await agent.add_peer(peer.metadata)
-    await agent.transfer(
-        Operation.READ, name, words(pool.address), words(peer.address), words(100)
-    )
+    await read(agent, name, words(pool.address), words(peer.address), words(100))
     return peer
 """
 
@@ -200,6 +270,7 @@ print((time.process_time() - before[0]) / (time.perf_counter() - before[1]) / 2)
     def test_without_the_plug_in_the_error_names_it(self, tmp_path: Path) -> None:
         child = run_child(
             """
+from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import BackendUnavailableError
 try:
@@ -231,28 +302,24 @@ class TestPeerInTrouble:
                 await agent.add_peer(process.metadata)
         assert await asyncio.to_thread(process.stop) == 0, "no process ends with a signal"
 
-    @pytest.mark.parametrize("operation", Operation)
     async def test_a_peer_that_dies_is_lost_and_others_are_not(
-        self, agent: NixlAgent, process: PeerProcess, operation: Operation
+        self, agent: NixlAgent, process: PeerProcess
     ) -> None:
         pool = Pool()
         agent.register(pool.regions())
         other = LocalPeer(NixlAgent())
         names = [await agent.add_peer(each.metadata) for each in (process, other)]
-        moves = [
-            asyncio.create_task(move_all(agent, operation, names[0], pool, process))
-            for _ in range(50)
-        ]
+        moves = [asyncio.create_task(read_all(agent, names[0], pool, process)) for _ in range(50)]
         await moves[0]
         process.kill()
         results = await asyncio.gather(*moves, return_exceptions=True)
         assert {type(result) for result in results} <= {type(None), PeerLostError}
         with pytest.raises(PeerLostError):
-            await move_all(agent, operation, names[0], pool, process)
+            await read_all(agent, names[0], pool, process)
         pool.bytes[:] = 9
         await agent.remove_peer(names[0])
         assert np.all(pool.bytes == 9)
-        await move_all(agent, operation, names[1], pool, other)
+        await read_all(agent, names[1], pool, other)
         await other.agent.aclose()
 
     async def test_a_peer_that_is_dead_is_not_added(
@@ -278,7 +345,7 @@ class TestPeerInTrouble:
     ) -> None:
         os.kill(process.pid, signal.SIGSTOP)
         adding = asyncio.create_task(agent.add_peer(process.metadata))
-        await until(lambda: bool(agent._thread._flights))
+        await until(lambda: agent._thread._reads.in_flight)
         removing = asyncio.create_task(agent.remove_peer(next(iter(agent._thread._remotes))))
         await asyncio.sleep(0)
         await agent.aclose()
@@ -294,9 +361,8 @@ class TestPeerInTrouble:
         name = await agent.add_peer(process.metadata)
         os.kill(process.pid, signal.SIGSTOP)
         here, there = words(pool.address), words(process.address)
-        for operation in Operation:
-            for num_bytes in (1, 64, 8192, POOL_BYTES // 2):
-                await agent.transfer(operation, name, here, there, words(num_bytes))
+        for num_bytes in (1, 64, 8192, POOL_BYTES // 2):
+            await read(agent, name, here, there, words(num_bytes))
 
     async def test_a_cancelled_transfer_waits_for_its_end(
         self, agent: NixlAgent, process: PeerProcess
@@ -307,7 +373,7 @@ class TestPeerInTrouble:
         busy: Future[None] = Future()
         go_on = threading.Event()
         agent._thread.order(busy, go_on.wait)
-        task = asyncio.create_task(move_all(agent, Operation.READ, name, pool, process))
+        task = asyncio.create_task(read_all(agent, name, pool, process))
         await asyncio.sleep(0)
         try:
             for _ in range(2):
@@ -318,7 +384,7 @@ class TestPeerInTrouble:
             go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not agent._thread._transfers
+        assert not agent._thread._reads.busy_peers
 
     async def test_a_small_transfer_does_not_wait_for_a_large_one(
         self, agent: NixlAgent, process: PeerProcess
@@ -326,14 +392,9 @@ class TestPeerInTrouble:
         pool = Pool()
         agent.register(pool.regions())
         name = await agent.add_peer(process.metadata)
-        large = [
-            asyncio.create_task(move_all(agent, Operation.READ, name, pool, process))
-            for _ in range(20)
-        ]
+        large = [asyncio.create_task(read_all(agent, name, pool, process)) for _ in range(20)]
         small = asyncio.create_task(
-            agent.transfer(
-                Operation.READ, name, words(pool.address), words(process.address), words(1)
-            )
+            read(agent, name, words(pool.address), words(process.address), words(1))
         )
         ended: list[asyncio.Task[None]] = []
         for task in (*large, small):
@@ -361,19 +422,17 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def move_all(
-    agent: NixlAgent, operation: Operation, name: str, pool: Pool, peer: Peer
-) -> None:
+async def read_all(agent: NixlAgent, name: str, pool: Pool, peer: Peer) -> None:
     half = POOL_BYTES // 2
     starts, lengths = words(0, half), words(half, half)
     here, there = words(pool.address) + starts, words(peer.address) + starts
-    await agent.transfer(operation, name, here, there, lengths)
+    await read(agent, name, here, there, lengths)
 
 
 def test_without_rdma_nothing_listens_on_the_network() -> None:
     code = (
         "import os, pathlib\n"
-        "from kvxfer.backends.nixl.agent import NixlAgent\n"
+        "from kvxfer.backends.nixl.agents.nixl import NixlAgent\n"
         "agent = NixlAgent()\n"
         "inodes = {os.readlink(f)[8:-1] for f in map('/proc/self/fd/{}'.format, range(64))"
         " if os.path.exists(f) or os.path.islink(f) if os.readlink(f).startswith('socket:')}\n"

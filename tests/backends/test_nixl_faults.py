@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
 from tests.backends.nixl_traffic import Relay, Traffic, disturb, traffic_memory
 from tests.backends.test_nixl import WAYS
+from tests.examples import examples
 
 QUICK = {"timeout_s": 1.0, "lease_s": 1.0, "heartbeat_s": 0.2}
 ROUND_S = 30.0
 CAPACITY = 64 << 20
+NUM_CUT_BLOCKS = examples(5000).max_examples
 
 
 def rounds(quick: int) -> pytest.MarkDecorator:
@@ -212,6 +215,41 @@ async def test_frames_that_are_changed_end_the_connection_and_nothing_else(
             await until_done(traffic)
             await traffic.check()
     await until_idle(holder)
+
+
+@pytest.mark.property
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+async def test_no_block_is_wrong_although_connections_are_cut_again_and_again(
+    way: str, new_process: NewProcess
+) -> None:
+    memory = BlockMemory([[4000, 4000]], num_blocks=32)
+    namespace = memory.namespace()
+    process = await asyncio.to_thread(new_process)
+    holder = await asyncio.to_thread(process.open, namespace, capacity=CAPACITY)
+    async with Relay(holder.endpoint) as relay:
+        backend = open_client(namespace, relay.endpoint, **WAYS[way], **QUICK)
+        traffic, stop = Traffic(backend, memory, random.Random(7)), asyncio.Event()
+        async with backend:
+            await until_done(traffic)
+            flow = asyncio.create_task(traffic.go_on(stop))
+            for nth in range(1, 1000):
+                await asyncio.sleep(0.4)
+                if nth % 10:
+                    relay.cut()
+                else:
+                    process.signal(signal.SIGKILL)
+                    process = await asyncio.to_thread(new_process)
+                    await asyncio.to_thread(
+                        process.open, namespace, capacity=CAPACITY, listen=holder.endpoint
+                    )
+                if flow.done() or len(traffic.outcomes) >= NUM_CUT_BLOCKS:
+                    break
+            stop.set()
+            await flow
+            await until_done(traffic)
+            await traffic.check()
+    assert len(traffic.outcomes) >= NUM_CUT_BLOCKS
 
 
 async def until_done(traffic: Traffic) -> None:

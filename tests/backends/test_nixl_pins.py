@@ -1,33 +1,29 @@
 """Pins: how long a holder keeps blocks in place for a peer that reads them."""
 
 import asyncio
-from collections.abc import Sequence
 
 import pytest
 
 from kvxfer.backends.nixl import connection
-from kvxfer.backends.nixl.data_connection import DataConnection
-from kvxfer.backends.nixl.served import ServedPeer
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.keys import BlockKey
+from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
 
 
-def served(pair: Pair) -> ServedPeer:
-    assert pair.holder.holder is not None
-    [peer] = pair.holder.holder.peers
+def served(pair: Pair) -> ClientSession:
+    assert pair.holder.server is not None
+    [peer] = pair.holder.server.sessions
     return peer
 
 
-async def until_nothing_is_pinned(peer: ServedPeer) -> None:
+async def until_nothing_is_pinned(peer: ClientSession) -> None:
     async with asyncio.timeout(5):
         while peer.num_pins:  # noqa: ASYNC110 - a served peer has no event for it
             await asyncio.sleep(0)
 
 
 async def test_what_was_read_is_let_go_although_nothing_else_is_asked_for() -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
         assert outcome.done
         await until_nothing_is_pinned(served(pair))
@@ -37,7 +33,7 @@ async def test_what_was_read_is_let_go_before_the_next_request_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "LET_GO_WITHIN_S", 3600.0)
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         target = pair.memory.describe(0, [8, 9])
         outcomes = await pair.client.load(KEYS[:2], target)
         assert all(outcome.done for outcome in outcomes)
@@ -47,51 +43,23 @@ async def test_what_was_read_is_let_go_before_the_next_request_is_done(
         assert served(pair).num_pins == 0
 
 
-async def test_a_block_is_deleted_although_its_transfer_ends_a_moment_after_its_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refused = asyncio.Event()
-
-    async def send_blocks(self: DataConnection, blocks: Descriptors) -> None:
-        await original(self, blocks)
-        await refused.wait()
-
-    async def delete(keys: Sequence[BlockKey]) -> list[bool]:
-        deleted = await delete_now(keys)
-        refused.set()
-        return deleted
-
-    original = DataConnection.send_blocks
-    async with open_pair("socket") as pair:
-        store = served(pair).store
-        delete_now = store.backend.delete
-        monkeypatch.setattr(DataConnection, "send_blocks", send_blocks)
-        monkeypatch.setattr(store.backend, "delete", delete)
-        [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
-        assert outcome.done
-        assert await pair.client.delete(KEYS[:2]) == [True, True]
-        assert await pair.client.lookup(KEYS[:2]) == [False, False]
-
-
 async def test_what_was_pinned_for_a_load_that_was_cancelled_meanwhile_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pinned, answer = asyncio.Event(), asyncio.Event()
 
-    async def pin(self: ServedPeer, request: object) -> object:
+    async def pin(self: ClientSession, request: object) -> object:
         result = await original(self, request)  # type: ignore[arg-type]
         pinned.set()
         await answer.wait()
         return result
 
-    original = ServedPeer._pin
-    async with open_pair("read") as pair:
-        monkeypatch.setattr(ServedPeer, "_pin", pin)
+    original = ClientSession._pin
+    async with open_pair() as pair:
+        monkeypatch.setattr(ClientSession, "_pin", pin)
         load = asyncio.create_task(pair.client.load(KEYS[:1], pair.memory.describe(0, [8])))
         await pinned.wait()
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load
-        assert served(pair).num_pins == 1
-        answer.set()
         await until_nothing_is_pinned(served(pair))

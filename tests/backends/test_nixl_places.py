@@ -5,15 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import places as places_module
-from kvxfer.backends.nixl.extents import RegionTable
-from kvxfer.backends.nixl.messages import Extents, Found
-from kvxfer.backends.nixl.places import Places
-from kvxfer.backends.nixl.served import ServedPeer
+from kvxfer.backends.nixl import remote_memory
+from kvxfer.backends.nixl.client_session import ClientSession
+from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.remote_memory import Places
+from kvxfer.backends.nixl.wire.messages import Extents, Found
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
-from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
@@ -29,12 +28,12 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockKey]]:
     """Keys of every `Pin` request."""
     asked: list[list[BlockKey]] = []
 
-    async def pin(self: ServedPeer, request: object) -> object:
+    async def pin(self: ClientSession, request: object) -> object:
         asked.append(request.keys)  # type: ignore[attr-defined]
         return await original(self, request)  # type: ignore[arg-type]
 
-    original = ServedPeer._pin
-    monkeypatch.setattr(ServedPeer, "_pin", pin)
+    original = ClientSession._pin
+    monkeypatch.setattr(ClientSession, "_pin", pin)
     return asked
 
 
@@ -46,7 +45,7 @@ async def load(pair: Pair, keys: Sequence[BlockKey]) -> tuple[list[Status], list
 
 
 async def test_what_a_lookup_found_is_read_without_asking_again(pins: list[list[BlockKey]]) -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         absent = make_keys(1, first=90)
         assert await pair.client.lookup([*KEYS, *absent]) == [True] * 4 + [False]
         assert await load(pair, KEYS) == ([Status.DONE] * 4, pair.payloads)
@@ -54,7 +53,7 @@ async def test_what_a_lookup_found_is_read_without_asking_again(pins: list[list[
 
 
 async def test_each_place_is_good_for_one_load(pins: list[list[BlockKey]]) -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         await pair.client.lookup(KEYS[:2])
         assert await load(pair, KEYS[:2]) == ([Status.DONE] * 2, pair.payloads[:2])
         assert await load(pair, KEYS[:2]) == ([Status.DONE] * 2, pair.payloads[:2])
@@ -62,14 +61,14 @@ async def test_each_place_is_good_for_one_load(pins: list[list[BlockKey]]) -> No
 
 
 async def test_a_load_of_more_than_was_found_asks_for_all(pins: list[list[BlockKey]]) -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         await pair.client.lookup(KEYS[:2])
         assert await load(pair, KEYS[:3]) == ([Status.DONE] * 3, pair.payloads[:3])
         assert pins == [KEYS[:3]]
 
 
 async def test_a_block_that_has_moved_is_read_where_it_is_kept(pins: list[list[BlockKey]]) -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         await pair.client.lookup(KEYS)
         assert await pair.holder.delete([KEYS[1]]) == [True]
         others = make_keys(1, first=50)
@@ -84,7 +83,7 @@ async def test_a_block_that_has_moved_is_read_where_it_is_kept(pins: list[list[B
 async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory_was_written(
     pins: list[list[BlockKey]],
 ) -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         await pair.client.lookup(KEYS)
         await pair.holder.delete([KEYS[2]])
         await store_generated(pair.client, make_keys(1, first=50), pair.memory.describe(0, [12]))
@@ -97,7 +96,7 @@ async def test_a_block_whose_place_was_taken_is_not_called_missing_as_its_memory
 async def test_a_block_that_was_deleted_is_missing_although_its_bytes_are_still_there(
     pins: list[list[BlockKey]],
 ) -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         await pair.client.lookup(KEYS)
         assert await pair.client.delete(KEYS[:1]) == [True]
         seen, [read] = await load(pair, KEYS[:1])
@@ -109,7 +108,7 @@ async def test_a_block_that_was_deleted_is_missing_although_its_bytes_are_still_
 async def test_a_lookup_that_does_not_find_a_block_forgets_its_place(
     pins: list[list[BlockKey]],
 ) -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         await pair.client.lookup(KEYS)
         await pair.holder.delete(KEYS[:1])
         assert await pair.client.lookup(KEYS[:1]) == [False]
@@ -122,7 +121,7 @@ async def test_a_lookup_that_does_not_find_a_block_forgets_its_place(
 async def test_a_block_that_has_changed_is_corrupt_whether_it_was_looked_up_or_not(
     pins: list[list[BlockKey]],
 ) -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         assert pair.holder._own is not None
         sight = pair.holder._own.peek(KEYS[1:2])
         assert sight is not None
@@ -136,29 +135,8 @@ async def test_a_block_that_has_changed_is_corrupt_whether_it_was_looked_up_or_n
         assert await pair.client.lookup(KEYS) == [True, False, True, True]
 
 
-@pytest.mark.parametrize("fields", [{"integrity": Integrity.OFF}, {"transport": "socket"}])
-async def test_nothing_is_read_unasked_that_cannot_be_verified(
-    fields: dict[str, object], pins: list[list[BlockKey]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-    original = ServedPeer._lookup
-
-    async def look(self: ServedPeer, request: object) -> Found:
-        asked.append(request.places)  # type: ignore[attr-defined]
-        found = await original(self, request)  # type: ignore[arg-type]
-        assert found.extents is None
-        return found
-
-    monkeypatch.setattr(ServedPeer, "_lookup", look)
-    async with open_pair("read", **fields) as pair:
-        assert all(await pair.client.lookup(KEYS))
-        assert await load(pair, KEYS) == ([Status.DONE] * 4, pair.payloads)
-        assert asked == [False]
-        assert bool(pins) is ("integrity" in fields)
-
-
 async def test_a_block_that_was_looked_up_is_evicted_after_others() -> None:
-    async with open_pair("read") as pair:
+    async with open_pair() as pair:
         assert pair.holder._own is not None
         slots = pair.holder._own.num_slots
         await pair.client.lookup(KEYS[3:])  # of a batch the last goes first
@@ -187,7 +165,7 @@ def found(rows: Sequence[tuple[bool, int]], **fields: object) -> Found:
 
 
 def empty_places(num_blocks: int = 8) -> Places:
-    return Places(RegionTable([(ADDRESS, num_blocks * SIZE)]))
+    return Places(Regions([(ADDRESS, num_blocks * SIZE)]))
 
 
 def wanted(num_blocks: int, size: int = SIZE, start: int = 0) -> Descriptors:
@@ -224,7 +202,7 @@ def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, st
 
 
 def test_the_oldest_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places_module, "MAX_PLACES", 2)
+    monkeypatch.setattr(remote_memory, "MAX_PLACES", 2)
     places = empty_places()
     places.note(KEYS[:2], found([(True, 0), (True, SIZE)]))
     places.note(KEYS[2:3], found([(True, 2 * SIZE)]))

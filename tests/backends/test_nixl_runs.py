@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import hasher as hasher_module
-from kvxfer.backends.nixl import link, nixl_mover
-from kvxfer.backends.nixl.agent import NixlAgent
-from kvxfer.backends.nixl.hasher import BlockHasher
-from kvxfer.backends.nixl.transfer_agent import Operation, Run, TransferAgent
+from kvxfer.backends.nixl import client, remote_memory
+from kvxfer.backends.nixl import hashing as hasher_module
+from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
 from kvxfer.storage.backend import Status
@@ -48,11 +48,11 @@ async def agents(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Transfer
     await peer.agent.aclose()
 
 
-def runs_of(pool: Pool, peer: LocalPeer) -> list[Run]:
+def runs_of(pool: Pool, peer: LocalPeer) -> list[Fragments]:
     """Make runs in no order of addresses, none touching the next."""
     starts = [index * 2 * RUN_BYTES for index in (3, 0, 4, 1, 2)]
     return [
-        Run(words(pool.address + start), words(peer.address + start), words(RUN_BYTES))
+        Fragments.of(words(pool.address + start), words(peer.address + start), words(RUN_BYTES))
         for start in starts
     ]
 
@@ -74,7 +74,7 @@ async def test_each_run_is_told_when_its_bytes_are_there(
         expected = random_bytes(1)[start : start + RUN_BYTES]
         whole.append((index, bool(np.array_equal(there, expected))))
 
-    await agent.transfer_each(Operation.READ, name, iter(runs), landed)
+    await agent.read(name, iter(runs), landed)
     assert sorted(whole) == [(index, True) for index in range(NUM_RUNS)]
 
 
@@ -87,14 +87,12 @@ async def test_a_run_that_cannot_be_ends_those_before_it_and_raises(
     await peer.fill(2)
     name = await agent.add_peer(peer.metadata)
     runs = runs_of(pool, peer)
-    outside = Run(words(pool.address), words(peer.address + POOL_BYTES), words(1))
+    outside = Fragments.of(words(pool.address), words(peer.address + POOL_BYTES), words(1))
     landed: list[int] = []
     with pytest.raises(InvalidArgumentError, match="remote"):
-        await agent.transfer_each(
-            Operation.READ, name, [*runs[:2], outside, *runs[2:]], landed.append
-        )
+        await agent.read(name, [*runs[:2], outside, *runs[2:]], landed.append)
     pool.bytes[:] = 7  # whatever was begun is over
-    await agent.transfer(Operation.READ, name, *runs[0])
+    await agent.read(name, runs[:1], lambda _: None)
     others = np.ones(POOL_BYTES, bool)
     start = int(runs[0].local[0]) - pool.address
     others[start : start + RUN_BYTES] = False
@@ -112,9 +110,8 @@ async def test_runs_of_a_peer_that_is_removed_are_not_told(
     await agent.remove_peer(name)
     landed: list[int] = []
     with pytest.raises(PeerLostError):
-        await agent.transfer_each(Operation.READ, name, runs_of(pool, peer), landed.append)
+        await agent.read(name, runs_of(pool, peer), landed.append)
     assert not landed
-    await agent.transfer_each(Operation.READ, name, [], landed.append)
 
 
 @pytest.mark.parametrize("inline_bytes", [0, hasher_module.INLINE_BYTES])
@@ -153,15 +150,15 @@ async def test_a_hasher_that_is_closed_says_so_and_lets_nobody_wait(
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 20])
 @pytest.mark.parametrize(
-    "block_bytes", [100, nixl_mover.LAST_RUN_BYTES // 2, nixl_mover.LAST_RUN_BYTES * 3]
+    "block_bytes", [100, client.LAST_RUN_BYTES // 2, client.LAST_RUN_BYTES * 3]
 )
 def test_runs_cover_every_block_and_the_last_is_short(num_blocks: int, block_bytes: int) -> None:
     memory = BlockMemory([[block_bytes]], num_blocks=num_blocks)
-    bounds = link._runs(memory.describe(0, range(num_blocks)), nixl_mover.LAST_RUN_BYTES)
+    bounds = remote_memory._runs(memory.describe(0, range(num_blocks)), client.LAST_RUN_BYTES)
     assert [index for start, stop in bounds for index in range(start, stop)] == [*range(num_blocks)]
     sizes = [(stop - start) * block_bytes for start, stop in bounds]
-    assert all(size <= max(link.RUN_BYTES, block_bytes) for size in sizes)
-    assert sizes[-1] <= max(nixl_mover.LAST_RUN_BYTES, block_bytes)
+    assert all(size <= max(remote_memory.RUN_BYTES, block_bytes) for size in sizes)
+    assert sizes[-1] <= max(client.LAST_RUN_BYTES, block_bytes)
 
 
 @pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
@@ -170,9 +167,9 @@ async def test_a_corrupt_block_in_one_of_several_runs_is_found(
 ) -> None:
     memory = make_memory()
     block_bytes = int(memory.describe(0, [0]).num_bytes)
-    monkeypatch.setattr(nixl_mover, "LAST_RUN_BYTES", block_bytes)
+    monkeypatch.setattr(client, "LAST_RUN_BYTES", block_bytes)
     holder = await asyncio.to_thread(process.open, memory.namespace())
-    async with open_client(memory.namespace(), holder, **WAYS["read"]) as backend:
+    async with open_client(memory.namespace(), holder, **WAYS["nixl"]) as backend:
         payloads = await store_generated(backend, KEYS, memory.describe(0, range(6)))
         target = memory.describe(0, [20, 11, 17, 8, 14, 29])
         assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 6

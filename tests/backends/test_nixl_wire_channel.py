@@ -16,13 +16,12 @@ from kvxfer import (
     PeerTimeoutError,
     ProtocolError,
 )
-from kvxfer.backends.nixl import channel
-from kvxfer.backends.nixl.channel import CLOSE_TIMEOUT_S, FrameChannel, RateLimit
-from kvxfer.backends.nixl.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
-from kvxfer.backends.nixl.handshake import greet_as_client
-from kvxfer.backends.nixl.messages import Ping, Proof
-from kvxfer.backends.nixl.session import Role, Session
-from kvxfer.backends.nixl.tls import client_context, server_context
+from kvxfer.backends.nixl.config import client_context, server_context
+from kvxfer.backends.nixl.wire import channel
+from kvxfer.backends.nixl.wire.channel import CLOSE_TIMEOUT_S, FrameChannel, RateLimit
+from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
+from kvxfer.backends.nixl.wire.handshake import Role, Session, greet_as_client
+from kvxfer.backends.nixl.wire.messages import Ping, Proof
 from tests.backends.nixl_wire import Authority, Ends, Offer, connected, hello
 
 PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import InvalidArgumentError
 from kvxfer.backends.nixl.config import SECRET_VARIABLE, NixlConfig
-from kvxfer.backends.nixl.endpoint import Endpoint
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.connect import parse_backend
 from kvxfer.units import ByteSize
 
 GIB = ByteSize(1 << 30)
@@ -192,3 +194,74 @@ def test_without_a_secret_and_tls_every_address_is_on_this_machine() -> None:
             strange.read_secret()
     tls = NixlConfig(address="10.0.0.1:1", tls_cert="c", tls_key="k", tls_ca="a")
     assert tls.read_secret() is None
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("address", b"a:1"),
+        ("listen", 7000),
+        ("capacity", "1GiB"),
+        ("capacity", 0),
+        ("capacity", 1.5),
+        ("secret_file", Path("secret")),
+        ("tls_ca", None),
+        ("transport", "tcp"),
+        ("transport", None),
+        ("transport", []),
+        ("replicas", "1"),
+        ("replicas", 1.0),
+        ("replicas", True),
+        ("timeout_s", "5"),
+        ("timeout_s", None),
+        ("quarantine", "256MiB"),
+        ("quarantine", -1),
+        ("lease_s", "5"),
+        ("lease_s", True),
+        ("heartbeat_s", [2.0]),
+        ("data_port", "7001"),
+        ("data_port", -1),
+        ("data_port", 1 << 16),
+    ],
+)
+def test_a_value_of_another_type_is_refused_by_name_in_python_too(
+    argument: str, value: object
+) -> None:
+    usual: dict[str, Any] = {"address": "a:1", "listen": "127.0.0.1:0", "capacity": GIB}
+    with pytest.raises(InvalidArgumentError) as caught:
+        NixlConfig(**(usual | {argument: value}))
+    assert (caught.value.argument, caught.value.value) == (argument, value)
+
+
+def test_numbers_of_other_types_are_converted() -> None:
+    capacity, seconds = np.int64(GIB), np.float32(8)
+    config = NixlConfig(listen="a:1", capacity=capacity, lease_s=seconds, timeout_s=5)  # type: ignore[arg-type]
+    kinds = [type(value) for value in (config.capacity, config.lease_s, config.timeout_s)]
+    assert kinds == [ByteSize, float, float]
+
+
+def test_a_url_has_the_same_numbers() -> None:
+    url = "nixl://a:1?listen=127.0.0.1:7000&capacity=1GiB&data_port=7001&lease_s=9&quarantine=1MiB"
+    _, config = parse_backend(url)
+    assert config == NixlConfig(
+        address="a:1",
+        listen="127.0.0.1:7000",
+        capacity=GIB,
+        data_port=7001,
+        lease_s=9.0,
+        quarantine=ByteSize(1 << 20),
+    )
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"address": "a:1", "data_port": 7001},
+        {"listen": "127.0.0.1:7000", "capacity": GIB, "data_port": 7000},
+    ],
+)
+def test_a_data_port_is_one_of_its_own_of_a_process_that_listens(
+    parameters: dict[str, Any],
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="data_port is 700"):
+        NixlConfig(**parameters)

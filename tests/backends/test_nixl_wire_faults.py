@@ -17,10 +17,10 @@ from kvxfer import (
     PeerTimeoutError,
     ProtocolError,
 )
-from kvxfer.backends.nixl.channel import FrameChannel
-from kvxfer.backends.nixl.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
-from kvxfer.backends.nixl.handshake import greet_as_client, greet_as_server
-from kvxfer.backends.nixl.messages import Ping
+from kvxfer.backends.nixl.wire.channel import FrameChannel
+from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
+from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
+from kvxfer.backends.nixl.wire.messages import Ping
 from tests.backends.nixl_wire import (
     FOUND,
     HOST,

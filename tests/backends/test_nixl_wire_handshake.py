@@ -10,10 +10,17 @@ from kvxfer import (
     NamespaceMismatchError,
     ProtocolError,
 )
-from kvxfer.backends.nixl.endpoint import Endpoint
-from kvxfer.backends.nixl.handshake import greet_as_client, greet_as_server
-from kvxfer.backends.nixl.messages import PROTOCOL_VERSION, Hello, Reach, Refusal
-from kvxfer.backends.nixl.tls import client_context, server_context
+from kvxfer.backends.nixl.config import client_context, server_context
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.wire import messages
+from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
+from kvxfer.backends.nixl.wire.messages import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Hello,
+    Reach,
+    Refusal,
+)
 from tests.backends.nixl_wire import (
     FOUND,
     LOOKUP,
@@ -99,26 +106,73 @@ async def test_a_client_offers_nothing_to_a_server_that_cannot_prove_itself() ->
     assert not offer.asked
 
 
-@pytest.mark.parametrize("newer", [0, 1])
-async def test_another_version_is_refused_whatever_else_it_says(newer: int) -> None:
-    class Hello(msgspec.Struct, tag="Hello"):
-        version: int = PROTOCOL_VERSION + 1
-        something_new: str = "unheard of"
-
+@pytest.mark.parametrize("stranger", [0, 1], ids=["client", "server"])
+@pytest.mark.parametrize(
+    ("versions", "theirs"),
+    [
+        ({"version": PROTOCOL_VERSION + 1}, f"{PROTOCOL_VERSION + 1} to {PROTOCOL_VERSION + 1}"),
+        (
+            {"version": PROTOCOL_VERSION + 3, "oldest_version": PROTOCOL_VERSION + 2},
+            f"{PROTOCOL_VERSION + 2} to {PROTOCOL_VERSION + 3}",
+        ),
+        ({"version": OLDEST_VERSION - 1, "oldest_version": 1}, f"1 to {OLDEST_VERSION - 1}"),
+        ({"version": 3}, "3 to 3"),  # the last one whose greeting had no oldest version
+        ({"version": 1 << 63, "oldest_version": 1 << 62}, f"{1 << 62} to {1 << 63}"),
+        ({"version": OLDEST_VERSION, "oldest_version": OLDEST_VERSION + 1}, None),
+    ],
+    ids=str,
+)
+async def test_versions_that_do_not_meet_are_refused_whatever_else_is_said(
+    stranger: int, versions: dict[str, int], theirs: str | None
+) -> None:
+    said = {"type": "Hello", "something_new": "unheard of"} | versions
+    theirs = theirs or f"{versions['oldest_version']} to {versions['version']}"
+    ours = f"{OLDEST_VERSION} to {PROTOCOL_VERSION}"
     async with connected() as ends:
         channels = (ends.client, ends.server)
-        older = channels[1 - newer]
-        greet = (greet_as_client, greet_as_server)[1 - newer]
-        ours = asyncio.create_task(greet(older, hello(b"old"), secret=SECRET, reach=Offer(b"")))
-        if newer == 1:
-            await channels[newer].receive_payload()
-        await channels[newer].send(Hello())  # type: ignore[arg-type]
-        ours_is, theirs_is = str(PROTOCOL_VERSION), str(PROTOCOL_VERSION + 1)
-        differs = f"version differs: ours is '{ours_is}', theirs is '{theirs_is}'"
+        greet = (greet_as_client, greet_as_server)[1 - stranger]
+        greeting = greet(channels[1 - stranger], hello(b"us"), secret=SECRET, reach=Offer(b""))
+        us = asyncio.create_task(greeting)
+        if stranger == 1:
+            await channels[stranger].receive_payload()
+        await channels[stranger].send(said)  # type: ignore[arg-type]
+        differs = f"version differs: ours is '{ours}', theirs is '{theirs}'"
         with pytest.raises(HandshakeError, match=differs):
-            await ours
-        refusal = await channels[newer].receive(msgspec.msgpack.Decoder(Refusal))
-        assert refusal == Refusal(field="version", ours=ours_is, theirs=theirs_is)
+            await us
+        refusal = await channels[stranger].receive(msgspec.msgpack.Decoder(Refusal))
+        assert refusal == Refusal(field="version", ours=ours, theirs=theirs)
+
+
+@pytest.mark.parametrize(
+    "versions",
+    [((4, 6), (4, 5)), ((4, 5), (4, 6)), ((5, 9), (1, 5)), ((4, 4), (4, 1 << 63))],
+    ids=str,
+)
+async def test_ranges_of_versions_that_meet_are_enough(
+    versions: tuple[tuple[int, int], tuple[int, int]],
+) -> None:
+    client, server = (
+        msgspec.structs.replace(hello(name), oldest_version=oldest, version=newest)
+        for name, (oldest, newest) in zip((b"client", b"server"), versions, strict=True)
+    )
+    async with connected() as ends:
+        assert agreed(await converse(ends, hellos=(client, server)))
+
+
+@pytest.mark.parametrize("newer", [0, 1], ids=["client", "server"])
+async def test_what_a_newer_version_adds_to_a_greeting_is_ignored_but_proven(newer: int) -> None:
+    """The proof is over the greeting as it was said, with the part that is not understood."""
+
+    class Hello(messages.Hello, frozen=True, tag="Hello"):
+        colour: str = "blue"
+        sizes: dict[str, list[int]] = msgspec.field(default_factory=lambda: {"a": [1]})
+
+    both = [hello(b"client"), hello(b"server")]
+    known = msgspec.structs.asdict(both[newer])
+    both[newer] = Hello(**(known | {"version": PROTOCOL_VERSION + 1}))
+    async with connected() as ends:
+        asked, served = await converse(ends, hellos=(both[0], both[1]))
+        assert agreed((asked, served))
 
 
 async def test_another_namespace_is_refused_by_name_on_both_sides() -> None:

@@ -18,6 +18,8 @@ from kvxfer.cli import main as kvxfer_main
 from tests.chaos.faults import COUNTS, FAULT, Kind
 
 CANNOT = 2
+EXCUSES = "No space left on device", "expected the root of a store"
+"""Texts of errors that a full disk, or a folder that was just removed, may bring about."""
 
 # Forked from a process that has imported everything and started no thread: that takes no time.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -114,7 +116,7 @@ class ChaosProcess:
         faults, status = self.read_log(counts), self._process.exitcode
         excused = self.killed or self._is_faulty or status in self._expected
         # A command that looks after files may say so, and that it can do nothing.
-        excused |= status == CANNOT and "No space left on device" in self._log.read_text()
+        excused |= status == CANNOT and any(each in self._log.read_text() for each in EXCUSES)
         if not excused:
             faults.append(Fault(Kind.EXCEPTION, f"ended with status {status}", self._log.name))
         return faults

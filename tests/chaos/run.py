@@ -54,7 +54,6 @@ class Conductor:
     Args:
         seed: Seed of all random numbers.
         num_workers: Engine processes at one time.
-        direction: Side that moves blocks between workers and peers.
         without: Names of disturbances that are left out.
         folder: Folder of files and logs.
         disk: A small file system to fill, if there is one.
@@ -65,12 +64,11 @@ class Conductor:
         seed: int,
         *,
         num_workers: int,
-        direction: str,
         without: frozenset[str],
         folder: Path,
         disk: Path | None,
     ) -> None:
-        self._rng, self._direction, self._without = random.Random(seed), direction, without
+        self._rng, self._without = random.Random(seed), without
         self._numbers = count()
         self._logs = folder / "logs"
         self._logs.mkdir()
@@ -231,7 +229,7 @@ class Conductor:
             for number in range(len(SHAPES))
         )
         seed = self._rng.getrandbits(64)
-        return worker.Plan(seed, self._folders, holders, self._direction, self._without)
+        return worker.Plan(seed, self._folders, holders, self._without)
 
     def _start_holder(self, number: int) -> ChaosProcess:
         listen = f"127.0.0.1:{self._ports[number]}"
@@ -274,7 +272,6 @@ def main(argv: Sequence[str]) -> int:
             conductor = Conductor(
                 seed,
                 num_workers=arguments.workers,
-                direction=arguments.direction,
                 without=without,
                 folder=folder,
                 disk=disk,
@@ -298,9 +295,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60, help="how long things are disturbed")
     parser.add_argument("--seed", type=int, help="what is drawn; a new one by default, printed")
     parser.add_argument("--workers", type=int, default=4, help="engine processes at one time")
-    directions = ("read", "auto", "write")
-    said = "who moves blocks between workers and peers; whoever asks for them by default"
-    parser.add_argument("--direction", choices=directions, default="read", help=said)
     names = ", ".join([*WEIGHTS, *IN_WORKERS])
     parser.add_argument("--without", default="", help=f"left out, with commas between: {names}")
     return parser.parse_args(argv)

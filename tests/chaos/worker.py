@@ -49,14 +49,12 @@ class Plan:
         seed: Seed of its random numbers.
         folders: Folders for its files, as URLs without the options that it draws itself.
         holders: Addresses of the peers that hold the blocks of each shape.
-        direction: Side that moves blocks between it and the peers.
         without: Disturbances that it leaves out.
     """
 
     seed: int
     folders: tuple[str, ...]
     holders: tuple[tuple[str, ...], ...]
-    direction: str
     without: frozenset[str]
 
 
@@ -126,8 +124,7 @@ def draw_url(tier: str, plan: Plan, shape: Shape, rng: random.Random) -> str:
     replicas = rng.randint(1, len(peers))
     transport = rng.choice(("auto", "socket"))
     return (
-        f"nixl://{','.join(peers)}?direction={plan.direction}&transport={transport}"
-        f"&replicas={replicas}"
+        f"nixl://{','.join(peers)}?transport={transport}&replicas={replicas}"
         "&timeout_s=2&lease_s=2&heartbeat_s=0.5"
     )
 
@@ -138,7 +135,7 @@ def sweep(plan: Plan, shape: Shape) -> int:
     rng, counts = random.Random(plan.seed), Counter[str]()
     for url in [
         *plan.folders,
-        f"nixl://{','.join(plan.holders[shape.number])}?direction={plan.direction}",
+        f"nixl://{','.join(plan.holders[shape.number])}",
     ]:
         memory = CheckedMemory(shape, rng, counts, parts=PARTS not in plan.without)
         memory.tiers = url

@@ -1,5 +1,6 @@
 """`kvxfer --help`: its text, its few imports, and the package's names in spite of them."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,11 @@ def test_the_front_door_is_a_function() -> None:
 
 def test_the_transports_that_can_be_named_are_those_that_there_are() -> None:
     assert get_args(Transport) == TRANSPORTS
+
+
+def test_every_option_of_serve_is_in_the_table_of_the_page_about_peers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
+    explained = "\n".join(line for line in page.splitlines() if line.startswith("| `--"))
+    options = set(re.findall(r"--[a-z-]+", run(SHOW_HELP, "serve", "--help"))) - {"--help"}
+    assert "--capacity" in options
+    assert not [option for option in sorted(options) if f"`{option}" not in explained]

@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.agent import NixlAgent
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.messages import Pin, Pinned, Unpin, Unpinned
-from kvxfer.backends.nixl.node import Node
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.cli import main
+from kvxfer.connect import open_backend
 from kvxfer.errors import PeerClosedError
+from kvxfer.testing import BlockMemory
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
 
@@ -28,6 +31,7 @@ REPOSITORY = Path(__file__).parents[2]
 def secret_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("secret") / "secret"
     path.write_bytes(SECRET)
+    path.chmod(0o600)
     return path
 
 
@@ -49,7 +53,7 @@ def config_of(peer: ServeProcess, secret_file: Path | str = "") -> NixlConfig:
 
 async def connect(peer: ServeProcess) -> Connection:
     config = NixlConfig(address=str(peer.endpoint), transport="socket")
-    node = Node(config, peers.namespace(), make_agent=NixlAgent)
+    node = LocalNode(config, peers.namespace(), make_agent=NixlAgent)
     return await Connection.open(node, peer.endpoint, None)
 
 
@@ -88,6 +92,48 @@ async def test_a_peer_of_another_model_is_refused_with_both_names(
     assert "differ in model: ours is 'example/model', theirs is 'example/other'" in said.string
 
 
+def test_it_says_where_it_listens_and_what_protects_it(secret_file: Path) -> None:
+    with socket.create_server((peers.HOST, 0)) as free:
+        port = free.getsockname()[1]
+    times = ["--lease", "5s", "--timeout", "1min", "--log-level", "debug"]
+    for options, protected in (
+        ([], "secret off, TLS off"),
+        (["--secret-file", str(secret_file)], "secret on, TLS off"),
+    ):
+        with serving("--capacity", "1MiB", "--data-port", str(port), *times, *options) as peer:
+            expected = f"INFO listening at {peer.endpoint} (port {port} for data, {protected})\n"
+            assert peer.said[-1].endswith(expected)
+            assert peer.end() == 0
+
+
+def test_a_data_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server((peers.HOST, 0)) as taken:
+        port = str(taken.getsockname()[1])
+        usual = ["serve", "--listen", f"{peers.HOST}:0", "--capacity", "1MiB"]
+        assert main([*usual, "--data-port", port]) == 2
+    assert f"cannot listen at {peers.HOST}:{port}: " in capsys.readouterr().err
+
+
+async def test_with_a_namespace_memory_is_reserved_first_and_no_stranger_settles_another(
+    tmp_path: Path,
+) -> None:
+    blocks = BlockMemory(peers.PAGES, num_blocks=1).describe(0, [0])
+    async with open_backend(
+        f"file://{tmp_path}?capacity=1MiB&min_free=1MiB", peers.namespace()
+    ) as files:
+        assert (await files.store(peers.KEYS[:1], blocks))[0].done
+    described = tmp_path / peers.namespace().fingerprint / "namespace.json"
+    with serving("--capacity", "1MiB", "--namespace", str(described)) as peer:
+        assert any("settled namespace" in line for line in peer.said), "not before it listened"
+        async with NixlBackend(config_of(peer), peers.namespace("example/other")) as backend:
+            assert await backend.lookup(peers.KEYS[:1]) == [False]
+        said = await asyncio.to_thread(peer.wait_for, "WARNING refused")
+        assert "differ in model: ours is 'example/model', theirs is 'example/other'" in said.string
+        async with peers.connected(config_of(peer)) as backend:
+            assert all(outcome.done for outcome in await peers.store(backend))
+            assert await peers.load(backend) == peers.PAYLOADS
+
+
 async def test_a_peer_without_the_secret_is_refused(peer: ServeProcess) -> None:
     async with NixlBackend(config_of(peer), peers.namespace()) as backend:
         assert await backend.lookup(peers.KEYS[:1]) == [False]
@@ -112,10 +158,7 @@ async def test_a_peer_that_is_asked_to_end_waits_for_its_leases_and_takes_no_oth
     with pytest.raises(PeerClosedError, match="cannot connect"):
         await connect(patient_peer)
     assert patient_peer.process.poll() is None
-    given_back = await connection.request(
-        lambda number: Unpin(request_id=number, pin=pinned.request_id), Unpinned
-    )
-    assert given_back.held
+    connection.release(pinned.request_id)
     assert await asyncio.to_thread(patient_peer.wait) == 0
     assert patient_peer.said[-1].endswith("INFO ended\n")
     await connection.aclose()
@@ -161,6 +204,11 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--ready", "here"], "ready is 'here'"),
         (["--drain-timeout", "long"], "duration is 'long'"),
         (["--secret-file", "/nonexistent/secret"], "/nonexistent/secret"),
+        (["--namespace", "/nonexistent/file"], "'/nonexistent/file'; expected a namespace.json"),
+        (["--namespace", __file__], "expected a namespace.json of a file store: Expected `object`"),
+        (["--data-port", "65536"], "data_port is 65536; expected a whole number from 0 to 65535"),
+        (["--lease", "3s"], "lease_s is 3.0; expected at least twice heartbeat_s=2"),
+        (["--timeout", "0s"], "timeout_s is 0.0"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line_before_it_listens(

@@ -26,12 +26,12 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvxfer.backends.nixl import NixlBackend
-from kvxfer.backends.nixl.store import BlockStore
+from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.interface import group_ids
 from kvxfer.integrations.vllm_connector.hooks import convert_caches
 from kvxfer.kvcache.descriptors import describe
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
 from tests.e2e.audit import DIE, DIRECTORY, HOOKS, Hook
 
@@ -265,9 +265,12 @@ class _DyingLender(Lender):
     @asynccontextmanager
     async def lend(self, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
         async with self._inner.lend(wanted) as loan:
-            yield loan
             if self._sign.exists():
                 os.kill(os.getpid(), signal.SIGKILL)
+            yield loan
+
+    def peek(self, keys: Sequence[BlockKey]) -> LentBlocks | None:
+        return None if self._sign.exists() else self._inner.peek(keys)
 
     def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
         return self._inner.make_room(offered)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.stand_alone import StandAlonePeer
+from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.storage.keys import GroupIdentity, Namespace
@@ -37,7 +37,7 @@ class PeerThread:
     def __init__(self) -> None:
         self._thread = LoopThread("peer")
         opened = functools.partial(open_backend, "host://?capacity=1MiB")
-        self.peer = StandAlonePeer(LISTENING, opened)
+        self.peer = StandalonePeer(LISTENING, opened)
         self._run(self.peer.start())
 
     def end(self) -> None:
@@ -65,8 +65,8 @@ def make_rows() -> np.ndarray:
 def test_a_lower_tier_listens_before_anything_is_asked_of_it() -> None:
     backend = NixlBackend(LISTENING, NAMESPACE)
     tier = LowerTier(make_rows(), 1, backend)
-    assert backend.holder is not None
-    address = str(backend.holder.endpoint)
+    assert backend.server is not None
+    address = str(backend.server.endpoint)
 
     async def find_transport() -> str:
         async with NixlBackend(NixlConfig(address=address, transport="socket"), NAMESPACE) as other:

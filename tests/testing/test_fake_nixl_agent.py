@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl.transfer_agent import Operation
 from kvxfer.errors import PeerLostError, TransferFailedError
 from kvxfer.testing import FakeNixlAgent
-from tests.backends.agent_contract import LocalPeer, Pool, random_bytes, words
+from tests.backends.agent_contract import LocalPeer, Pool, random_bytes, read, words
 
 
 class Sides:
@@ -26,9 +25,7 @@ class Sides:
 
     async def read(self, name: str) -> None:
         here, there = self.pool.address, self.peer.address
-        await self.agent.transfer(
-            Operation.READ, name, words(here, here + 8), words(there, there + 8), words(8, 8)
-        )
+        await read(self.agent, name, words(here, here + 8), words(there, there + 8), words(8, 8))
 
     def num_moved(self) -> int:
         return int(np.sum(self.pool.bytes[:16] == random_bytes(1)[:16]))

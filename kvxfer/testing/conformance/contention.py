@@ -45,7 +45,7 @@ class ContentionTests(BackendSuite):
                         assert read_payloads(blocks) == payloads
                     elif action < 0.9:
                         outcomes = await backend.load(chosen, blocks)
-                        assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
+                        assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}, outcomes
                         assert_done_are(outcomes, blocks, payloads)
                     else:
                         await backend.delete(chosen)
@@ -115,7 +115,7 @@ class ContentionTests(BackendSuite):
                 ends = tails(blocks)  # the memory is ours again
                 write_payloads(ends, [bytes(n) for n in ends.block_sizes.tolist()])
                 outcomes = await backend.load(keys, target)
-                assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}
+                assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}, outcomes
                 assert_done_are(outcomes, target, payloads)
                 again = await store_generated(backend, keys, blocks)
                 assert statuses(await backend.load(keys, target)) == [Status.DONE] * 8

@@ -1,0 +1,211 @@
+"""Transfer agent: the interface to read registered memory of another process."""
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from kvxfer.backends.nixl.regions import Words
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.fragments import cut_long, cut_runs, join, touch
+from kvxfer.kvcache.memory_region import MemoryRegion
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """Fragments: stretches of bytes, with their addresses on either side.
+
+    Attributes:
+        local: Addresses, uint64, `(num_fragments,)`.
+        remote: Addresses at the peer, likewise.
+        lengths: Bytes, uint64, none of them zero.
+    """
+
+    local: Words
+    remote: Words
+    lengths: Words
+
+    @classmethod
+    def of(cls, local: Words, remote: Words, lengths: Words) -> "Fragments":
+        """Make fragments, without those of no bytes.
+
+        Raises:
+            InvalidArgumentError: The arrays are not of one length.
+        """
+        if not local.shape == remote.shape == lengths.shape == (len(lengths),):
+            raise InvalidArgumentError(
+                "lengths",
+                lengths.shape,
+                f"one for each of {local.shape} local and {remote.shape} remote addresses",
+            )
+        if np.all(lengths):
+            return cls(local, remote, lengths)
+        there = lengths > 0
+        return cls(local[there], remote[there], lengths[there])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, chosen: slice) -> "Fragments":
+        """Take some of the fragments."""
+        return Fragments(self.local[chosen], self.remote[chosen], self.lengths[chosen])
+
+    def join(self, local_bounds: Words, remote_bounds: Words) -> "Fragments":
+        """Join fragments that touch on both sides, in the order of their local addresses.
+
+        Args:
+            local_bounds: Addresses at which regions begin, and fragments are not joined.
+            remote_bounds: The same, at the peer.
+        """
+        if len(self) < 2:
+            return self
+        local, remote, lengths = self.local, self.remote, self.lengths
+        if np.any(local[1:] < local[:-1]):
+            order = np.argsort(local, kind="stable")
+            local, remote, lengths = local[order], remote[order], lengths[order]
+        touching = touch(local, lengths) & touch(remote, lengths)
+        if touching.any():
+            touching &= np.diff(local_bounds.searchsorted(local, "right")) == 0
+            touching &= np.diff(remote_bounds.searchsorted(remote, "right")) == 0
+        return Fragments(*join(touching, local, remote, lengths))
+
+    def split(self, num_bytes: int, num_fragments: int) -> Iterator["Fragments"]:
+        """Split into pieces of at most `num_bytes` and `num_fragments` each."""
+        if 0 < len(self) <= num_fragments and int(self.lengths.sum()) <= num_bytes:
+            yield self
+            return
+        columns = cut_long(num_bytes, self.local, self.remote, self.lengths)
+        for bounds in cut_runs(columns[-1], num_bytes, longest_run=num_fragments):
+            yield Fragments(*(column[slice(*bounds)] for column in columns))
+
+
+class TransferAgent(ABC):
+    """Agent that reads registered memory of peers into registered memory of this process.
+
+    Nothing ever writes into the memory of another process. Constructing, `register` and `metadata`
+    block; everything else is for an event loop. Reads of several callers take turns, a piece each.
+
+    Memory is quiet when no read can change a byte of it any more. Implementors must make sure that
+    local memory is quiet once a read has ended, however it ended.
+
+    Attributes:
+        name: New for every incarnation: `kvxfer-<uuid4>`.
+    """
+
+    name: str
+
+    @abstractmethod
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Register memory that is read into, and that peers may read; blocks.
+
+        The regions, and so their owners, are kept until `aclose` returns.
+
+        Raises:
+            InvalidArgumentError: A region is empty or overlaps another one.
+            TransferFailedError: The memory cannot be registered.
+            ClosedError: The agent is closed.
+        """
+
+    @property
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """Metadata for `add_peer` of a peer: a snapshot, so register first. Blocks.
+
+        Any process that has it can read all registered memory, with NIXL also write it: send it to
+        authenticated peers only.
+        """
+
+    @abstractmethod
+    async def add_peer(self, metadata: bytes) -> str:
+        """Connect to a peer, and return its name for `read`.
+
+        A peer may be added several times, and is forgotten when it was removed as often. Altered
+        metadata can crash the process: authenticate its sender first. This waits for a peer that
+        stalls; no memory is at stake then, and cancelling ends it at once.
+
+        Raises:
+            InvalidArgumentError: It is not the metadata of an agent, or that of this agent.
+            PeerLostError: The peer's memory cannot be reached.
+            ClosedError: The agent is closed.
+        """
+
+    @abstractmethod
+    async def remove_peer(self, peer: str) -> None:
+        """Undo one `add_peer`; does nothing if the peer is unknown.
+
+        The last one ends reads from the peer with `PeerLostError`, and returns when their memory is
+        quiet.
+        """
+
+    @abstractmethod
+    async def read(
+        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
+    ) -> None:
+        """Read runs of fragments, in any order within a run; returns when all have arrived.
+
+        Args:
+            peer: As `add_peer` returned it.
+            runs: Runs, in the order in which they are begun; may be made while earlier ones are
+                read. Local fragments lie inside registered regions, remote ones inside regions that
+                the peer registered before it took its metadata.
+            landed: Called with the index of each run that has arrived, on any thread; it holds up
+                all other reads meanwhile.
+
+        Raises:
+            InvalidArgumentError: An address is outside of registered memory; nothing of its run
+                was read.
+            TransferFailedError: It failed; some of the bytes may have been read. The memory is
+                quiet.
+            PeerLostError: The same, and every later read from this peer will fail: remove it.
+            ClosedError: The agent was closed before.
+            asyncio.CancelledError: The caller was cancelled. Only pieces in flight have been read,
+                and the memory is quiet: this waits for it, for ever if the peer stalls.
+        """
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End every read with `TransferFailedError`, and release memory and peers.
+
+        May be called again. When this returns, local memory is quiet.
+        """
+
+
+async def to_its_end(future: "Future[T]", cancel: Callable[[], None] | None = None) -> T:
+    """Await a future of another thread; when cancelled, call `cancel`, and wait before raising.
+
+    `asyncio.wrap_future` and `asyncio.shield` do the same in four turns of the event loop.
+    """
+    cancellation: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await _until_done(future)
+        except asyncio.CancelledError as exc:
+            if cancel and not cancellation:
+                cancel()
+            cancellation = exc
+    if cancellation:
+        raise cancellation
+    return future.result()
+
+
+async def _until_done(future: "Future[T]") -> None:
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def wake_soon(_: "Future[T]") -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
+            loop.call_soon_threadsafe(wake)
+
+    future.add_done_callback(wake_soon)
+    await waiter

@@ -1,0 +1,117 @@
+"""Transfer agent over NIXL."""
+
+import asyncio
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from itertools import count
+
+from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent, to_its_end
+from kvxfer.backends.nixl.agents.nixl_reads import Reading
+from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
+from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.errors import TransferFailedError
+from kvxfer.kvcache.memory_region import MemoryRegion
+
+
+class NixlAgent(TransferAgent):
+    """Transfer agent over NIXL; the constructor imports NIXL and blocks for up to a second.
+
+    Several event loops may use one agent. Where UCX can reach a peer's memory over TCP only,
+    `add_peer` raises `PeerLostError`.
+
+    Raises:
+        BackendUnavailableError: NIXL or its UCX plug-in is missing, or does not work here.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"kvxfer-{uuid.uuid4()}"
+        self._thread = NixlThread(self.name)
+        # Also at the interpreter's exit, which a thread inside of NIXL would crash.
+        self._finalizer = weakref.finalize(self, self._thread.stop)
+
+    def __repr__(self) -> str:
+        peers = sorted(self._thread.peers)
+        return f"{type(self).__name__}(name={self.name!r}, backend={BACKEND!r}, peers={peers!r})"
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """See `TransferAgent.register`."""
+        self._thread.call(partial(self._thread.register, regions))
+
+    @property
+    def metadata(self) -> bytes:
+        """See `TransferAgent.metadata`."""
+        return self._thread.call(self._thread.describe)
+
+    async def add_peer(self, metadata: bytes) -> str:
+        """See `TransferAgent.add_peer`."""
+        peer = AgentMetadata.decode(metadata)
+        done: Future[str] = Future()
+        self._thread.order(done, partial(self._thread.add_peer, peer, done))
+        waiter = asyncio.wrap_future(done)
+        try:
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            waiter.add_done_callback(asyncio.Future.exception)  # fetched, or asyncio complains
+            self._thread.forget(peer.name, done)
+            raise
+
+    async def remove_peer(self, peer: str) -> None:
+        """See `TransferAgent.remove_peer`."""
+        done: Future[None] = Future()
+        self._thread.order(done, partial(self._thread.remove_peer, peer, done))
+        await to_its_end(done)
+
+    async def read(
+        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
+    ) -> None:
+        """See `TransferAgent.read`."""
+        begun: list[Reading] = []
+        failure: Exception | None = None
+        try:
+            for run in runs:  # prepared while earlier runs are read
+                reading = self._thread.prepare(peer, run, partial(landed, len(begun)))
+                self._thread.order(reading.done, partial(self._thread.begin, reading))
+                begun.append(reading)
+        except Exception as exc:  # noqa: BLE001 - raised once the reads have ended
+            failure = exc
+            self._thread.cancel(begun)
+        try:
+            await to_its_end(
+                _all_over([each.done for each in begun]), partial(self._thread.cancel, begun)
+            )
+        except TransferFailedError:
+            if not failure:
+                raise
+        if failure:
+            raise failure
+
+    async def aclose(self) -> None:
+        """See `TransferAgent.aclose`."""
+        self._finalizer.detach()
+        await to_its_end(self._thread.begin_stop())
+
+
+def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
+    """Make a future that ends with the last of some futures, with the first error of any."""
+    if len(futures) == 1:
+        return futures[0]
+    over: Future[None] = Future()
+    if not futures:
+        over.set_result(None)
+    ended = count(1)
+
+    def end(_: "Future[None]") -> None:
+        if next(ended) < len(futures):  # called on this thread and on those that end the futures
+            return
+        errors = (future.exception() for future in futures)
+        if error := next(filter(None, errors), None):
+            over.set_exception(error)
+        else:
+            over.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(end)
+    return over

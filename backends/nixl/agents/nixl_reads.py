@@ -1,0 +1,207 @@
+"""Reads of a NIXL agent, which take turns, a piece each, and the pace of polling them."""
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvxfer.backends.nixl.agents.base import Fragments
+from kvxfer.backends.nixl.regions import Words
+from kvxfer.backends.nixl_module import nixl_errors
+from kvxfer.errors import PeerLostError, TransferFailedError
+
+PIECE_BYTES = 16 << 20
+PIECE_FRAGMENTS = 4096
+PIECES_IN_FLIGHT = 4
+"""Most pieces in flight of a read; one where NIXL's caller copies, as on one machine."""
+
+SOON_S = 20e-3
+"""Seconds of shorter pauses after a poll that found something."""
+
+SHORT_PAUSE_S = 50e-6
+"""Shortest pause. Without one, the polling thread would have the GIL again before the event loop
+wakes up, and so take milliseconds from it, some hundred times a second."""
+
+LONG_PAUSE_S = 1e-3
+IDLE_PAUSE_S = 5e-3
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """Read with the pieces that are left of it; for the thread only, except `done`.
+
+    Attributes:
+        landed: Called when all pieces have arrived, before `done` ends.
+    """
+
+    peer: str
+    pieces: deque[Fragments]
+    landed: Callable[[], None] | None = None
+    done: Future[None] = field(default_factory=Future)
+    in_flight: int = 0
+    error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no piece is left or in flight."""
+        return not (self.pieces or self.in_flight)
+
+    def stop(self, error: TransferFailedError) -> None:
+        """Drop the pieces that are left; end with `error` once none is in flight."""
+        self.pieces.clear()
+        self.error = self.error or error
+
+    def end(self) -> None:
+        """End `done`."""
+        if self.landed and not self.error:
+            try:
+                self.landed()
+            except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
+                self.error = exc
+        if self.error:
+            self.done.set_exception(self.error)
+        else:
+            self.done.set_result(None)
+
+
+class Reads:
+    """Reads of one NIXL agent; for the agent's thread only.
+
+    Args:
+        nixl: NIXL's module.
+        agent: The agent.
+    """
+
+    def __init__(self, nixl: Any, agent: Any) -> None:
+        self._nixl = nixl
+        self._errors = nixl_errors(nixl)
+        self._agent = agent
+        self._readings: set[Reading] = set()
+        self._turns: deque[Reading] = deque()
+        self._flights: list[tuple[Any, Reading]] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether NIXL is moving a piece."""
+        return bool(self._flights)
+
+    @property
+    def busy_peers(self) -> set[str]:
+        """Peers with reads that have not ended."""
+        return {reading.peer for reading in self._readings}
+
+    def begin(self, reading: Reading) -> None:
+        """Begin a read, which takes turns with others."""
+        self._readings.add(reading)
+        self._turns.append(reading)
+
+    def stop(self, peer: str) -> None:
+        """Stop all reads from a peer."""
+        for reading in self._readings:
+            if reading.peer == peer:
+                reading.stop(PeerLostError(peer, "it was removed"))
+
+    def post(self) -> bool:
+        """Post one piece of the read whose turn it is."""
+        for _ in range(len(self._turns)):
+            reading = self._turns.popleft()
+            if not reading.pieces:
+                continue
+            self._turns.append(reading)
+            if reading.in_flight < PIECES_IN_FLIGHT:
+                self._post_piece(reading, reading.pieces.popleft())
+                return True
+        return False
+
+    def _post_piece(self, reading: Reading, piece: Fragments) -> None:
+        agent = self._agent
+        try:
+            handle = agent.initialize_xfer(
+                "READ",
+                agent.get_xfer_descs(_rows(piece.local, piece.lengths), "DRAM"),
+                agent.get_xfer_descs(_rows(piece.remote, piece.lengths), "DRAM"),
+                reading.peer,
+            )
+            self._judge(handle, reading, agent.transfer(handle))
+        except self._errors as exc:
+            reading.stop(self._translate(reading.peer, exc))
+
+    def poll(self) -> bool:
+        """Check the pieces in flight; lets NIXL make progress, also as the target of peers."""
+        flights, self._flights = self._flights, []
+        for handle, reading in flights:
+            reading.in_flight -= 1
+            try:
+                self._judge(handle, reading, self._agent.check_xfer_state(handle))
+            except self._errors as exc:
+                reading.stop(self._translate(reading.peer, exc))
+        with contextlib.suppress(*self._errors):  # of a lost peer: its reads report it
+            self._agent.get_new_notifs()
+        return len(self._flights) < len(flights)
+
+    def _judge(self, handle: Any, reading: Reading, state: str) -> None:
+        if state == "PROC":
+            self._flights.append((handle, reading))
+            reading.in_flight += 1
+            return
+        handle.release()
+        if state != "DONE":
+            reading.stop(TransferFailedError(reading.peer, "NIXL says that it failed"))
+
+    def end_finished(self) -> None:
+        """End the reads of which no piece is left."""
+        over = [each for each in self._readings if each.is_over]
+        for reading in over:
+            self._readings.remove(reading)
+            reading.end()
+
+    def close(self) -> None:
+        """Release the handles; the reads end with `end_all`, once the agent was destroyed."""
+        while self._flights:
+            with contextlib.suppress(*self._errors):
+                self._flights.pop()[0].release()
+        del self._agent
+
+    def end_all(self) -> None:
+        """End all reads, because the agent was closed."""
+        for reading in self._readings:
+            reading.done.set_exception(TransferFailedError(reading.peer, "the agent was closed"))
+
+    def _translate(self, peer: str, exc: Exception) -> TransferFailedError:
+        lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
+        return (PeerLostError if lost else TransferFailedError)(peer, str(exc))
+
+
+class Pace:
+    """Pace of polling: longer pauses the longer polls have found nothing."""
+
+    def __init__(self) -> None:
+        self._active_at = time.perf_counter()
+
+    def pause_s(self, *, active: bool, waiting: bool) -> float:
+        """Compute the seconds until the next poll.
+
+        Args:
+            active: The last poll found something.
+            waiting: Reads are in flight.
+        """
+        now = time.perf_counter()
+        if active:
+            self._active_at = now
+        is_quiet = now - self._active_at > SOON_S
+        if waiting:
+            return LONG_PAUSE_S if is_quiet else SHORT_PAUSE_S
+        return IDLE_PAUSE_S if is_quiet else LONG_PAUSE_S
+
+
+def _rows(addresses: Words, lengths: Words) -> Words:
+    """Describe memory as NIXL wants it: address, length, device."""
+    rows = np.zeros((len(addresses), 3), np.uint64)
+    rows[:, 0] = addresses
+    rows[:, 1] = lengths
+    return rows

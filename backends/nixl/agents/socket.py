@@ -1,0 +1,372 @@
+"""Transfer agent over data connections, where NIXL has no faster way to a peer's memory."""
+
+import asyncio
+import threading
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
+from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    PeerError,
+    PeerLostError,
+    TransferFailedError,
+)
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.threads import Threads
+
+MAX_CONNECTIONS = 2
+"""Connections that one batch is read through: one moves bytes while the other one waits for its
+next piece."""
+
+PIECE_BYTES = 4 << 20
+PIECE_FRAGMENTS = 4096
+
+T = TypeVar("T")
+Connect = Callable[[], Awaitable[DataConnection]]
+
+
+class SocketAgent(TransferAgent):
+    """Transfer agent that reads through data connections; for one event loop.
+
+    The side that asks opens the connections, for either side's reads: those of this side are opened
+    by the function given to `use`, or come from the peer to `attach`; a peer reads through those
+    given to `serve`.
+
+    Args:
+        timeout_s: Seconds that a peer may take for the bytes of a piece, or to open a connection.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.name = f"kvxfer-{uuid.uuid4()}"
+        self._timeout_s = timeout_s
+        self._memory: list[MemoryRegion] = []
+        self._regions = Regions()
+        self._remotes: dict[str, _Remote] = {}
+        self._serving: set[_Line] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r}, peers={sorted(self._remotes)!r})"
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """See `TransferAgent.register`."""
+        self._require_open()
+        added = [(region.address, region.num_bytes) for region in regions]
+        self._regions = Regions([*self._regions, *added])
+        self._memory.extend(regions)
+
+    @property
+    def metadata(self) -> bytes:
+        """See `TransferAgent.metadata`."""
+        self._require_open()
+        return AgentMetadata(self.name, list(self._regions)).encode()
+
+    async def add_peer(self, metadata: bytes) -> str:
+        """See `TransferAgent.add_peer`."""
+        self._require_open()
+        peer = AgentMetadata.decode(metadata)
+        if peer.name == self.name:
+            raise InvalidArgumentError("metadata", peer.name, "that of another agent")
+        if peer.name not in self._remotes:
+            self._remotes[peer.name] = _Remote(Regions(peer.regions))
+        self._remotes[peer.name].num_users += 1
+        return peer.name
+
+    async def remove_peer(self, peer: str) -> None:
+        """See `TransferAgent.remove_peer`."""
+        self._require_open()
+        remote = self._remotes.get(peer)
+        if remote is None:
+            return
+        remote.num_users -= 1
+        if not remote.num_users:
+            del self._remotes[peer]
+            await remote.aclose()
+
+    def use(self, peer: str, connect: Connect) -> None:
+        """Open connections to a peer by `connect`, as reads need them."""
+        self._remotes[peer].connect = connect
+
+    async def attach(self, peer: str, connection: DataConnection) -> None:
+        """Read from a peer through a connection that the peer opened, until it is lost.
+
+        Raises:
+            PeerLostError: There is no such peer.
+        """
+        remote = self._remotes.get(peer)
+        if remote is None:
+            raise PeerLostError(peer, "it was not added, or is removed")
+        connection.begin(self._timeout_s)
+        line = _Line(connection)
+        remote.add(line)
+        try:
+            await line.ended.wait()
+        finally:
+            await remote.drop(line)
+
+    async def serve(self, connection: DataConnection) -> None:
+        """Let a peer read our registered memory through a connection, until it ends.
+
+        Raises:
+            PeerError: The connection ended.
+        """
+        self._require_open()
+        connection.begin(self._timeout_s)
+        line = _Line(connection)
+        self._serving.add(line)
+        try:
+            await line.run(lambda: connection.serve(lambda: self._regions))
+        finally:
+            self._serving.discard(line)
+            await line.aclose()
+
+    async def read(
+        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
+    ) -> None:
+        """See `TransferAgent.read`."""
+        self._require_open()
+        remote = self._remotes.get(peer)
+        if remote is None:
+            raise PeerLostError(peer, "it was not added, or is removed")
+        batch = _Batch(self._prepare(remote, runs), landed)
+        lines = await self._take(peer, remote, 1 if batch.is_short else MAX_CONNECTIONS)
+        reads = [asyncio.ensure_future(line.run(partial(batch.read, line))) for line in lines]
+        try:
+            await asyncio.wait(reads)
+        except asyncio.CancelledError:
+            for read in reads:
+                read.cancel()  # ends the connection under the thread
+            await wait_despite_cancel(asyncio.ensure_future(asyncio.wait(reads)))
+            raise
+        finally:
+            for line, read in zip(lines, reads, strict=True):
+                failed = read.cancelled() or isinstance(read.exception(), PeerError)
+                await remote.give_back(line, lost=failed)
+        for read in reads:
+            if error := read.exception():
+                raise self._translate(peer, error)
+
+    async def aclose(self) -> None:
+        """See `TransferAgent.aclose`."""
+        self._closed = True
+        remotes, self._remotes = self._remotes, {}
+        await asyncio.gather(*(remote.aclose() for remote in remotes.values()))
+        await asyncio.gather(*(line.aclose() for line in self._serving))
+        self._memory.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"agent {self.name}")
+
+    def _prepare(self, remote: "_Remote", runs: Iterable[Fragments]) -> Iterator[list[Fragments]]:
+        for run in runs:
+            self._regions.require("local", run.local, run.lengths)
+            remote.regions.require("remote", run.remote, run.lengths)
+            joined = run.join(self._regions.starts, remote.regions.starts)
+            yield list(joined.split(PIECE_BYTES, PIECE_FRAGMENTS)) if len(joined) else []
+
+    async def _take(self, peer: str, remote: "_Remote", wanted: int) -> "list[_Line]":
+        lines: list[_Line] = []
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while not lines or (len(lines) < wanted and remote.has_more):
+                    lines.append(await remote.take(self._timeout_s))
+        except (PeerError, TimeoutError) as exc:
+            if not lines:
+                raise self._translate(peer, exc) from exc
+        except BaseException:
+            for line in lines:
+                await remote.give_back(line, lost=False)
+            raise
+        return lines
+
+    def _translate(self, peer: str, error: BaseException) -> BaseException:
+        if self._closed:
+            return TransferFailedError(peer, "the agent was closed")
+        if peer not in self._remotes:
+            return PeerLostError(peer, "it was removed")
+        if isinstance(error, PeerError):
+            return TransferFailedError(peer, str(error))
+        if isinstance(error, TimeoutError):
+            reason = f"no data connection became free within {self._timeout_s:g} s"
+            return TransferFailedError(peer, reason)
+        return error
+
+
+class _Line:
+    """Data connection with its thread.
+
+    Attributes:
+        connection: The connection.
+        ended: Set when it was closed.
+    """
+
+    def __init__(self, connection: DataConnection) -> None:
+        self.connection = connection
+        self.ended = asyncio.Event()
+        self._threads = Threads("kvxfer-data", 1)
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Make a blocking call on the thread; when cancelled, end the connection under it."""
+        running = asyncio.ensure_future(self._threads.run(call))
+        running.add_done_callback(_fetch_error)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self.connection.close()
+            await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([running])))
+            raise
+
+    async def aclose(self) -> None:
+        """End the connection, and wait for its thread; may be called again."""
+        self.ended.set()
+        self.connection.close()
+        await self._threads.aclose()
+
+
+@dataclass(slots=True, eq=False)
+class _Remote:
+    """Peer whose memory is read, with the connections to it.
+
+    Attributes:
+        regions: Its memory.
+        connect: Opens another connection; None where the peer opens them.
+        num_users: Calls of `add_peer` that were not undone.
+    """
+
+    regions: Regions
+    connect: Connect | None = None
+    num_users: int = 0
+    _lines: "set[_Line]" = field(default_factory=set)
+    _idle: "list[_Line]" = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_connecting: int = 0
+    _closed: bool = False
+
+    async def take(self, timeout_s: float) -> _Line:
+        """Take an idle connection, or open another one; wait until there is one.
+
+        Raises:
+            PeerError: The peer cannot be reached.
+        """
+        while not self._idle:
+            if self._closed:
+                raise PeerError("", "it was removed")
+            if self.connect and self.has_more:
+                await self._connect_one(self.connect, timeout_s)
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+        return self._idle.pop()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` would not have to wait for another read."""
+        num_open = len(self._lines) + self._num_connecting
+        return bool(self._idle) or bool(self.connect and num_open < MAX_CONNECTIONS)
+
+    def add(self, line: _Line) -> None:
+        """Add a connection."""
+        self._lines.add(line)
+        self._idle.append(line)
+        self._changed.set()
+
+    async def give_back(self, line: _Line, *, lost: bool) -> None:
+        """Note that a connection is idle, or lost."""
+        if lost or line not in self._lines:
+            await self.drop(line)
+        else:
+            self._idle.append(line)
+            self._changed.set()
+
+    async def drop(self, line: _Line) -> None:
+        """End a connection; may be called again."""
+        self._lines.discard(line)
+        if line in self._idle:
+            self._idle.remove(line)
+        self._changed.set()
+        await line.aclose()
+
+    async def aclose(self) -> None:
+        """End the connections, and wait for their threads."""
+        self._closed = True
+        await asyncio.gather(*map(self.drop, list(self._lines)))
+
+    async def _connect_one(self, connect: Connect, timeout_s: float) -> None:
+        self._num_connecting += 1
+        try:
+            connection = await connect()
+        finally:
+            self._num_connecting -= 1
+            self._changed.set()
+        connection.begin(timeout_s)
+        self.add(_Line(connection))
+
+
+class _Batch:
+    """Pieces of runs that several threads read.
+
+    Args:
+        runs: Pieces of each run.
+        landed: Called with the index of each run that has arrived.
+    """
+
+    def __init__(self, runs: Iterator[list[Fragments]], landed: Callable[[int], None]) -> None:
+        self._runs = enumerate(runs)
+        self._landed = landed
+        self._lock = threading.Lock()
+        self._pieces: deque[tuple[int, Fragments]] = deque()
+        self._num_missing: list[int] = []
+        self._begin_run()
+        self.is_short = len(self._pieces) <= 1
+
+    def read(self, line: _Line) -> None:
+        """Read pieces through a connection until none is left; for threads."""
+        try:
+            while turn := self._next():
+                index, piece = turn
+                line.connection.read(piece.local, piece.remote, piece.lengths)
+                self._note(index)
+        except BaseException:
+            with self._lock:
+                self._pieces.clear()
+                self._runs = enumerate(())
+            raise
+
+    def _next(self) -> tuple[int, Fragments] | None:
+        with self._lock:
+            while not self._pieces:
+                if not self._begin_run():
+                    return None
+            return self._pieces.popleft()
+
+    def _begin_run(self) -> bool:
+        for index, pieces in self._runs:
+            self._num_missing.append(len(pieces))
+            self._pieces.extend((index, piece) for piece in pieces)
+            if not pieces:
+                self._landed(index)
+            return True
+        return False
+
+    def _note(self, index: int) -> None:
+        with self._lock:
+            self._num_missing[index] -= 1
+            is_whole = not self._num_missing[index]
+        if is_whole:
+            self._landed(index)
+
+
+def _fetch_error(future: "asyncio.Future[Any]") -> None:
+    """Fetch the error of a future that may have no waiter left, else asyncio reports it."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,79 @@
+"""Carrier of bytes from a peer: the kernel, a network card, or a socket."""
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+from typing import Literal
+
+from kvxfer.backends.nixl.wire.messages import Hello
+from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.errors import BackendUnavailableError
+
+Carrier = Literal["cma", "rdma", "socket"]
+"""`cma`: NIXL lets the kernel copy between the two processes (cross-memory attach). `rdma`: NIXL
+lets a network card do it. `socket`: NIXL has neither."""
+
+PORTS = Path("/sys/class/infiniband")
+"""Source: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband"""
+
+
+class _IOVector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def identify_host() -> tuple[str, int, str]:
+    """Identify this process: `boot_id`, `pid` and `pid_namespace` of a `Hello`."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        pid_namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return "", os.getpid(), ""
+    return boot_id, os.getpid(), pid_namespace
+
+
+def choose_carrier(ours: Hello, theirs: Hello) -> Carrier:
+    """Choose the carrier of what this side reads from the other one.
+
+    Both sides must have opened their `NixlAgent`, which allows others to reach its memory. Whether
+    the other side has an active port, too, shows only when it is added to the agent: with `rdma`,
+    expect a `PeerLostError`, and use the socket then.
+    """
+    try:
+        import_nixl(otherwise="let peers use sockets")
+    except BackendUnavailableError:
+        return "socket"
+    if _is_same_host(ours, theirs) and _may_reach(theirs.pid):
+        return "cma"
+    return "rdma" if has_active_port() else "socket"
+
+
+def _is_same_host(ours: Hello, theirs: Hello) -> bool:
+    known = bool(ours.boot_id and ours.pid_namespace)
+    return known and (ours.boot_id, ours.pid_namespace) == (theirs.boot_id, theirs.pid_namespace)
+
+
+def _may_reach(pid: int) -> bool:
+    """Probe the kernel's permission by a read at address 0: with it, the error is EFAULT.
+
+    Source: process_vm_readv(2), EPERM, ESRCH and EFAULT.
+    """
+    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if not read:
+        return False
+    byte = ctypes.create_string_buffer(1)
+    local, remote = _IOVector(ctypes.addressof(byte), 1), _IOVector(None, 1)
+    read.restype = ctypes.c_ssize_t
+    found = read(
+        ctypes.c_int(pid), ctypes.byref(local), ctypes.c_ulong(1),
+        ctypes.byref(remote), ctypes.c_ulong(1), ctypes.c_ulong(0),
+    )  # fmt: skip
+    return found >= 0 or ctypes.get_errno() == errno.EFAULT
+
+
+def has_active_port() -> bool:
+    """Whether there is a connected network card that can do RDMA."""
+    try:
+        return any(state.read_text().startswith("4:") for state in PORTS.glob("*/ports/*/state"))
+    except OSError:
+        return False

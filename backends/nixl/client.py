@@ -1,0 +1,365 @@
+"""Client of one holder: lookups, loads, stores and deletions, with deadlines."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from kvxfer.backends.nixl.connection import Connection
+from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.quarantine import Quarantine, end_within
+from kvxfer.backends.nixl.reconnect import Reconnect
+from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.wire.messages import (
+    Delete,
+    Deleted,
+    Ending,
+    Found,
+    Lookup,
+    Pin,
+    Pinned,
+    Pull,
+    Pulled,
+)
+from kvxfer.errors import InvalidArgumentError, KVXferError, PeerLostError, ProtocolError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.staging import StagedBlocks, StagingMemory
+
+STORE_BYTES = 16 << 20
+"""Bytes of a piece of a store, and of a load by way of staging memory."""
+
+LOAD_BYTES = 32 << 20
+"""Bytes of a piece of a load. A holder that lends by way of staging memory must have room for them,
+with blocks padded to multiples of 4096 bytes: see `standalone.STAGING_BYTES`."""
+
+LAST_RUN_BYTES = 6 << 20
+"""Most bytes of such a piece that are verified after all have arrived."""
+
+PIECES_IN_FLIGHT = 3
+GRACE_S = 0.5
+"""Time after its deadline that a transfer has to end, before its memory is put in quarantine."""
+
+SMALL_PIECE_BYTES = 4 << 10
+MANY_PIECES = 16
+"""Most fragments of a block that are smaller than that; more are gathered in staging memory before
+they are sent."""
+
+Move = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
+
+_GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
+"""Not `MISSING`, which promises that its memory was not written."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PeerStatistics:
+    """Statistics of one peer since the backend was opened.
+
+    Attributes:
+        num_loaded_bytes: Bytes that arrived and were verified.
+        num_stored_bytes: Bytes that the peer has stored.
+        num_corrupt: Blocks that arrived with other bytes than they were stored with.
+        num_timed_out: Blocks that were not loaded, or not stored, in time.
+        num_failed: Blocks that were lost with a connection, or refused.
+    """
+
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
+    num_corrupt: int = 0
+    num_timed_out: int = 0
+    num_failed: int = 0
+
+
+class Client:
+    """Client of one holder: moves batches of blocks piece by piece; failures are outcomes.
+
+    Loaded blocks are read out of the holder's memory, at the places that the last lookup found, or,
+    if they have moved since, pinned by the holder. Stored blocks are read by the holder out of our
+    memory. Hashing one piece overlaps with moving the next.
+
+    Args:
+        reconnect: Connection to the holder.
+        memory: Our registered memory.
+        hasher: Hasher that makes and verifies checksums.
+        staging: Registered memory for blocks whose own memory is not registered.
+        quarantine: Quarantine of memory that a read may still change after its deadline.
+        timeout_s: Time that a call may take.
+
+    Attributes:
+        reconnect: As given.
+        statistics: Statistics so far.
+    """
+
+    def __init__(
+        self,
+        reconnect: Reconnect,
+        *,
+        memory: Regions,
+        hasher: BlockHasher,
+        staging: StagingMemory,
+        quarantine: Quarantine,
+        timeout_s: float,
+    ) -> None:
+        self.reconnect = reconnect
+        self.statistics = PeerStatistics()
+        self._memory = memory
+        self._hasher = hasher
+        self._staging = staging
+        self._quarantine = quarantine
+        self._timeout_s = timeout_s
+        self._in_flight = asyncio.Semaphore(PIECES_IN_FLIGHT)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Ask the holder which keys it has, and where.
+
+        Raises:
+            KVXferError: It cannot be reached, or did not answer in time.
+            TimeoutError: It did not answer in time.
+        """
+        async with asyncio.timeout(self._timeout_s):
+            connection = await self.reconnect.open()
+            found = await connection.request(
+                lambda number: Lookup(request_id=number, keys=list(keys), places=True), Found
+            )
+        self._require_number(len(found.there), len(keys))
+        try:
+            connection.places.note(keys, found)
+        except InvalidArgumentError as exc:
+            raise ProtocolError(str(self.reconnect.endpoint), str(exc)) from exc
+        return found.there
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Ask the holder to delete keys; return which it did; errors as `lookup`."""
+        async with asyncio.timeout(self._timeout_s):
+            connection = await self.reconnect.open()
+            try:
+                answer = await connection.request(
+                    lambda number: Delete(request_id=number, keys=list(keys)), Deleted
+                )
+            finally:  # their bytes may still be there
+                connection.places.forget(keys)
+        self._require_number(len(answer.deleted), len(keys))
+        return answer.deleted
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
+        is_direct = self._is_direct(blocks)
+        is_small = blocks.num_bytes < blocks.num_blocks * SMALL_PIECE_BYTES
+        piece_bytes = LOAD_BYTES if is_direct and not is_small else STORE_BYTES
+        move = self._load_direct if is_direct else self._load_staged
+        outcomes = await self._move(move, keys, blocks, piece_bytes)
+        self.statistics.num_loaded_bytes += self._count(outcomes, blocks)
+        return outcomes
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`; blocks that miss the deadline are `TIMED_OUT`."""
+        move = self._store_direct if self._is_direct(blocks) else self._store_staged
+        outcomes = await self._move(move, keys, blocks, STORE_BYTES)
+        self.statistics.num_stored_bytes += self._count(outcomes, blocks)
+        return outcomes
+
+    def _is_direct(self, blocks: Descriptors) -> bool:
+        """Whether blocks are moved from or to their own memory, without staging memory."""
+        return self._memory.contains(blocks) and not _is_in_crumbs(blocks)
+
+    async def _move(
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, piece_bytes: int
+    ) -> list[Outcome]:
+        stop = asyncio.get_running_loop().time() + self._timeout_s
+        bounds = list(blocks.cut(piece_bytes))
+        if len(bounds) == 1:  # saves switching to a task and back
+            return await self._move_piece(move, keys, blocks, stop)
+        async with asyncio.TaskGroup() as tasks:
+            pieces = [
+                tasks.create_task(
+                    self._move_piece(move, keys[start:end], blocks.select(start, end), stop)
+                )
+                for start, end in bounds
+            ]
+        return [outcome for piece in pieces for outcome in piece.result()]
+
+    async def _move_piece(
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, stop: float
+    ) -> list[Outcome]:
+        """Move one piece; quarantine its memory while it goes on past the deadline."""
+        async with self._in_flight:
+            left_s = stop - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return [self._late(memory_safe=True)] * len(keys)
+            transfer = asyncio.ensure_future(self._begin_piece(move, keys, blocks))
+            try:
+                ended = await end_within(transfer, timeout_s=left_s, grace_s=GRACE_S)
+            finally:
+                if not transfer.done():
+                    self._quarantine.hold(transfer, blocks)
+        if not ended or transfer.cancelled():
+            return [self._late(memory_safe=ended)] * len(keys)
+        return transfer.result()
+
+    def _late(self, *, memory_safe: bool) -> Outcome:
+        reason = f"{self.reconnect.endpoint} took longer than {self._timeout_s:g} s"
+        return Outcome(Status.TIMED_OUT, memory_safe=memory_safe, reason=reason)
+
+    async def _begin_piece(
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        try:
+            return await move(await self.reconnect.open(), keys, blocks)
+        except KVXferError as exc:
+            if isinstance(exc, PeerLostError):  # reconnecting finds out how to reach it now
+                self.reconnect.disconnect()
+            return [Outcome(Status.FAILED, reason=str(exc))] * len(keys)
+
+    async def _load_staged(
+        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
+            wanted = blocks.select(start, stop)
+            async with self._hold(wanted) as staged:
+                loaded = await self._load_direct(connection, keys[start:stop], staged.blocks)
+                if done := _done(loaded):
+                    await self._hasher.copy(staged.blocks.take(done), wanted.take(done))
+            outcomes += loaded
+        return outcomes
+
+    async def _load_direct(
+        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        place = connection.places.take(keys, blocks)
+        if place is None:
+            outcomes = await self._read_pinned(connection, keys, blocks)
+        else:
+            outcomes = await self._read_places(connection, keys, blocks, *place)
+        changed = [i for i, outcome in enumerate(outcomes) if outcome.status is Status.CORRUPT]
+        if changed:
+            reason = outcomes[changed[0]].reason
+            text = "%s: dropped %d corrupt blocks: %s"
+            logger.warning(text, self.reconnect.endpoint, len(changed), reason)
+            with contextlib.suppress(KVXferError, TimeoutError):
+                await self.delete([keys[index] for index in changed])
+        return outcomes
+
+    async def _read_places(
+        self,
+        connection: Connection,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        theirs: Descriptors,
+        checksums: Sequence[int],
+    ) -> list[Outcome]:
+        """Read blocks where a lookup found them; read those that have moved since once more."""
+        intact = await connection.memory.read(
+            theirs, blocks, checksums, self._hasher, last_run_bytes=LAST_RUN_BYTES
+        )
+        outcomes = [DONE] * len(keys)
+        if moved := [index for index in range(len(keys)) if index not in intact]:
+            again = [keys[index] for index in moved]
+            read = await self._read_pinned(connection, again, blocks.take(moved))
+            for index, outcome in zip(moved, read, strict=True):
+                outcomes[index] = _GONE if outcome.status is Status.MISSING else outcome
+        return outcomes
+
+    async def _read_pinned(
+        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Have blocks pinned, and read them."""
+        pinned = await connection.request(
+            lambda number: Pin(
+                request_id=number,
+                keys=list(keys),
+                starts=blocks.payload_starts.tolist(),
+                sizes=blocks.block_sizes.tolist(),
+            ),
+            Pinned,
+        )
+        try:
+            outcomes = self._outcomes(keys, pinned.endings)
+            given = _done(outcomes)
+            self._require_number(len(pinned.checksums), len(given))
+            if given:
+                theirs = connection.memory.regions.resolve(pinned.extents)
+                self._require_number(theirs.num_blocks, len(given))
+                intact = await connection.memory.read(
+                    theirs,
+                    blocks.take(given),
+                    pinned.checksums,
+                    self._hasher,
+                    last_run_bytes=LAST_RUN_BYTES,
+                )
+                for row, index in enumerate(given):
+                    if row not in intact:
+                        reason = f"{keys[index].hex()} arrived with other bytes"
+                        outcomes[index] = Outcome(Status.CORRUPT, reason=reason)
+        finally:
+            connection.release(pinned.request_id)
+        return outcomes
+
+    async def _store_staged(
+        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for start, stop in self._staging.cut(blocks.block_sizes.tolist()):
+            offered = blocks.select(start, stop)
+            async with self._hold(offered) as staged:
+                await self._hasher.copy(offered, staged.blocks)
+                outcomes += await self._store_direct(connection, keys[start:stop], staged.blocks)
+        return outcomes
+
+    async def _store_direct(
+        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        await connection.let_read()
+        checksums = await self._hasher.checksums(blocks)
+        pulled = await connection.request(
+            lambda number: Pull(
+                request_id=number,
+                keys=list(keys),
+                starts=blocks.payload_starts.tolist(),
+                checksums=checksums,
+                extents=self._memory.locate(blocks),
+            ),
+            Pulled,
+        )
+        return self._outcomes(keys, pulled.endings)
+
+    def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:
+        return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
+
+    def _outcomes(self, keys: Sequence[BlockKey], endings: Sequence[Ending]) -> list[Outcome]:
+        """Turn the holder's endings into outcomes."""
+        self._require_number(len(endings), len(keys))
+        return [
+            DONE if ending.status is Status.DONE else Outcome(ending.status, reason=ending.reason)
+            for ending in endings
+        ]
+
+    def _require_number(self, given: int, wanted: int) -> None:
+        if given != wanted:
+            detail = f"sent {given} answers where {wanted} are needed"
+            raise ProtocolError(str(self.reconnect.endpoint), detail)
+
+    def _count(self, outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
+        """Count the blocks that are not done; return the bytes of those that are."""
+        done = _done(outcomes)
+        if len(done) < len(outcomes):
+            statuses = [outcome.status for outcome in outcomes]
+            self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
+            self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
+            self.statistics.num_failed += statuses.count(Status.FAILED)
+        return blocks.take(done).num_bytes
+
+
+def _is_in_crumbs(blocks: Descriptors) -> bool:
+    """Whether transferring gathered blocks and copying them is less work than single fragments."""
+    many = len(blocks) > blocks.num_blocks * MANY_PIECES
+    return many and blocks.num_bytes < len(blocks) * SMALL_PIECE_BYTES
+
+
+def _done(outcomes: Sequence[Outcome]) -> list[int]:
+    return [index for index, outcome in enumerate(outcomes) if outcome.done]

@@ -1,0 +1,324 @@
+"""Client session: a holder's answers to one peer's requests, and its pins."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.remote_memory import RemoteMemory
+from kvxfer.backends.nixl.wire.channel import FrameChannel
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire.handshake import Greeting
+from kvxfer.backends.nixl.wire.messages import (
+    Answer,
+    Attach,
+    Cancel,
+    Delete,
+    Deleted,
+    Ending,
+    Extents,
+    Failed,
+    Found,
+    Lookup,
+    Pin,
+    Ping,
+    Pinned,
+    Pong,
+    Pull,
+    Pulled,
+    Ready,
+    Request,
+)
+from kvxfer.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    PeerError,
+    PeerTimeoutError,
+    TransferFailedError,
+)
+from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.lending import BlockParts, Lender
+
+MAX_REQUESTS = 64
+MAX_DATA_CONNECTIONS = 4
+"""Most data connections of one peer, in both directions together."""
+
+PULL_RUN_BYTES = 16 << 20
+"""Bytes of a `Pull` that are verified together once they have landed; the next piece is read
+meanwhile."""
+
+logger = logging.getLogger(__name__)
+
+_REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_NOTHING = Extents(regions=b"", offsets=b"", lengths=b"", block_offsets=bytes(8))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStore:
+    """Store of a holder's blocks; each part is closed by its maker.
+
+    Attributes:
+        backend: Backend for lookups and deletions.
+        lender: Lender of the blocks, in place.
+        hasher: Hasher that verifies blocks that arrive.
+    """
+
+    backend: Backend
+    lender: Lender
+    hasher: BlockHasher
+
+
+class ClientSession:
+    """Session of one peer: answers the requests of its control connection, several at a time.
+
+    Its pins are released and its requests ended when its connection ends, or when it was silent for
+    `lease_s`.
+
+    Args:
+        node: Node of this process.
+        channel: The connection, after the handshake.
+        greeting: Result of the handshake.
+        store: Store of the blocks.
+
+    Attributes:
+        store: As given.
+        session: Session that its data connections belong to.
+    """
+
+    def __init__(
+        self, node: LocalNode, channel: FrameChannel, greeting: Greeting, store: BlockStore
+    ) -> None:
+        self.store = store
+        self.session = greeting.session
+        self._node = node
+        self._channel = channel
+        self._greeting = greeting
+        self._theirs: RemoteMemory | None = None
+        self._jobs: dict[int, asyncio.Task[None]] = {}
+        self._pins: dict[int, AsyncExitStack] = {}
+        self._lending: set[asyncio.Task[None]] = set()
+        self._num_attached = 0
+        self._draining = False
+        self._ended = False
+        self._heard = time.monotonic()
+
+    @property
+    def num_pins(self) -> int:
+        """Batches that this peer has pinned."""
+        return len(self._pins)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is pinned or done for this peer."""
+        return not (self._pins or self._jobs)
+
+    @property
+    def carrier(self) -> str:
+        """Carrier of this peer's bytes."""
+        return "not connected" if self._theirs is None else self._theirs.carrier
+
+    async def serve(self) -> None:
+        """Answer until the connection ends; return when no block is pinned or read any more.
+
+        Raises:
+            KVXferError: The peer's memory cannot be reached.
+        """
+        try:
+            self._theirs = await self._node.link(self._greeting)
+            await self._channel.send(Ready(needs_data=self._theirs.carrier == "socket"))
+            logger.info("serving %s by %s", self._channel.peer, self._theirs.carrier)
+            self._require_signs_of_life()
+            try:
+                while True:
+                    await self._take(await self._channel.receive(_REQUEST))
+            except (PeerError, ClosedError) as exc:
+                logger.info("%s", exc)
+            finally:
+                self._lease.cancel()
+        finally:
+            await self._release_all()
+
+    async def serve_data(self, attach: Attach, connection: DataConnection) -> None:
+        """Serve a data connection that was admitted to this session, until it ends.
+
+        Raises:
+            KVXferError: It is one too many, or ended, or the session has.
+        """
+        if self._theirs is None or self._ended:
+            raise PeerError(connection.peer, "its session is not ready, or has ended")
+        if self._num_attached >= MAX_DATA_CONNECTIONS:
+            raise PeerError(connection.peer, f"more than {MAX_DATA_CONNECTIONS} data connections")
+        self._num_attached += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._lending.add(task)
+        try:
+            connection.secure(self.session.frame_keys(attach.serial))
+            await connection.say(Pong(request_id=attach.serial))
+            if attach.reads:
+                await self._node.sockets.serve(connection)
+            else:
+                await self._node.sockets.attach(self._theirs.peer, connection)
+        finally:
+            self._lending.discard(task)
+            self._num_attached -= 1
+
+    def drain(self) -> None:
+        """Refuse lookups, pins and stores from here on; what is under way may end.
+
+        Reads of blocks that are not pinned need no waiting: what they get counts only if it has the
+        checksum.
+        """
+        self._draining = True
+
+    async def aclose(self) -> None:
+        """End the connection; `serve` returns soon."""
+        await self._channel.aclose()
+
+    def _require_signs_of_life(self) -> None:
+        """Cut the connection when its lease expires; one timer per request would cost more."""
+        left_s = self._heard + self._node.config.lease_s - time.monotonic()
+        if left_s > 0:
+            loop = asyncio.get_running_loop()
+            self._lease = loop.call_later(left_s, self._require_signs_of_life)
+            return
+        lease_s = self._node.config.lease_s
+        logger.warning("%s: silent for %g s", self._channel.peer, lease_s)
+        self._channel.cut(PeerTimeoutError(str(self._channel.peer), "a request", lease_s))
+
+    async def _take(self, request: Request) -> None:
+        self._heard = time.monotonic()
+        number = request.request_id
+        for spent in request.let_go:
+            if spent in self._pins:
+                await self._pins.pop(spent).aclose()
+        if isinstance(request, Ping):
+            await self._channel.send(Pong(request_id=number))
+        elif isinstance(request, Cancel):
+            if job := self._jobs.get(number):
+                job.cancel()
+        elif number in self._jobs or number in self._pins:
+            await self._refuse(number, f"request {number} has not ended")
+        elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
+            await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
+        elif self._draining and isinstance(request, Lookup | Pin | Pull):
+            await self._refuse(number, "this peer is about to end")
+        else:
+            job = self._jobs[number] = asyncio.create_task(self._do(request))
+            job.add_done_callback(lambda _: self._jobs.pop(number))
+
+    async def _do(self, request: Request) -> None:
+        """Execute a request, and answer."""
+        try:
+            answer = await self._answer(request)
+        except asyncio.CancelledError:
+            if pin := self._pins.pop(request.request_id, None):
+                await pin.aclose()
+            raise
+        except (InvalidArgumentError, TransferFailedError, ClosedError) as exc:
+            answer = Failed(request_id=request.request_id, reason=str(exc))
+        except Exception as exc:
+            logger.exception("%s of %s failed", type(request).__name__, self._channel.peer)
+            answer = Failed(request_id=request.request_id, reason=repr(exc))
+        with contextlib.suppress(PeerError, ClosedError):  # `serve` gets it, too
+            await self._channel.send(answer)
+
+    def _answer(self, request: Request) -> Coroutine[Any, Any, Answer]:
+        if isinstance(request, Lookup):
+            return self._lookup(request)
+        if isinstance(request, Delete):
+            return self._delete(request)
+        if isinstance(request, Pin):
+            return self._pin(request)
+        assert isinstance(request, Pull)
+        return self._pull(request)
+
+    async def _delete(self, request: Delete) -> Deleted:
+        deleted = await self.store.backend.delete(request.keys)
+        return Deleted(request_id=request.request_id, deleted=deleted)
+
+    async def _lookup(self, request: Lookup) -> Found:
+        sight = self.store.lender.peek(request.keys) if request.places else None
+        if sight is None or sight.blocks is None:
+            there = await self.store.backend.lookup(request.keys)
+            return Found(request_id=request.request_id, there=there)
+        return Found(
+            request_id=request.request_id,
+            there=[outcome.done for outcome in sight.outcomes],
+            starts=sight.blocks.payload_starts.tolist(),
+            checksums=sight.checksums,
+            extents=self._node.memory.locate(sight.blocks),
+        )
+
+    async def _pin(self, request: Pin) -> Pinned:
+        async with AsyncExitStack() as stack:
+            wanted = BlockParts(request.keys, request.starts, request.sizes)
+            loan = await stack.enter_async_context(self.store.lender.lend(wanted))
+            extents = _NOTHING if loan.blocks is None else self._node.memory.locate(loan.blocks)
+            if loan.blocks is not None:
+                self._pins[request.request_id] = stack.pop_all()
+        return Pinned(
+            request_id=request.request_id,
+            endings=_endings(loan.outcomes),
+            checksums=loan.checksums,
+            extents=extents,
+        )
+
+    async def _pull(self, request: Pull) -> Pulled:
+        assert self._theirs is not None
+        theirs = self._theirs.regions.resolve(request.extents)
+        offered = BlockParts(request.keys, request.starts, theirs.block_sizes.tolist())
+        if len(request.checksums) != len(request.keys):
+            rule = f"{len(request.keys)}, one for each key"
+            raise InvalidArgumentError("checksums", len(request.checksums), rule)
+        async with self.store.lender.make_room(offered) as room:
+            if room.blocks is not None:
+                wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
+                expected = [request.checksums[index] for index in wanted]
+                arrived = await self._theirs.read(
+                    theirs.take(wanted),
+                    room.blocks,
+                    expected,
+                    self.store.hasher,
+                    last_run_bytes=PULL_RUN_BYTES,
+                )
+                room.arrived.update(arrived)
+        return Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
+
+    async def _refuse(self, number: int, reason: str) -> None:
+        await self._channel.send(Failed(request_id=number, reason=reason))
+
+    async def _release_all(self) -> None:
+        """Release the pins, cancel requests, and wait until nothing is read from the peer."""
+        self._ended = True
+        await self._channel.aclose()
+        await self._release_pins()  # at once, although the peer may stall
+        tasks = [*self._jobs.values(), *self._lending]
+        for task in tasks:
+            task.cancel()
+        if self._theirs is not None:
+            await self._theirs.aclose()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self._release_pins()  # those of requests that ended meanwhile
+
+    async def _release_pins(self) -> None:
+        while self._pins:
+            _, pin = self._pins.popitem()
+            await pin.aclose()
+
+
+def _endings(outcomes: Sequence[Outcome | None]) -> list[Ending]:
+    """Turn outcomes into endings; those that are not settled yet count as failed."""
+    return [
+        Ending(outcome.status, outcome.reason) if outcome else Ending(Status.FAILED)
+        for outcome in outcomes
+    ]

@@ -1,0 +1,190 @@
+"""Local node: this process as a peer, with its identity, secret, agents and registered memory."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+
+from kvxfer.backends.nixl.agents.base import TransferAgent
+from kvxfer.backends.nixl.agents.socket import SocketAgent
+from kvxfer.backends.nixl.carrier import choose_carrier, identify_host
+from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.remote_memory import RemoteMemory
+from kvxfer.backends.nixl.wire.handshake import Greeting
+from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello, Reach
+from kvxfer.errors import (
+    BackendUnavailableError,
+    InvalidArgumentError,
+    PeerLostError,
+    ProtocolError,
+    TransferFailedError,
+)
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.threads import Threads
+
+LINK_TIMEOUT_S = 4.0
+"""Time that NIXL may take to reach a peer; both sides try at the same time, within the time that
+they wait for each other."""
+
+logger = logging.getLogger(__name__)
+
+
+class LocalNode:
+    """Local node: owner of the agents and of the list of memory that peers may read.
+
+    Args:
+        config: Configuration, with the secret and the transport.
+        namespace: Namespace of the blocks; None as long as any is accepted.
+        make_agent: Opens a NIXL agent; it may block.
+
+    Attributes:
+        config: As given.
+        secret: Secret of all peers, None without one.
+        namespace: As given; a holder that accepts any sets it to the first peer's.
+        memory: Memory that peers may read.
+        sockets: Agent for peers that NIXL does not reach.
+
+    Raises:
+        InvalidArgumentError: The secret or a parameter of TLS cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: NixlConfig,
+        namespace: Namespace | None,
+        *,
+        make_agent: Callable[[], TransferAgent],
+    ) -> None:
+        self.config = config
+        self.secret = config.read_secret()
+        self.namespace = namespace
+        self.memory = Regions()
+        self.sockets = SocketAgent(config.timeout_s)
+        self._make_agent = make_agent
+        self._threads = Threads("kvxfer-nixl-open", 1)
+        self._boot_id, self._pid, self._pid_namespace = identify_host()
+        self._incarnation = uuid.uuid4().bytes
+        self._regions: list[MemoryRegion] = []
+        self._is_open = False
+        self._agent: TransferAgent | None = None
+        self._opening = asyncio.Lock()
+
+    @property
+    def hello(self) -> Hello:
+        """Greeting of this process."""
+        return Hello(
+            version=PROTOCOL_VERSION,
+            oldest_version=OLDEST_VERSION,
+            incarnation=self._incarnation,
+            namespace=self.namespace,
+            boot_id=self._boot_id,
+            pid=self._pid,
+            pid_namespace=self._pid_namespace,
+        )
+
+    def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
+        """Let peers read memory, unless they may already; before the first handshake."""
+        assert not self._is_open, "memory is added before the first handshake"
+        added = [region for region in regions if not self._has(region)]
+        self.sockets.register(added)
+        self._regions += added
+        self.memory = Regions([(each.address, each.num_bytes) for each in self._regions])
+
+    async def open(self) -> TransferAgent | None:
+        """Open NIXL, if it is not open; None where only sockets are used.
+
+        Raises:
+            BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
+        """
+        self._is_open = True
+        if self.config.transport == "socket":
+            return None
+        async with self._opening:
+            if self._agent is None:
+                try:
+                    await self._threads.run(self._open_agent)
+                except (BackendUnavailableError, TransferFailedError) as exc:
+                    if self.config.transport == "nixl":
+                        raise BackendUnavailableError(f"NIXL cannot be used: {exc}") from exc
+                    logger.info("NIXL cannot be used; using sockets: %s", exc)
+            return self._agent
+
+    async def reach(self, *, data_port: int = 0) -> Reach:
+        """Make the access to this process's memory, for the handshake; errors as `open`."""
+        agent = await self.open()
+        return Reach(
+            metadata=b"" if agent is None else agent.metadata,
+            regions=list(self.memory),
+            data_port=data_port,
+        )
+
+    async def link(self, greeting: Greeting) -> RemoteMemory:
+        """Open the way to a peer's memory: by NIXL where it is faster, else by sockets.
+
+        Raises:
+            BackendUnavailableError: `transport=nixl`, and NIXL cannot reach the peer.
+            ProtocolError: What the peer says of its memory makes no sense.
+        """
+        peer = greeting.hello.incarnation.hex()
+        try:
+            regions = Regions(greeting.reach.regions)
+            return await self._link_by_nixl(greeting, regions) or await self._link_by_sockets(
+                greeting, regions
+            )
+        except InvalidArgumentError as exc:
+            raise ProtocolError(peer, f"sent {exc}") from exc
+
+    async def restart(self) -> None:
+        """Close the NIXL agent, which ends its reads; a new one is opened when needed."""
+        async with self._opening:
+            agent, self._agent = self._agent, None
+            if agent is not None:
+                await agent.aclose()
+
+    async def aclose(self) -> None:
+        """Close the agents; may be called again."""
+        await self.restart()
+        await self.sockets.aclose()
+        await self._threads.aclose()
+
+    async def _link_by_nixl(self, greeting: Greeting, regions: Regions) -> RemoteMemory | None:
+        agent, metadata = self._agent, greeting.reach.metadata
+        carrier = choose_carrier(self.hello, greeting.hello)
+        demanded = self.config.transport == "nixl"
+        if agent is None or carrier == "socket" or not metadata:
+            if demanded:
+                raise BackendUnavailableError(
+                    "transport=nixl, but NIXL would have to use TCP to reach the peer"
+                )
+            return None
+        try:
+            async with asyncio.timeout(LINK_TIMEOUT_S):
+                name = await agent.add_peer(metadata)
+        except (PeerLostError, TimeoutError) as exc:
+            reason = str(exc) or f"it does not answer within {LINK_TIMEOUT_S:g} s"
+            if demanded:
+                raise BackendUnavailableError(f"transport=nixl, but {reason}") from exc
+            logger.warning("NIXL does not reach a peer; using sockets: %s", reason)
+            return None
+        return RemoteMemory(agent, name, carrier, regions)
+
+    async def _link_by_sockets(self, greeting: Greeting, regions: Regions) -> RemoteMemory:
+        name = greeting.session.session_id.hex()
+        metadata = AgentMetadata(name, list(regions)).encode()
+        peer = await self.sockets.add_peer(metadata)
+        return RemoteMemory(self.sockets, peer, "socket", regions)
+
+    def _has(self, region: MemoryRegion) -> bool:
+        stop = region.address + region.num_bytes
+        return any(
+            known.address <= region.address and stop <= known.address + known.num_bytes
+            for known in self._regions
+        )
+
+    def _open_agent(self) -> None:
+        """Open the agent; the next call finds it, even if this one's caller was cancelled."""
+        agent = self._make_agent()
+        agent.register(self._regions)
+        self._agent = agent

@@ -1,0 +1,155 @@
+"""Peers: their endpoints, the directory that lists them, and the placement of blocks at them.
+
+Placement is by rendezvous hashing. Every peer has a weight for every key, a hash of the two, and
+the heaviest peers hold the block. So all processes agree without communication, whatever the order
+in which they know the peers; and when a peer leaves, only its blocks get another place.
+
+Source: Thaler, Ravishankar: "Using name-based mappings to increase hit rates", IEEE/ACM
+Transactions on Networking 6(1), 1998.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import BlockKey
+
+# Finalizer of SplitMix64, a bijection. Source: https://prng.di.unimi.it/splitmix64.c
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Endpoint:
+    """Host and port of a peer, as text `host:port` or `[IPv6 address]:port`.
+
+    Attributes:
+        host: Name or IP address, without brackets.
+        port: TCP port; for listening, 0 means any free one.
+    """
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, argument: str, text: str) -> Self:
+        """Read an endpoint.
+
+        Args:
+            argument: Name of the parameter it comes from, for the error.
+            text: The endpoint.
+
+        Raises:
+            InvalidArgumentError: The text is not a host and a port.
+        """
+        form = "a host and a port, such as 'node-1:7000', '10.0.0.1:7000' or '[::1]:7000'"
+        host, colon, port = text.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        host = host[1:-1] if bracketed else host
+        if not (colon and _is_host(host, bracketed=bracketed) and _is_port(port)):
+            raise InvalidArgumentError(argument, text, form)
+        return cls(host, int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is surely on this machine: `localhost` or a loopback address."""
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return self.host == "localhost"
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+            address = address.ipv4_mapped
+        return address.is_loopback
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class PeerDirectory(Protocol):
+    """Directory of the peers that hold blocks; a discovery service can be one.
+
+    Every process that shares blocks must see the same peers sooner or later: they determine where a
+    block is, see `rank`.
+    """
+
+    async def peers(self) -> Sequence[Endpoint]:
+        """List the present peers, each once, in any order; called for every batch."""
+
+
+class StaticPeers:
+    """Directory of peers that do not change.
+
+    Args:
+        endpoints: Endpoints of all peers.
+    """
+
+    def __init__(self, endpoints: Sequence[Endpoint]) -> None:
+        self._endpoints = tuple(endpoints)
+
+    async def peers(self) -> Sequence[Endpoint]:
+        """See `PeerDirectory.peers`."""
+        return self._endpoints
+
+
+def rank(
+    keys: Sequence[BlockKey], endpoints: Sequence[Endpoint], replicas: int
+) -> NDArray[np.intp]:
+    """Find the peers that hold each key, the first choice first.
+
+    The answer for a key depends on the key and on the set of endpoints alone; it is part of the
+    protocol, because processes that store and processes that load must agree.
+
+    Args:
+        keys: Keys of blocks.
+        endpoints: The peers, each once, at least one.
+        replicas: Peers that hold each block; all of them where there are fewer.
+
+    Returns:
+        Indices into `endpoints`, `(min(replicas, num_endpoints), num_keys)`.
+
+    Raises:
+        InvalidArgumentError: There is no endpoint, one appears twice, or no replica is wanted.
+    """
+    if not endpoints or len(set(endpoints)) < len(endpoints):
+        raise InvalidArgumentError("endpoints", endpoints, "at least one, each once")
+    if replicas < 1:
+        raise InvalidArgumentError("replicas", replicas, "at least 1")
+    if len(endpoints) == 1:
+        return np.zeros((1, len(keys)), np.intp)
+    weights = _mix(
+        _hashes([str(endpoint).encode() for endpoint in endpoints])[:, None] ^ _hashes(keys)
+    )
+    ranked: NDArray[np.intp] = weights.argsort(axis=0)[::-1][:replicas]
+    return ranked
+
+
+def _hashes(names: Sequence[bytes]) -> NDArray[np.uint64]:
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, names), np.uint64, len(names))
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Scatter the bits; different values stay different."""
+    values = (values ^ (values >> _SHIFTS[0])) * _MULTIPLIERS[0]
+    values = (values ^ (values >> _SHIFTS[1])) * _MULTIPLIERS[1]
+    return values ^ (values >> _SHIFTS[2])
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 1 << 16
+
+
+def _is_host(text: str, *, bracketed: bool) -> bool:
+    if bracketed:
+        try:
+            return ipaddress.ip_address(text).version == 6
+        except ValueError:
+            return False
+    return bool(text) and all(
+        part.isascii() and part.replace("-", "").isalnum() for part in text.split(".")
+    )

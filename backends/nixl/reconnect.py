@@ -1,0 +1,127 @@
+"""Reconnecting connection to one peer: connects on demand, with pauses after a loss."""
+
+import asyncio
+import logging
+import random
+import ssl
+import time
+
+from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
+
+FIRST_RETRY_S = 0.1
+LAST_RETRY_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Reconnect:
+    """Connection to a peer that is opened on demand, by one task for all callers that wait for it.
+
+    No caller holds anything that another one needs: a cancelled or late caller leaves, and the task
+    goes on within the deadlines of the handshake.
+
+    Args:
+        node: Node of this process.
+        endpoint: Endpoint of the peer.
+        tls: TLS context for connections, None without TLS.
+
+    Attributes:
+        endpoint: As given.
+        is_own: Whether this process itself listens at the endpoint.
+    """
+
+    def __init__(self, node: LocalNode, endpoint: Endpoint, tls: ssl.SSLContext | None) -> None:
+        self.endpoint = endpoint
+        self.is_own = False
+        self._node = node
+        self._tls = tls
+        self._connection: Connection | None = None
+        self._opening: asyncio.Task[Connection] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self._pause_s = FIRST_RETRY_S
+        self._retry_at = 0.0
+        self._failure: KVXferError | None = None
+
+    @property
+    def carrier(self) -> str:
+        """Present carrier of bytes, for logs and statistics."""
+        if self.is_own:
+            return "own memory"
+        connection = self._connection
+        return connection.memory.carrier if connection and connection.is_open else "not connected"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, and nothing is read from the peer any more."""
+        return self._closed and not (self._opening or self._closing)
+
+    async def open(self) -> Connection:
+        """Return the connection, connecting if need be.
+
+        Raises:
+            OwnEndpointError: This process itself listens there.
+            KVXferError: The peer cannot be reached, or refuses; retried only after a pause.
+        """
+        if self._connection is not None and self._connection.is_open:
+            return self._connection
+        if self._closed:
+            raise ClosedError(f"connection to {self.endpoint}")
+        if self._opening is None:
+            if time.monotonic() < self._retry_at and self._failure is not None:
+                raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
+            self._opening = asyncio.create_task(self._open())
+            self._opening.add_done_callback(self._end_opening)
+        return await asyncio.shield(self._opening)
+
+    def disconnect(self) -> None:
+        """Begin to end the connection; the next call makes a new one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            # Not awaited: it waits for reads from the peer, which may stall.
+            closing = asyncio.create_task(connection.aclose())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    def close(self) -> None:
+        """Begin to end the connection for good; may be called again."""
+        self._closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+        self.disconnect()
+
+    async def wait_closed(self) -> None:
+        """Wait until nothing is read from the peer any more: for ever, if it stalls.
+
+        Closing the agent ends reads that stall.
+        """
+        if self._opening is not None:
+            await asyncio.wait([self._opening])
+        self.disconnect()
+        if self._closing:
+            await asyncio.wait(set(self._closing))
+
+    async def _open(self) -> Connection:
+        self.disconnect()
+        try:
+            connection = await Connection.open(self._node, self.endpoint, self._tls)
+        except KVXferError as exc:
+            self.is_own = isinstance(exc, OwnEndpointError)
+            if self._failure is None and not self.is_own:
+                logger.warning("cannot connect: %s", exc)
+            self._failure = exc
+            self._retry_at = time.monotonic() + self._pause_s * random.uniform(0.5, 1.0)
+            self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
+            raise
+        self._failure, self._pause_s = None, FIRST_RETRY_S
+        logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
+        self._connection = connection
+        return connection
+
+    def _end_opening(self, opening: "asyncio.Task[Connection]") -> None:
+        self._opening = None
+        if not opening.cancelled():
+            opening.exception()  # fetched, also when every caller has left

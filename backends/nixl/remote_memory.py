@@ -1,0 +1,191 @@
+"""Remote memory: that of one peer, the places of blocks in it, and verified reads of them."""
+
+import contextlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
+from kvxfer.backends.nixl.carrier import Carrier
+from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.wire.messages import Found
+from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragment_pairs import pair_fragments
+from kvxfer.storage.keys import BlockKey
+
+RUN_BYTES = 16 << 20
+"""Most bytes of a run: blocks that are verified together while the next run is read."""
+
+MAX_PLACES = 1 << 16
+
+
+class Place(NamedTuple):
+    """Place of one block at the time of a lookup.
+
+    Attributes:
+        address: Address of its bytes, in the peer's registered memory.
+        start: Byte of its chunk at which the block begins.
+        num_bytes: Bytes of the block.
+        checksum: XXH3-64 of its bytes.
+    """
+
+    address: int
+    start: int
+    num_bytes: int
+    checksum: int
+
+
+class Places:
+    """Places that lookups found, so that a load can read there without another request.
+
+    A found block is not pinned, so the bytes read at its place must have its checksum. Each place
+    is used once: a loaded block is rarely loaded again soon.
+
+    Args:
+        remote: The peer's registered memory.
+    """
+
+    def __init__(self, remote: Regions) -> None:
+        self._remote = remote
+        self._places: dict[BlockKey, Place] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def note(self, keys: Sequence[BlockKey], found: Found) -> None:
+        """Remember the places that a lookup of `keys` found, instead of earlier ones.
+
+        The oldest places are forgotten beyond `MAX_PLACES`.
+
+        Raises:
+            InvalidArgumentError: A place is not in the peer's memory, or not every block that is
+                there has one.
+        """
+        self.forget(keys)
+        if found.extents is None:
+            return
+        blocks = self._remote.resolve(found.extents)
+        there = [key for key, is_there in zip(keys, found.there, strict=True) if is_there]
+        counts = (len(blocks), blocks.num_blocks, len(found.starts), len(found.checksums))
+        if counts != (len(there),) * 4:
+            wanted = f"one for each of {len(there)} blocks"
+            raise InvalidArgumentError("extents, blocks, starts and checksums", counts, wanted)
+        columns = blocks.addresses.tolist(), found.starts, blocks.lengths.tolist(), found.checksums
+        self._places.update(zip(there, map(Place, *columns), strict=True))
+        while len(self._places) > MAX_PLACES:
+            del self._places[next(iter(self._places))]
+
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Forget the places of some blocks; unknown ones are ignored."""
+        for key in keys:
+            self._places.pop(key, None)
+
+    def take(
+        self, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> tuple[Descriptors, list[int]] | None:
+        """Take the places and checksums of blocks, and forget them.
+
+        Args:
+            keys: Keys of the blocks.
+            blocks: Memory to load them into, which says which bytes of them are wanted.
+
+        Returns:
+            None unless all places are known, and the blocks are wanted as they were stored.
+        """
+        taken = [place for key in keys if (place := self._places.pop(key, None))]
+        if len(taken) < len(keys):
+            return None
+        addresses, starts, sizes, checksums = zip(*taken, strict=True)
+        wanted = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
+        if (list(starts), list(sizes)) != wanted:
+            return None
+        described = Descriptors.of_pieces(np.array(addresses, np.uint64), sizes)
+        return described, list(checksums)
+
+
+class RemoteMemory:
+    """Registered memory of one peer.
+
+    Args:
+        agent: Agent that reads it.
+        peer: Name of the peer at the agent.
+        carrier: Carrier of the bytes.
+        regions: The memory.
+
+    Attributes:
+        agent: As given.
+        peer: As given.
+        carrier: As given.
+        regions: As given.
+    """
+
+    def __init__(self, agent: TransferAgent, peer: str, carrier: Carrier, regions: Regions) -> None:
+        self.agent = agent
+        self.peer = peer
+        self.carrier = carrier
+        self.regions = regions
+
+    async def read(
+        self,
+        theirs: Descriptors,
+        ours: Descriptors,
+        expected: Sequence[int],
+        hasher: BlockHasher,
+        *,
+        last_run_bytes: int,
+    ) -> dict[int, int]:
+        """Copy blocks of the peer's memory to ours, and verify them run by run.
+
+        Args:
+            theirs: Blocks in the peer's memory.
+            ours: Memory to copy them to.
+            expected: XXH3-64 that each block must have.
+            hasher: Hasher that verifies them.
+            last_run_bytes: Most bytes that are left to verify when all have landed.
+
+        Returns:
+            Checksums, by position, of the blocks that have the expected one.
+
+        Raises:
+            TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
+            asyncio.CancelledError: As before.
+        """
+        bounds = [(0, ours.num_blocks)]
+        if ours.num_bytes > last_run_bytes:
+            bounds = _runs(ours, last_run_bytes)
+        runs = [ours.select(*each) for each in bounds]
+        pairs = (_pair(run, theirs.select(*each)) for run, each in zip(runs, bounds, strict=True))
+        verification = hasher.verification(runs, expected)
+        try:
+            await self.agent.read(self.peer, pairs, verification.landed)
+        finally:
+            await verification.settle()
+        return verification.intact
+
+    async def aclose(self) -> None:
+        """Forget the peer; wait until reads from it have ended, unless others use it."""
+        with contextlib.suppress(ClosedError):  # the agent was closed first
+            await self.agent.remove_peer(self.peer)
+
+
+def _runs(blocks: Descriptors, last_run_bytes: int) -> list[tuple[int, int]]:
+    """Cut a batch into runs that are verified together: each is twice as long as all after it.
+
+    Hashing a run takes less time than moving half its bytes, so little is left to hash at the end.
+    """
+    ends = np.cumsum(blocks.block_sizes)
+    bounds, total = [0], int(ends[-1])
+    while bounds[-1] < blocks.num_blocks:
+        done = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
+        run_bytes = (total - done) * 2 // 3 if total - done > last_run_bytes else total - done
+        stop = int(ends.searchsorted(done + min(run_bytes, RUN_BYTES), side="right"))
+        bounds.append(max(stop, bounds[-1] + 1))
+    return list(pairwise(bounds))
+
+
+def _pair(ours: Descriptors, theirs: Descriptors) -> Fragments:
+    return Fragments.of(*pair_fragments(ours, theirs))

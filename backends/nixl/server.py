@@ -1,0 +1,276 @@
+"""Server: listens for peers, and serves the blocks of this process to each of them."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
+from kvxfer.backends.nixl.config import server_context
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.wire.channel import FrameChannel
+from kvxfer.backends.nixl.wire.data import DataConnection, describe
+from kvxfer.backends.nixl.wire.frames import printable
+from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
+from kvxfer.backends.nixl.wire.messages import Attach, Hello, Reach
+from kvxfer.errors import (
+    BackendUnavailableError,
+    KVXferError,
+    NamespaceMismatchError,
+    PeerClosedError,
+    PeerTimeoutError,
+    ProtocolError,
+)
+from kvxfer.storage.keys import Namespace
+
+MAX_CONNECTIONS = 1024
+"""Most connections, control and data together; those that do not authenticate in time are cut."""
+MAX_UNPROVEN = 128
+"""Most connections that have not authenticated: the oldest is cut when another one comes. A peer
+authenticates within milliseconds."""
+ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
+DRAIN_POLL_S = 0.05
+
+OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
+Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
+
+logger = logging.getLogger(__name__)
+
+_ATTACH: msgspec.msgpack.Decoder[Attach] = msgspec.msgpack.Decoder(Attach)
+
+
+class Server:
+    """Server of a holder's blocks.
+
+    Args:
+        node: Node of this process.
+        open_store: Opens the store of a namespace and adds its memory to the node, if need be;
+            called once, for the first peer.
+        endpoint: Endpoint to listen at.
+    """
+
+    def __init__(self, node: LocalNode, open_store: OpenStore, endpoint: Endpoint) -> None:
+        self._node = node
+        self._open_store = open_store
+        self._endpoint = endpoint
+        self._tls = server_context(node.config)
+        self._store: BlockStore | None = None
+        self._settling = asyncio.Lock()
+        self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
+        self._port = endpoint.port
+        self._data_port = node.config.data_port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
+        self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
+        self._draining = False
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Endpoint that peers connect to; port 0 becomes the real port once it listens."""
+        return Endpoint(self._endpoint.host, self._port)
+
+    @property
+    def data_port(self) -> int:
+        """Port for data connections; 0 becomes the real port once it listens."""
+        return self._data_port
+
+    @property
+    def sessions(self) -> list[ClientSession]:
+        """Sessions of the peers that are connected."""
+        return [session for session, _ in self._sessions.values()]
+
+    @property
+    def num_unproven(self) -> int:
+        """Connections that have not authenticated yet."""
+        return len(self._unproven)
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            BackendUnavailableError: The address, or the port for data, is in use, or the address is
+                not one of this machine.
+        """
+        at = self._endpoint
+        host, port = at.host, at.port
+        control: socket.socket | None = None
+        try:
+            # A name may have several addresses; use the first one for control and data.
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )
+            family, *_, address = found[0]
+            control = socket.create_server(address, family=family)
+            self._port = control.getsockname()[1]
+            at = Endpoint(host, self._data_port)
+            data = socket.create_server((address[0], self._data_port, *address[2:]), family=family)
+            self._data_port = data.getsockname()[1]
+        except OSError as exc:
+            if control is not None:
+                control.close()
+            raise BackendUnavailableError(f"cannot listen at {at}: {exc}") from exc
+        self._accepting = [
+            self._run(self._accept(control, self._serve)),
+            self._run(self._accept(data, self._serve_data)),
+        ]
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Accept no new peers, lookups and transfers, and wait until no block is pinned or stored.
+
+        Returns:
+            False when `timeout_s` passed before.
+        """
+        self._draining = True
+        for accepting in self._accepting[:1]:
+            accepting.cancel()
+        for session in self.sessions:
+            session.drain()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not all(each.is_idle for each in self.sessions):  # noqa: ASYNC110 - once a life
+                    await asyncio.sleep(DRAIN_POLL_S)
+        except TimeoutError:
+            return False
+        return True
+
+    async def disconnect(self) -> None:
+        """End the connections of all peers, which may connect again."""
+        for session in self.sessions:
+            await session.aclose()
+
+    def close(self) -> None:
+        """Begin to end every connection; may be called again."""
+        for accepting in self._accepting:
+            accepting.cancel()
+        # Not at once: a task that never began would leave its connection open.
+        asyncio.get_running_loop().call_soon(self._cancel_all)
+
+    async def wait_closed(self) -> None:
+        """Wait until every connection has ended, and nothing is read for one any more."""
+        if self._accepting:
+            await asyncio.wait(self._accepting)
+        self._cancel_all()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _cancel_all(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _run(
+        self, work: Coroutine[Any, Any, None], *, unproven: bool = False
+    ) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if unproven:
+            if len(self._unproven) >= MAX_UNPROVEN:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]  # its end takes a while
+                oldest.cancel()
+            self._unproven[task] = None
+            task.add_done_callback(lambda done: self._unproven.pop(done, None))
+        return task
+
+    def _prove(self) -> "asyncio.Task[None]":
+        """Note that the peer of the current task has authenticated."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._unproven.pop(task, None)
+        return task
+
+    async def _accept(self, listener: socket.socket, serve: Serve) -> None:
+        """Accept connections, and serve each in a task of its own; own the listener."""
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        with listener:
+            while True:
+                try:
+                    connection, address = await loop.sock_accept(listener)
+                except OSError as exc:
+                    logger.warning("cannot accept a connection: %s", describe(exc))
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                if len(self._tasks) < MAX_CONNECTIONS:
+                    peer = str(Endpoint(*address[:2]))
+                    self._run(serve(connection, peer), unproven=True)
+                else:
+                    logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
+                    connection.close()
+                await asyncio.sleep(0)  # let it begin, and others run: many may wait
+
+    async def _serve(self, plain: socket.socket, peer: str) -> None:
+        try:
+            channel = await FrameChannel.accept(plain, peer, self._tls, HANDSHAKE_TIMEOUT_S)
+            greeting = await greet_as_server(
+                channel,
+                self._node.hello,
+                secret=self._node.secret,
+                reach=self._reach,
+                timeout_s=HANDSHAKE_TIMEOUT_S,
+            )
+        except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
+            logger.debug("%s", printable(exc))
+            return
+        except ProtocolError as exc:  # somebody who is no peer
+            logger.info("refused a stranger: %s", printable(exc))
+            return
+        except KVXferError as exc:
+            logger.warning("refused a peer: %s", printable(exc))
+            return
+        task = self._prove()
+        assert self._store is not None
+        session = ClientSession(self._node, channel, greeting, self._store)
+        incarnation = greeting.hello.incarnation
+        earlier = self._sessions.get(incarnation)
+        self._sessions[incarnation] = session, task
+        if self._draining:  # the handshake began before
+            session.drain()
+        try:
+            if earlier is not None:
+                await earlier[0].aclose()
+            await session.serve()
+        except KVXferError as exc:
+            logger.warning("cannot serve %s: %s", channel.peer, printable(exc))
+        finally:
+            if self._sessions.get(incarnation) == (session, task):
+                del self._sessions[incarnation]
+
+    async def _reach(self, theirs: Hello) -> Reach:
+        """Prepare for a peer that has authenticated, and return the access to our memory."""
+        await self._settle(theirs.namespace)
+        return await self._node.reach(data_port=self._data_port)
+
+    async def _settle(self, namespace: Namespace | None) -> None:
+        """Open the store of the first peer's namespace, and refuse other namespaces."""
+        async with self._settling:
+            if namespace is None:
+                raise NamespaceMismatchError("model", "any", "none")
+            if self._node.namespace is not None:
+                self._node.namespace.require_same(namespace)
+            if self._store is None:
+                self._store = await self._open_store(namespace)
+                self._node.namespace = namespace
+
+    async def _serve_data(self, plain: socket.socket, peer: str) -> None:
+        connection: DataConnection | None = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                connection = await DataConnection.secured(plain, peer, self._tls)
+                attach = await connection.hear(_ATTACH)
+            for session in self.sessions:
+                if session.session.session_id == attach.session:
+                    session.session.admit(attach, peer)
+                    self._prove()
+                    await session.serve_data(attach, connection)
+        except (KVXferError, TimeoutError) as exc:
+            logger.info("data connection of %s: %s", peer, printable(exc) or "silent")
+        finally:
+            if connection is None:
+                plain.close()
+            else:
+                connection.close()

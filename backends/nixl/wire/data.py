@@ -1,0 +1,335 @@
+"""Data connection: one side reads the other's memory through a socket, plain or TLS."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+
+from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.wire.frames import (
+    HEADER_BYTES,
+    FrameCodec,
+    FrameKeys,
+    MessageT,
+    printable,
+)
+from kvxfer.backends.nixl.wire.messages import Message, Read, Reading
+from kvxfer.errors import (
+    InvalidArgumentError,
+    PeerClosedError,
+    PeerError,
+    PeerTimeoutError,
+    ProtocolError,
+    TransferFailedError,
+)
+from kvxfer.kvcache.fragments import Addresses
+from kvxfer.kvcache.raw_memory import view_memory
+
+MAX_VIEWS = 1024
+"""Most fragments of one system call. Source: IOV_MAX in limits.h."""
+
+T = TypeVar("T")
+
+_READ = msgspec.msgpack.Decoder(Read)
+_READING = msgspec.msgpack.Decoder(Reading)
+
+
+class DataConnection:
+    """Data connection, which owns its socket.
+
+    It is opened on the event loop, where no silent peer occupies a thread. Then `begin` makes it
+    blocking, and `read` or `serve` are called on one thread. After a `PeerError` it must be closed.
+
+    Args:
+        connection: Connected socket, plain or TLS.
+        peer: Name of the other side, for errors.
+    """
+
+    def __init__(self, connection: socket.socket, peer: str) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.peer = peer
+        self._socket = connection
+        self._codec = FrameCodec(peer)
+        self._timeout_s = 0.0
+        self._closing = threading.Lock()
+        self._in_call = False
+        self._closed = False
+
+    @classmethod
+    async def connect(
+        cls, endpoint: Endpoint, host: str, tls: ssl.SSLContext | None
+    ) -> "DataConnection":
+        """Connect to a holder's port for data.
+
+        Args:
+            endpoint: Address of the port.
+            host: Name of the holder, which its certificate must have.
+            tls: TLS context, None without TLS.
+
+        Raises:
+            PeerClosedError: It cannot be reached, or the TLS handshake fails.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
+            plain = socket.socket(found[0][0], socket.SOCK_STREAM)
+        except OSError as exc:
+            raise PeerClosedError(str(endpoint), f"cannot connect: {describe(exc)}") from exc
+        plain.setblocking(False)
+        try:
+            await loop.sock_connect(plain, found[0][-1])
+        except BaseException as exc:
+            plain.close()
+            if isinstance(exc, OSError):
+                raise PeerClosedError(str(endpoint), f"cannot connect: {describe(exc)}") from exc
+            raise
+        return await cls.secured(plain, str(endpoint), tls, host=host)
+
+    @classmethod
+    async def secured(
+        cls, plain: socket.socket, peer: str, tls: ssl.SSLContext | None, *, host: str | None = None
+    ) -> "DataConnection":
+        """Shake hands by TLS, if there is a context, as client of `host`, or else as server.
+
+        Raises:
+            PeerClosedError: The handshake fails; the socket is closed.
+        """
+        if tls is None:
+            return cls(plain, peer)
+        opened = plain
+        try:
+            plain.getpeername()  # `wrap_socket` leaves one that was reset to the garbage collector
+            opened = tls.wrap_socket(
+                plain,
+                server_side=host is None,
+                server_hostname=host,
+                do_handshake_on_connect=False,
+            )
+            opened.setblocking(False)
+            await _when_ready(opened, opened.do_handshake)
+        except BaseException as exc:
+            opened.close()
+            if isinstance(exc, OSError):  # ssl.SSLError is one
+                raise PeerClosedError(peer, f"TLS handshake failed: {describe(exc)}") from exc
+            raise
+        return cls(opened, peer)
+
+    async def say(self, message: Message) -> None:
+        """Send a short message on the event loop; errors as `hear`."""
+        frame = memoryview(self._codec.encode(message))
+        with self._call():
+            while frame:
+                frame = frame[await _when_ready(self._socket, partial(self._socket.send, frame)) :]
+
+    async def hear(self, legal: "msgspec.msgpack.Decoder[MessageT]") -> MessageT:
+        """Wait for a message on the event loop.
+
+        Raises:
+            ProtocolError: The frame is changed, or the message is not legal.
+            PeerClosedError: The connection is gone.
+        """
+        header = await self._hear_bytes(HEADER_BYTES, is_header=True)
+        body = await self._hear_bytes(self._codec.body_size(header), is_header=False)
+        return self._codec.decode(self._codec.open(body), legal)
+
+    def secure(self, keys: FrameKeys) -> None:
+        """See `FrameCodec.secure`."""
+        self._codec.secure(keys)
+
+    def begin(self, timeout_s: float) -> None:
+        """Make the connection blocking, for `read` and `serve`.
+
+        Args:
+            timeout_s: Seconds that the other side may take for a message, or for the bytes of one
+                `read`.
+        """
+        self._timeout_s = timeout_s
+        self._socket.settimeout(timeout_s)
+
+    def read(self, local: Addresses, remote: Addresses, lengths: Addresses) -> None:
+        """Read fragments of the other side's memory; blocks.
+
+        Args:
+            local: Addresses to read to, uint64.
+            remote: Addresses at the other side.
+            lengths: Bytes of each fragment.
+
+        Raises:
+            TransferFailedError: The other side refuses; the connection can be used again.
+            PeerError: The bytes did not arrive.
+        """
+        stop = time.monotonic() + self._timeout_s
+        request = self._codec.encode(Read(addresses=remote.tobytes(), lengths=lengths.tobytes()))
+        with self._call():
+            self._move([memoryview(request)], stop, send=True)
+            answer = self._receive(_READING, stop)
+            if answer.refusal:
+                raise TransferFailedError(self.peer, printable(answer.refusal))
+            self._move(view_memory(local, lengths), stop, send=False)
+
+    def serve(self, regions: Callable[[], Regions]) -> None:
+        """Send what the other side reads, until the connection ends; blocks.
+
+        Args:
+            regions: Returns the memory that may be read now.
+
+        Raises:
+            PeerError: The connection ended.
+        """
+        with self._call():
+            while True:
+                self._socket.settimeout(None)  # the session ends a peer that is silent
+                header = self._receive_bytes(HEADER_BYTES, None, is_header=True)
+                stop = time.monotonic() + self._timeout_s
+                body = self._receive_bytes(self._codec.body_size(header), stop, is_header=False)
+                request = self._codec.decode(self._codec.open(body), _READ)
+                try:
+                    addresses, lengths = _columns(request)
+                    regions().require("addresses", addresses, lengths)
+                    views = view_memory(addresses, lengths)
+                    answer = Reading()
+                except InvalidArgumentError as exc:
+                    views, answer = [], Reading(refusal=str(exc))
+                self._move([memoryview(self._codec.encode(answer)), *views], stop, send=True)
+
+    def close(self) -> None:
+        """End the connection, also under a thread that waits in a call; may be called again.
+
+        Such a call closes the socket at its end: another one could get its number before.
+        """
+        with self._closing:
+            self._closed = True
+            with contextlib.suppress(OSError):  # the other side closed it first
+                # That of SSLSocket would make the thread go on without TLS.
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            if not self._in_call:
+                self._socket.close()
+
+    async def _hear_bytes(self, num_bytes: int, *, is_header: bool) -> bytearray:
+        data = bytearray(num_bytes)
+        missing = memoryview(data)
+        with self._call():
+            while missing:
+                count = await _when_ready(self._socket, partial(self._socket.recv_into, missing))
+                self._require_more(count, between_frames=is_header and len(missing) == num_bytes)
+                missing = missing[count:]
+        return data
+
+    def _receive(self, legal: "msgspec.msgpack.Decoder[MessageT]", stop: float) -> MessageT:
+        header = self._receive_bytes(HEADER_BYTES, stop, is_header=True)
+        body = self._receive_bytes(self._codec.body_size(header), stop, is_header=False)
+        return self._codec.decode(self._codec.open(body), legal)
+
+    def _receive_bytes(self, num_bytes: int, stop: float | None, *, is_header: bool) -> bytearray:
+        data = bytearray(num_bytes)
+        missing = memoryview(data)
+        while missing:
+            self._set_deadline(stop)
+            count = self._socket.recv_into(missing)
+            self._require_more(count, between_frames=is_header and len(missing) == num_bytes)
+            missing = missing[count:]
+        return data
+
+    def _move(self, views: list[memoryview], stop: float, *, send: bool) -> None:
+        """Send or receive all bytes of some memory."""
+        for start in range(0, len(views), MAX_VIEWS):
+            some = views[start : start + MAX_VIEWS]
+            ends = np.cumsum([len(view) for view in some])
+            total, done = int(ends[-1]), 0
+            while done < total:
+                self._set_deadline(stop)
+                first = int(np.searchsorted(ends, done, side="right"))
+                left = int(ends[first]) - done
+                count = self._move_some([some[first][-left:], *some[first + 1 :]], send=send)
+                self._require_more(count, between_frames=False)
+                done += count
+
+    def _move_some(self, views: list[memoryview], *, send: bool) -> int:
+        if isinstance(self._socket, ssl.SSLSocket):  # knows no lists of buffers
+            return self._socket.send(views[0]) if send else self._socket.recv_into(views[0])
+        return self._socket.sendmsg(views) if send else self._socket.recvmsg_into(views)[0]
+
+    def _set_deadline(self, stop: float | None) -> None:
+        if stop is not None:
+            left_s = stop - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left_s)
+
+    def _require_more(self, count: int, *, between_frames: bool) -> None:
+        if count:
+            return
+        if between_frames or self._closed:
+            raise PeerClosedError(self.peer, "ended the connection")
+        raise ProtocolError(self.peer, "ended the connection in the middle of a frame")
+
+    def _end_call(self) -> None:
+        with self._closing:
+            self._in_call = False
+            if self._closed:
+                self._socket.close()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Translate errors of the socket, and keep it from being closed meanwhile."""
+        with self._closing:
+            if self._closed:
+                raise PeerClosedError(self.peer, "the connection was closed on this side")
+            self._in_call = True
+        try:
+            yield
+        except PeerError:
+            raise
+        except TimeoutError as exc:
+            raise PeerTimeoutError(self.peer, "the bytes of blocks", self._timeout_s) from exc
+        except OSError as exc:
+            raise PeerClosedError(self.peer, f"connection lost: {describe(exc)}") from exc
+        finally:
+            self._end_call()
+
+
+def describe(error: OSError) -> str:
+    """Describe an error of a socket, also one whose text is empty, as those of TLS may be."""
+    text = str(error)
+    return text if any(map(str.isalnum, text)) else type(error).__name__
+
+
+def _columns(request: Read) -> tuple[Addresses, Addresses]:
+    sizes = len(request.addresses), len(request.lengths)
+    if sizes[0] != sizes[1] or sizes[0] % 8:
+        raise InvalidArgumentError("bytes of addresses and lengths", sizes, "8 for each fragment")
+    addresses, lengths = (
+        np.frombuffer(each, "<u8") for each in (request.addresses, request.lengths)
+    )
+    if not lengths.all():
+        raise InvalidArgumentError("lengths", 0, "positive numbers")
+    return addresses, lengths
+
+
+async def _when_ready(connection: socket.socket, call: Callable[[], T]) -> T:
+    """Make a call of a non-blocking socket as soon as it does not have to wait."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return call()
+        except ssl.SSLWantWriteError:
+            add, remove = loop.add_writer, loop.remove_writer
+        except (ssl.SSLWantReadError, BlockingIOError):
+            add, remove = loop.add_reader, loop.remove_reader
+        ready = asyncio.Event()
+        add(connection, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            remove(connection)

@@ -1,0 +1,358 @@
+"""Handshake of two peers: version, namespace and authentication.
+
+    asking                                serving
+    Hello                         ->
+                                  <-      Hello, or Refusal of version or namespace
+    Proof                         ->
+                                  <-      Proof, or Refusal of the secret
+                                  <-      Reach, sealed
+    Reach, sealed                 ->
+                                  <-      Ready, sealed, once the holder has linked the memory
+
+A proof is an HMAC with the secret over the role of its sender and both greetings, each with a fresh
+nonce: it cannot be used again, nor sent back. The keys of the session come from the secret and the
+same greetings. `Reach`, which gives access to memory, is sent late, sealed, and only to an
+authenticated peer. Both sides speak the newest version that both know.
+
+Without a secret an empty one is used. It proves nothing, so both ends must be on this machine, or
+TLS must have verified the other side's certificate.
+"""
+
+import asyncio
+import contextlib
+import enum
+import hmac
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvxfer.backends.nixl.wire.channel import FrameChannel
+from kvxfer.backends.nixl.wire.frames import FrameKeys, MessageT, printable
+from kvxfer.backends.nixl.wire.messages import (
+    NONCE_BYTES,
+    Attach,
+    Hello,
+    Proof,
+    Reach,
+    Refusal,
+)
+from kvxfer.errors import (
+    HandshakeError,
+    KVXferError,
+    NamespaceMismatchError,
+    PeerTimeoutError,
+    ProtocolError,
+)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+
+_NAMESPACE = "namespace."
+
+
+class Role(enum.Enum):
+    """Role of a process in a connection."""
+
+    ASKING = b"asking"
+    SERVING = b"serving"
+
+    @property
+    def other(self) -> "Role":
+        """Role of the other side."""
+        return Role.SERVING if self is Role.ASKING else Role.ASKING
+
+
+def mac(key: bytes, purpose: str, *parts: bytes) -> bytes:
+    """Compute the HMAC-SHA256 over a purpose and parts, with the length of each.
+
+    Returns:
+        32 bytes.
+    """
+    sized = (len(part).to_bytes(8, "big") + part for part in (purpose.encode(), *parts))
+    return hmac.digest(key, b"".join(sized), "sha256")
+
+
+@dataclass(slots=True, repr=False)
+class Session:
+    """Session: one control connection and its data connections.
+
+    Attributes:
+        role: Role of this process.
+        session_id: The holder's nonce.
+        key: 32 bytes that only the two sides know; hidden in `repr`, and so in logs.
+        last_serial: Serial of the latest data connection; 0 before the first.
+    """
+
+    role: Role
+    session_id: bytes
+    key: bytes
+    last_serial: int = field(default=0, init=False)
+
+    def frame_keys(self, serial: int = 0) -> FrameKeys:
+        """Derive the keys of a data connection; for 0, those of the control connection itself."""
+        number = serial.to_bytes(8, "big")
+        sending, receiving = self.role, self.role.other
+        return FrameKeys(
+            sending=mac(self.key, "frames", sending.value, number),
+            receiving=mac(self.key, "frames", receiving.value, number),
+        )
+
+    def attach(self, *, reads: bool) -> Attach:
+        """Make the first message of the next data connection; see `Attach.reads`.
+
+        These messages must arrive in the order in which they were made.
+        """
+        self.last_serial += 1
+        return Attach(
+            session=self.session_id,
+            serial=self.last_serial,
+            reads=reads,
+            mac=self._attach_mac(self.last_serial, reads=reads),
+        )
+
+    def admit(self, attach: Attach, peer: str) -> None:
+        """Check the first message of a data connection to the holder.
+
+        Args:
+            attach: The message; its `session` was used to find this object.
+            peer: Address of the sender, for the error.
+
+        Raises:
+            HandshakeError: The message was made without the key of this session, or was used
+                before.
+        """
+        serial = attach.serial
+        known = 0 < serial < 1 << 63 and hmac.compare_digest(
+            attach.mac, self._attach_mac(serial, reads=attach.reads)
+        )
+        if not known or attach.session != self.session_id:
+            raise HandshakeError(peer, "session key", "that of the session", "another one")
+        if serial <= self.last_serial:
+            raise HandshakeError(peer, "serial", f"above {self.last_serial}", str(serial))
+        self.last_serial = serial
+
+    def _attach_mac(self, serial: int, *, reads: bool) -> bytes:
+        parts = self.session_id, serial.to_bytes(8, "big"), bytes([reads])
+        return mac(self.key, "attach", *parts)
+
+
+class _AnyHello(msgspec.Struct, tag="Hello"):
+    """The part of a greeting that every version of the protocol has, the oldest one since 4."""
+
+    version: int
+    oldest_version: int | None = None
+
+
+# With annotations: mypy does not take a union for a type.
+_VERSION: msgspec.msgpack.Decoder[_AnyHello | Refusal]
+_VERSION = msgspec.msgpack.Decoder(_AnyHello | Refusal)
+_HELLO = msgspec.msgpack.Decoder(Hello)
+_PROOF: msgspec.msgpack.Decoder[Proof | Refusal] = msgspec.msgpack.Decoder(Proof | Refusal)
+_REACH: msgspec.msgpack.Decoder[Reach | Refusal] = msgspec.msgpack.Decoder(Reach | Refusal)
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """Result of a handshake.
+
+    Attributes:
+        hello: Greeting of the other side.
+        reach: Access to its memory.
+        session: Keys of this connection and of its data connections.
+    """
+
+    hello: Hello
+    reach: Reach
+    session: Session
+
+
+async def greet_as_client(
+    channel: FrameChannel,
+    ours: Hello,
+    *,
+    secret: bytes | None,
+    reach: Callable[[Hello], Awaitable[Reach]],
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> Greeting:
+    """Shake hands, as the side that connected.
+
+    Afterwards the frames of the channel are sealed. After an error, and when cancelled, it is
+    closed.
+
+    Args:
+        channel: Fresh connection.
+        ours: Greeting of this side; the nonce is made here.
+        secret: Secret that both sides know; None without one.
+        reach: Makes the access to our memory, once the other side has authenticated.
+        timeout_s: Time for the whole handshake.
+
+    Raises:
+        NamespaceMismatchError: The other side has another namespace; names the field.
+        HandshakeError: It speaks another version or has another secret, or there is neither a
+            secret nor TLS and it is not on this machine.
+        ProtocolError: It sent something that is not part of a handshake.
+        PeerTimeoutError: It did not answer in time.
+        PeerClosedError: The connection is gone.
+    """
+    handshake = _Handshake(channel, ours, Role.ASKING, secret or b"")
+    async with _closed_on_error(channel, timeout_s):
+        handshake.require_authentication()
+        await channel.send(handshake.ours)
+        theirs = await handshake.receive_hello()
+        handshake.require_same_namespace(theirs)
+        await channel.send(handshake.proof())
+        await handshake.verify()
+        session = handshake.secure(holder=theirs)
+        await channel.send(await reach(theirs))
+        return Greeting(theirs, await handshake.receive(_REACH), session)
+
+
+async def greet_as_server(
+    channel: FrameChannel,
+    ours: Hello,
+    *,
+    secret: bytes | None,
+    reach: Callable[[Hello], Awaitable[Reach]],
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> Greeting:
+    """Shake hands, as the side that a peer connected to.
+
+    Args:
+        channel: Fresh connection.
+        ours: Greeting of this side; without a namespace, any is served.
+        secret: Secret that both sides know; None without one.
+        reach: As in `greet_as_client`. It may raise `NamespaceMismatchError`, e.g. when another
+            peer has settled the namespace meanwhile; the other side is told.
+        timeout_s: Time for the whole handshake.
+
+    Raises: as `greet_as_client`.
+    """
+    handshake = _Handshake(channel, ours, Role.SERVING, secret or b"")
+    async with _closed_on_error(channel, timeout_s):
+        theirs = await handshake.receive_hello()
+        handshake.require_authentication()
+        handshake.require_same_namespace(theirs)
+        await channel.send(handshake.ours)
+        await handshake.verify()
+        offered = await reach(theirs)  # before our proof: until then we may send a refusal
+        await channel.send(handshake.proof())
+        session = handshake.secure(holder=handshake.ours)
+        await channel.send(offered)
+        return Greeting(theirs, await handshake.receive(_REACH), session)
+
+
+class _Handshake:
+    """Steps of one handshake.
+
+    Args:
+        channel: The connection.
+        ours: Our greeting, without a nonce.
+        role: Role of this side.
+        secret: Secret that both sides know; empty without one.
+    """
+
+    def __init__(self, channel: FrameChannel, ours: Hello, role: Role, secret: bytes) -> None:
+        self.ours = msgspec.structs.replace(ours, nonce=secrets.token_bytes(NONCE_BYTES))
+        self._channel = channel
+        self._peer = str(channel.peer)
+        self._role = role
+        self._secret = secret
+        self._hellos = {role: msgspec.msgpack.encode(self.ours)}
+
+    def require_authentication(self) -> None:
+        """Refuse to leave this machine with neither a secret nor TLS."""
+        local = self._channel.local.is_loopback and self._channel.peer.is_loopback
+        if not (self._secret or self._channel.has_verified_certificate or local):
+            ours = "neither a secret nor TLS; one is needed beyond loopback addresses"
+            raise HandshakeError(self._peer, "authentication", ours, self._peer)
+
+    def require_same_namespace(self, theirs: Hello) -> None:
+        """Refuse another namespace than ours, where both sides have one."""
+        if self.ours.namespace is not None and theirs.namespace is not None:
+            try:
+                self.ours.namespace.require_same(theirs.namespace)
+            except NamespaceMismatchError as exc:  # with a stranger's text in it
+                field, theirs_is = printable(exc.field), printable(exc.theirs)
+                raise NamespaceMismatchError(field, exc.ours, theirs_is) from None
+
+    async def receive(self, legal: msgspec.msgpack.Decoder[MessageT | Refusal]) -> MessageT:
+        """Wait for a message; raise its error if it is a refusal."""
+        return self._accept(await self._channel.receive(legal))
+
+    async def receive_hello(self) -> Hello:
+        """Wait for the other side's greeting; refuse another version before reading the rest."""
+        payload = await self._channel.receive_payload()
+        any_hello = self._accept(self._channel.decode(payload, _VERSION))
+        newest, oldest = any_hello.version, any_hello.oldest_version
+        oldest = newest if oldest is None else oldest
+        if min(newest, self.ours.version) < max(oldest, self.ours.oldest_version):
+            ours = f"{self.ours.oldest_version} to {self.ours.version}"
+            raise HandshakeError(self._peer, "version", ours, f"{oldest} to {newest}")
+        theirs = self._channel.decode(payload, _HELLO)
+        if len(theirs.nonce) != NONCE_BYTES:
+            raise ProtocolError(self._peer, f"sent a nonce of {len(theirs.nonce)} bytes")
+        self._hellos[self._role.other] = bytes(payload)
+        return theirs
+
+    def proof(self) -> Proof:
+        """Prove that we know the secret."""
+        return Proof(mac=self._mac("proof", self._role.value))
+
+    async def verify(self) -> None:
+        """Wait for the other side's proof, and check it."""
+        proof = await self.receive(_PROOF)
+        if not hmac.compare_digest(proof.mac, self._mac("proof", self._role.other.value)):
+            ours = "a secret" if self._secret else "none"
+            raise HandshakeError(self._peer, "secret", ours, "another one, or none")
+
+    def secure(self, *, holder: Hello) -> Session:
+        """Seal the frames from here on; return the session."""
+        session = Session(self._role, session_id=holder.nonce, key=self._mac("session"))
+        self._channel.secure(session.frame_keys())
+        return session
+
+    def _mac(self, purpose: str, *parts: bytes) -> bytes:
+        said = self._hellos[Role.ASKING], self._hellos[Role.SERVING]
+        return mac(self._secret, purpose, *parts, *said)
+
+    def _accept(self, answer: MessageT | Refusal) -> MessageT:
+        if isinstance(answer, Refusal):
+            error = _read_refusal(self._peer, answer)
+            self._channel.cut(error)
+            raise error
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIterator[None]:
+    """Send refusals to the other side, close the channel after an error, keep the deadline."""
+    try:
+        async with asyncio.timeout(timeout_s) as deadline:
+            try:
+                channel.require_open()
+                yield
+            except (HandshakeError, NamespaceMismatchError) as error:
+                with contextlib.suppress(KVXferError):  # it refused us, or is gone
+                    await channel.send(_make_refusal(error))
+                raise
+    except BaseException as error:
+        if isinstance(error, TimeoutError) and deadline.expired():
+            late = PeerTimeoutError(str(channel.peer), "the handshake", timeout_s)
+            channel.cut(late)
+            raise late from error
+        await channel.aclose()
+        raise
+
+
+def _make_refusal(error: HandshakeError | NamespaceMismatchError) -> Refusal:
+    field = _NAMESPACE + error.field if isinstance(error, NamespaceMismatchError) else error.field
+    return Refusal(field=field, ours=printable(error.ours), theirs=printable(error.theirs))
+
+
+def _read_refusal(peer: str, refusal: Refusal) -> HandshakeError | NamespaceMismatchError:
+    """Turn a refusal of the other side into our error: its `ours` is our `theirs`."""
+    field, ours, theirs = map(printable, (refusal.field, refusal.theirs, refusal.ours))
+    if field.startswith(_NAMESPACE):
+        return NamespaceMismatchError(field.removeprefix(_NAMESPACE), ours, theirs)
+    return HandshakeError(peer, field, ours, theirs)

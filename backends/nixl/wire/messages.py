@@ -1,0 +1,299 @@
+"""Messages between peers, and the version of their protocol.
+
+Every message is a tagged struct in one frame of MessagePack. Arrays of numbers travel as their
+little-endian bytes. Unknown fields are refused, so any change of a message needs a new
+`PROTOCOL_VERSION`. Two peers speak the newest version that both know, see `handshake`; the versions
+in a `Hello` stay readable by all of them.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey, Namespace
+
+PROTOCOL_VERSION = 4
+OLDEST_VERSION = 4
+NONCE_BYTES = 32
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base class of every message."""
+
+
+class Hello(Message, frozen=True, forbid_unknown_fields=False):
+    """First message of either side: its identity and its namespace.
+
+    A newer version may add fields, which this one ignores.
+
+    Attributes:
+        version: `PROTOCOL_VERSION`, the newest version that the sender speaks.
+        oldest_version: Oldest version that it speaks.
+        incarnation: 16 random bytes of this process; a restarted peer is another peer.
+        nonce: 32 random bytes of this connection, made by the sender.
+        namespace: Namespace of the blocks, layout and parallel topology included; None from a peer
+            that takes any.
+        boot_id: Identity of the machine and its boot. Empty where it is not known.
+        pid: Process of the sender, in the namespace `pid_namespace`.
+        pid_namespace: Identity of the container on the machine. Empty where it is not known.
+    """
+
+    version: int
+    oldest_version: int
+    incarnation: bytes
+    namespace: Namespace | None
+    nonce: bytes = b""
+    boot_id: str = ""
+    pid: int = 0
+    pid_namespace: str = ""
+
+
+class Proof(Message, frozen=True):
+    """Second message of either side: proof that it knows the secret.
+
+    Attributes:
+        mac: HMAC-SHA256 over both greetings; see `handshake`.
+    """
+
+    mac: bytes
+
+
+class Reach(Message, frozen=True):
+    """Third message of either side, in the first sealed frame: access to its memory.
+
+    Attributes:
+        metadata: Metadata of the sender's NIXL agent; empty without NIXL. Any process that has it
+            can read and write the registered memory.
+        regions: Address and bytes of each registered region, in the order of `Extents.regions`.
+        data_port: Port for data connections of a holder, 0 from the asking side.
+    """
+
+    metadata: bytes = b""
+    regions: list[tuple[int, int]] = []
+    data_port: int = 0
+
+
+class Ready(Message, frozen=True):
+    """Last message of the handshake, from the holder: requests are answered from now on.
+
+    Attributes:
+        needs_data: Whether the holder reads the memory of the asking side through data connections,
+            which that side has to open before a `Pull`.
+    """
+
+    needs_data: bool
+
+
+class Refusal(Message, frozen=True):
+    """Reason why the sender closes the connection.
+
+    Attributes:
+        field: Field in which the two sides differ.
+        ours: Value at the sender.
+        theirs: Value at the receiver.
+    """
+
+    field: str
+    ours: str
+    theirs: str
+
+
+class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Places of blocks in the sender's registered memory, by region and offset.
+
+    Attributes:
+        regions: uint32, one per extent: index of the region.
+        offsets: uint64, one per extent, bytes from the start of the region.
+        lengths: uint64, one per extent, bytes.
+        block_offsets: int64, `(num_blocks + 1,)`: the extents of block b are
+            `block_offsets[b]:block_offsets[b + 1]`.
+    """
+
+    regions: bytes
+    offsets: bytes
+    lengths: bytes
+    block_offsets: bytes
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    """Outcome of one block on the wire."""
+
+    status: Status
+    reason: str = ""
+
+
+class NumberedRequest(Message, frozen=True, kw_only=True):
+    """Base class of the requests on a control connection.
+
+    Attributes:
+        request_id: Number of the request and of its answer.
+        let_go: Numbers of `Pin`s to release. They are released before the request, without an
+            answer.
+    """
+
+    request_id: int
+    let_go: list[int] = []
+
+
+class Lookup(NumberedRequest, frozen=True):
+    """Ask which keys the holder has; answered by `Found`.
+
+    Attributes:
+        places: Whether to answer with their places, too.
+    """
+
+    keys: list[BlockKey]
+    places: bool = False
+
+
+class Found(Message, frozen=True):
+    """Answer `Lookup`: for each key whether the holder has it.
+
+    Attributes:
+        there: Whether the holder has each key.
+        starts: Byte of its chunk at which each found block begins, in order. This and the next two
+            are empty where places were not asked for or blocks have none.
+        checksums: XXH3-64 of each found block.
+        extents: Present places of the found blocks. They are not pinned: bytes read there count
+            only if they have the checksum.
+    """
+
+    request_id: int
+    there: list[bool]
+    starts: list[int] = []
+    checksums: list[int] = []
+    extents: Extents | None = None
+
+
+class Pin(NumberedRequest, frozen=True):
+    """Ask the holder to pin blocks, so that the asking side can read them; answered by `Pinned`.
+
+    Attributes:
+        starts: Byte of its chunk at which each block is wanted from.
+        sizes: Bytes wanted of each block.
+    """
+
+    keys: list[BlockKey]
+    starts: list[int]
+    sizes: list[int]
+
+
+class Pinned(Message, frozen=True):
+    """Answer `Pin`; blocks that are `DONE` stay pinned until released, or until the lease expires.
+
+    Attributes:
+        endings: Outcome of each key; `DONE` means that it is pinned.
+        checksums: XXH3-64 of the wanted bytes of each pinned block, in order; zeros where the
+            holder keeps none.
+        extents: Places of the pinned blocks, in order.
+    """
+
+    request_id: int
+    endings: list[Ending]
+    checksums: list[int]
+    extents: Extents
+
+
+class Pull(NumberedRequest, frozen=True):
+    """Ask the holder to read blocks out of the memory of the asking side; answered by `Pulled`.
+
+    Attributes:
+        starts: Byte of its chunk at which each block begins.
+        checksums: XXH3-64 of each block.
+        extents: Places of the blocks.
+    """
+
+    keys: list[BlockKey]
+    starts: list[int]
+    checksums: list[int]
+    extents: Extents
+
+
+class Pulled(Message, frozen=True):
+    """Answer `Pull`.
+
+    Attributes:
+        endings: Outcome of each key.
+    """
+
+    request_id: int
+    endings: list[Ending]
+
+
+class Cancel(NumberedRequest, frozen=True):
+    """Ask the holder to give up a request, which may be answered all the same."""
+
+
+class Delete(NumberedRequest, frozen=True):
+    """Ask the holder to delete keys; answered by `Deleted`."""
+
+    keys: list[BlockKey]
+
+
+class Deleted(Message, frozen=True):
+    """Answer `Delete`: for each key whether it was deleted."""
+
+    request_id: int
+    deleted: list[bool]
+
+
+class Failed(Message, frozen=True):
+    """Answer a request that the holder cannot do: nothing was moved."""
+
+    request_id: int
+    reason: str
+
+
+class Ping(NumberedRequest, frozen=True):
+    """Heartbeat, which renews the sender's leases; answered by `Pong`."""
+
+
+class Pong(Message, frozen=True):
+    """Answer `Ping`."""
+
+    request_id: int
+
+
+class Attach(Message, frozen=True):
+    """First message of a data connection: the control connection that it belongs to.
+
+    Attributes:
+        session: Id of the control connection: the nonce of the holder's `Hello`.
+        serial: Number of the data connection, larger than that of any earlier one of the session.
+        reads: Whether the side that connected reads the holder's memory through the connection; if
+            not, the holder reads that side's memory.
+        mac: See `handshake`.
+    """
+
+    session: bytes
+    serial: int
+    reads: bool
+    mac: bytes
+
+
+class Read(Message, frozen=True):
+    """Ask for bytes of registered memory on a data connection; answered by `Reading`.
+
+    Attributes:
+        addresses: uint64, one per fragment.
+        lengths: uint64, bytes of each fragment.
+    """
+
+    addresses: bytes
+    lengths: bytes
+
+
+class Reading(Message, frozen=True):
+    """Answer `Read`; without a refusal, the bytes of the fragments follow, one after the other.
+
+    Attributes:
+        refusal: Reason why no bytes follow; empty when they do.
+    """
+
+    refusal: str = ""
+
+
+Handshake: TypeAlias = Hello | Proof | Reach | Ready | Refusal | Attach
+Request: TypeAlias = Lookup | Pin | Pull | Cancel | Delete | Ping
+Answer: TypeAlias = Found | Pinned | Pulled | Deleted | Pong | Failed

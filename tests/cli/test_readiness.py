@@ -1,0 +1,64 @@
+"""Readiness endpoint: its answers, and the requests that it does not answer."""
+
+import asyncio
+
+import pytest
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.cli import readiness
+from kvxfer.cli.readiness import MAX_REQUEST_BYTES, Readiness
+from kvxfer.errors import BackendUnavailableError
+
+ANY_PORT = Endpoint("127.0.0.1", 0)
+
+
+async def ask(endpoint: Endpoint, request: bytes) -> bytes:
+    """Send a request; return the status line, empty without an answer."""
+    reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+    writer.write(request)
+    answer = b""
+    try:
+        answer = await reader.read()
+    except ConnectionError:  # it did not read all of the request
+        pass
+    finally:
+        writer.close()
+    return answer.partition(b"\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"GET /ready HTTP/1.1\r\nHost: peer\r\n\r\n", b"HTTP/1.1 200 OK"),
+        (b"GET /other HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found"),
+        (b"POST /ready HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
+        (b"\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
+        (bytes(2 * MAX_REQUEST_BYTES), b""),
+    ],
+)
+async def test_only_a_question_for_readiness_is_answered(
+    request_line: bytes, status: bytes
+) -> None:
+    async with Readiness(ANY_PORT, lambda: True) as ready:
+        assert await ask(ready.endpoint, request_line) == status
+
+
+async def test_the_answer_is_that_of_the_moment() -> None:
+    is_ready = False
+    async with Readiness(ANY_PORT, lambda: is_ready) as ready:
+        request = b"GET /ready HTTP/1.1\r\n\r\n"
+        assert await ask(ready.endpoint, request) == b"HTTP/1.1 503 Service Unavailable"
+        is_ready = True
+        assert await ask(ready.endpoint, request) == b"HTTP/1.1 200 OK"
+
+
+async def test_who_asks_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness, "REQUEST_TIMEOUT_S", 0.05)
+    async with Readiness(ANY_PORT, lambda: True) as ready:
+        assert await ask(ready.endpoint, b"GET /ready") == b""
+
+
+async def test_a_port_that_is_taken_is_said_so() -> None:
+    async with Readiness(ANY_PORT, lambda: True) as ready:
+        with pytest.raises(BackendUnavailableError, match=f"cannot listen at {ready.endpoint}"):
+            await Readiness(ready.endpoint, lambda: True).__aenter__()
