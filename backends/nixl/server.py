@@ -14,7 +14,6 @@ from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.wire.channel import FrameChannel
 from kvxfer.backends.nixl.wire.data import DataConnection, describe
-from kvxfer.backends.nixl.wire.frames import printable
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
 from kvxfer.backends.nixl.wire.messages import Attach, Hello, Reach
 from kvxfer.errors import (
@@ -26,6 +25,7 @@ from kvxfer.errors import (
     ProtocolError,
 )
 from kvxfer.storage.keys import Namespace
+from kvxfer.text import printable
 
 MAX_CONNECTIONS = 1024
 """Most connections, control and data together; those that do not authenticate in time are cut."""
@@ -34,6 +34,8 @@ MAX_UNPROVEN = 128
 authenticates within milliseconds."""
 ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
 DRAIN_POLL_S = 0.05
+MAX_LOG_CHARACTERS = 2000
+"""Most characters of a line of the log about a peer."""
 
 OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
 Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
@@ -214,13 +216,13 @@ class Server:
                 timeout_s=HANDSHAKE_TIMEOUT_S,
             )
         except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
-            logger.debug("%s", printable(exc))
+            logger.debug("%s", printable(exc, MAX_LOG_CHARACTERS))
             return
         except ProtocolError as exc:  # somebody who is no peer
-            logger.info("refused a stranger: %s", printable(exc))
+            logger.info("refused a stranger: %s", printable(exc, MAX_LOG_CHARACTERS))
             return
         except KVXferError as exc:
-            logger.warning("refused a peer: %s", printable(exc))
+            logger.warning("refused a peer: %s", printable(exc, MAX_LOG_CHARACTERS))
             return
         task = self._prove()
         assert self._store is not None
@@ -235,7 +237,7 @@ class Server:
                 await earlier[0].aclose()
             await session.serve()
         except KVXferError as exc:
-            logger.warning("cannot serve %s: %s", channel.peer, printable(exc))
+            logger.warning("cannot serve %s: %s", channel.peer, printable(exc, MAX_LOG_CHARACTERS))
         finally:
             if self._sessions.get(incarnation) == (session, task):
                 del self._sessions[incarnation]
@@ -268,7 +270,9 @@ class Server:
                     self._prove()
                     await session.serve_data(attach, connection)
         except (KVXferError, TimeoutError) as exc:
-            logger.info("data connection of %s: %s", peer, printable(exc) or "silent")
+            logger.info(
+                "data connection of %s: %s", peer, printable(exc, MAX_LOG_CHARACTERS) or "silent"
+            )
         finally:
             if connection is None:
                 plain.close()

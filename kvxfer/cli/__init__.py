@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvxfer.cli.text import exit_statuses, printable
+from kvxfer.cli.text import exit_statuses
 from kvxfer.errors import KVXferError
+from kvxfer.text import printable
 
 _COMMANDS = {
     "bench": ("kvxfer.bench", "measure a part of kvxfer"),

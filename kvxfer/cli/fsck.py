@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 from tqdm import tqdm
 
-from kvxfer.cli.text import exit_statuses, printable
+from kvxfer.cli.text import exit_statuses
+from kvxfer.text import printable
 
 if TYPE_CHECKING:
     from kvxfer.backends.file.check import Finding

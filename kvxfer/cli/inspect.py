@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.text import exit_statuses, printable
+from kvxfer.cli.text import exit_statuses
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, Namespace, group_of
+from kvxfer.text import printable
 from kvxfer.units import format_size
 
 if TYPE_CHECKING:

@@ -10,10 +10,3 @@ def exit_statuses(done: str, bad: str = "") -> str:
     """
     statuses = [f"0 {done}", f"1 {bad}" if bad else "", "2 when the command failed"]
     return f"exit status: {'; '.join(filter(None, statuses))}"
-
-
-def printable(text: str) -> str:
-    """Escape control characters, which a terminal would obey, in text of untrusted files."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )

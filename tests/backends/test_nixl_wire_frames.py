@@ -11,12 +11,10 @@ from kvxfer import InvalidArgumentError, ProtocolError, make_block_key
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
-    MAX_TEXT_CHARACTERS,
     MAX_UNPROVEN_FRAME_BYTES,
     SEAL_BYTES,
     FrameCodec,
     FrameKeys,
-    printable,
 )
 from kvxfer.backends.nixl.wire.handshake import Role, Session
 from kvxfer.backends.nixl.wire.messages import (
@@ -159,31 +157,6 @@ def test_keys_are_not_shown() -> None:
     secret = b"never in a log"
     shown = f"{FrameKeys(secret, secret)!r} {session(Role.ASKING, secret)!r}"
     assert "never" not in shown
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("plain \u00fcnicode, 'quoted' \\ too", "plain \u00fcnicode, 'quoted' \\ too"),
-        ("two\nlines\r\nand a tab\t", r"two\nlines\r\nand a tab\t"),
-        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
-        ("\x9b31m\x00\x7f\x85", r"\x9b31m\x00\x7f\x85"),
-        ("\u202egnirts\u2028\u2029\ufeff", r"\u202egnirts\u2028\u2029\ufeff"),
-        (ValueError("a\nb"), r"a\nb"),
-        (17, "17"),
-        ("", ""),
-    ],
-)
-def test_text_of_a_stranger_is_made_printable(value: object, text: str) -> None:
-    assert printable(value) == text
-
-
-@given(st.text())
-def test_any_text_becomes_one_short_line(text: str) -> None:
-    shown = printable(text)
-    assert shown.isprintable()
-    assert shown == text or not text.isprintable() or len(text) > MAX_TEXT_CHARACTERS
-    assert len(printable(text * 1000)) <= 10 * MAX_TEXT_CHARACTERS
 
 
 def test_an_error_shows_no_control_characters_of_a_message_that_is_not_legal() -> None:

@@ -103,7 +103,8 @@ class FrameChannel:
             timeout_s: Seconds that the TLS handshake may take.
 
         Raises:
-            PeerClosedError: The TLS handshake fails; the socket is closed.
+            PeerClosedError: The connection is gone; the socket is closed.
+            ProtocolError: The TLS handshake fails; the same.
         """
         reader = asyncio.StreamReader(limit=STREAM_BUFFER_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -119,8 +120,10 @@ class FrameChannel:
                 ssl=tls,
                 ssl_handshake_timeout=None if tls is None else timeout_s,
             )
-        except OSError as exc:  # ssl.SSLError is one
-            raise PeerClosedError(peer, f"TLS handshake failed: {describe(exc)}") from exc
+        except ssl.SSLError as exc:
+            raise ProtocolError(peer, f"TLS handshake failed: {describe(exc)}") from exc
+        except OSError as exc:
+            raise PeerClosedError(peer, f"connection lost: {describe(exc)}") from exc
         return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
     @property

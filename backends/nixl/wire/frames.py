@@ -18,6 +18,7 @@ import msgspec
 
 from kvxfer.backends.nixl.wire.messages import Message
 from kvxfer.errors import InvalidArgumentError, ProtocolError
+from kvxfer.text import printable
 
 HEADER_BYTES = 4
 SEAL_BYTES = 16
@@ -135,7 +136,7 @@ class FrameCodec:
         try:
             return legal.decode(payload)
         except (ValueError, RecursionError) as exc:  # msgspec's errors are ValueErrors
-            detail = f"sent a message that is not legal now: {printable(exc)}"
+            detail = f"sent a message that is not legal now: {printable(exc, MAX_TEXT_CHARACTERS)}"
             raise ProtocolError(self.peer, detail) from exc
 
 
@@ -145,9 +146,3 @@ def _seal(keyed: hmac.HMAC, number: int, payload: memoryview) -> bytes:
     seal.update(_SEALED.pack(number))
     seal.update(payload)
     return seal.digest()[:SEAL_BYTES]
-
-
-def printable(value: object) -> str:
-    """Make text of the other side fit for a log: one line, no control characters, not long."""
-    text = str(value)[:MAX_TEXT_CHARACTERS]
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

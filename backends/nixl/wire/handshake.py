@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.frames import FrameKeys, MessageT, printable
+from kvxfer.backends.nixl.wire.frames import MAX_TEXT_CHARACTERS, FrameKeys, MessageT
 from kvxfer.backends.nixl.wire.messages import (
     NONCE_BYTES,
     Attach,
@@ -45,6 +45,7 @@ from kvxfer.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
+from kvxfer.text import printable
 
 HANDSHAKE_TIMEOUT_S = 5.0
 
@@ -273,7 +274,7 @@ class _Handshake:
             try:
                 self.ours.namespace.require_same(theirs.namespace)
             except NamespaceMismatchError as exc:  # with a stranger's text in it
-                field, theirs_is = printable(exc.field), printable(exc.theirs)
+                field, theirs_is = _clip(exc.field), _clip(exc.theirs)
                 raise NamespaceMismatchError(field, exc.ours, theirs_is) from None
 
     async def receive(self, legal: msgspec.msgpack.Decoder[MessageT | Refusal]) -> MessageT:
@@ -347,12 +348,16 @@ async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIter
 
 def _make_refusal(error: HandshakeError | NamespaceMismatchError) -> Refusal:
     field = _NAMESPACE + error.field if isinstance(error, NamespaceMismatchError) else error.field
-    return Refusal(field=field, ours=printable(error.ours), theirs=printable(error.theirs))
+    return Refusal(field=field, ours=_clip(error.ours), theirs=_clip(error.theirs))
 
 
 def _read_refusal(peer: str, refusal: Refusal) -> HandshakeError | NamespaceMismatchError:
     """Turn a refusal of the other side into our error: its `ours` is our `theirs`."""
-    field, ours, theirs = map(printable, (refusal.field, refusal.theirs, refusal.ours))
+    field, ours, theirs = map(_clip, (refusal.field, refusal.theirs, refusal.ours))
     if field.startswith(_NAMESPACE):
         return NamespaceMismatchError(field.removeprefix(_NAMESPACE), ours, theirs)
     return HandshakeError(peer, field, ours, theirs)
+
+
+def _clip(value: object) -> str:
+    return printable(value, MAX_TEXT_CHARACTERS)
