@@ -136,6 +136,7 @@ def _open_peer(arguments: argparse.Namespace) -> "StandalonePeer":
     for tier in arguments.tier:
         parse_backend(tier)  # reports a bad URL now, not when the first peer connects
     capacity = ByteSize.parse(arguments.capacity)
+    lease_s = Duration.parse(arguments.lease)
     config = NixlConfig(
         listen=arguments.listen,
         data_port=arguments.data_port,
@@ -146,7 +147,8 @@ def _open_peer(arguments: argparse.Namespace) -> "StandalonePeer":
         tls_ca=arguments.tls_ca,
         transport=arguments.transport,
         timeout_s=Duration.parse(arguments.timeout),
-        lease_s=Duration.parse(arguments.lease),
+        lease_s=lease_s,
+        heartbeat_s=lease_s / 4,  # which only processes that ask send
     )
     namespace = load_namespace(arguments.namespace) if arguments.namespace else None
     tiers = [{"type": "host", "capacity": capacity}, *arguments.tier]
