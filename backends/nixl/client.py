@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.hashing import BlockHasher
-from kvxfer.backends.nixl.quarantine import Quarantine, end_within
+from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.wire.messages import (
@@ -40,9 +40,6 @@ LAST_RUN_BYTES = 6 << 20
 """Most bytes of such a piece that are verified after all have arrived."""
 
 PIECES_IN_FLIGHT = 3
-GRACE_S = 0.5
-"""Time after its deadline that a transfer has to end, before its memory is put in quarantine."""
-
 SMALL_PIECE_BYTES = 4 << 10
 MANY_PIECES = 16
 """Most fragments of a block that are smaller than that; more are gathered in staging memory before
@@ -186,24 +183,16 @@ class Client:
     async def _move_piece(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, stop: float
     ) -> list[Outcome]:
-        """Move one piece; quarantine its memory while it goes on past the deadline."""
-        async with self._in_flight:
-            left_s = stop - asyncio.get_running_loop().time()
-            if left_s <= 0:
-                return [self._late(memory_safe=True)] * len(keys)
-            transfer = asyncio.ensure_future(self._begin_piece(move, keys, blocks))
-            try:
-                ended = await end_within(transfer, timeout_s=left_s, grace_s=GRACE_S)
-            finally:
-                if not transfer.done():
-                    self._quarantine.hold(transfer, blocks)
-        if not ended or transfer.cancelled():
-            return [self._late(memory_safe=ended)] * len(keys)
-        return transfer.result()
-
-    def _late(self, *, memory_safe: bool) -> Outcome:
-        reason = f"{self.reconnect.endpoint} took longer than {self._timeout_s:g} s"
-        return Outcome(Status.TIMED_OUT, memory_safe=memory_safe, reason=reason)
+        """Move one piece; memory that a read may still change after the deadline is not safe."""
+        try:
+            async with asyncio.timeout_at(stop), self._in_flight:
+                return await self._begin_piece(move, keys, blocks)
+        except TimeoutError:
+            reason = f"{self.reconnect.endpoint} took longer than {self._timeout_s:g} s"
+            return [
+                Outcome(Status.TIMED_OUT, memory_safe=is_safe, reason=reason)
+                for is_safe in self._quarantine.is_safe(blocks)
+            ]
 
     async def _begin_piece(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
@@ -255,7 +244,12 @@ class Client:
     ) -> list[Outcome]:
         """Read blocks where a lookup found them; read those that have moved since once more."""
         intact = await connection.memory.read(
-            theirs, blocks, checksums, self._hasher, last_run_bytes=LAST_RUN_BYTES
+            theirs,
+            blocks,
+            checksums,
+            self._hasher,
+            last_run_bytes=LAST_RUN_BYTES,
+            late=self._quarantine.hold,
         )
         outcomes = [DONE] * len(keys)
         if moved := [index for index in range(len(keys)) if index not in intact]:
@@ -291,6 +285,7 @@ class Client:
                     pinned.checksums,
                     self._hasher,
                     last_run_bytes=LAST_RUN_BYTES,
+                    late=self._quarantine.hold,
                 )
                 for row, index in enumerate(given):
                     if row not in intact:

@@ -1,68 +1,67 @@
-"""Quarantine of memory that a transfer may still touch after its deadline."""
+"""Quarantine of memory that a read may still change after its deadline."""
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
-from typing import Any
+from concurrent.futures import Future
+
+import numpy as np
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.calls import wait_despite_cancel
 
 
 class Quarantine:
-    """Quarantine of memory: keeps it alive until its late transfers have ended.
+    """Quarantine of memory: keeps it alive until its late reads have ended.
 
     Attributes:
-        num_bytes: Bytes that transfers may still touch.
+        num_bytes: Bytes that reads may still change.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._held: dict[asyncio.Future[Any], Descriptors] = {}
+        self._held: dict[asyncio.Future[None], Descriptors] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, transfer: "asyncio.Future[Any]", blocks: Descriptors) -> None:
-        """Hold blocks until their transfer has ended, and so no longer touches their memory."""
+    def hold(self, read: "asyncio.Future[None]", blocks: Descriptors) -> None:
+        """Hold blocks until their read has ended, and so no longer changes their memory."""
 
-        def release(_: "asyncio.Future[Any]") -> None:
-            self.num_bytes -= self._held.pop(transfer).num_bytes
-            if not transfer.cancelled():
-                transfer.exception()  # fetched, else asyncio reports it as never retrieved
+        def release(_: "asyncio.Future[None]") -> None:
+            self.num_bytes -= self._held.pop(read).num_bytes
+            _fetch_error(read)
 
-        self._held[transfer] = blocks  # with their owners
+        self._held[read] = blocks  # with their owners
         self.num_bytes += blocks.num_bytes
-        transfer.add_done_callback(release)
+        read.add_done_callback(release)
+
+    def is_safe(self, blocks: Descriptors) -> list[bool]:
+        """Say of each block whether none of its fragments is held."""
+        if not self._held:
+            return [True] * blocks.num_blocks
+        held = np.concatenate([each.addresses for each in self._held.values()])
+        taken = np.isin(blocks.addresses, held)
+        unsafe: list[bool] = np.logical_or.reduceat(taken, blocks.block_offsets[:-1]).tolist()
+        return [not each for each in unsafe]
 
     async def drain(self) -> None:
-        """Wait until the transfers of the blocks held now have ended."""
+        """Wait until the reads of the blocks held now have ended."""
         if self._held:
             await asyncio.wait(list(self._held))
 
 
-async def end_within(transfer: "asyncio.Future[Any]", *, timeout_s: float, grace_s: float) -> bool:
-    """Wait for a transfer; at the deadline, or when cancelled, cancel it and wait `grace_s` more.
+async def end_within(future: "Future[None]", timeout_s: float | None) -> None:
+    """Wait for the end of a read, at most so long, however often the caller is cancelled.
 
-    Returns:
-        Whether the transfer has ended.
-
-    Raises:
-        asyncio.CancelledError: The caller was cancelled; the transfer may go on.
+    The caller was cancelled before, and raises `CancelledError` itself.
     """
-    try:
-        await asyncio.wait([transfer], timeout=timeout_s)
-    except asyncio.CancelledError:
-        transfer.cancel()
-        await shielded(asyncio.wait([transfer], timeout=grace_s))
-        raise
-    if not transfer.done():
-        transfer.cancel()
-        await asyncio.wait([transfer], timeout=grace_s)
-    return transfer.done()
-
-
-async def shielded(wait: Coroutine[Any, Any, object]) -> None:
-    """Wait to the end, also when cancelled; the caller raises `CancelledError` itself."""
+    waiter = asyncio.wrap_future(future)
+    waiter.add_done_callback(_fetch_error)
     with contextlib.suppress(asyncio.CancelledError):
-        await wait_despite_cancel(asyncio.ensure_future(wait))
+        await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([waiter], timeout=timeout_s)))
+
+
+def _fetch_error(future: "asyncio.Future[None]") -> None:
+    """Fetch the error of a future that nobody awaits, else asyncio reports it."""
+    if not future.cancelled():
+        future.exception()

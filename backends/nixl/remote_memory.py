@@ -1,7 +1,8 @@
 """Remote memory: that of one peer, the places of blocks in it, and verified reads of them."""
 
+import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,12 +11,18 @@ import numpy as np
 from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
 from kvxfer.backends.nixl.carrier import Carrier
 from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.quarantine import end_within
 from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.wire.messages import Found
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.storage.keys import BlockKey
+
+GRACE_S = 0.5
+"""Time that a cancelled read has to end, before its memory is put in quarantine."""
+
+Late = Callable[["asyncio.Future[None]", Descriptors], None]
 
 RUN_BYTES = 16 << 20
 """Most bytes of a run: blocks that are verified together while the next run is read."""
@@ -137,6 +144,7 @@ class RemoteMemory:
         hasher: BlockHasher,
         *,
         last_run_bytes: int,
+        late: Late | None = None,
     ) -> dict[int, int]:
         """Copy blocks of the peer's memory to ours, and verify them run by run.
 
@@ -146,13 +154,15 @@ class RemoteMemory:
             expected: XXH3-64 that each block must have.
             hasher: Hasher that verifies them.
             last_run_bytes: Most bytes that are left to verify when all have landed.
+            late: Called with a read that goes on `GRACE_S` after this call was cancelled, and with
+                the memory that it may still change; None to wait for its end instead.
 
         Returns:
             Checksums, by position, of the blocks that have the expected one.
 
         Raises:
             TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
-            asyncio.CancelledError: As before.
+            asyncio.CancelledError: As before, unless `late` was called.
         """
         bounds = [(0, ours.num_blocks)]
         if ours.num_bytes > last_run_bytes:
@@ -160,8 +170,15 @@ class RemoteMemory:
         runs = [ours.select(*each) for each in bounds]
         pairs = (_pair(run, theirs.select(*each)) for run, each in zip(runs, bounds, strict=True))
         verification = hasher.verification(runs, expected)
+        flight = self.agent.begin(self.peer, pairs, verification.landed)
         try:
-            await self.agent.read(self.peer, pairs, verification.landed)
+            await flight.wait()
+        except asyncio.CancelledError:
+            flight.cancel()
+            await end_within(flight.done, None if late is None else GRACE_S)
+            if late is not None and not flight.done.done():
+                late(asyncio.wrap_future(flight.done), ours)
+            raise
         finally:
             await verification.settle()
         return verification.intact

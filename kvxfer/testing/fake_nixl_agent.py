@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent, to_its_end
+from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.errors import (
     ClosedError,
@@ -139,10 +139,26 @@ class FakeNixlAgent(TransferAgent):
             with contextlib.suppress(TransferFailedError):  # raised in the caller of `transfer`
                 await to_its_end(flight.done)
 
-    async def read(
+    def begin(self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]) -> Flight:
+        """See `TransferAgent.begin`; a cancelled read ends no earlier."""
+        self._require_open()
+        if peer not in self._peers:
+            raise PeerLostError(peer, "it was not added, or is removed")
+        reading = asyncio.ensure_future(self._read_runs(peer, runs, landed))
+        done: Future[None] = Future()
+
+        def end(_: "asyncio.Task[None]") -> None:
+            if error := reading.exception():
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        reading.add_done_callback(end)
+        return Flight(done, lambda: None)
+
+    async def _read_runs(
         self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
     ) -> None:
-        """See `TransferAgent.read`."""
         for index, run in enumerate(runs):
             await self._read_run(peer, run)
             landed(index)

@@ -12,6 +12,7 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.tiers import TieredBackend
@@ -44,7 +45,7 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def open_pair(**fields: Any) -> AsyncIterator[Pair]:
+async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pair]:
     memory = BlockMemory(MEMORY, num_blocks=16)
     agents: tuple[list[FakeNixlAgent], list[FakeNixlAgent]] = ([], [])
 
@@ -61,18 +62,21 @@ async def open_pair(**fields: Any) -> AsyncIterator[Pair]:
         assert holder.server is not None
         config = NixlConfig(address=str(holder.server.endpoint), **(STUCK | fields))
         async with open_backend(1, config) as client:
+            if attached:
+                client.attach(memory_regions(memory.caches))
             payloads = await store_generated(client, KEYS, memory.describe(0, range(4)))
             yield Pair(holder, client, *agents, memory, payloads, partial(open_backend, 1, config))
 
 
-async def test_what_is_late_is_not_safe_until_it_is_over() -> None:
-    async with open_pair() as pair:
+@pytest.mark.parametrize("attached", [True, False])
+async def test_what_is_late_is_not_safe_until_it_is_over(*, attached: bool) -> None:
+    async with open_pair(attached=attached) as pair:
         agent = pair.stalled
         agent.hold()
         target = pair.memory.describe(0, [8, 9])
         outcomes = await pair.client.load(KEYS[:2], target)
         assert [(each.status, each.memory_safe) for each in outcomes] == [
-            (Status.TIMED_OUT, False)
+            (Status.TIMED_OUT, not attached)  # the late read is into staging memory
         ] * 2
         assert pair.client.num_quarantined_bytes == target.num_bytes
         draining = asyncio.create_task(pair.client.drain())

@@ -86,6 +86,25 @@ class Fragments:
             yield Fragments(*(column[slice(*bounds)] for column in columns))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """Read that an agent has begun.
+
+    Attributes:
+        done: Ends once the memory is quiet.
+        cancel: Asks for an early end; on the event loop that began the read.
+    """
+
+    done: "Future[None]"
+    cancel: Callable[[], None]
+
+    async def wait(self) -> None:
+        """Wait for the end, and raise the read's error; when cancelled, the read goes on."""
+        while not self.done.done():
+            await _until_done(self.done)
+        self.done.result()
+
+
 class TransferAgent(ABC):
     """Agent that reads registered memory of peers into registered memory of this process.
 
@@ -145,10 +164,10 @@ class TransferAgent(ABC):
         """
 
     @abstractmethod
-    async def read(
+    def begin(
         self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
-    ) -> None:
-        """Read runs of fragments, in any order within a run; returns when all have arrived.
+    ) -> "Flight":
+        """Begin to read runs of fragments, in any order within a run.
 
         Args:
             peer: As `add_peer` returned it.
@@ -158,16 +177,32 @@ class TransferAgent(ABC):
             landed: Called with the index of each run that has arrived, on any thread; it holds up
                 all other reads meanwhile.
 
-        Raises:
+        Returns:
+            The read, which ends with one of these errors, or without one when all have arrived.
+            Once it has ended, the memory is quiet.
+
             InvalidArgumentError: An address is outside of registered memory; nothing of its run
-                was read.
-            TransferFailedError: It failed; some of the bytes may have been read. The memory is
-                quiet.
+            was read.
+            TransferFailedError: It failed, or was cancelled; some of the bytes may have been read.
             PeerLostError: The same, and every later read from this peer will fail: remove it.
+
+        Raises:
+            PeerLostError: There is no such peer.
             ClosedError: The agent was closed before.
+        """
+
+    async def read(
+        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
+    ) -> None:
+        """Read runs of fragments, and return when all have arrived; arguments as for `begin`.
+
+        Raises:
+            KVXferError: As `begin` and the read that it returns.
             asyncio.CancelledError: The caller was cancelled. Only pieces in flight have been read,
                 and the memory is quiet: this waits for it, for ever if the peer stalls.
         """
+        flight = self.begin(peer, runs, landed)
+        await to_its_end(flight.done, flight.cancel)
 
     @abstractmethod
     async def aclose(self) -> None:

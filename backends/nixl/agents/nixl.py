@@ -8,11 +8,10 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
-from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent, to_its_end
+from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
 from kvxfer.backends.nixl.agents.nixl_reads import Reading
 from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
 from kvxfer.backends.nixl.regions import AgentMetadata
-from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 
@@ -64,10 +63,8 @@ class NixlAgent(TransferAgent):
         self._thread.order(done, partial(self._thread.remove_peer, peer, done))
         await to_its_end(done)
 
-    async def read(
-        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
-    ) -> None:
-        """See `TransferAgent.read`."""
+    def begin(self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]) -> Flight:
+        """See `TransferAgent.begin`."""
         begun: list[Reading] = []
         failure: Exception | None = None
         try:
@@ -75,18 +72,13 @@ class NixlAgent(TransferAgent):
                 reading = self._thread.prepare(peer, run, partial(landed, len(begun)))
                 self._thread.order(reading.done, partial(self._thread.begin, reading))
                 begun.append(reading)
-        except Exception as exc:  # noqa: BLE001 - raised once the reads have ended
+        except Exception as exc:
+            if not begun:
+                raise
             failure = exc
             self._thread.cancel(begun)
-        try:
-            await to_its_end(
-                _all_over([each.done for each in begun]), partial(self._thread.cancel, begun)
-            )
-        except TransferFailedError:
-            if not failure:
-                raise
-        if failure:
-            raise failure
+        over = _all_over([each.done for each in begun], failure)
+        return Flight(over, partial(self._thread.cancel, begun))
 
     async def aclose(self) -> None:
         """See `TransferAgent.aclose`."""
@@ -94,9 +86,9 @@ class NixlAgent(TransferAgent):
         await to_its_end(self._thread.begin_stop())
 
 
-def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
-    """Make a future that ends with the last of some futures, with the first error of any."""
-    if len(futures) == 1:
+def _all_over(futures: "Sequence[Future[None]]", failure: Exception | None) -> "Future[None]":
+    """Make a future that ends with the last of some, with `failure` or the first error of any."""
+    if len(futures) == 1 and not failure:
         return futures[0]
     over: Future[None] = Future()
     if not futures:
@@ -107,7 +99,7 @@ def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
         if next(ended) < len(futures):  # called on this thread and on those that end the futures
             return
         errors = (future.exception() for future in futures)
-        if error := next(filter(None, errors), None):
+        if error := failure or next(filter(None, errors), None):
             over.set_exception(error)
         else:
             over.set_result(None)

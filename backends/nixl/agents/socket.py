@@ -5,11 +5,12 @@ import threading
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
+from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.errors import (
@@ -129,15 +130,31 @@ class SocketAgent(TransferAgent):
             self._serving.discard(line)
             await line.aclose()
 
-    async def read(
-        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
-    ) -> None:
-        """See `TransferAgent.read`."""
+    def begin(self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]) -> Flight:
+        """See `TransferAgent.begin`."""
         self._require_open()
         remote = self._remotes.get(peer)
         if remote is None:
             raise PeerLostError(peer, "it was not added, or is removed")
         batch = _Batch(self._prepare(remote, runs), landed)
+        reading = asyncio.ensure_future(self._read(peer, remote, batch))
+        done: Future[None] = Future()
+
+        def end(_: "asyncio.Task[None]") -> None:
+            if reading.cancelled():
+                done.set_exception(TransferFailedError(peer, "cancelled"))
+            elif error := reading.exception():
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        def cancel() -> None:
+            reading.cancel()
+
+        reading.add_done_callback(end)
+        return Flight(done, cancel)
+
+    async def _read(self, peer: str, remote: "_Remote", batch: "_Batch") -> None:
         lines = await self._take(peer, remote, 1 if batch.is_short else MAX_CONNECTIONS)
         reads = [asyncio.ensure_future(line.run(partial(batch.read, line))) for line in lines]
         try:
