@@ -171,7 +171,11 @@ class Connection:
             TransferFailedError: The holder cannot do it.
             asyncio.CancelledError: The holder was told.
         """
-        number, answer = self._send(make)
+        try:
+            number, answer = self._send(make)
+        except KVXferError:
+            await asyncio.sleep(0)  # or who tries again at once would starve the event loop
+            raise
         try:
             await self._channel.drain()
             return self._expect(answer_type, await answer)
@@ -268,7 +272,11 @@ class Connection:
         request = make(number)
         if self._spent:
             request = msgspec.structs.replace(request, let_go=self._spent)
-        self._channel.send_soon(request)
+        try:
+            self._channel.send_soon(request)
+        except PeerError as exc:
+            self._end(exc)
+            raise
         self._spent = []
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         return number, answer

@@ -72,6 +72,7 @@ class Reconnect:
             raise ClosedError(f"connection to {self.endpoint}")
         if self._opening is None:
             if time.monotonic() < self._retry_at and self._failure is not None:
+                await asyncio.sleep(0)  # or who tries again at once would starve the event loop
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
             self._opening.add_done_callback(self._end_opening)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.errors import PeerClosedError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import (
@@ -157,3 +158,22 @@ async def test_many_peers_that_do_not_answer_cost_one_deadline_together(
     for writer in writers:
         writer.close()
     await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("call", ["lookup", "delete", "load", "store"])
+async def test_calls_that_fail_at_once_leave_the_event_loop_to_others(call: str) -> None:
+    async with open_pair() as pair:
+        blocks = pair.memory.describe(0, range(4))
+        [client] = pair.client._clients.values()
+
+        async def call_on_and_on() -> None:
+            while True:
+                moves = call in ("load", "store")
+                await getattr(pair.client, call)(KEYS, *([blocks] if moves else []))
+
+        for _ in range(3):  # the task that receives answers needs a turn to notice
+            connection = await client.reconnect.open()
+            connection._channel.cut(PeerClosedError("the holder", "ended the connection"))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call_on_and_on(), 0.05)
