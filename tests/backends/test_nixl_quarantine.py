@@ -23,7 +23,8 @@ from kvxfer.units import ByteSize
 
 KEYS = make_keys(4)
 MEMORY = [[4096, 512]]
-STUCK = {"timeout_s": 0.2, "lease_s": 4.0, "heartbeat_s": 0.5}
+LEASES = {"lease_s": 4.0, "heartbeat_s": 0.5}
+LATE_S = 1.0
 
 
 @dataclass
@@ -60,7 +61,7 @@ async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pa
     async with holder:
         await holder.start()
         assert holder.server is not None
-        config = NixlConfig(address=str(holder.server.endpoint), **(STUCK | fields))
+        config = NixlConfig(address=str(holder.server.endpoint), **(LEASES | fields))
         async with open_backend(1, config) as client:
             if attached:
                 client.attach(memory_regions(memory.caches))
@@ -70,7 +71,7 @@ async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pa
 
 @pytest.mark.parametrize("attached", [True, False])
 async def test_what_is_late_is_not_safe_until_it_is_over(*, attached: bool) -> None:
-    async with open_pair(attached=attached) as pair:
+    async with open_pair(attached=attached, timeout_s=LATE_S) as pair:
         agent = pair.stalled
         agent.hold()
         target = pair.memory.describe(0, [8, 9])
@@ -95,7 +96,7 @@ async def test_what_is_late_is_not_safe_until_it_is_over(*, attached: bool) -> N
 
 
 async def test_a_store_that_is_late_is_not_stored_and_leaves_its_memory_alone() -> None:
-    async with open_pair() as pair:
+    async with open_pair(timeout_s=LATE_S) as pair:
         agent = pair.holder_agents[-1]
         agent.hold()
         source = pair.memory.describe(0, [8])
@@ -125,7 +126,7 @@ async def test_a_cancelled_load_that_stalls_is_for_drain_to_wait_for() -> None:
 async def test_past_its_budget_the_quarantine_costs_a_new_agent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with open_pair(quarantine=ByteSize(1)) as pair:
+    async with open_pair(quarantine=ByteSize(1), timeout_s=LATE_S) as pair:
         pair.client_agents[-1].hold()
         [outcome] = await pair.client.load(KEYS[:1], pair.memory.describe(0, [8]))
         assert outcome.status is Status.TIMED_OUT
