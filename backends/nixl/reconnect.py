@@ -75,7 +75,7 @@ class Reconnect:
                 await asyncio.sleep(0)  # or who tries again at once would starve the event loop
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
-            self._opening.add_done_callback(self._end_opening)
+            self._opening.add_done_callback(_fetch_error)
         return await asyncio.shield(self._opening)
 
     def disconnect(self) -> None:
@@ -117,12 +117,15 @@ class Reconnect:
             self._retry_at = time.monotonic() + self._pause_s * random.uniform(0.5, 1.0)
             self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
             raise
+        finally:  # not in a callback: who came before it would get this error without waiting
+            self._opening = None
         self._failure, self._pause_s = None, FIRST_RETRY_S
         logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
         self._connection = connection
         return connection
 
-    def _end_opening(self, opening: "asyncio.Task[Connection]") -> None:
-        self._opening = None
-        if not opening.cancelled():
-            opening.exception()  # fetched, also when every caller has left
+
+def _fetch_error(opening: "asyncio.Task[Connection]") -> None:
+    """Fetch the error of a task that every caller may have left, else asyncio reports it."""
+    if not opening.cancelled():
+        opening.exception()

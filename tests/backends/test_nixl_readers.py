@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.backends.nixl.connection import Connection
 from kvxfer.errors import PeerClosedError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
@@ -177,3 +178,27 @@ async def test_calls_that_fail_at_once_leave_the_event_loop_to_others(call: str)
             connection._channel.cut(PeerClosedError("the holder", "ended the connection"))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(call_on_and_on(), 0.05)
+
+
+async def test_who_comes_when_an_attempt_has_just_failed_does_not_get_its_error_at_once(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the caller could try again and again, and the attempt would never be forgotten."""
+    late: list[asyncio.Task[list[bool]]] = []
+    seen: list[object] = []
+
+    async def fail(*_: object) -> None:
+        late.append(asyncio.create_task(come_late()))  # before the callbacks of the attempt
+        raise PeerClosedError("the holder", "is gone")
+
+    async def come_late() -> list[bool]:
+        [client] = backend._clients.values()
+        seen.append(client.reconnect._opening)
+        return await client.lookup(KEYS)
+
+    monkeypatch.setattr(Connection, "open", fail)
+    async with NixlBackend(NixlConfig(address="127.0.0.1:1"), memory.namespace()) as backend:
+        assert await backend.lookup(KEYS) == [False] * 4
+        with pytest.raises(PeerClosedError, match="not retried yet"):
+            await late[0]
+        assert seen == [None]
