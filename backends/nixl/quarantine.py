@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.calls import fetch_error, wait_despite_cancel
 
 
 class Quarantine:
@@ -29,7 +29,7 @@ class Quarantine:
 
         def release(_: "asyncio.Future[None]") -> None:
             self.num_bytes -= self._held.pop(read).num_bytes
-            _fetch_error(read)
+            fetch_error(read)
 
         self._held[read] = blocks  # with their owners
         self.num_bytes += blocks.num_bytes
@@ -56,12 +56,6 @@ async def end_within(future: "Future[None]", timeout_s: float | None) -> None:
     The caller was cancelled before, and raises `CancelledError` itself.
     """
     waiter = asyncio.wrap_future(future)
-    waiter.add_done_callback(_fetch_error)
+    waiter.add_done_callback(fetch_error)
     with contextlib.suppress(asyncio.CancelledError):
         await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([waiter], timeout=timeout_s)))
-
-
-def _fetch_error(future: "asyncio.Future[None]") -> None:
-    """Fetch the error of a future that nobody awaits, else asyncio reports it."""
-    if not future.cancelled():
-        future.exception()

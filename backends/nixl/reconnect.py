@@ -10,6 +10,7 @@ from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
+from kvxfer.storage.calls import fetch_error
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 5.0
@@ -75,7 +76,7 @@ class Reconnect:
                 await asyncio.sleep(0)  # or who tries again at once would starve the event loop
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
-            self._opening.add_done_callback(_fetch_error)
+            self._opening.add_done_callback(fetch_error)
         return await asyncio.shield(self._opening)
 
     def disconnect(self) -> None:
@@ -123,9 +124,3 @@ class Reconnect:
         logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
         self._connection = connection
         return connection
-
-
-def _fetch_error(opening: "asyncio.Task[Connection]") -> None:
-    """Fetch the error of a task that every caller may have left, else asyncio reports it."""
-    if not opening.cancelled():
-        opening.exception()

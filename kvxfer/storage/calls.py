@@ -63,9 +63,14 @@ async def wait_despite_cancel(future: "asyncio.Future[T]") -> T:
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()  # fetched, or asyncio reports it as never retrieved
+        fetch_error(future)
         raise
+
+
+def fetch_error(future: "asyncio.Future[Any]") -> None:
+    """Fetch the error of a future that may have no waiter left, else asyncio reports it."""
+    if not future.cancelled():
+        future.exception()
 
 
 class Calls:

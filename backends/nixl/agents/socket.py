@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
@@ -21,7 +21,7 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.calls import fetch_error, wait_despite_cancel
 from kvxfer.storage.threads import Threads
 
 MAX_CONNECTIONS = 2
@@ -235,7 +235,7 @@ class _Line:
     async def run(self, call: Callable[[], T]) -> T:
         """Make a blocking call on the thread; when cancelled, end the connection under it."""
         running = asyncio.ensure_future(self._threads.run(call))
-        running.add_done_callback(_fetch_error)
+        running.add_done_callback(fetch_error)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -381,9 +381,3 @@ class _Batch:
             is_whole = not self._num_missing[index]
         if is_whole:
             self._landed(index)
-
-
-def _fetch_error(future: "asyncio.Future[Any]") -> None:
-    """Fetch the error of a future that may have no waiter left, else asyncio reports it."""
-    if not future.cancelled():
-        future.exception()
