@@ -170,15 +170,16 @@ class RemoteMemory:
         runs = [ours.select(*each) for each in bounds]
         pairs = (_pair(run, theirs.select(*each)) for run, each in zip(runs, bounds, strict=True))
         verification = hasher.verification(runs, expected)
-        flight = self.agent.begin(self.peer, pairs, verification.landed)
         try:
-            await flight.wait()
-        except asyncio.CancelledError:
-            flight.cancel()
-            await end_within(flight.done, None if late is None else GRACE_S)
-            if late is not None and not flight.done.done():
-                late(asyncio.wrap_future(flight.done), ours)
-            raise
+            flight = self.agent.begin(self.peer, pairs, verification.landed)
+            try:
+                await flight.wait()
+            except asyncio.CancelledError:
+                flight.cancel()
+                await end_within(flight.done, None if late is None else GRACE_S)
+                if late is not None and not flight.done.done():
+                    late(asyncio.wrap_future(flight.done), ours)
+                raise
         finally:
             await verification.settle()
         return verification.intact

@@ -187,6 +187,7 @@ class TransferAgent(ABC):
             PeerLostError: The same, and every later read from this peer will fail: remove it.
 
         Raises:
+            InvalidArgumentError: As above, of the first run: nothing was begun.
             PeerLostError: There is no such peer.
             ClosedError: The agent was closed before.
         """
