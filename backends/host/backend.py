@@ -110,7 +110,7 @@ class HostBackend(Backend, Lender):
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyClaims()
-        self.region = self._pool.region
+        self.regions = [self._pool.region, self._pool.generations_region]
 
     @property
     def num_slots(self) -> int:
@@ -163,7 +163,7 @@ class HostBackend(Backend, Lender):
         return [key in removed for key in keys]
 
     @asynccontextmanager
-    async def lend(self, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
+    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`: slots, pinned."""
         require_parts_in_blocks(wanted, self._guard.chunk_sizes)
         self._guard.check_batch(wanted.keys)
@@ -174,37 +174,42 @@ class HostBackend(Backend, Lender):
         try:
             starts = [wanted.starts[index] for index in there]
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
-            find = partial(self._pool.find, slots, found, starts, stops)
-            wholes = [self._guard.chunk_sizes[group_of(key)] for key in wanted.keys]
-            parts = zip(wanted.sizes, wholes, strict=True)
-            hashed = sum(size for size, whole in parts if size < whole)
-            small = hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
+            find = partial(self._pool.find, slots, found, starts, stops, hashed=not fenced)
+            sizes = [wanted.sizes[index] for index in there]
+            num_hashed = 0 if fenced else self._count_hashed(found, slots, sizes)
+            small = num_hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
             given, checksums = find() if small else await self._threads.run(find)
             self._drop_corrupt(found, slots, given)
             for index, outcome in zip(there, given, strict=True):
                 outcomes[index] = outcome
             lent = [row for row, outcome in enumerate(given) if outcome.done]
+            chosen = [slots[row] for row in lent]
             blocks = self._pool.describe(
-                [slots[row] for row in lent],
+                chosen,
                 np.array([starts[row] for row in lent], np.int64),
                 np.array([stops[row] for row in lent], np.int64),
             )
             self._index.touch([found[row] for row in lent])
-            yield LentBlocks(outcomes, blocks if lent else None, checksums)
+            fences = self._pool.fences(chosen) if fenced else None
+            yield LentBlocks(
+                outcomes, blocks if lent else None, [] if fenced else checksums, fences
+            )
         finally:
             self._index.unpin(found)
 
-    def peek(self, keys: Sequence[BlockKey]) -> LentBlocks | None:
+    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
         """See `Lender.peek`."""
         self._guard.check_batch(keys)
         outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
         there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
-        stored = self._pool.stored([self._index.slot_of(key) for key in there])
+        slots = [self._index.slot_of(key) for key in there]
+        stored = self._pool.stored(slots, hashed=not fenced)
         if stored is None:
             return None
         self._index.touch(there)
         blocks, checksums = stored
-        return LentBlocks(outcomes, blocks if there else None, checksums)
+        fences = self._pool.fences(slots) if fenced else None
+        return LentBlocks(outcomes, blocks if there else None, [] if fenced else checksums, fences)
 
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
@@ -278,6 +283,16 @@ class HostBackend(Backend, Lender):
             if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)
         return self._index.begin_store(keys)
+
+    def _count_hashed(
+        self, keys: Sequence[BlockKey], slots: Sequence[int], sizes: Sequence[int]
+    ) -> int:
+        """Count the bytes of parts whose checksums no tag has."""
+        wholes = [self._guard.chunk_sizes[group_of(key)] for key in keys]
+        parts = zip(slots, sizes, wholes, strict=True)
+        return sum(
+            size for slot, size, whole in parts if size < whole or not self._pool.is_hashed(slot)
+        )
 
     def _drop_corrupt(
         self, keys: Sequence[BlockKey], slots: Sequence[int], outcomes: Sequence[Outcome]

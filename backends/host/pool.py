@@ -1,5 +1,6 @@
 """Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.lending import GENERATION_BYTES, Fences
 
 ALIGNMENT = 4096
 FORMAT_VERSION = 1
@@ -124,6 +126,9 @@ class HostPool:
         self._data = memory[shape.data_offset_bytes :].reshape(
             shape.num_slots, shape.num_parts, shape.part_size_bytes
         )
+        # Counted on from a random number, so that no other process ever had the same ones.
+        self._generations = np.full(shape.num_slots, secrets.randbits(64), np.uint64)
+        self._unhashed: set[int] = set()  # slots that were tagged without a checksum
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """Register memory that blocks will be in, and pin the slots for the GPUs that it is on.
@@ -148,12 +153,13 @@ class HostPool:
         stops = starts + blocks.block_sizes
         self._require_fit(stops)
         tags = self._tags[list(slots), part]
-        self._tags["key"][list(slots), part] = 0
+        self._open(slots, part)
         self._copy_engine.copy(blocks, self.describe(slots, starts, stops, part=part))
         for index, (slot, key) in enumerate(zip(slots, keys, strict=True)):
             start, stop = int(starts[index]), int(stops[index])
             tags[index] = (_key_digest(key), start, stop, self._checksum(slot, part, start, stop))
         self._tags[list(slots), part] = tags
+        self._generations[list(slots)] += np.uint64(1)
 
     def read(
         self,
@@ -218,9 +224,14 @@ class HostPool:
         _, held_start, held_stop, _ = self._tags[slot, 0].tolist()
         return bool(held_start <= start and stop <= held_stop)
 
+    def is_hashed(self, slot: int) -> bool:
+        """Whether the tags of a slot have checksums, or none is wanted."""
+        return slot not in self._unhashed
+
     def unseal(self, slots: Sequence[int]) -> None:
         """Mark slots as empty before their bytes are written by other means, such as NIXL."""
-        self._tags["key"][list(slots)] = 0
+        for part in range(self.shape.num_parts):
+            self._open(slots, part)
 
     def find(
         self,
@@ -228,45 +239,87 @@ class HostPool:
         keys: Sequence[BlockKey],
         starts: Sequence[int],
         stops: Sequence[int],
+        *,
+        hashed: bool = True,
     ) -> tuple[list[Outcome], list[int]]:
         """Find the slots that hold these bytes of `keys[i]`, and the checksums of the bytes.
 
         The bytes are verified here only where they are a part of the stored ones; their reader has
         to verify them.
 
+        Args:
+            slots: Slot of each key.
+            keys: Keys that the slots should hold.
+            starts: Byte of its chunk at which each block begins.
+            stops: Byte after its end.
+            hashed: Whether checksums are wanted; without, no byte is read here.
+
         Returns:
             Per block `DONE`, `MISSING` or `CORRUPT`; XXH3-64 of the bytes of each that is `DONE`,
-            zero when integrity is off.
+            zero when integrity is off or `hashed` is.
         """
         outcomes, checksums = [], []
         for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
-            _, held_start, held_stop, checksum = self._tags[slot, 0].tolist()
             outcome = MISSING
             if self.covers(slot, start, stop):
+                _, held_start, held_stop, _ = self._tags[slot, 0].tolist()
                 whole = (start, stop) == (held_start, held_stop)
-                outcome = self._verify_part(slot, key, 0, checksum=not whole)
+                outcome = self._verify_part(slot, key, 0, checksum=hashed and not whole)
             outcomes.append(outcome)
             if outcome.done:
-                checksums.append(checksum if whole else self._checksum(slot, 0, start, stop))
+                if not hashed:
+                    checksums.append(0)
+                elif whole:
+                    checksums.append(self._stored_checksum(slot, 0))
+                else:
+                    checksums.append(self._checksum(slot, 0, start, stop))
         return outcomes, checksums
 
-    def stored(self, slots: Sequence[int]) -> tuple[Descriptors, list[int]] | None:
+    def stored(
+        self, slots: Sequence[int], *, hashed: bool = True
+    ) -> tuple[Descriptors, list[int]] | None:
         """Describe the stored bytes of each slot, and get their checksums without reading them.
 
+        Args:
+            slots: The slots.
+            hashed: Whether checksums are wanted.
+
         Returns:
-            None without integrity, or where a tag is damaged.
+            None where a tag is damaged, or has no checksum although one is wanted.
         """
         tags = self._tags[list(slots), 0]
         starts, stops = tags["start"].astype(np.int64), tags["stop"].astype(np.int64)
         possible = (starts >= 0) & (starts < stops) & (stops <= self.shape.part_size_bytes)
-        if self.integrity is Integrity.OFF or not possible.all():
+        if not possible.all():
+            return None
+        if hashed and not (self.integrity is Integrity.FAST and self._unhashed.isdisjoint(slots)):
             return None
         return self.describe(slots, starts, stops), tags["checksum"].tolist()
 
-    def tag(self, slot: int, key: BlockKey, start: int, stop: int, checksum: int) -> None:
-        """Tag a slot whose bytes were written, and hashed, by other means."""
-        kept = checksum if self.integrity is Integrity.FAST else 0
+    def tag(self, slot: int, key: BlockKey, start: int, stop: int, checksum: int | None) -> None:
+        """Tag a slot whose bytes were written by other means.
+
+        Args:
+            slot: The slot.
+            key: Key of the block in it.
+            start: Byte of its chunk at which the block begins.
+            stop: Byte after its end.
+            checksum: XXH3-64 of the bytes; None to compute it when it is first needed.
+        """
+        if checksum is None:
+            self._unhashed.add(slot)
+        kept = checksum or 0 if self.integrity is Integrity.FAST else 0
         self._tags[slot, 0] = (_key_digest(key), start, stop, kept)
+        self._generations[slot] += np.uint64(1)
+
+    def fences(self, slots: Sequence[int]) -> Fences:
+        """Get the present generation of each slot, which changes before and after it is written.
+
+        Only for the process that writes all slots: the generations are in its own memory.
+        """
+        chosen = np.asarray(slots, np.uint64)
+        first = np.uint64(self._generations.ctypes.data)
+        return Fences(first + chosen * np.uint64(GENERATION_BYTES), self._generations[chosen])
 
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Hash `slots[i]`, written by other means, and tag it as the whole block of `keys[i]`."""
@@ -280,6 +333,11 @@ class HostPool:
     def region(self) -> MemoryRegion:
         """The memory of all slots."""
         return MemoryRegion(self._data.ctypes.data, self._data.nbytes, self)
+
+    @property
+    def generations_region(self) -> MemoryRegion:
+        """The memory of the slots' generations."""
+        return MemoryRegion(self._generations.ctypes.data, self._generations.nbytes, self)
 
     @property
     def rows(self) -> NDArray[np.uint8]:
@@ -324,9 +382,25 @@ class HostPool:
             return MISSING
         if stop > self.shape.part_size_bytes or start > stop:
             return Outcome(Status.CORRUPT, reason=f"slot {slot}: tag says {start} to {stop} bytes")
+        if slot in self._unhashed:
+            return DONE  # nothing to compare with
         if checksum and self._checksum(slot, part, start, stop) != expected:
             return Outcome(Status.CORRUPT, reason=f"slot {slot}: checksum of {key.hex()} differs")
         return DONE
+
+    def _open(self, slots: Sequence[int], part: int) -> None:
+        """Mark a part of slots as empty, before it is written."""
+        self._tags["key"][list(slots), part] = 0
+        self._generations[list(slots)] += np.uint64(1)
+        self._unhashed.difference_update(slots)
+
+    def _stored_checksum(self, slot: int, part: int) -> int:
+        """Get the checksum in a tag, or compute it where nobody has."""
+        if slot in self._unhashed:
+            _, start, stop, _ = self._tags[slot, part].tolist()
+            self._tags["checksum"][slot, part] = self._checksum(slot, part, start, stop)
+            self._unhashed.discard(slot)
+        return int(self._tags["checksum"][slot, part])
 
     def _checksum(self, slot: int, part: int, start: int, stop: int) -> int:
         if self.integrity is Integrity.OFF:

@@ -11,7 +11,13 @@ from numpy.typing import NDArray
 from kvxfer.backends.host.backend import HostBackend, HostConfig
 from kvxfer.backends.nixl.agents.base import TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
-from kvxfer.backends.nixl.client import Client, PeerStatistics
+from kvxfer.backends.nixl.client import (
+    GENERATIONS_BYTES,
+    MAX_GENERATIONS,
+    NUM_GENERATION_BUFFERS,
+    Client,
+    PeerStatistics,
+)
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig, client_context
 from kvxfer.backends.nixl.hashing import BlockHasher
@@ -26,6 +32,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.lending import GENERATION_BYTES
 from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
 
@@ -77,6 +84,7 @@ class NixlBackend(Backend):
         self._quarantine = Quarantine()
         largest = max(self._guard.chunk_sizes)
         self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
+        self._generations = _generations_memory(self._quarantine) if config.is_fenced else None
         self._clients: dict[Endpoint, Client] = {}
         self._former_clients: list[Client] = []
         self._own: HostBackend | None = None
@@ -85,9 +93,11 @@ class NixlBackend(Backend):
         self._started = False
         if config.listen_endpoint is not None and config.capacity is not None:
             self._own = HostBackend(HostConfig(capacity=config.capacity), namespace)
-            self.attach([self._own.region])
+            self.attach(self._own.regions)
             self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self.attach([self._staging.region])
+        if self._generations is not None:
+            self.attach([self._generations.region])
 
     def __repr__(self) -> str:
         peers = ", ".join(f"{e} by {p.reconnect.carrier}" for e, p in self._clients.items())
@@ -246,6 +256,7 @@ class NixlBackend(Backend):
             staging=self._staging,
             quarantine=self._quarantine,
             timeout_s=self._config.timeout_s,
+            generations=self._generations,
         )
 
     def _home(self, client: Client) -> Home:
@@ -294,6 +305,15 @@ class NixlBackend(Backend):
         self._guard.check_batch(keys, *blocks)
         if not self._started:
             await self.start()
+
+
+def _generations_memory(quarantine: Quarantine) -> StagingMemory:
+    return StagingMemory(
+        GENERATIONS_BYTES,
+        MAX_GENERATIONS * GENERATION_BYTES,
+        quarantine.drain,
+        num_buffers=NUM_GENERATION_BUFFERS,
+    )
 
 
 async def _ask_each(

@@ -12,6 +12,7 @@ from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.remote_memory import Proofs, read_proofs
 from kvxfer.backends.nixl.wire.messages import (
     Delete,
     Deleted,
@@ -20,6 +21,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Lookup,
     Pin,
     Pinned,
+    Publish,
     Pull,
     Pulled,
 )
@@ -27,6 +29,7 @@ from kvxfer.errors import InvalidArgumentError, KVXferError, PeerLostError, Prot
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.lending import GENERATION_BYTES, Fences
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
 
 STORE_BYTES = 16 << 20
@@ -40,6 +43,13 @@ LAST_RUN_BYTES = 6 << 20
 """Most bytes of such a piece that are verified after all have arrived."""
 
 PIECES_IN_FLIGHT = 3
+
+MAX_GENERATIONS = 4096
+"""Most blocks of a piece of a fenced load."""
+
+GENERATIONS_BYTES = 1 << 20
+NUM_GENERATION_BUFFERS = GENERATIONS_BYTES // (MAX_GENERATIONS * GENERATION_BYTES)
+
 SMALL_PIECE_BYTES = 4 << 10
 MANY_PIECES = 16
 """Most fragments of a block that are smaller than that; more are gathered in staging memory before
@@ -49,6 +59,8 @@ Move = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Ou
 
 _GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
 """Not `MISSING`, which promises that its memory was not written."""
+
+_OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +98,8 @@ class Client:
         staging: Registered memory for blocks whose own memory is not registered.
         quarantine: Quarantine of memory that a read may still change after its deadline.
         timeout_s: Time that a call may take.
+        generations: Registered memory for generations of blocks, with which blocks are fenced
+            where the holder keeps generations; None to verify every block by its checksum.
 
     Attributes:
         reconnect: As given.
@@ -101,6 +115,7 @@ class Client:
         staging: StagingMemory,
         quarantine: Quarantine,
         timeout_s: float,
+        generations: StagingMemory | None = None,
     ) -> None:
         self.reconnect = reconnect
         self.statistics = PeerStatistics()
@@ -109,6 +124,8 @@ class Client:
         self._staging = staging
         self._quarantine = quarantine
         self._timeout_s = timeout_s
+        self._generations = generations
+        self._fenced = generations is not None
         self._in_flight = asyncio.Semaphore(PIECES_IN_FLIGHT)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -121,7 +138,10 @@ class Client:
         async with asyncio.timeout(self._timeout_s):
             connection = await self.reconnect.open()
             found = await connection.request(
-                lambda number: Lookup(request_id=number, keys=list(keys), places=True), Found
+                lambda number: Lookup(
+                    request_id=number, keys=list(keys), places=True, fenced=self._fenced
+                ),
+                Found,
             )
         self._require_number(len(found.there), len(keys))
         try:
@@ -168,7 +188,8 @@ class Client:
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, piece_bytes: int
     ) -> list[Outcome]:
         stop = asyncio.get_running_loop().time() + self._timeout_s
-        bounds = list(blocks.cut(piece_bytes))
+        longest = MAX_GENERATIONS if self._fenced else None
+        bounds = list(blocks.cut(piece_bytes, longest_run=longest))
         if len(bounds) == 1:  # saves switching to a task and back
             return await self._move_piece(move, keys, blocks, stop)
         async with asyncio.TaskGroup() as tasks:
@@ -240,17 +261,10 @@ class Client:
         keys: Sequence[BlockKey],
         blocks: Descriptors,
         theirs: Descriptors,
-        checksums: Sequence[int],
+        proofs: Proofs,
     ) -> list[Outcome]:
         """Read blocks where a lookup found them; read those that have moved since once more."""
-        intact = await connection.memory.read(
-            theirs,
-            blocks,
-            checksums,
-            self._hasher,
-            last_run_bytes=LAST_RUN_BYTES,
-            late=self._quarantine.hold,
-        )
+        intact = await self._read(connection, theirs, blocks, proofs)
         outcomes = [DONE] * len(keys)
         if moved := [index for index in range(len(keys)) if index not in intact]:
             again = [keys[index] for index in moved]
@@ -269,31 +283,40 @@ class Client:
                 keys=list(keys),
                 starts=blocks.payload_starts.tolist(),
                 sizes=blocks.block_sizes.tolist(),
+                fenced=self._fenced,
             ),
             Pinned,
         )
         try:
             outcomes = self._outcomes(keys, pinned.endings)
             given = _done(outcomes)
-            self._require_number(len(pinned.checksums), len(given))
             if given:
                 theirs = connection.memory.regions.resolve(pinned.extents)
                 self._require_number(theirs.num_blocks, len(given))
-                intact = await connection.memory.read(
-                    theirs,
-                    blocks.take(given),
-                    pinned.checksums,
-                    self._hasher,
-                    last_run_bytes=LAST_RUN_BYTES,
-                    late=self._quarantine.hold,
-                )
+                proofs = read_proofs(connection.memory.regions, pinned, len(given))
+                intact = await self._read(connection, theirs, blocks.take(given), proofs)
                 for row, index in enumerate(given):
                     if row not in intact:
-                        reason = f"{keys[index].hex()} arrived with other bytes"
-                        outcomes[index] = Outcome(Status.CORRUPT, reason=reason)
+                        outcomes[index] = _changed(keys[index], proofs)
         finally:
             connection.release(pinned.request_id)
         return outcomes
+
+    async def _read(
+        self, connection: Connection, theirs: Descriptors, blocks: Descriptors, proofs: Proofs
+    ) -> set[int]:
+        """Read blocks, and return the positions of those that are proven to be right."""
+        late = self._quarantine.hold
+        if not isinstance(proofs, Fences):
+            read = connection.memory.read
+            bound = LAST_RUN_BYTES
+            return set(
+                await read(theirs, blocks, proofs, self._hasher, last_run_bytes=bound, late=late)
+            )
+        if self._generations is None:
+            raise ProtocolError(str(self.reconnect.endpoint), "sent generations, not checksums")
+        staging = self._generations
+        return set(await connection.memory.read_fenced(theirs, blocks, proofs, staging, late=late))
 
     async def _store_staged(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
@@ -310,7 +333,7 @@ class Client:
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         await connection.let_read()
-        checksums = await self._hasher.checksums(blocks)
+        checksums = [] if self._fenced else await self._hasher.checksums(blocks)
         pulled = await connection.request(
             lambda number: Pull(
                 request_id=number,
@@ -321,7 +344,19 @@ class Client:
             ),
             Pulled,
         )
+        if pulled.waits:
+            # Not cancelled until here, and so the blocks are still the caller's, unchanged.
+            pulled = await self._publish(connection, pulled.request_id)
         return self._outcomes(keys, pulled.endings)
+
+    async def _publish(self, connection: Connection, pull: int) -> Pulled:
+        try:
+            return await connection.request(
+                lambda number: Publish(request_id=number, pull=pull), Pulled
+            )
+        except BaseException:
+            connection.release(pull)
+            raise
 
     def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:
         return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
@@ -348,6 +383,12 @@ class Client:
             self.statistics.num_timed_out += statuses.count(Status.TIMED_OUT)
             self.statistics.num_failed += statuses.count(Status.FAILED)
         return blocks.take(done).num_bytes
+
+
+def _changed(key: BlockKey, proofs: Proofs) -> Outcome:
+    if isinstance(proofs, Fences):
+        return _OVERWRITTEN
+    return Outcome(Status.CORRUPT, reason=f"{key.hex()} arrived with other bytes")
 
 
 def _is_in_crumbs(blocks: Descriptors) -> bool:

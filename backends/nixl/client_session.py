@@ -26,12 +26,14 @@ from kvxfer.backends.nixl.wire.messages import (
     Ending,
     Extents,
     Failed,
+    Fencing,
     Found,
     Lookup,
     Pin,
     Ping,
     Pinned,
     Pong,
+    Publish,
     Pull,
     Pulled,
     Ready,
@@ -44,8 +46,15 @@ from kvxfer.errors import (
     PeerTimeoutError,
     TransferFailedError,
 )
-from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.lending import BlockParts, Lender
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.lending import (
+    GENERATION_BYTES,
+    BlockParts,
+    Fences,
+    Lender,
+    ReservedBlocks,
+)
 
 MAX_REQUESTS = 64
 MAX_DATA_CONNECTIONS = 4
@@ -104,6 +113,7 @@ class ClientSession:
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._pins: dict[int, AsyncExitStack] = {}
+        self._unpublished: dict[int, ReservedBlocks] = {}  # each with a pin of the same number
         self._lending: set[asyncio.Task[None]] = set()
         self._num_attached = 0
         self._draining = False
@@ -112,7 +122,7 @@ class ClientSession:
 
     @property
     def num_pins(self) -> int:
-        """Batches that this peer has pinned."""
+        """Batches that this peer has pinned, or not published yet."""
         return len(self._pins)
 
     @property
@@ -238,6 +248,8 @@ class ClientSession:
             return self._delete(request)
         if isinstance(request, Pin):
             return self._pin(request)
+        if isinstance(request, Publish):
+            return self._publish(request)
         assert isinstance(request, Pull)
         return self._pull(request)
 
@@ -246,7 +258,9 @@ class ClientSession:
         return Deleted(request_id=request.request_id, deleted=deleted)
 
     async def _lookup(self, request: Lookup) -> Found:
-        sight = self.store.lender.peek(request.keys) if request.places else None
+        sight = None
+        if request.places:
+            sight = self.store.lender.peek(request.keys, fenced=request.fenced)
         if sight is None or sight.blocks is None:
             there = await self.store.backend.lookup(request.keys)
             return Found(request_id=request.request_id, there=there)
@@ -256,12 +270,14 @@ class ClientSession:
             starts=sight.blocks.payload_starts.tolist(),
             checksums=sight.checksums,
             extents=self._node.memory.locate(sight.blocks),
+            fences=self._locate_fences(sight.fences),
         )
 
     async def _pin(self, request: Pin) -> Pinned:
         async with AsyncExitStack() as stack:
             wanted = BlockParts(request.keys, request.starts, request.sizes)
-            loan = await stack.enter_async_context(self.store.lender.lend(wanted))
+            lend = self.store.lender.lend(wanted, fenced=request.fenced)
+            loan = await stack.enter_async_context(lend)
             extents = _NOTHING if loan.blocks is None else self._node.memory.locate(loan.blocks)
             if loan.blocks is not None:
                 self._pins[request.request_id] = stack.pop_all()
@@ -270,14 +286,24 @@ class ClientSession:
             endings=_endings(loan.outcomes),
             checksums=loan.checksums,
             extents=extents,
+            fences=None if loan.blocks is None else self._locate_fences(loan.fences),
         )
+
+    def _locate_fences(self, fences: Fences | None) -> Fencing | None:
+        if fences is None:
+            return None
+        words = Descriptors.of_pieces(fences.addresses, [GENERATION_BYTES] * len(fences.addresses))
+        generations = fences.generations.astype("<u8", copy=False).tobytes()
+        return Fencing(extents=self._node.memory.locate(words), generations=generations)
 
     async def _pull(self, request: Pull) -> Pulled:
         assert self._theirs is not None
         theirs = self._theirs.regions.resolve(request.extents)
         offered = BlockParts(request.keys, request.starts, theirs.block_sizes.tolist())
+        if not request.checksums:
+            return await self._pull_unpublished(request, theirs, offered)
         if len(request.checksums) != len(request.keys):
-            rule = f"{len(request.keys)}, one for each key"
+            rule = f"{len(request.keys)}, one for each key, or none"
             raise InvalidArgumentError("checksums", len(request.checksums), rule)
         async with self.store.lender.make_room(offered) as room:
             if room.blocks is not None:
@@ -291,6 +317,33 @@ class ClientSession:
                     last_run_bytes=PULL_RUN_BYTES,
                 )
                 room.arrived.update(arrived)
+        return Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
+
+    async def _pull_unpublished(
+        self, request: Pull, theirs: Descriptors, offered: BlockParts
+    ) -> Pulled:
+        """Read blocks that nobody hashes, and keep them until the peer has confirmed them."""
+        assert self._theirs is not None
+        number = request.request_id
+        async with AsyncExitStack() as stack:
+            room = await stack.enter_async_context(self.store.lender.make_room(offered))
+            if room.blocks is None:
+                return Pulled(request_id=number, endings=_endings(room.outcomes))
+            wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
+            await self._theirs.copy(theirs.take(wanted), room.blocks)
+            self._unpublished[number] = room
+            stack.callback(self._unpublished.pop, number, None)
+            self._pins[number] = stack.pop_all()
+        endings = _endings([outcome or DONE for outcome in room.outcomes])
+        return Pulled(request_id=number, endings=endings, waits=True)
+
+    async def _publish(self, request: Publish) -> Pulled:
+        room, pin = self._unpublished.get(request.pull), self._pins.get(request.pull)
+        if room is None or room.blocks is None or pin is None:
+            raise InvalidArgumentError("pull", request.pull, "one that waits to be published")
+        room.arrived.update(dict.fromkeys(range(room.blocks.num_blocks)))
+        del self._pins[request.pull]
+        await pin.aclose()
         return Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
 
     async def _refuse(self, number: int, reason: str) -> None:

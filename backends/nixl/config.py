@@ -19,6 +19,7 @@ MIN_SECRET_BYTES = 16
 MAX_PORT = (1 << 16) - 1
 
 Transport = Literal["auto", "nixl", "socket"]
+Integrity = Literal["full", "fenced"]
 
 
 class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,6 +41,9 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             Everyone with a certificate of it is a peer: use an authority that signs nothing else.
         transport: Transport of the bytes: `nixl`, or TCP connections of kvxfer, `socket`. `auto`
             chooses for each peer.
+        integrity: Proof that a block arrived as it was stored. `full`: the XXH3-64 of its bytes.
+            `fenced`: its generation, which the holder changes before and after it overwrites the
+            block; nobody reads the bytes for it. See docs/peers.md for what each of them catches.
         replicas: Number of peers that each block is stored at.
         timeout_s: Time that a request to a peer may take.
         quarantine: Bytes that transfers past their deadline may keep out of use, before NIXL is
@@ -60,6 +64,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tls_key: str = ""
     tls_ca: str = ""
     transport: Transport = "auto"
+    integrity: Integrity = "full"
     replicas: int = 1
     timeout_s: float = 10.0
     quarantine: ByteSize = ByteSize(256 << 20)
@@ -109,6 +114,11 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Whether connections are encrypted, and peers authenticate by certificate."""
         return bool(self.tls_ca)
 
+    @property
+    def is_fenced(self) -> bool:
+        """Whether blocks are proven by their generations where a holder keeps some."""
+        return self.integrity == "fenced"
+
     def read_secret(self) -> bytes | None:
         """Read the secret of all peers from the file or the environment.
 
@@ -137,9 +147,14 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Convert every value to its type: msgspec checks those of a URL, but not of a call."""
         for name in ("address", "listen", "secret_file", "tls_cert", "tls_key", "tls_ca"):
             yield name, require_text(name, getattr(self, name))
-        if self.transport not in get_args(Transport):
-            wanted = f"one of: {', '.join(get_args(Transport))}"
-            raise InvalidArgumentError("transport", self.transport, wanted)
+        for name, allowed in (
+            ("transport", get_args(Transport)),
+            ("integrity", get_args(Integrity)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise InvalidArgumentError(
+                    name, getattr(self, name), f"one of: {', '.join(allowed)}"
+                )
         if self.capacity is not None:
             yield "capacity", ByteSize(require_positive("capacity", self.capacity))
         yield "quarantine", ByteSize(require_integer("quarantine", self.quarantine))

@@ -28,6 +28,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Ping,
     Pinned,
     Pong,
+    Pulled,
     Reach,
     Ready,
 )
@@ -296,7 +297,7 @@ class Connection:
                 self._heard = time.monotonic()
                 waiting = self._waiting.pop(answer.request_id, None)
                 if waiting is None or waiting.done():
-                    if isinstance(answer, Pinned):  # the caller was cancelled
+                    if isinstance(answer, Pinned | Pulled):  # the caller was cancelled
                         self.release(answer.request_id)
                     continue
                 if isinstance(answer, Failed):

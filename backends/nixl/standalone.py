@@ -144,8 +144,8 @@ class StandalonePeer:
         """Reserve the memory; the next call finds it, even if this one's caller was cancelled."""
         backend = self._open_backend(namespace)
         lender = backend if isinstance(backend, Lender) else self._stage(backend, namespace)
-        backend.attach([lender.region])
-        self._node.add_memory([lender.region])
+        backend.attach(lender.regions)
+        self._node.add_memory(lender.regions)
         self._opened = namespace, backend, lender
         tiers = backend.tiers if isinstance(backend, TieredBackend) else [backend]
         sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]

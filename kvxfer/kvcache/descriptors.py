@@ -145,12 +145,15 @@ class Descriptors:
             after=self.after,
         )
 
-    def cut(self, max_bytes: int) -> Iterator[tuple[int, int]]:
-        """Cut into runs of at most `max_bytes`, or of one block: start and stop (exclusive)."""
+    def cut(self, max_bytes: int, *, longest_run: int | None = None) -> Iterator[tuple[int, int]]:
+        """Cut into runs of at most `max_bytes`, or of one block: start and stop (exclusive).
+
+        With `longest_run`, of at most so many blocks, too.
+        """
         max_bytes = require_positive("max_bytes", max_bytes)
-        if self.num_bytes <= max_bytes:
+        if self.num_bytes <= max_bytes and self.num_blocks <= (longest_run or self.num_blocks):
             return iter([(0, self.num_blocks)])
-        return cut_runs(self.block_sizes, max_bytes)
+        return cut_runs(self.block_sizes, max_bytes, longest_run=longest_run)
 
     @classmethod
     def of_pieces(

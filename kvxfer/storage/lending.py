@@ -5,6 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -14,6 +17,8 @@ from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
+
+GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,22 @@ class BlockParts:
     sizes: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Fences:
+    """Generations of blocks at the time when they were found, and where they are kept.
+
+    A reader that reads a block, then its generation, and finds the one given here has read the
+    block as it was found: whoever overwrites a block changes its generation first.
+
+    Attributes:
+        addresses: Address of the generation of each block, of `GENERATION_BYTES`, uint64.
+        generations: The generations, uint64.
+    """
+
+    addresses: NDArray[np.uint64]
+    generations: NDArray[np.uint64]
+
+
 @dataclass(frozen=True, slots=True)
 class LentBlocks:
     """Blocks that a reader can read in place: held there by `lend`, only located by `peek`.
@@ -38,12 +59,15 @@ class LentBlocks:
     Attributes:
         outcomes: One per wanted block; `DONE` for those that are lent or located.
         blocks: Addresses of these blocks, in order; None when there are none.
-        checksums: XXH3-64 of each of them as it was stored, zero where none is kept.
+        checksums: XXH3-64 of each of them as it was stored, zero where none is kept; empty with
+            `fences`.
+        fences: Their generations, if the reader asked for them and the lender keeps them.
     """
 
     outcomes: list[Outcome]
     blocks: Descriptors | None
     checksums: list[int]
+    fences: Fences | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +79,48 @@ class ReservedBlocks:
             stored already.
         blocks: Addresses of that room, in order; None when there is none.
         arrived: Set by the writer: XXH3-64 of each block that arrived whole, by its position among
-            those that have room.
+            those that have room; None where nobody has hashed it.
     """
 
     outcomes: list[Outcome | None]
     blocks: Descriptors | None
-    arrived: dict[int, int] = field(default_factory=dict)
+    arrived: dict[int, int | None] = field(default_factory=dict)
 
 
 class Lender(ABC):
     """Lender of a backend's memory to a reader or writer that moves the bytes of blocks itself.
 
     Attributes:
-        region: All the memory that is ever lent.
+        regions: All the memory that is ever lent, and that of generations.
     """
 
-    region: MemoryRegion
+    regions: Sequence[MemoryRegion]
 
     @abstractmethod
-    def lend(self, wanted: BlockParts) -> AbstractAsyncContextManager[LentBlocks]:
+    def lend(
+        self, wanted: BlockParts, *, fenced: bool = False
+    ) -> AbstractAsyncContextManager[LentBlocks]:
         """Hold blocks in place for as long as the context lasts.
+
+        Args:
+            wanted: Parts of blocks.
+            fenced: Whether to give generations instead of checksums, if there are any.
 
         Raises:
             InvalidArgumentError: A group does not exist, or a part is not within its block.
         """
 
-    def peek(self, keys: Sequence[BlockKey]) -> LentBlocks | None:  # noqa: ARG002 - for others
+    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:  # noqa: ARG002 - for others
         """Return the addresses of blocks as they were stored, without holding them in place.
 
         The reader has to verify the bytes. Counts as a use of each block.
 
+        Args:
+            keys: Keys of the blocks.
+            fenced: As for `lend`.
+
         Returns:
-            None when this lender's blocks have no fixed addresses, or no checksums.
+            None when this lender's blocks have no fixed addresses, or no checksums yet.
 
         Raises:
             InvalidArgumentError: There is no key, or a key appears twice.
@@ -131,10 +165,15 @@ class StagedLender(Lender):
         self._copy_engine = copy_engine
         self._threads = threads
         self._staging = StagingMemory(max_bytes, max(sizes), backend.drain)
-        self.region = self._staging.region
+        self.regions = [self._staging.region]
 
     @asynccontextmanager
-    async def lend(self, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
+    async def lend(
+        self,
+        wanted: BlockParts,
+        *,
+        fenced: bool = False,  # noqa: ARG002 - a buffer has no generation
+    ) -> AsyncIterator[LentBlocks]:
         """See `Lender.lend`. Blocks that do not fit into one buffer with the rest are `FAILED`."""
         require_parts_in_blocks(wanted, self._chunk_sizes)
         fitting = self._staging.num_fitting(wanted.sizes)

@@ -65,6 +65,7 @@ class StagingMemory:
         max_bytes: Bound on all buffers together; raised to two of the largest block.
         largest_block_bytes: Bytes of the largest block that has to fit.
         drain: Called when a buffer comes back that is not quiet; returns when it is.
+        num_buffers: Buffers that the memory is divided into, if they are large enough.
 
     Attributes:
         buffer_bytes: Bytes of one buffer.
@@ -72,8 +73,15 @@ class StagingMemory:
         region: The memory of all buffers.
     """
 
-    def __init__(self, max_bytes: int, largest_block_bytes: int, drain: Drain) -> None:
-        share = max_bytes // NUM_BUFFERS // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+    def __init__(
+        self,
+        max_bytes: int,
+        largest_block_bytes: int,
+        drain: Drain,
+        *,
+        num_buffers: int = NUM_BUFFERS,
+    ) -> None:
+        share = max_bytes // num_buffers // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.buffer_bytes = max(share, _aligned(largest_block_bytes))
         self.num_buffers = max(max_bytes // self.buffer_bytes, MIN_BUFFERS)
         memory = _allocate(self.num_buffers * self.buffer_bytes)

@@ -139,12 +139,19 @@ class FakeNixlAgent(TransferAgent):
             with contextlib.suppress(TransferFailedError):  # raised in the caller of `transfer`
                 await to_its_end(flight.done)
 
-    def begin(self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]) -> Flight:
+    def begin(
+        self,
+        peer: str,
+        runs: Iterable[Fragments],
+        landed: Callable[[int], None],
+        *,
+        last: Fragments | None = None,
+    ) -> Flight:
         """See `TransferAgent.begin`; a cancelled read ends no earlier."""
         self._require_open()
         if peer not in self._peers:
             raise PeerLostError(peer, "it was not added, or is removed")
-        reading = asyncio.ensure_future(self._read_runs(peer, runs, landed))
+        reading = asyncio.ensure_future(self._read_runs(peer, runs, landed, last))
         done: Future[None] = Future()
 
         def end(_: "asyncio.Task[None]") -> None:
@@ -157,11 +164,17 @@ class FakeNixlAgent(TransferAgent):
         return Flight(done, lambda: None)
 
     async def _read_runs(
-        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
+        self,
+        peer: str,
+        runs: Iterable[Fragments],
+        landed: Callable[[int], None],
+        last: Fragments | None,
     ) -> None:
         for index, run in enumerate(runs):
             await self._read_run(peer, run)
             landed(index)
+        if last is not None:
+            await self._read_run(peer, last)
 
     async def _read_run(self, peer: str, fragments: Fragments) -> None:
         self._require_open()

@@ -38,6 +38,7 @@ class Traffic:
         self.memory = memory
         self.keys = make_keys(NUM_KEYS)
         self.outcomes: list[Outcome] = []
+        self.num_loaded = 0
         self._rng = rng
         self._free = set(range(32))
         self._unsafe: set[int] = set()
@@ -61,6 +62,7 @@ class Traffic:
             for index, outcome in enumerate(outcomes):
                 right = read[index] == make_payload(keys[index], self._size)
                 assert right or not outcome.done, "a wrong byte"
+                self.num_loaded += outcome.done
             return self._settle(ids, outcomes)
 
     async def go_on(self, stop: asyncio.Event) -> None:

@@ -12,14 +12,16 @@ import pytest
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client
-from tests.backends.nixl_traffic import Relay, Traffic, disturb, traffic_memory
+from tests.backends.nixl_traffic import BATCH, Relay, Traffic, disturb, traffic_memory
+from tests.backends.test_host import capacity_for
 from tests.backends.test_nixl import WAYS
 from tests.examples import examples
 
 QUICK = {"timeout_s": 1.0, "lease_s": 1.0, "heartbeat_s": 0.2}
 ROUND_S = 30.0
 CAPACITY = 64 << 20
-NUM_CUT_BLOCKS = examples(5000).max_examples
+NUM_WAYS = len(WAYS)
+NUM_LOADED = examples(2500).max_examples
 
 
 def rounds(quick: int) -> pytest.MarkDecorator:
@@ -27,8 +29,8 @@ def rounds(quick: int) -> pytest.MarkDecorator:
 
     The seed chooses the way. `make faults` runs all of them.
     """
-    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(3) if seed != quick)
-    more = (pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 50))
+    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(NUM_WAYS) if seed != quick)
+    more = (pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(NUM_WAYS, 50))
     return pytest.mark.parametrize("seed", [quick, *slow, *more])
 
 
@@ -243,13 +245,44 @@ async def test_no_block_is_wrong_although_connections_are_cut_again_and_again(
                     await asyncio.to_thread(
                         process.open, namespace, capacity=CAPACITY, listen=holder.endpoint
                     )
-                if flow.done() or len(traffic.outcomes) >= NUM_CUT_BLOCKS:
+                if flow.done() or traffic.num_loaded >= NUM_LOADED:
                     break
             stop.set()
             await flow
             await until_done(traffic)
             await traffic.check()
-    assert len(traffic.outcomes) >= NUM_CUT_BLOCKS
+    assert traffic.num_loaded >= NUM_LOADED
+
+
+@pytest.mark.property
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+async def test_no_block_is_wrong_although_its_slot_is_overwritten_again_and_again(
+    way: str, new_process: NewProcess
+) -> None:
+    memory = traffic_memory()
+    namespace = memory.namespace()
+    process = await asyncio.to_thread(new_process)
+    capacity = int(capacity_for(namespace, BATCH))  # a third of the keys
+    holder = await asyncio.to_thread(process.open, namespace, capacity=capacity)
+    rng, num_overwritten = random.Random(7), 0
+    traffic = Traffic(open_client(namespace, holder, **WAYS[way]), memory, rng)
+    async with traffic.backend:
+        for _ in range(NUM_LOADED // 20):
+            keys = rng.sample(traffic.keys, 2 * BATCH)
+            ours, others = keys[:BATCH], keys[BATCH:]
+            await traffic.store(ours)
+            await traffic.backend.lookup(ours)
+            storing = asyncio.create_task(traffic.store(others))  # in the slots of ours
+            if rng.random() < 0.2:  # else while ours are read
+                await storing
+            outcomes = await traffic.load(ours)
+            num_overwritten += sum("evicted after" in outcome.reason for outcome in outcomes)
+            await storing
+            await traffic.load(others)
+        await traffic.check()
+    assert num_overwritten, "no slot was overwritten between a lookup and the end of a load"
+    assert traffic.num_loaded
 
 
 async def until_done(traffic: Traffic) -> None:

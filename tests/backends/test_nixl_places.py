@@ -215,8 +215,8 @@ def test_the_oldest_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     ("answer", "shown"),
     [
         (found([(True, 8 * SIZE)]), "region"),
-        (found([(True, 0)], starts=[]), r"\(1, 1, 0, 1\)"),
-        (found([(True, 0)], checksums=[1, 2]), r"\(1, 1, 1, 2\)"),
+        (found([(True, 0)], starts=[]), r"\(1, 1, 0\)"),
+        (found([(True, 0)], checksums=[1, 2]), "checksums is 2"),
         (found([(True, 0)], there=[False]), "0 blocks"),
     ],
 )

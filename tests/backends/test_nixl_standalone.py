@@ -82,7 +82,7 @@ async def test_memory_is_kept_for_a_peer_that_did_not_wait_for_it() -> None:
             await opening
         with pytest.raises(NamespaceMismatchError, match="'other'"):
             await peer._open_store(OTHER)
-        assert (await peer._open_store(NAMESPACE)).lender.region.num_bytes < CAPACITY
+        assert (await peer._open_store(NAMESPACE)).lender.regions[0].num_bytes < CAPACITY
     assert host.opened == [NAMESPACE]
 
 

@@ -258,19 +258,19 @@ class _DyingLender(Lender):
     """Lender that kills its process when blocks were lent, before their borrower can know it."""
 
     def __init__(self, inner: Lender) -> None:
-        self.region = inner.region
+        self.regions = inner.regions
         self._inner = inner
         self._sign = Path(os.environ[DIRECTORY], DIE)
 
     @asynccontextmanager
-    async def lend(self, wanted: BlockParts) -> AsyncIterator[LentBlocks]:
-        async with self._inner.lend(wanted) as loan:
+    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
+        async with self._inner.lend(wanted, fenced=fenced) as loan:
             if self._sign.exists():
                 os.kill(os.getpid(), signal.SIGKILL)
             yield loan
 
-    def peek(self, keys: Sequence[BlockKey]) -> LentBlocks | None:
-        return None if self._sign.exists() else self._inner.peek(keys)
+    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
+        return None if self._sign.exists() else self._inner.peek(keys, fenced=fenced)
 
     def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
         return self._inner.make_room(offered)

@@ -165,7 +165,12 @@ class TransferAgent(ABC):
 
     @abstractmethod
     def begin(
-        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
+        self,
+        peer: str,
+        runs: Iterable[Fragments],
+        landed: Callable[[int], None],
+        *,
+        last: Fragments | None = None,
     ) -> "Flight":
         """Begin to read runs of fragments, in any order within a run.
 
@@ -176,6 +181,7 @@ class TransferAgent(ABC):
                 the peer registered before it took its metadata.
             landed: Called with the index of each run that has arrived, on any thread; it holds up
                 all other reads meanwhile.
+            last: Fragments that are read once all bytes of all runs have arrived, not before.
 
         Returns:
             The read, which ends with one of these errors, or without one when all have arrived.

@@ -12,6 +12,7 @@ from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, t
 from kvxfer.backends.nixl.agents.nixl_reads import Reading
 from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
 from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.errors import ClosedError, TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 
@@ -63,10 +64,18 @@ class NixlAgent(TransferAgent):
         self._thread.order(done, partial(self._thread.remove_peer, peer, done))
         await to_its_end(done)
 
-    def begin(self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]) -> Flight:
+    def begin(
+        self,
+        peer: str,
+        runs: Iterable[Fragments],
+        landed: Callable[[int], None],
+        *,
+        last: Fragments | None = None,
+    ) -> Flight:
         """See `TransferAgent.begin`."""
         begun: list[Reading] = []
         failure: Exception | None = None
+        final = None if last is None else self._thread.prepare(peer, last)
         try:
             for run in runs:  # prepared while earlier runs are read
                 reading = self._thread.prepare(peer, run, partial(landed, len(begun)))
@@ -78,7 +87,21 @@ class NixlAgent(TransferAgent):
             failure = exc
             self._thread.cancel(begun)
         over = _all_over([each.done for each in begun], failure)
-        return Flight(over, partial(self._thread.cancel, begun))
+        if final is None:
+            return Flight(over, partial(self._thread.cancel, begun))
+        over.add_done_callback(partial(self._begin_final, final))
+        return Flight(final.done, partial(self._thread.cancel, [*begun, final]))
+
+    def _begin_final(self, final: Reading, over: "Future[None]") -> None:
+        """Begin the read that follows others, unless one of them failed; on any thread."""
+        error = over.exception()
+        try:
+            if error is None:
+                self._thread.order(final.done, partial(self._thread.begin, final))
+        except ClosedError:
+            error = TransferFailedError(final.peer, "the agent was closed")
+        if error is not None:
+            final.done.set_exception(error)
 
     async def aclose(self) -> None:
         """See `TransferAgent.aclose`."""

@@ -255,7 +255,9 @@ class NixlThread:
         else:
             done.set_result(None)
 
-    def prepare(self, peer: str, fragments: Fragments, landed: Callable[[], None]) -> Reading:
+    def prepare(
+        self, peer: str, fragments: Fragments, landed: Callable[[], None] | None = None
+    ) -> Reading:
         """Cut a read into pieces, while other reads run; on any thread.
 
         Raises:

@@ -130,14 +130,23 @@ class SocketAgent(TransferAgent):
             self._serving.discard(line)
             await line.aclose()
 
-    def begin(self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]) -> Flight:
+    def begin(
+        self,
+        peer: str,
+        runs: Iterable[Fragments],
+        landed: Callable[[int], None],
+        *,
+        last: Fragments | None = None,
+    ) -> Flight:
         """See `TransferAgent.begin`."""
         self._require_open()
         remote = self._remotes.get(peer)
         if remote is None:
             raise PeerLostError(peer, "it was not added, or is removed")
-        batch = _Batch(self._prepare(remote, runs), landed)
-        reading = asyncio.ensure_future(self._read(peer, remote, batch))
+        batches = [_Batch(self._prepare(remote, runs), landed)]
+        if last is not None:
+            batches.append(_Batch(self._prepare(remote, [last]), lambda _: None))
+        reading = asyncio.ensure_future(self._read_all(peer, remote, batches))
         done: Future[None] = Future()
 
         def end(_: "asyncio.Task[None]") -> None:
@@ -153,6 +162,10 @@ class SocketAgent(TransferAgent):
 
         reading.add_done_callback(end)
         return Flight(done, cancel)
+
+    async def _read_all(self, peer: str, remote: "_Remote", batches: "list[_Batch]") -> None:
+        for batch in batches:
+            await self._read(peer, remote, batch)
 
     async def _read(self, peer: str, remote: "_Remote", batch: "_Batch") -> None:
         lines = await self._take(peer, remote, 1 if batch.is_short else MAX_CONNECTIONS)

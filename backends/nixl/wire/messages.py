@@ -128,8 +128,8 @@ class NumberedRequest(Message, frozen=True, kw_only=True):
 
     Attributes:
         request_id: Number of the request and of its answer.
-        let_go: Numbers of `Pin`s to release. They are released before the request, without an
-            answer.
+        let_go: Numbers of `Pin`s to release and of `Pull`s to forget, before the request and
+            without an answer.
     """
 
     request_id: int
@@ -141,10 +141,24 @@ class Lookup(NumberedRequest, frozen=True):
 
     Attributes:
         places: Whether to answer with their places, too.
+        fenced: Whether to answer with generations instead of checksums, if there are any.
     """
 
     keys: list[BlockKey]
     places: bool = False
+    fenced: bool = False
+
+
+class Fencing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Generations of blocks, and where they are kept; see `lending.Fences`.
+
+    Attributes:
+        extents: Place of the generation of each block, 8 bytes.
+        generations: uint64, one per block, as they are now.
+    """
+
+    extents: Extents
+    generations: bytes
 
 
 class Found(Message, frozen=True):
@@ -154,9 +168,10 @@ class Found(Message, frozen=True):
         there: Whether the holder has each key.
         starts: Byte of its chunk at which each found block begins, in order. This and the next two
             are empty where places were not asked for or blocks have none.
-        checksums: XXH3-64 of each found block.
+        checksums: XXH3-64 of each found block; empty with `fences`.
         extents: Present places of the found blocks. They are not pinned: bytes read there count
-            only if they have the checksum.
+            only if they have the checksum, or if their generations are still the same.
+        fences: Generations of the found blocks.
     """
 
     request_id: int
@@ -164,6 +179,7 @@ class Found(Message, frozen=True):
     starts: list[int] = []
     checksums: list[int] = []
     extents: Extents | None = None
+    fences: Fencing | None = None
 
 
 class Pin(NumberedRequest, frozen=True):
@@ -172,11 +188,13 @@ class Pin(NumberedRequest, frozen=True):
     Attributes:
         starts: Byte of its chunk at which each block is wanted from.
         sizes: Bytes wanted of each block.
+        fenced: As in `Lookup`.
     """
 
     keys: list[BlockKey]
     starts: list[int]
     sizes: list[int]
+    fenced: bool = False
 
 
 class Pinned(Message, frozen=True):
@@ -185,14 +203,16 @@ class Pinned(Message, frozen=True):
     Attributes:
         endings: Outcome of each key; `DONE` means that it is pinned.
         checksums: XXH3-64 of the wanted bytes of each pinned block, in order; zeros where the
-            holder keeps none.
+            holder keeps none; empty with `fences`.
         extents: Places of the pinned blocks, in order.
+        fences: Their generations.
     """
 
     request_id: int
     endings: list[Ending]
     checksums: list[int]
     extents: Extents
+    fences: Fencing | None = None
 
 
 class Pull(NumberedRequest, frozen=True):
@@ -200,7 +220,8 @@ class Pull(NumberedRequest, frozen=True):
 
     Attributes:
         starts: Byte of its chunk at which each block begins.
-        checksums: XXH3-64 of each block.
+        checksums: XXH3-64 of each block. Without any, the blocks that the holder has read wait for
+            a `Publish`.
         extents: Places of the blocks.
     """
 
@@ -211,14 +232,27 @@ class Pull(NumberedRequest, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """Answer `Pull`.
+    """Answer `Pull` and `Publish`.
 
     Attributes:
         endings: Outcome of each key.
+        waits: Whether the blocks that are `DONE` are not stored before they are published. They are
+            forgotten when the request is let go.
     """
 
     request_id: int
     endings: list[Ending]
+    waits: bool = False
+
+
+class Publish(NumberedRequest, frozen=True):
+    """Confirm that blocks did not change until they had been read; answered by `Pulled`.
+
+    Attributes:
+        pull: Number of the `Pull` of these blocks.
+    """
+
+    pull: int
 
 
 class Cancel(NumberedRequest, frozen=True):
@@ -295,5 +329,5 @@ class Reading(Message, frozen=True):
 
 
 Handshake: TypeAlias = Hello | Proof | Reach | Ready | Refusal | Attach
-Request: TypeAlias = Lookup | Pin | Pull | Cancel | Delete | Ping
+Request: TypeAlias = Lookup | Pin | Pull | Publish | Cancel | Delete | Ping
 Answer: TypeAlias = Found | Pinned | Pulled | Deleted | Pong | Failed
