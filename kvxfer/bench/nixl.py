@@ -7,7 +7,9 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import get_args
 
+from kvxfer.backends.nixl.config import Integrity
 from kvxfer.bench.nixl_far import FarProcess
 from kvxfer.bench.nixl_near import Contender, Near, in_turn
 from kvxfer.bench.nixl_raw import TOTAL_BYTES
@@ -16,9 +18,15 @@ from kvxfer.bench.report import Row, compare
 KIB = 1 << 10
 BLOCK_BYTES = 2048 * KIB
 BLOCK_SIZES = (BLOCK_BYTES, 128 * KIB)
-LOAD_GOAL = ">= 0.7"
+GRADES: tuple[Integrity, ...] = get_args(Integrity)
+LOAD_GOALS = {
+    ("full", BLOCK_BYTES): ">= 0.7",
+    ("full", 128 * KIB): ">= 0.7",
+    ("fenced", BLOCK_BYTES): ">= 0.9",
+    ("fenced", 128 * KIB): ">= 0.85",
+}
 STORE_GOAL = ">= 0.65"
-PAGES_GOAL = ">= 0.6"
+PAGES_GOALS = {("full", 32 * KIB): ">= 0.6", ("fenced", 32 * KIB): ">= 0.85"}
 LATENCY_GOAL = "<= 3"
 LATENCY_LIMIT_S = 0.4e-3
 SOCKET_GOAL = 0.85
@@ -76,15 +84,19 @@ async def _run(rounds: int) -> list[Row]:
 async def _against_raw(near: Near, rounds: int) -> list[Row]:
     """Compare whole batches with NIXL reading the same bytes on the near side."""
     rows = []
-    async with near.raw() as raw, near.backend() as backend:
-        for case, contender, goal in (
-            (f"load {near.size}", near.loading(backend), LOAD_GOAL),
-            (f"load {near.size}, without a lookup,", near.loading(backend, looked_up=False), ""),
-            (f"store {near.size}", near.storing(backend), STORE_GOAL),
-        ):
-            times = await in_turn([contender, raw.moving("READ")], rounds=rounds)
-            rows.append(_row(f"{case} against NIXL READ", *times, goal=goal))
-            rows += await _processor(near, case, contender, raw.moving("READ"), rounds)
+    async with near.raw() as raw:
+        for grade in GRADES:
+            async with near.backend(integrity=grade) as backend:
+                unseen = near.loading(backend, looked_up=False)
+                for name, contender, goal in (
+                    ("load", near.loading(backend), LOAD_GOALS[grade, near.block_bytes]),
+                    ("load without a lookup", unseen, ""),
+                    ("store", near.storing(backend), STORE_GOAL),
+                ):
+                    case = f"{name}, {near.size}, {grade},"
+                    times = await in_turn([contender, raw.moving("READ")], rounds=rounds)
+                    rows.append(_row(f"{case} against NIXL READ", *times, goal=goal))
+                    rows += await _processor(near, case, contender, raw.moving("READ"), rounds)
     return rows
 
 
@@ -122,21 +134,30 @@ async def _staged(near: Near, rounds: int) -> list[Row]:
 async def _one_block(near: Near, rounds: int) -> list[Row]:
     """Measure the median latency of single blocks, and the part of it that is not NIXL's."""
     rows = []
-    async with near.raw() as raw, near.backend() as backend:
-        for looked_up, how in ((True, "behind a lookup"), (False, "without a lookup")):
-            load = near.loading(backend, near.blocks.select(0, 1), looked_up=looked_up)
-            contenders = [_median(load), _median(raw.moving("READ", num_blocks=1))]
-            ours, theirs = await in_turn(contenders, rounds=rounds)
-            beyond = [max(own - raw_s, TINY_S) for own, raw_s in zip(ours, theirs, strict=True)]
-            limits = [LATENCY_LIMIT_S] * rounds
-            for part, mine, limit, goal in (
-                ("against NIXL READ", ours, theirs, LATENCY_GOAL),
-                ("beyond NIXL's own, against 0.4 ms", beyond, limits, "<= 1.0"),
-            ):
-                case = f"load one block of 2048 KiB {how}, {part}"
-                wanted = goal if looked_up else ""
-                rows.append(compare(case, mine, limit, unit="us", goal=wanted, scale=1e6))
+    async with near.raw() as raw:
+        for grade in GRADES:
+            async with near.backend(integrity=grade) as backend:
+                for looked_up, how in ((True, "behind a lookup"), (False, "without a lookup")):
+                    load = near.loading(backend, near.blocks.select(0, 1), looked_up=looked_up)
+                    contenders = [_median(load), _median(raw.moving("READ", num_blocks=1))]
+                    case = f"load one block of 2048 KiB {how}, {grade},"
+                    times = await in_turn(contenders, rounds=rounds)
+                    rows += _latency(case, *times, has_goal=looked_up)
     return rows
+
+
+def _latency(
+    case: str, ours: Sequence[float], theirs: Sequence[float], *, has_goal: bool
+) -> list[Row]:
+    beyond = [max(own - raw_s, TINY_S) for own, raw_s in zip(ours, theirs, strict=True)]
+    limits = [LATENCY_LIMIT_S] * len(beyond)
+    return [
+        compare(f"{case} {part}", mine, limit, unit="us", goal=goal if has_goal else "", scale=1e6)
+        for part, mine, limit, goal in (
+            ("against NIXL READ", ours, theirs, LATENCY_GOAL),
+            ("beyond NIXL's own, against 0.4 ms", beyond, limits, "<= 1.0"),
+        )
+    ]
 
 
 def _median(contender: Contender) -> Contender:
@@ -220,21 +241,23 @@ async def _against_kvcr(near: Near, rounds: int) -> list[Row]:
 
 async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -> list[Row]:
     """Compare blocks in one piece with blocks in a page for each layer."""
-    pages = near.described(page_bytes)
+    pages, rows = near.described(page_bytes), []
     counts = f"{len(near.blocks)} pieces against {len(pages)} pages of {page_bytes // KIB} KiB"
-    same = f"load {len(pages)} pages of {page_bytes // KIB} KiB against NIXL READ of them, {model}"
-    async with near.backend() as backend, near.raw() as raw:
+    async with near.raw() as raw:
         paged = raw.moving("READ", fragment_bytes=page_bytes)
-        goal = PAGES_GOAL if page_bytes == 32 * KIB else ""
-        cases = (
-            (same, [near.loading(backend, pages), paged], goal),
-            (f"load, {model}, {counts}", [near.loading(backend), near.loading(backend, pages)], ""),
-            (f"NIXL READ, {model}, {counts}", [raw.moving("READ"), paged], ""),
-        )
-        return [
-            _row(case, *await in_turn(contenders, rounds=rounds), goal=goal)
-            for case, contenders, goal in cases
-        ]
+        for grade in GRADES:
+            case = f"load {len(pages)} pages of {page_bytes // KIB} KiB, {grade}, against NIXL READ"
+            goal = PAGES_GOALS.get((grade, page_bytes), "")
+            async with near.backend(integrity=grade) as backend:
+                times = await in_turn([near.loading(backend, pages), paged], rounds=rounds)
+                rows.append(_row(f"{case} of them, {model}", *times, goal=goal))
+        async with near.backend() as backend:
+            contenders = [near.loading(backend), near.loading(backend, pages)]
+            times = await in_turn(contenders, rounds=rounds)
+            rows.append(_row(f"load, {model}, {counts}", *times))
+        times = await in_turn([raw.moving("READ"), paged], rounds=rounds)
+        rows.append(_row(f"NIXL READ, {model}, {counts}", *times))
+    return rows
 
 
 def _row(case: str, ours: Sequence[float], theirs: Sequence[float], *, goal: str = "") -> Row:

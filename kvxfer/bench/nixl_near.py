@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.config import Transport
+from kvxfer.backends.nixl.config import Integrity, Transport
 from kvxfer.bench.nixl_far import FarProcess
 from kvxfer.bench.nixl_kvcr import KVCRPool
 from kvxfer.bench.nixl_raw import (
@@ -82,10 +82,11 @@ class Near:
         self,
         *,
         transport: Transport = "auto",
+        integrity: Integrity = "full",
         attached: bool = True,
     ) -> AsyncIterator[NixlBackend]:
         """Open a backend that keeps its blocks in the far process."""
-        config = NixlConfig(address=self._endpoint, transport=transport)
+        config = NixlConfig(address=self._endpoint, transport=transport, integrity=integrity)
         backend = NixlBackend(config, self._namespace)
         try:
             if attached:
