@@ -28,19 +28,20 @@ from kvxfer.backends.nixl.wire.messages import (
 from kvxfer.errors import InvalidArgumentError, KVXferError, PeerLostError, ProtocolError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
 
-STORE_BYTES = 16 << 20
-"""Bytes of a piece of a store, and of a load by way of staging memory."""
+STAGED_BYTES = 16 << 20
+"""Bytes of a piece of a load or store by way of staging memory."""
 
-LOAD_BYTES = 32 << 20
-"""Bytes of a piece of a load. A holder that lends by way of staging memory must have room for them,
-with blocks padded to multiples of 4096 bytes: see `standalone.STAGING_BYTES`."""
+PIECE_BYTES = 64 << 20
+"""Bytes of a piece of any other one. A holder that lends by way of staging memory must have room
+for them, with blocks padded to multiples of 4096 bytes: see `standalone.STAGING_BYTES`."""
 
 LAST_RUN_BYTES = 6 << 20
-"""Most bytes of such a piece that are verified after all have arrived."""
+"""Most bytes of a loaded piece that are hashed after all have arrived."""
 
 PIECES_IN_FLIGHT = 3
 
@@ -165,18 +166,13 @@ class Client:
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
-        is_direct = self._is_direct(blocks)
-        is_small = blocks.num_bytes < blocks.num_blocks * SMALL_PIECE_BYTES
-        piece_bytes = LOAD_BYTES if is_direct and not is_small else STORE_BYTES
-        move = self._load_direct if is_direct else self._load_staged
-        outcomes = await self._move(move, keys, blocks, piece_bytes)
+        outcomes = await self._move(self._load_direct, self._load_staged, keys, blocks)
         self.statistics.num_loaded_bytes += self._count(outcomes, blocks)
         return outcomes
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; blocks that miss the deadline are `TIMED_OUT`."""
-        move = self._store_direct if self._is_direct(blocks) else self._store_staged
-        outcomes = await self._move(move, keys, blocks, STORE_BYTES)
+        outcomes = await self._move(self._store_direct, self._store_staged, keys, blocks)
         self.statistics.num_stored_bytes += self._count(outcomes, blocks)
         return outcomes
 
@@ -185,9 +181,13 @@ class Client:
         return self._memory.contains(blocks) and not _is_in_crumbs(blocks)
 
     async def _move(
-        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, piece_bytes: int
+        self, direct: Move, staged: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         stop = asyncio.get_running_loop().time() + self._timeout_s
+        is_direct = self._is_direct(blocks)
+        move = direct if is_direct else staged
+        is_small = blocks.num_bytes < blocks.num_blocks * SMALL_PIECE_BYTES
+        piece_bytes = PIECE_BYTES if is_direct and not is_small else STAGED_BYTES
         longest = MAX_GENERATIONS if self._fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
         if len(bounds) == 1:  # saves switching to a task and back
@@ -306,17 +306,16 @@ class Client:
         self, connection: Connection, theirs: Descriptors, blocks: Descriptors, proofs: Proofs
     ) -> set[int]:
         """Read blocks, and return the positions of those that are proven to be right."""
-        late = self._quarantine.hold
+        memory, late = connection.memory, self._quarantine.hold
         if not isinstance(proofs, Fences):
-            read = connection.memory.read
-            bound = LAST_RUN_BYTES
-            return set(
-                await read(theirs, blocks, proofs, self._hasher, last_run_bytes=bound, late=late)
+            found = await memory.read(
+                theirs, blocks, self._hasher, last_run_bytes=LAST_RUN_BYTES, late=late
             )
+            pairs = enumerate(zip(found, proofs, strict=True))
+            return {index for index, (actual, expected) in pairs if actual == expected}
         if self._generations is None:
             raise ProtocolError(str(self.reconnect.endpoint), "sent generations, not checksums")
-        staging = self._generations
-        return set(await connection.memory.read_fenced(theirs, blocks, proofs, staging, late=late))
+        return set(await memory.read_fenced(theirs, blocks, proofs, self._generations, late=late))
 
     async def _store_staged(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
@@ -333,30 +332,46 @@ class Client:
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         await connection.let_read()
-        checksums = [] if self._fenced else await self._hasher.checksums(blocks)
+        if self._fenced:
+            return await self._pull(connection, keys, blocks, None)
+        hashing = asyncio.ensure_future(self._hasher.checksums(blocks))  # while the holder reads
+        try:
+            return await self._pull(connection, keys, blocks, hashing)
+        finally:  # it reads the caller's memory
+            await wait_despite_cancel(hashing)
+
+    async def _pull(
+        self,
+        connection: Connection,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        hashing: "asyncio.Future[list[int]] | None",
+    ) -> list[Outcome]:
+        """Have the holder read blocks, and then confirm that they were the caller's until then."""
         pulled = await connection.request(
             lambda number: Pull(
                 request_id=number,
                 keys=list(keys),
                 starts=blocks.payload_starts.tolist(),
-                checksums=checksums,
                 extents=self._memory.locate(blocks),
+                hashed=hashing is not None,
             ),
             Pulled,
         )
-        if pulled.waits:
-            # Not cancelled until here, and so the blocks are still the caller's, unchanged.
-            pulled = await self._publish(connection, pulled.request_id)
-        return self._outcomes(keys, pulled.endings)
-
-    async def _publish(self, connection: Connection, pull: int) -> Pulled:
+        if not pulled.waits:
+            return self._outcomes(keys, pulled.endings)
         try:
-            return await connection.request(
-                lambda number: Publish(request_id=number, pull=pull), Pulled
+            checksums = [] if hashing is None else await hashing
+            published = await connection.request(
+                lambda number: Publish(
+                    request_id=number, pull=pulled.request_id, checksums=checksums
+                ),
+                Pulled,
             )
         except BaseException:
-            connection.release(pull)
+            connection.release(pulled.request_id)
             raise
+        return self._outcomes(keys, published.endings)
 
     def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:
         return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())

@@ -61,7 +61,7 @@ MAX_DATA_CONNECTIONS = 4
 """Most data connections of one peer, in both directions together."""
 
 PULL_RUN_BYTES = 16 << 20
-"""Bytes of a `Pull` that are verified together once they have landed; the next piece is read
+"""Bytes of a `Pull` that are hashed together once they have landed; the next piece is read
 meanwhile."""
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,21 @@ class BlockStore:
     backend: Backend
     lender: Lender
     hasher: BlockHasher
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpublished:
+    """Blocks that a holder has read from a peer, which has not confirmed them yet.
+
+    Attributes:
+        room: Their memory.
+        rows: Positions of those that were read among all blocks of the `Pull`.
+        checksums: XXH3-64 of what was read of each of these; None if it was not hashed.
+    """
+
+    room: ReservedBlocks
+    rows: list[int]
+    checksums: list[int] | None
 
 
 class ClientSession:
@@ -113,7 +128,7 @@ class ClientSession:
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._pins: dict[int, AsyncExitStack] = {}
-        self._unpublished: dict[int, ReservedBlocks] = {}  # each with a pin of the same number
+        self._unpublished: dict[int, _Unpublished] = {}  # each with a pin of the same number
         self._lending: set[asyncio.Task[None]] = set()
         self._num_attached = 0
         self._draining = False
@@ -297,53 +312,48 @@ class ClientSession:
         return Fencing(extents=self._node.memory.locate(words), generations=generations)
 
     async def _pull(self, request: Pull) -> Pulled:
-        assert self._theirs is not None
-        theirs = self._theirs.regions.resolve(request.extents)
-        offered = BlockParts(request.keys, request.starts, theirs.block_sizes.tolist())
-        if not request.checksums:
-            return await self._pull_unpublished(request, theirs, offered)
-        if len(request.checksums) != len(request.keys):
-            rule = f"{len(request.keys)}, one for each key, or none"
-            raise InvalidArgumentError("checksums", len(request.checksums), rule)
-        async with self.store.lender.make_room(offered) as room:
-            if room.blocks is not None:
-                wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
-                expected = [request.checksums[index] for index in wanted]
-                arrived = await self._theirs.read(
-                    theirs.take(wanted),
-                    room.blocks,
-                    expected,
-                    self.store.hasher,
-                    last_run_bytes=PULL_RUN_BYTES,
-                )
-                room.arrived.update(arrived)
-        return Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
-
-    async def _pull_unpublished(
-        self, request: Pull, theirs: Descriptors, offered: BlockParts
-    ) -> Pulled:
-        """Read blocks that nobody hashes, and keep them until the peer has confirmed them."""
+        """Read blocks, and keep them until the peer has confirmed them."""
         assert self._theirs is not None
         number = request.request_id
+        theirs = self._theirs.regions.resolve(request.extents)
+        offered = BlockParts(request.keys, request.starts, theirs.block_sizes.tolist())
         async with AsyncExitStack() as stack:
             room = await stack.enter_async_context(self.store.lender.make_room(offered))
             if room.blocks is None:
                 return Pulled(request_id=number, endings=_endings(room.outcomes))
             wanted = [index for index, outcome in enumerate(room.outcomes) if outcome is None]
-            await self._theirs.copy(theirs.take(wanted), room.blocks)
-            self._unpublished[number] = room
+            checksums: list[int] | None = None
+            if request.hashed:
+                checksums = await self._theirs.read(
+                    theirs.take(wanted),
+                    room.blocks,
+                    self.store.hasher,
+                    last_run_bytes=PULL_RUN_BYTES,
+                )
+            else:
+                await self._theirs.copy(theirs.take(wanted), room.blocks)
+            self._unpublished[number] = _Unpublished(room, wanted, checksums)
             stack.callback(self._unpublished.pop, number, None)
             self._pins[number] = stack.pop_all()
         endings = _endings([outcome or DONE for outcome in room.outcomes])
         return Pulled(request_id=number, endings=endings, waits=True)
 
     async def _publish(self, request: Publish) -> Pulled:
-        room, pin = self._unpublished.get(request.pull), self._pins.get(request.pull)
-        if room is None or room.blocks is None or pin is None:
+        """Store the blocks of a pull, those of them that are as the peer says."""
+        waiting = self._unpublished.get(request.pull)
+        if waiting is None:
             raise InvalidArgumentError("pull", request.pull, "one that waits to be published")
-        room.arrived.update(dict.fromkeys(range(room.blocks.num_blocks)))
-        del self._pins[request.pull]
-        await pin.aclose()
+        room = waiting.room
+        num_checksums = 0 if waiting.checksums is None else len(room.outcomes)
+        if len(request.checksums) != num_checksums:
+            raise InvalidArgumentError("checksums", len(request.checksums), str(num_checksums))
+        if waiting.checksums is None:
+            room.arrived.update(dict.fromkeys(range(len(waiting.rows))))
+        else:
+            expected = [request.checksums[row] for row in waiting.rows]
+            pairs = enumerate(zip(waiting.checksums, expected, strict=True))
+            room.arrived.update({at: found for at, (found, wanted) in pairs if found == wanted})
+        await self._pins.pop(request.pull).aclose()
         return Pulled(request_id=request.request_id, endings=_endings(room.outcomes))
 
     async def _refuse(self, number: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Hasher: checksums of blocks to send, and verification of blocks that have arrived."""
+"""Hasher: checksums of blocks to send, and of blocks that have arrived."""
 
 import asyncio
 import queue
@@ -49,18 +49,13 @@ class BlockHasher:
         )
         return await to_its_end(done)
 
-    async def verify(self, blocks: Descriptors, expected: Sequence[int]) -> dict[int, int]:
-        """Find the blocks with the expected checksum; return their checksums by position."""
-        return _intact(await self.checksums(blocks), expected)
-
-    def verification(self, runs: Sequence[Descriptors], expected: Sequence[int]) -> "Verification":
-        """Verify blocks as they arrive; `Verification.settle` has to be awaited in the end.
+    def hash_runs(self, runs: Sequence[Descriptors]) -> "RunHashing":
+        """Hash blocks as they arrive; `RunHashing.settle` has to be awaited in the end.
 
         Args:
             runs: Blocks that arrive together.
-            expected: XXH3-64 that each block must have, of all runs in a row.
         """
-        return Verification(self._hashing, self._copy_engine, runs, expected)
+        return RunHashing(self._hashing, self._copy_engine, runs)
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
@@ -73,8 +68,8 @@ class BlockHasher:
         self._copy_engine.close()
 
 
-class Verification:
-    """Verification of a batch whose blocks arrive run by run.
+class RunHashing:
+    """Hashing of a batch whose blocks arrive run by run.
 
     A run of at most `INLINE_BYTES` is hashed by the thread that calls `landed`, because its bytes
     are in the caches there; no thread waits for a run that has not landed.
@@ -83,39 +78,33 @@ class Verification:
         thread: Thread that hashes larger runs.
         copy_engine: Engine that gathers small fragments.
         runs: Blocks that arrive together.
-        expected: XXH3-64 that each block must have, of all runs in a row.
 
     Attributes:
-        intact: Checksums, by position, of the landed blocks that have the expected one; complete
+        checksums: XXH3-64 of the landed blocks, by their position among all runs in a row; complete
             once settled.
     """
 
     def __init__(
-        self,
-        thread: "CallThread",
-        copy_engine: CopyEngine,
-        runs: Sequence[Descriptors],
-        expected: Sequence[int],
+        self, thread: "CallThread", copy_engine: CopyEngine, runs: Sequence[Descriptors]
     ) -> None:
-        self.intact: dict[int, int] = {}
+        self.checksums: dict[int, int] = {}
         self._thread = thread
         self._copy_engine = copy_engine
         self._runs = runs
         self._firsts = list(accumulate((run.num_blocks for run in runs), initial=0))
-        self._expected = expected
         self._is_alone = True
         self._error: Exception | None = None
 
     def landed(self, index: int) -> None:
-        """Note that a run has arrived, and verify it; from any thread."""
+        """Note that a run has arrived, and hash it; from any thread."""
         if self._runs[index].num_bytes <= INLINE_BYTES:
-            self._verify(index)
+            self._hash(index)
         else:
             self._is_alone = False
-            self._thread.begin(partial(self._verify, index))
+            self._thread.begin(partial(self._hash, index))
 
     async def settle(self) -> None:
-        """Wait until all landed runs are verified; no more may land."""
+        """Wait until all landed runs are hashed; no more may land."""
         if not self._is_alone:
             over: Future[None] = Future()
             self._thread.begin(partial(over.set_result, None))
@@ -123,15 +112,13 @@ class Verification:
         if self._error:
             raise self._error
 
-    def _verify(self, index: int) -> None:
-        first, after = self._firsts[index : index + 2]
+    def _hash(self, index: int) -> None:
         try:
             checksums = checksum_blocks(self._runs[index], self._copy_engine)
         except Exception as exc:  # noqa: BLE001 - raised by `settle`
             self._error = exc
             return
-        found = _intact(checksums, self._expected[first:after])
-        self.intact.update({first + row: checksum for row, checksum in found.items()})
+        self.checksums.update(enumerate(checksums, start=self._firsts[index]))
 
 
 class CallThread:
@@ -176,8 +163,3 @@ def _end_with(done: "Future[T]", call: Callable[[], T]) -> None:
         done.set_result(call())
     except Exception as exc:  # noqa: BLE001 - raised by `done.result()`
         done.set_exception(exc)
-
-
-def _intact(actual: Sequence[int], expected: Sequence[int]) -> dict[int, int]:
-    pairs = zip(actual, expected, strict=True)
-    return {index: each for index, (each, wanted) in enumerate(pairs) if each == wanted}

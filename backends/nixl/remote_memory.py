@@ -1,4 +1,4 @@
-"""Remote memory: that of one peer, the places of blocks in it, and verified reads of them."""
+"""Remote memory: that of one peer, the places of blocks in it, and reads of them."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ GRACE_S = 0.5
 Late = Callable[["asyncio.Future[None]", Descriptors], None]
 
 RUN_BYTES = 16 << 20
-"""Most bytes of a run: blocks that are verified together while the next run is read."""
+"""Most bytes of a run: blocks that are hashed together while the next run is read."""
 
 MAX_PLACES = 1 << 16
 
@@ -180,25 +180,23 @@ class RemoteMemory:
         self,
         theirs: Descriptors,
         ours: Descriptors,
-        expected: Sequence[int],
         hasher: BlockHasher,
         *,
         last_run_bytes: int,
         late: Late | None = None,
-    ) -> dict[int, int]:
-        """Copy blocks of the peer's memory to ours, and verify them run by run.
+    ) -> list[int]:
+        """Copy blocks of the peer's memory to ours, and hash what has landed, run by run.
 
         Args:
             theirs: Blocks in the peer's memory.
             ours: Memory to copy them to.
-            expected: XXH3-64 that each block must have.
-            hasher: Hasher that verifies them.
-            last_run_bytes: Most bytes that are left to verify when all have landed.
+            hasher: Hasher of what has landed.
+            last_run_bytes: Most bytes that are left to hash when all have landed.
             late: Called with a read that goes on `GRACE_S` after this call was cancelled, and with
                 the memory that it may still change; None to wait for its end instead.
 
         Returns:
-            Checksums, by position, of the blocks that have the expected one.
+            XXH3-64 of each block.
 
         Raises:
             TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
@@ -209,12 +207,12 @@ class RemoteMemory:
             bounds = _runs(ours, last_run_bytes)
         runs = [ours.select(*each) for each in bounds]
         pairs = (_pair(run, theirs.select(*each)) for run, each in zip(runs, bounds, strict=True))
-        verification = hasher.verification(runs, expected)
+        hashing = hasher.hash_runs(runs)
         try:
-            await _end(self.agent.begin(self.peer, pairs, verification.landed), ours, late)
+            await _end(self.agent.begin(self.peer, pairs, hashing.landed), ours, late)
         finally:
-            await verification.settle()
-        return verification.intact
+            await hashing.settle()
+        return [hashing.checksums[index] for index in range(ours.num_blocks)]
 
     async def read_fenced(
         self,
@@ -266,7 +264,7 @@ class RemoteMemory:
 
 
 def _runs(blocks: Descriptors, last_run_bytes: int) -> list[tuple[int, int]]:
-    """Cut a batch into runs that are verified together: each is twice as long as all after it.
+    """Cut a batch into runs that are hashed together: each is twice as long as all after it.
 
     Hashing a run takes less time than moving half its bytes, so little is left to hash at the end.
     """

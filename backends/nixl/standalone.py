@@ -24,7 +24,7 @@ from kvxfer.storage.threads import Threads
 from kvxfer.storage.tiers import DEFAULT_STAGING_BYTES, TieredBackend
 from kvxfer.units import format_size
 
-STAGING_BYTES = 256 << 20
+STAGING_BYTES = 512 << 20
 NUM_HASHING_THREADS = 2
 
 logger = logging.getLogger(__name__)

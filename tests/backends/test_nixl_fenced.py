@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -171,22 +171,25 @@ async def test_a_store_that_is_cancelled_is_never_published(integrity: str) -> N
 def unanswered(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
     """Event of a holder that has read a store, of which its peer does not get to know."""
     done = asyncio.Event()
-    original = ClientSession._pull_unpublished
+    original = ClientSession._pull
 
-    async def pull(self: ClientSession, request: Pull, *args: Any) -> Pulled:
-        await original(self, request, *args)
+    async def pull(self: ClientSession, request: Pull) -> Pulled:
+        pulled = await original(self, request)
+        if request.keys != NEW:
+            return pulled
         done.set()
         await asyncio.Event().wait()
         raise AssertionError
 
-    monkeypatch.setattr(ClientSession, "_pull_unpublished", pull)
+    monkeypatch.setattr(ClientSession, "_pull", pull)
     return done
 
 
+@pytest.mark.parametrize("grade", GRADES)
 async def test_a_store_whose_peer_is_gone_before_it_confirms_is_never_published(
-    unanswered: asyncio.Event,
+    unanswered: asyncio.Event, grade: str
 ) -> None:
-    async with open_pair() as pair, await open_other(pair, "fenced") as other:
+    async with open_pair() as pair, await open_other(pair, grade) as other:
         storing = asyncio.create_task(other.store(NEW, pair.memory.describe(0, [8])))
         await unanswered.wait()
         assert pair.holder.server is not None
@@ -199,10 +202,11 @@ async def test_a_store_whose_peer_is_gone_before_it_confirms_is_never_published(
         assert await pair.client.lookup(NEW) == [False]
 
 
+@pytest.mark.parametrize("grade", GRADES)
 async def test_a_store_that_the_peer_gives_up_before_it_confirms_is_forgotten(
-    unanswered: asyncio.Event,
+    unanswered: asyncio.Event, grade: str
 ) -> None:
-    async with open_pair() as pair, await open_other(pair, "fenced") as other:
+    async with open_pair() as pair, await open_other(pair, grade) as other:
         storing = asyncio.create_task(other.store(NEW, pair.memory.describe(0, [8])))
         await unanswered.wait()
         storing.cancel()
@@ -214,8 +218,9 @@ async def test_a_store_that_the_peer_gives_up_before_it_confirms_is_forgotten(
 
 @dataclass
 class SlowPublishing:
-    """Holder that publishes nothing before it is told to."""
+    """Holder that publishes nothing, from the time on when it is `on`, before it may go on."""
 
+    on: bool = False
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -226,18 +231,21 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowPublishing:
     original = ClientSession._publish
 
     async def publish(self: ClientSession, request: Publish) -> Pulled:
-        slow.asked.set()
-        await slow.go_on.wait()
+        if slow.on:
+            slow.asked.set()
+            await slow.go_on.wait()
         return await original(self, request)
 
     monkeypatch.setattr(ClientSession, "_publish", publish)
     return slow
 
 
+@pytest.mark.parametrize("grade", GRADES)
 async def test_a_store_that_is_given_up_while_it_is_confirmed_is_forgotten(
-    slow: SlowPublishing,
+    slow: SlowPublishing, grade: str
 ) -> None:
-    async with open_pair() as pair, await open_other(pair, "fenced") as other:
+    async with open_pair() as pair, await open_other(pair, grade) as other:
+        slow.on = True
         storing = asyncio.create_task(other.store(NEW, pair.memory.describe(0, [8])))
         await slow.asked.wait()
         storing.cancel()
@@ -247,8 +255,12 @@ async def test_a_store_that_is_given_up_while_it_is_confirmed_is_forgotten(
         assert await pair.client.lookup(NEW) == [False]
 
 
-async def test_what_waits_to_be_published_is_found_by_nobody_before(slow: SlowPublishing) -> None:
-    async with open_pair() as pair, await open_other(pair, "fenced") as other:
+@pytest.mark.parametrize("grade", GRADES)
+async def test_what_waits_to_be_published_is_found_by_nobody_before(
+    slow: SlowPublishing, grade: str
+) -> None:
+    async with open_pair() as pair, await open_other(pair, grade) as other:
+        slow.on = True
         size = pair.memory.chunk_size_bytes(0)
         source = pair.memory.describe(0, [8])
         write_payloads(source, [make_payload(NEW[0], size)])
@@ -266,7 +278,44 @@ async def test_nothing_can_be_published_that_was_not_pulled() -> None:
         [client] = pair.client._clients.values()
         connection = await client.reconnect.open()
         with pytest.raises(TransferFailedError, match="pull is 99; expected one that waits"):
-            await connection.request(lambda number: Publish(request_id=number, pull=99), Pulled)
+            await connection.request(
+                lambda number: Publish(request_id=number, pull=99, checksums=[]), Pulled
+            )
+
+
+async def test_bytes_that_change_while_they_are_stored_are_not_stored() -> None:
+    async with open_pair() as pair:
+        agent = pair.holder_agents[-1]
+        agent.hold()
+        source = pair.memory.describe(0, [8, 9])
+        keys = make_keys(2, first=50)
+        payloads = [make_payload(key, pair.memory.chunk_size_bytes(0)) for key in keys]
+        write_payloads(source, payloads)
+        storing = asyncio.create_task(pair.client.store(keys, source))
+        await agent.until_held()  # hashed meanwhile
+        write_payloads(source.select(0, 1), [payloads[1]])
+        agent.release()
+        assert statuses(await storing) == [FAILED, DONE]
+        assert await pair.client.lookup(keys) == [False, True]
+
+
+@pytest.mark.parametrize("num_checksums", [0, 1, 3])
+async def test_a_store_is_published_with_a_checksum_for_each_block_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, num_checksums: int
+) -> None:
+    original = ClientSession._publish
+
+    async def publish(self: ClientSession, request: Publish) -> Pulled:
+        checksums = [7] * num_checksums
+        return await original(self, msgspec.structs.replace(request, checksums=checksums))
+
+    async with open_pair() as pair:
+        monkeypatch.setattr(ClientSession, "_publish", publish)
+        keys = make_keys(2, first=50)
+        outcomes = await pair.client.store(keys, pair.memory.describe(0, [8, 9]))
+        assert statuses(outcomes) == [FAILED] * 2
+        assert f"checksums is {num_checksums}; expected 2" in outcomes[0].reason
+        assert await pair.client.lookup(keys) == [False] * 2
 
 
 async def until_idle(pair: Pair) -> None:

@@ -115,20 +115,19 @@ async def test_runs_of_a_peer_that_is_removed_are_not_told(
 
 
 @pytest.mark.parametrize("inline_bytes", [0, hasher_module.INLINE_BYTES])
-async def test_what_has_landed_is_verified_and_nothing_else(
+async def test_what_has_landed_is_hashed_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, inline_bytes: int
 ) -> None:
     monkeypatch.setattr(hasher_module, "INLINE_BYTES", inline_bytes)
     hasher, blocks = BlockHasher(), make_memory().describe(0, range(12))
     expected = await hasher.checksums(blocks)
-    wrong = [*expected[:5], expected[5] ^ 1, *expected[6:]]
     bounds = [(0, 2), (2, 4), (4, 8), (8, 9), (9, 12)]
-    verification = hasher.verification([blocks.select(*each) for each in bounds], wrong)
+    hashing = hasher.hash_runs([blocks.select(*each) for each in bounds])
     for index in (4, 0, 2):
-        await asyncio.to_thread(verification.landed, index)
-    await verification.settle()
-    landed = {9, 10, 11, 0, 1, 4, 6, 7}
-    assert verification.intact == {index: expected[index] for index in landed}
+        await asyncio.to_thread(hashing.landed, index)
+    await hashing.settle()
+    landed = {9, 10, 11, 0, 1, 4, 5, 6, 7}
+    assert hashing.checksums == {index: expected[index] for index in landed}
     await hasher.aclose()
 
 
@@ -138,12 +137,12 @@ async def test_a_hasher_that_is_closed_says_so_and_lets_nobody_wait(
     monkeypatch.setattr(hasher_module, "INLINE_BYTES", 0)
     hasher, blocks = BlockHasher(), make_memory().describe(0, range(2))
     expected = await hasher.checksums(blocks)
-    verification = hasher.verification([blocks], expected)
-    verification.landed(0)
+    hashing = hasher.hash_runs([blocks])
+    hashing.landed(0)
     await hasher.aclose()
     await hasher.aclose()
-    assert verification.intact == dict(enumerate(expected)), "closed before all was hashed"
-    for call in (verification.settle(), hasher.checksums(blocks)):
+    assert hashing.checksums == dict(enumerate(expected)), "closed before all was hashed"
+    for call in (hashing.settle(), hasher.checksums(blocks)):
         with pytest.raises(ClosedError):
             await call
 

@@ -220,15 +220,15 @@ class Pull(NumberedRequest, frozen=True):
 
     Attributes:
         starts: Byte of its chunk at which each block begins.
-        checksums: XXH3-64 of each block. Without any, the blocks that the holder has read wait for
-            a `Publish`.
         extents: Places of the blocks.
+        hashed: Whether the holder hashes what it has read, to compare it with the checksums of a
+            `Publish`.
     """
 
     keys: list[BlockKey]
     starts: list[int]
-    checksums: list[int]
     extents: Extents
+    hashed: bool
 
 
 class Pulled(Message, frozen=True):
@@ -250,9 +250,11 @@ class Publish(NumberedRequest, frozen=True):
 
     Attributes:
         pull: Number of the `Pull` of these blocks.
+        checksums: XXH3-64 of each of its keys; empty if the holder has not hashed them.
     """
 
     pull: int
+    checksums: list[int]
 
 
 class Cancel(NumberedRequest, frozen=True):
