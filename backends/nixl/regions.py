@@ -236,7 +236,7 @@ def _device(text: str) -> torch.device:
     if text == HOST.type:
         return HOST
     if not _GPU.fullmatch(text):
-        raise InvalidArgumentError("device of a region", text, "cpu, or cuda with an index")
+        raise InvalidArgumentError("device of a region", text[:20], "cpu, or cuda with an index")
     return torch.device(text)
 
 

@@ -25,7 +25,7 @@ from kvxfer.backends.nixl.agents.nixl_reads import (
     Reading,
     Reads,
 )
-from kvxfer.backends.nixl.carrier import has_active_port
+from kvxfer.backends.nixl.carrier import choose_ucx_settings
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import (
@@ -41,10 +41,6 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 T = TypeVar("T")
 
 BACKEND = "UCX"
-
-ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n"
-"""Setting that keeps UCX from moving bytes through messages where it cannot reach a peer's memory:
-over TCP, which is slower than a socket and has crashed processes."""
 
 BEACON_BYTES = 32
 """Random bytes at an address in the metadata: a peer that reads them reaches this agent."""
@@ -324,7 +320,7 @@ class NixlThread:
         errors: tuple[type[Exception], ...] = (TransferFailedError, *self._errors)
         try:
             self._agent = nixl.nixl_agent(self._name, config)
-            self._agent.create_backend(BACKEND, {"engine_config": _engine_config()})
+            self._agent.create_backend(BACKEND, {"engine_config": choose_ucx_settings()})
             register_memory(self._agent, [beacon], self._errors)
             self._memory.append(beacon)
         except errors as exc:
@@ -373,13 +369,6 @@ class NixlThread:
         for remote in self._remotes.values():
             if remote.removed:
                 remote.removed.set_result(None)
-
-
-def _engine_config() -> str:
-    """Keep UCX off the network where no card can do RDMA: it listens there, and trusts anyone."""
-    if "UCX_NET_DEVICES" in os.environ or has_active_port():
-        return ENGINE_CONFIG
-    return f"{ENGINE_CONFIG},NET_DEVICES=lo"
 
 
 def _attempt(done: "Future[T]", command: Callable[[], object]) -> None:
