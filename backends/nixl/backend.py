@@ -26,9 +26,9 @@ from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers, ran
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.server import Server
-from kvxfer.errors import KVXferError
+from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -78,6 +78,8 @@ class NixlBackend(Backend):
         self._guard = CallGuard("nixl backend", namespace)
         self._config = config
         self._tls = client_context(config)
+        if config.is_fenced and config.transport == "nixl":  # nobody hashes, and NIXL reaches it
+            self.memory_kinds = frozenset({"cpu", "cuda"})
         self._directory = directory or StaticPeers(config.peers)
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._hasher = BlockHasher()
@@ -120,7 +122,12 @@ class NixlBackend(Backend):
         return self._server
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach`. Blocks elsewhere are copied to registered memory first."""
+        """See `Backend.attach`. Blocks elsewhere on the host are copied to registered memory first.
+
+        Raises:
+            InvalidArgumentError: Memory of a GPU, without `transport=nixl`; or memory that overlaps
+                other memory or is empty.
+        """
         self._node.add_memory(memory)
 
     async def start(self) -> None:
@@ -303,8 +310,18 @@ class NixlBackend(Backend):
 
     async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._guard.check_batch(keys, *blocks)
+        for each in blocks:
+            self._require_reach(each)
         if not self._started:
             await self.start()
+
+    def _require_reach(self, blocks: Descriptors) -> None:
+        if blocks.device.type not in self.memory_kinds:
+            kinds = " or ".join(sorted(self.memory_kinds))
+            raise InvalidArgumentError("device of blocks", str(blocks.device), kinds)
+        if blocks.device != HOST and not self._node.memory.contains(blocks):
+            wanted = f"memory of {blocks.device} that was attached"
+            raise InvalidArgumentError("blocks", blocks, wanted)
 
 
 def _generations_memory(quarantine: Quarantine) -> StagingMemory:

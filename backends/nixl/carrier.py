@@ -17,6 +17,10 @@ lets a network card do it. `socket`: NIXL has neither."""
 PORTS = Path("/sys/class/infiniband")
 """Source: https://www.kernel.org/doc/Documentation/ABI/stable/sysfs-class-infiniband"""
 
+UCX_SETTING = "PROTO_EMULATION_ENABLE=n"
+"""Setting that keeps UCX from moving bytes through messages where it cannot reach a peer's memory:
+over TCP, which is slower than a socket and has crashed processes."""
+
 
 class _IOVector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
@@ -77,3 +81,10 @@ def has_active_port() -> bool:
         return any(state.read_text().startswith("4:") for state in PORTS.glob("*/ports/*/state"))
     except OSError:
         return False
+
+
+def choose_ucx_settings() -> str:
+    """Keep UCX off the network where no card can do RDMA: it listens there, and trusts anyone."""
+    if "UCX_NET_DEVICES" in os.environ or has_active_port():
+        return UCX_SETTING
+    return f"{UCX_SETTING},NET_DEVICES=lo"

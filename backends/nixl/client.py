@@ -27,8 +27,9 @@ from kvxfer.backends.nixl.wire.messages import (
 )
 from kvxfer.errors import InvalidArgumentError, KVXferError, PeerLostError, ProtocolError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import DONE, Outcome, Status
-from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.calls import wait_despite_cancel, wait_for_mark
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
@@ -177,7 +178,13 @@ class Client:
         return outcomes
 
     def _is_direct(self, blocks: Descriptors) -> bool:
-        """Whether blocks are moved from or to their own memory, without staging memory."""
+        """Whether blocks are moved from or to their own memory, without staging memory.
+
+        Those of a GPU always are: the backend lets only registered ones through, and no processor
+        copies them.
+        """
+        if blocks.device != HOST:
+            return True
         return self._memory.contains(blocks) and not _is_in_crumbs(blocks)
 
     async def _move(
@@ -219,6 +226,7 @@ class Client:
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         try:
+            await wait_for_mark(blocks.after)
             return await move(await self.reconnect.open(), keys, blocks)
         except KVXferError as exc:
             if isinstance(exc, PeerLostError):  # reconnecting finds out how to reach it now

@@ -15,12 +15,13 @@ from kvxfer.backends.nixl.wire.handshake import Greeting
 from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello, Reach
 from kvxfer.errors import (
     BackendUnavailableError,
+    DeviceUnavailableError,
     InvalidArgumentError,
     PeerLostError,
     ProtocolError,
     TransferFailedError,
 )
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import Threads
 
@@ -85,18 +86,34 @@ class LocalNode:
         )
 
     def add_memory(self, regions: Sequence[MemoryRegion]) -> None:
-        """Let peers read memory, unless they may already; before the first handshake."""
+        """Let peers read memory, unless they may already; before the first handshake.
+
+        Memory of GPUs is taken with `transport=nixl` only: any peer may turn out to be reached by
+        sockets otherwise, which cannot read such memory.
+
+        Raises:
+            InvalidArgumentError: Memory is on another device than the transport can read, overlaps
+                memory that was added before, or is empty; none is added.
+        """
         assert not self._is_open, "memory is added before the first handshake"
         added = [region for region in regions if not self._has(region)]
-        self.sockets.register(added)
+        memory = self.memory.extend(added)
+        if memory.devices != (HOST,) and self.config.transport != "nixl":
+            devices = ", ".join(map(str, memory.devices))
+            wanted = (
+                f"cpu with transport={self.config.transport}; that of GPUs needs transport=nixl"
+            )
+            raise InvalidArgumentError("devices of memory", devices, wanted)
+        self.sockets.register([region for region in added if region.device.type == HOST.type])
         self._regions += added
-        self.memory = Regions([(each.address, each.num_bytes) for each in self._regions])
+        self.memory = memory
 
     async def open(self) -> TransferAgent | None:
         """Open NIXL, if it is not open; None where only sockets are used.
 
         Raises:
-            BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
+            BackendUnavailableError: `transport=nixl`, and NIXL cannot be used, or not for the GPUs
+                whose memory was added.
         """
         self._is_open = True
         if self.config.transport == "socket":
@@ -105,7 +122,11 @@ class LocalNode:
             if self._agent is None:
                 try:
                     await self._threads.run(self._open_agent)
-                except (BackendUnavailableError, TransferFailedError) as exc:
+                except (
+                    BackendUnavailableError,
+                    DeviceUnavailableError,
+                    TransferFailedError,
+                ) as exc:
                     if self.config.transport == "nixl":
                         raise BackendUnavailableError(f"NIXL cannot be used: {exc}") from exc
                     logger.info("NIXL cannot be used; using sockets: %s", exc)

@@ -1,5 +1,6 @@
 """Regions of registered memory, and places in them as messages carry them."""
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
@@ -8,14 +9,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.wire.messages import Extents
+from kvxfer.backends.nixl.wire.messages import Extents, Region
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 Words = NDArray[np.uint64]
 Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
 
 MAX_REGIONS = 1 << 16
+_GPU = re.compile(r"cuda:(?:0|[1-9][0-9]?)")
 # Types on the wire; made once, because making one takes as long as reading an array.
 _UINT32: np.dtype[np.uint32] = np.dtype("<u4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
@@ -25,29 +28,40 @@ _INT64: np.dtype[np.int64] = np.dtype("<i8")
 class Regions:
     """Regions of one process's memory, which turn descriptors into extents and back.
 
+    An address says by itself in which region it lies: host memory and the memory of all GPUs share
+    one address space in a process, in which none overlaps another.
+    Source: https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__UNIFIED.html
+
     Args:
-        regions: Address and bytes of each region, in the order in which extents count them.
+        regions: The regions, in the order in which extents count them; without a device, host
+            memory.
 
     Attributes:
         starts: Addresses of the regions, rising, uint64.
+        devices: Devices of the regions, each once; the host where there is no region.
 
     Raises:
-        InvalidArgumentError: A region is empty, overlaps another one, or is no memory.
+        InvalidArgumentError: A region is empty, overlaps another one, is no memory, or is on a
+            device that is neither the host nor a GPU with an index.
     """
 
-    def __init__(self, regions: Iterable[tuple[int, int]] = ()) -> None:
-        self._regions = list(regions)
+    def __init__(self, regions: Iterable[Region | tuple[int, int]] = ()) -> None:
+        self._regions = [Region(*region) for region in regions]
         if len(self._regions) > MAX_REGIONS:
             raise InvalidArgumentError("regions", len(self._regions), f"at most {MAX_REGIONS}")
         last = 0
-        for address, num_bytes in sorted(self._regions):
+        for address, num_bytes, _ in sorted(self._regions):
             if num_bytes <= 0 or not last <= address < 2**64 - num_bytes:
                 raise InvalidArgumentError(
                     "regions", (address, num_bytes), "regions with bytes, none overlapping another"
                 )
             last = address + num_bytes
-        self._addresses: Words = np.array([start for start, _ in self._regions], np.uint64)
-        self._sizes: Words = np.array([size for _, size in self._regions], np.uint64)
+        self._addresses: Words = np.array([each.address for each in self._regions], np.uint64)
+        self._sizes: Words = np.array([each.num_bytes for each in self._regions], np.uint64)
+        texts = [each.device for each in self._regions] or [HOST.type]
+        distinct = list(dict.fromkeys(texts))
+        self.devices = tuple(map(_device, distinct))
+        self._device_of_each = np.array([distinct.index(text) for text in texts], np.intp)
         # By address, after an empty region for all addresses before the first one.
         order = np.argsort(self._addresses, kind="stable")
         self._order = np.concatenate(([0], order))
@@ -56,12 +70,29 @@ class Regions:
             (np.zeros(1, np.uint64), (self._addresses + self._sizes)[order])
         )
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def __iter__(self) -> Iterator[Region]:
         return iter(self._regions)
 
+    def extend(self, memory: Iterable[MemoryRegion]) -> "Regions":
+        """Make the regions with some more after them; errors as for the constructor."""
+        return Regions([*self._regions, *map(_region, memory)])
+
     def contains(self, blocks: Descriptors) -> bool:
-        """Whether each fragment lies inside one region."""
-        return bool(self._inside(blocks.addresses, blocks.lengths).all())
+        """Whether each fragment lies inside one region, on the device of the blocks."""
+        if not self._inside(blocks.addresses, blocks.lengths).all():
+            return False
+        if len(self.devices) == 1:
+            return blocks.device == self.devices[0]
+        found = np.unique(self.find_devices(blocks.addresses))
+        return [self.devices[index] for index in found] == [blocks.device]
+
+    def find_devices(self, addresses: Words) -> NDArray[np.intp]:
+        """Find the devices of addresses inside the regions, as indices into `devices`."""
+        if len(self.devices) == 1:
+            return np.zeros(len(addresses), np.intp)
+        found = self._order[self.starts.searchsorted(addresses, side="right")]
+        devices: NDArray[np.intp] = self._device_of_each[found]
+        return devices
 
     def require(self, argument: str, addresses: Words, lengths: Words) -> None:
         """Raise unless each stretch lies inside one region.
@@ -101,7 +132,8 @@ class Regions:
         """Turn extents of a peer into descriptors; every extent is checked.
 
         Raises:
-            InvalidArgumentError: An extent is not inside of a region, or the arrays are malformed.
+            InvalidArgumentError: An extent is not inside of a region, the arrays are malformed, or
+                the extents are on several devices.
         """
         regions = _read(extents.regions, "regions", _UINT32)
         offsets = _read(extents.offsets, "offsets", _UINT64)
@@ -125,12 +157,16 @@ class Regions:
             part = (int(offsets[index]), int(lengths[index]))
             wanted = f"a part of the {sizes[index]} bytes of region {regions[index]}"
             raise InvalidArgumentError(f"offset and length of extent {index}", part, wanted)
+        devices = np.unique(self._device_of_each[regions]) if len(self.devices) > 1 else [0]
+        if len(devices) > 1:
+            names = ", ".join(str(self.devices[index]) for index in devices)
+            raise InvalidArgumentError("devices of extents", names, "one for all of a request")
         return Descriptors(
             addresses=self._addresses[regions] + offsets,
             lengths=lengths,
             block_offsets=block_offsets,
             payload_starts=np.zeros(len(block_offsets) - 1, np.int64),
-            device=torch.device("cpu"),
+            device=self.devices[devices[0]],
         )
 
     def _inside(self, addresses: Words, lengths: Words) -> NDArray[np.bool_]:
@@ -144,7 +180,7 @@ class Regions:
         lowest, highest, longest = int(addresses.min()), int(addresses.max()), int(lengths.max())
         return any(
             start <= lowest and highest + longest <= start + num_bytes
-            for start, num_bytes in self._regions
+            for start, num_bytes, _ in self._regions
         )
 
 
@@ -153,14 +189,14 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
     Attributes:
         name: Name of the agent.
-        regions: Address and bytes of each registered region.
+        regions: The registered memory.
         opaque: Metadata of NIXL itself.
         beacon_address: Address of `beacon` in its memory.
         beacon: Random bytes there: a peer that reads them reaches the agent's memory.
     """
 
     name: str
-    regions: list[tuple[int, int]]
+    regions: list[Region]
     opaque: bytes = b""
     beacon_address: int = 0
     beacon: bytes = b""
@@ -189,6 +225,19 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
             raise InvalidArgumentError(
                 "metadata", metadata[:16], f"the metadata of an agent ({exc})"
             ) from exc
+
+
+def _region(memory: MemoryRegion) -> Region:
+    is_host = memory.device.type == HOST.type
+    return Region(memory.address, memory.num_bytes, HOST.type if is_host else str(memory.device))
+
+
+def _device(text: str) -> torch.device:
+    if text == HOST.type:
+        return HOST
+    if not _GPU.fullmatch(text):
+        raise InvalidArgumentError("device of a region", text[:20], "cpu, or cuda with an index")
+    return torch.device(text)
 
 
 def _read(data: bytes, name: str, kind: "np.dtype[Number]") -> NDArray[Number]:

@@ -40,7 +40,7 @@ class ComputeStream:
             event = self._idle.pop()
         except IndexError:
             event = self._driver.open_event()
-        mark = _Mark(event)
+        mark = _Mark(event, self._driver)
         # Garbage is collected in any thread, at any moment, so `_take_back` must take no lock.
         weakref.finalize(mark, self._take_back, event).atexit = False
         self._driver.record(event, stream)
@@ -66,3 +66,7 @@ class ComputeStream:
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Mark:
     event: int
+    driver: CudaDriver
+
+    def has_passed(self) -> bool:
+        return self.driver.has_passed(CudaEvent(self.event))

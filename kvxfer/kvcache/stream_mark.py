@@ -11,3 +11,10 @@ class StreamMark(Protocol):
     """
 
     event: int
+
+    def has_passed(self) -> bool:
+        """Whether the device has reached the mark; does not block.
+
+        Raises:
+            DeviceLostError: The device is gone, and never reaches it.
+        """

@@ -8,12 +8,16 @@ from typing import Any, TypeVar
 
 from kvxfer.errors import DeviceLostError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.stream_mark import StreamMark
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MARK_PAUSE_S = 100e-6
+"""Seconds between two looks at a mark: a driver tells nobody when a device has reached it."""
 
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 """`store` or `load` of a backend."""
@@ -65,6 +69,16 @@ async def wait_despite_cancel(future: "asyncio.Future[T]") -> T:
                 await asyncio.wait([future])
         fetch_error(future)
         raise
+
+
+async def wait_for_mark(mark: StreamMark | None) -> None:
+    """Wait until a device has reached a mark; for those whose transfers a device does not order.
+
+    Raises:
+        DeviceLostError: The device is gone.
+    """
+    while mark is not None and not mark.has_passed():  # noqa: ASYNC110 - see `MARK_PAUSE_S`
+        await asyncio.sleep(MARK_PAUSE_S)
 
 
 def fetch_error(future: "asyncio.Future[Any]") -> None:

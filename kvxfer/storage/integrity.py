@@ -12,6 +12,7 @@ import xxhash
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.raw_memory import view_blocks
 
 MAX_GATHERED_BYTES = 64 << 10
@@ -77,8 +78,13 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
         blocks: The blocks to hash; not changed.
         copy_engine: Gathers small fragments.
 
+    Raises:
+        InvalidArgumentError: The blocks are in memory of a GPU, which no processor reads.
+
     Source: https://github.com/Cyan4973/xxHash, XXH3.
     """
+    if blocks.device.type != HOST.type:
+        raise InvalidArgumentError("device of hashed blocks", str(blocks.device), HOST.type)
     if blocks.num_bytes > len(blocks) * MAX_GATHERED_BYTES:
         return [_checksum(*views) for views in view_blocks(blocks)]
     checksums: list[int] = []

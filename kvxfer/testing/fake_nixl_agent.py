@@ -12,8 +12,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+import numpy as np
+import torch
+
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -21,7 +26,8 @@ from kvxfer.errors import (
     PeerLostError,
     TransferFailedError,
 )
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 
 @dataclass(slots=True, eq=False)
@@ -29,13 +35,15 @@ class _Flight:
     """Transfer in flight."""
 
     peer: str
-    fragments: Fragments
+    groups: list[tuple[torch.device, torch.device, Fragments]]
     done: Future[None] = field(default_factory=Future)
     error: KVXferError | None = None
 
 
 class FakeNixlAgent(TransferAgent):
     """Fake agent for memory of this process; passes the same tests as `NixlAgent`.
+
+    Memory of GPUs is moved by copies of their driver, by way of host memory.
 
     Bytes are moved at the end of a read, as late as hardware might do it: also those of a
     transfer whose caller was cancelled meanwhile.
@@ -53,6 +61,7 @@ class FakeNixlAgent(TransferAgent):
         self.name = f"kvxfer-{uuid.uuid4()}"
         self.delay_s = 0.0
         self.failing = False
+        self._copy_engine = DeviceCopyEngine(methods=MethodTable())
         self._memory: list[MemoryRegion] = []
         self._regions = Regions()
         self._peers: dict[str, Regions] = {}
@@ -102,8 +111,9 @@ class FakeNixlAgent(TransferAgent):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
         self._require_open()
-        added = [(region.address, region.num_bytes) for region in regions]
-        self._regions = Regions([*self._regions, *added])
+        known = self._regions.extend(regions)
+        self._copy_engine.attach([each for each in regions if each.device.type != HOST.type])
+        self._regions = known
         self._memory.extend(regions)
 
     @property
@@ -180,11 +190,13 @@ class FakeNixlAgent(TransferAgent):
         self._require_open()
         if peer not in self._peers:
             raise PeerLostError(peer, "it was not added, or is removed")
+        theirs = self._peers[peer]
         self._regions.require("local", fragments.local, fragments.lengths)
-        self._peers[peer].require("remote", fragments.remote, fragments.lengths)
-        flight = _Flight(peer, fragments)
+        theirs.require("remote", fragments.remote, fragments.lengths)
         if self.failing:
-            flight.fragments = fragments.take(slice(len(fragments) // 2))
+            fragments = fragments.take(slice(len(fragments) // 2))
+        flight = _Flight(peer, list(fragments.group(self._regions, theirs)))
+        if self.failing:
             flight.error = TransferFailedError(peer, "injected failure")
         self._flights.add(flight)
         if peer not in self._agents:
@@ -206,6 +218,7 @@ class FakeNixlAgent(TransferAgent):
             flight.done.set_exception(TransferFailedError(flight.peer, "the agent was closed"))
         self._agents.pop(self.name, None)
         self._memory.clear()
+        self._copy_engine.close()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -220,14 +233,24 @@ class FakeNixlAgent(TransferAgent):
             if flight.peer not in self._agents:
                 flight.error = PeerLostError(flight.peer, "it is gone")
             else:
-                _copy(flight.fragments)
+                for local, remote, fragments in flight.groups:
+                    self._copy(local, remote, fragments)
         if flight.error:
             flight.done.set_exception(flight.error)
         else:
             flight.done.set_result(None)
 
-
-def _copy(fragments: Fragments) -> None:
-    columns = fragments.local, fragments.remote, fragments.lengths
-    for target, source, num_bytes in zip(*(each.tolist() for each in columns), strict=True):
-        ctypes.memmove(target, source, num_bytes)
+    def _copy(self, local: torch.device, remote: torch.device, fragments: Fragments) -> None:
+        if local == remote == HOST:
+            columns = fragments.local, fragments.remote, fragments.lengths
+            for target, source, num_bytes in zip(*(each.tolist() for each in columns), strict=True):
+                ctypes.memmove(target, source, num_bytes)
+            return
+        sizes = fragments.lengths
+        staged = np.empty(int(sizes.sum()), np.uint8)
+        starts = np.cumsum(sizes) - sizes + np.uint64(staged.ctypes.data)
+        blocks = Descriptors.of_pieces(starts, sizes)
+        theirs = Descriptors.of_pieces(fragments.remote, sizes, device=remote)
+        self._copy_engine.copy(theirs, blocks)
+        ours = Descriptors.of_pieces(fragments.local, sizes, device=local)
+        self._copy_engine.copy(blocks, ours)

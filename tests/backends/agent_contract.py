@@ -11,12 +11,14 @@ from typing import Protocol
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
 from kvxfer.backends.nixl.regions import Words
 from kvxfer.errors import (
     ClosedError,
+    DeviceUnavailableError,
     InvalidArgumentError,
     PeerLostError,
     TransferFailedError,
@@ -212,6 +214,24 @@ class AgentContract(ABC):
             with pytest.raises(InvalidArgumentError, match="regions"):
                 agent.register([MemoryRegion(address, num_bytes, None)])
         agent.register([])
+
+    async def test_a_gpu_that_cannot_be_used_is_refused_by_name_and_nothing_is_registered(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        name = await agent.add_peer(peer.metadata)
+        other, no_gpu = Pool(), Pool()
+        wrong = MemoryRegion(no_gpu.address, POOL_BYTES, no_gpu, torch.device("cuda", 7))
+        for regions in ([*other.regions(), wrong], [wrong, *other.regions()]):
+            with pytest.raises((DeviceUnavailableError, InvalidArgumentError), match="cuda:7"):
+                await asyncio.to_thread(agent.register, regions)
+            for half in other.regions():
+                assert half.address.to_bytes(8, "little") not in agent.metadata  # as NIXL has it
+                assert half.address.to_bytes(8, "big") not in agent.metadata
+            fragment = words(other.address), words(peer.address), words(1)
+            with pytest.raises(InvalidArgumentError, match="local"):
+                await read(agent, name, *fragment)
+        agent.register(other.regions())
+        await read(agent, name, *fragment)
 
     async def test_a_peer_is_removed_as_often_as_it_was_added(
         self, agent: TransferAgent, peer: Peer, pool: Pool

@@ -11,13 +11,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvxfer.kvcache.memory_region import HOST
 from tests.backends.agent_contract import LocalPeer
+from tests.backends.device_agent_contract import GPU, LocalDevicePeer
 
 REPOSITORY = Path(__file__).parents[2]
 
+GPU_VARIABLE = "KVXFER_TEST_GPU"
+WITH_GPU = f"{GPU_VARIABLE}=0"
+"""Environment of a process whose peer has memory of the GPU, too."""
+
 
 class PeerProcess:
-    """`Peer` in another process; its `pid` is valid for `os.kill` until `stop` or `kill`."""
+    """`Peer` in another process; its `pid` is valid for `os.kill` until `stop` or `kill`.
+
+    It is a `DevicePeer` if it was started with `WITH_GPU`.
+    """
 
     def __init__(self, nursery: "Nursery", environment: str) -> None:
         ours, theirs = socket.socketpair()
@@ -25,8 +34,9 @@ class PeerProcess:
             self.pid = nursery.fork(environment, theirs)
         self._nursery = nursery
         self._socket, self._answers = ours, ours.makefile("rb")
-        metadata, address = self._answers.readline().split()
-        self.metadata, self.address = bytes.fromhex(metadata.decode()), int(address)
+        metadata, *addresses = self._answers.readline().split()
+        self.metadata, self.address = bytes.fromhex(metadata.decode()), int(addresses[0])
+        self.addresses = dict(zip((HOST, GPU), map(int, addresses), strict=False))
 
     async def fill(self, seed: int) -> None:
         await asyncio.to_thread(self._ask, f"fill {seed}\n")
@@ -88,15 +98,26 @@ class Nursery:
 def answer(connection: socket.socket) -> None:
     """Open an agent, and answer requests until the connection ends."""
     from kvxfer.backends.nixl.agents.nixl import NixlAgent
+    from tests.cuda.gpu import Gpu
 
-    peer = LocalPeer(NixlAgent())
+    peer: LocalPeer | LocalDevicePeer
+    if GPU_VARIABLE in os.environ:
+        peer = LocalDevicePeer(NixlAgent(), Gpu())
+        addresses = [peer.addresses[HOST], peer.addresses[GPU]]
+    else:
+        peer = LocalPeer(NixlAgent())
+        addresses = [peer.address]
     questions = connection.makefile("r")
-    connection.sendall(f"{peer.metadata.hex()} {peer.address}\n".encode())
+    shown = " ".join(map(str, addresses))
+    connection.sendall(f"{peer.metadata.hex()} {shown}\n".encode())
     for question in questions:
         verb, seed = question.split()
         if verb == "fill":
             asyncio.run(peer.fill(int(seed)))
-        content = asyncio.run(peer.content()) if verb == "content" else b""
+        content = b""
+        if verb == "content":
+            assert isinstance(peer, LocalPeer)
+            content = asyncio.run(peer.content())
         connection.sendall(f"{len(content)}\n".encode() + content)
 
 

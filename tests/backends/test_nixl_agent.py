@@ -18,6 +18,7 @@ from typing import ClassVar
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from kvxfer.backends.nixl.agents import nixl_thread
 from kvxfer.backends.nixl.agents import socket as socket_agent
@@ -29,10 +30,12 @@ from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import (
     BackendUnavailableError,
+    DeviceUnavailableError,
     InvalidArgumentError,
     PeerLostError,
     TransferFailedError,
 )
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.testing import FakeNixlAgent
 from tests.backends.agent_contract import (
     POOL_BYTES,
@@ -401,6 +404,20 @@ class TestPeerInTrouble:
             task.add_done_callback(ended.append)
         await asyncio.gather(*large, small)
         assert not {*large[-5:]} & {*ended[: ended.index(small)]}
+
+    async def test_an_agent_that_could_not_register_memory_of_a_gpu_serves_its_peers(
+        self, agent: NixlAgent
+    ) -> None:
+        other, pool = LocalPeer(NixlAgent()), Pool()
+        wrong = MemoryRegion(pool.address, POOL_BYTES, pool, torch.device("cuda", 0))
+        with pytest.raises(DeviceUnavailableError, match="cuda:0 cannot be used: NIXL cannot reg"):
+            other.agent.register([wrong])
+        agent.register(pool.regions())
+        await other.fill(1)
+        name = await agent.add_peer(other.agent.metadata)
+        await read_all(agent, name, pool, other)
+        assert pool.bytes.tobytes() == random_bytes(1).tobytes()
+        await other.agent.aclose()
 
     async def test_a_peer_with_another_name_than_its_own_is_not_added(
         self, agent: NixlAgent

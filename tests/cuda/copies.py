@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine import copy_stream, cuda
 from kvxfer.copy_engine.cuda import CudaCopyEngine
-from kvxfer.copy_engine.cuda_driver import CudaDriver
+from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent
 from kvxfer.copy_engine.method_table import MethodTable, Way
 from kvxfer.copy_engine.triton import FragmentKernel
 from kvxfer.errors import InvalidArgumentError
@@ -138,6 +138,10 @@ def copy(
 @dataclass
 class _Mark:
     event: int
+    driver: CudaDriver
+
+    def has_passed(self) -> bool:
+        return self.driver.has_passed(CudaEvent(self.event))
 
 
 @contextmanager
@@ -154,7 +158,7 @@ def computing(memory: Memory, byte: int) -> Iterator["_Mark"]:
     for _ in range(20):
         driver.copy_each(to, from_, size, compute)
     driver.record(event, compute)
-    yield _Mark(event)
+    yield _Mark(event, driver)
     driver.close_event(event)
     driver.close_stream(compute)
     driver.close()

@@ -246,6 +246,9 @@ async def test_shards_wait_for_what_their_pages_wait_for() -> None:
     class Mark:
         event = 7
 
+        def has_passed(self) -> bool:
+            return True
+
     (worker,) = make_engine("block kv head token dim", tp_size=1, tokens_per_block=16)
     namespace = portable_namespace(NAMESPACE, worker.mappings)
     describer = BlockDescriber(worker.caches, mappings=worker.mappings)

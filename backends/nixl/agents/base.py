@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.regions import Words
+from kvxfer.backends.nixl.regions import Regions, Words
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragments import cut_long, cut_runs, join, touch
 from kvxfer.kvcache.memory_region import MemoryRegion
@@ -53,9 +55,26 @@ class Fragments:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def take(self, chosen: slice) -> "Fragments":
+    def take(self, chosen: slice | NDArray[np.bool_]) -> "Fragments":
         """Take some of the fragments."""
         return Fragments(self.local[chosen], self.remote[chosen], self.lengths[chosen])
+
+    def group(
+        self, ours: Regions, theirs: Regions
+    ) -> "Iterator[tuple[torch.device, torch.device, Fragments]]":
+        """Group fragments by their local and their remote device, which come before each group.
+
+        Args:
+            ours: Regions of the local addresses.
+            theirs: Regions of the remote addresses.
+        """
+        if len(ours.devices) == len(theirs.devices) == 1:  # the usual case
+            yield ours.devices[0], theirs.devices[0], self
+            return
+        local, remote = ours.find_devices(self.local), theirs.find_devices(self.remote)
+        for here, there in sorted({*zip(local.tolist(), remote.tolist(), strict=True)}):
+            chosen = (local == here) & (remote == there)
+            yield ours.devices[here], theirs.devices[there], self.take(chosen)
 
     def join(self, local_bounds: Words, remote_bounds: Words) -> "Fragments":
         """Join fragments that touch on both sides, in the order of their local addresses.
@@ -124,10 +143,13 @@ class TransferAgent(ABC):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Register memory that is read into, and that peers may read; blocks.
 
-        The regions, and so their owners, are kept until `aclose` returns.
+        The regions, and so their owners, are kept until `aclose` returns. After an error, none of
+        them is registered.
 
         Raises:
-            InvalidArgumentError: A region is empty or overlaps another one.
+            InvalidArgumentError: A region is empty, overlaps another one, or is on a device whose
+                memory the agent never reaches.
+            DeviceUnavailableError: The memory of a GPU cannot be registered.
             TransferFailedError: The memory cannot be registered.
             ClosedError: The agent is closed.
         """

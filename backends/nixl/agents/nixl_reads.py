@@ -8,12 +8,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+import torch
 
 from kvxfer.backends.nixl.agents.base import Fragments
-from kvxfer.backends.nixl.regions import Words
+from kvxfer.backends.nixl.agents.nixl_memory import describe
 from kvxfer.backends.nixl_module import nixl_errors
 from kvxfer.errors import PeerLostError, TransferFailedError
+from kvxfer.kvcache.memory_region import HOST
 
 PIECE_BYTES = 16 << 20
 PIECE_FRAGMENTS = 4096
@@ -31,6 +32,15 @@ LONG_PAUSE_S = 1e-3
 IDLE_PAUSE_S = 5e-3
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Piece of a read: fragments that NIXL moves at one time, all from one device to one device."""
+
+    fragments: Fragments
+    local_device: torch.device = HOST
+    remote_device: torch.device = HOST
+
+
 @dataclass(slots=True, eq=False)
 class Reading:
     """Read with the pieces that are left of it; for the thread only, except `done`.
@@ -40,7 +50,7 @@ class Reading:
     """
 
     peer: str
-    pieces: deque[Fragments]
+    pieces: deque[Piece]
     landed: Callable[[], None] | None = None
     done: Future[None] = field(default_factory=Future)
     in_flight: int = 0
@@ -83,7 +93,7 @@ class Reads:
         self._agent = agent
         self._readings: set[Reading] = set()
         self._turns: deque[Reading] = deque()
-        self._flights: list[tuple[Any, Reading]] = []
+        self._flights: list[tuple[Any, Reading, Piece]] = []
 
     @property
     def in_flight(self) -> bool:
@@ -118,35 +128,35 @@ class Reads:
                 return True
         return False
 
-    def _post_piece(self, reading: Reading, piece: Fragments) -> None:
-        agent = self._agent
+    def _post_piece(self, reading: Reading, piece: Piece) -> None:
+        agent, fragments = self._agent, piece.fragments
         try:
             handle = agent.initialize_xfer(
                 "READ",
-                agent.get_xfer_descs(_rows(piece.local, piece.lengths), "DRAM"),
-                agent.get_xfer_descs(_rows(piece.remote, piece.lengths), "DRAM"),
+                describe(agent, piece.local_device, fragments.local, fragments.lengths),
+                describe(agent, piece.remote_device, fragments.remote, fragments.lengths),
                 reading.peer,
             )
-            self._judge(handle, reading, agent.transfer(handle))
+            self._judge(handle, reading, piece, agent.transfer(handle))
         except self._errors as exc:
-            reading.stop(self._translate(reading.peer, exc))
+            reading.stop(self._translate(reading.peer, piece, exc))
 
     def poll(self) -> bool:
         """Check the pieces in flight; lets NIXL make progress, also as the target of peers."""
         flights, self._flights = self._flights, []
-        for handle, reading in flights:
+        for handle, reading, piece in flights:
             reading.in_flight -= 1
             try:
-                self._judge(handle, reading, self._agent.check_xfer_state(handle))
+                self._judge(handle, reading, piece, self._agent.check_xfer_state(handle))
             except self._errors as exc:
-                reading.stop(self._translate(reading.peer, exc))
+                reading.stop(self._translate(reading.peer, piece, exc))
         with contextlib.suppress(*self._errors):  # of a lost peer: its reads report it
             self._agent.get_new_notifs()
         return len(self._flights) < len(flights)
 
-    def _judge(self, handle: Any, reading: Reading, state: str) -> None:
+    def _judge(self, handle: Any, reading: Reading, piece: Piece, state: str) -> None:
         if state == "PROC":
-            self._flights.append((handle, reading))
+            self._flights.append((handle, reading, piece))
             reading.in_flight += 1
             return
         handle.release()
@@ -172,9 +182,12 @@ class Reads:
         for reading in self._readings:
             reading.done.set_exception(TransferFailedError(reading.peer, "the agent was closed"))
 
-    def _translate(self, peer: str, exc: Exception) -> TransferFailedError:
+    def _translate(self, peer: str, piece: Piece, exc: Exception) -> TransferFailedError:
         lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
-        return (PeerLostError if lost else TransferFailedError)(peer, str(exc))
+        reason = str(exc)
+        if not piece.local_device == piece.remote_device == HOST:
+            reason += f", reading memory of {piece.remote_device} into {piece.local_device}"
+        return (PeerLostError if lost else TransferFailedError)(peer, reason)
 
 
 class Pace:
@@ -197,11 +210,3 @@ class Pace:
         if waiting:
             return LONG_PAUSE_S if is_quiet else SHORT_PAUSE_S
         return IDLE_PAUSE_S if is_quiet else LONG_PAUSE_S
-
-
-def _rows(addresses: Words, lengths: Words) -> Words:
-    """Describe memory as NIXL wants it: address, length, device."""
-    rows = np.zeros((len(addresses), 3), np.uint64)
-    rows[:, 0] = addresses
-    rows[:, 1] = lengths
-    return rows

@@ -16,32 +16,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.agents.base import Fragments
+from kvxfer.backends.nixl.agents.nixl_memory import export_host_memory, register_memory
 from kvxfer.backends.nixl.agents.nixl_reads import (
     PIECE_BYTES,
     PIECE_FRAGMENTS,
     Pace,
+    Piece,
     Reading,
     Reads,
 )
-from kvxfer.backends.nixl.carrier import has_active_port
+from kvxfer.backends.nixl.carrier import choose_ucx_settings
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,
+    DeviceUnavailableError,
     InvalidArgumentError,
     PeerLostError,
     TransferFailedError,
 )
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 
 T = TypeVar("T")
 
 BACKEND = "UCX"
-
-ENGINE_CONFIG = "PROTO_EMULATION_ENABLE=n"
-"""Setting that keeps UCX from moving bytes through messages where it cannot reach a peer's memory:
-over TCP, which is slower than a socket and has crashed processes."""
 
 BEACON_BYTES = 32
 """Random bytes at an address in the metadata: a peer that reads them reaches this agent."""
@@ -85,6 +84,7 @@ class NixlThread:
         self.regions = Regions()
         self._name = name
         self._memory: list[MemoryRegion] = []
+        self._gpu_was_refused = False
         self._remotes: dict[str, _Remote] = {}  # also while added or removed
         self._postponed: set[Future[str]] = set()  # of peers that are removed first
         self._beacon = np.frombuffer(os.urandom(BEACON_BYTES), np.uint8)
@@ -157,20 +157,21 @@ class NixlThread:
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
-        added = [(region.address, region.num_bytes) for region in regions]
-        known = Regions([*self.regions, *added])
-        if not added:
-            return
+        known = self.regions.extend(regions)
         try:
-            self._agent.register_memory([(*region, 0, "") for region in added], "DRAM")
-        except self._errors as exc:
-            raise TransferFailedError(self._name, f"cannot register {added}: {exc}") from exc
+            register_memory(self._agent, regions, self._errors)
+        except DeviceUnavailableError:
+            self._gpu_was_refused = True
+            raise
         self._memory.extend(regions)
         self.regions = known
 
     def describe(self) -> bytes:
         """See `TransferAgent.metadata`."""
-        opaque = self._agent.get_agent_metadata()
+        if self._gpu_was_refused and self.regions.devices == (HOST,):
+            opaque = export_host_memory(self._agent, self._memory, BACKEND)
+        else:
+            opaque = self._agent.get_agent_metadata()
         return AgentMetadata(
             self._name,
             list(self.regions),
@@ -236,7 +237,7 @@ class NixlThread:
 
         words = slot.ctypes.data, peer.beacon_address, BEACON_BYTES
         beacon = Fragments(*(np.array([word], np.uint64) for word in words))
-        reading = Reading(name, deque([beacon]))
+        reading = Reading(name, deque([Piece(beacon)]))
         reading.done.add_done_callback(end)
         self._reads.begin(reading)
         return remote
@@ -270,7 +271,11 @@ class NixlThread:
         self.regions.require("local", fragments.local, fragments.lengths)
         theirs.require("remote", fragments.remote, fragments.lengths)
         joined = fragments.join(self.regions.starts, theirs.starts)
-        pieces = deque(joined.split(PIECE_BYTES, PIECE_FRAGMENTS))
+        pieces = deque(
+            Piece(piece, *devices)
+            for *devices, group in joined.group(self.regions, theirs)
+            for piece in group.split(PIECE_BYTES, PIECE_FRAGMENTS)
+        )
         return Reading(peer, pieces, landed)
 
     def begin(self, reading: Reading) -> None:
@@ -313,26 +318,24 @@ class NixlThread:
             backends=[],
             sync_mode=nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
+        beacon = MemoryRegion(self._beacon.ctypes.data, self._beacon.nbytes, self._beacon)
+        errors: tuple[type[Exception], ...] = (TransferFailedError, *self._errors)
         try:
             self._agent = nixl.nixl_agent(self._name, config)
-            self._agent.create_backend(BACKEND, {"engine_config": _engine_config()})
-            self._register(self._beacon)
-        except self._errors as exc:
+            self._agent.create_backend(BACKEND, {"engine_config": choose_ucx_settings()})
+            register_memory(self._agent, [beacon], self._errors)
+            self._memory.append(beacon)
+        except errors as exc:
             raise BackendUnavailableError(
                 f"NIXL's {BACKEND} plug-in is missing or does not work here ({exc})"
             ) from exc
         self._reads = Reads(nixl, self._agent)
 
-    def _register(self, memory: NDArray[np.uint8]) -> None:
-        self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
-
     def _add_slots(self) -> None:
         slots = np.zeros((NUM_SLOTS, BEACON_BYTES), np.uint8)
-        try:
-            self._register(slots)
-        except self._errors as exc:
-            raise TransferFailedError(self._name, f"cannot register slots: {exc}") from exc
-        self._memory.append(MemoryRegion(slots.ctypes.data, slots.nbytes, slots))
+        region = MemoryRegion(slots.ctypes.data, slots.nbytes, slots)
+        register_memory(self._agent, [region], self._errors)
+        self._memory.append(region)
         self._free_slots.extend(slots)
 
     def _obey(self, pause_s: float) -> bool:
@@ -368,13 +371,6 @@ class NixlThread:
         for remote in self._remotes.values():
             if remote.removed:
                 remote.removed.set_result(None)
-
-
-def _engine_config() -> str:
-    """Keep UCX off the network where no card can do RDMA: it listens there, and trusts anyone."""
-    if "UCX_NET_DEVICES" in os.environ or has_active_port():
-        return ENGINE_CONFIG
-    return f"{ENGINE_CONFIG},NET_DEVICES=lo"
 
 
 def _attempt(done: "Future[T]", command: Callable[[], object]) -> None:

@@ -20,7 +20,7 @@ from kvxfer.errors import (
     PeerLostError,
     TransferFailedError,
 )
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.calls import fetch_error, wait_despite_cancel
 from kvxfer.storage.threads import Threads
 
@@ -61,8 +61,11 @@ class SocketAgent(TransferAgent):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
         self._require_open()
-        added = [(region.address, region.num_bytes) for region in regions]
-        self._regions = Regions([*self._regions, *added])
+        known = self._regions.extend(regions)
+        if known.devices != (HOST,):
+            devices = ", ".join(map(str, known.devices))
+            raise InvalidArgumentError("devices of memory", devices, "cpu: sockets read no other")
+        self._regions = known
         self._memory.extend(regions)
 
     @property

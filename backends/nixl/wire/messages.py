@@ -6,7 +6,7 @@ little-endian bytes. Unknown fields are refused, so any change of a message need
 in a `Hello` stay readable by all of them.
 """
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -59,18 +59,32 @@ class Proof(Message, frozen=True):
     mac: bytes
 
 
+class Region(NamedTuple):
+    """Region of registered memory.
+
+    Attributes:
+        address: Address of its first byte.
+        num_bytes: Its length.
+        device: Device of the memory: `cpu`, or `cuda:N`.
+    """
+
+    address: int
+    num_bytes: int
+    device: str = "cpu"
+
+
 class Reach(Message, frozen=True):
     """Third message of either side, in the first sealed frame: access to its memory.
 
     Attributes:
         metadata: Metadata of the sender's NIXL agent; empty without NIXL. Any process that has it
             can read and write the registered memory.
-        regions: Address and bytes of each registered region, in the order of `Extents.regions`.
+        regions: The registered memory, in the order of `Extents.regions`.
         data_port: Port for data connections of a holder, 0 from the asking side.
     """
 
     metadata: bytes = b""
-    regions: list[tuple[int, int]] = []
+    regions: list[Region] = []
     data_port: int = 0
 
 
