@@ -17,7 +17,6 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import (
     DONE,
     MISSING,
-    Backend,
     Outcome,
     Status,
 )
@@ -30,7 +29,7 @@ from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import (
     NOT_ARRIVED,
     BlockParts,
-    Lender,
+    LendingBackend,
     LentBlocks,
     ReservedBlocks,
     require_parts_in_blocks,
@@ -79,7 +78,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return None if self.methods is None else MethodTable.parse(self.methods)
 
 
-class HostBackend(Backend, Lender):
+class HostBackend(LendingBackend):
     """Backend that keeps blocks in slots of host memory, and evicts when all are taken.
 
     Caches may be in host memory or on a GPU; slots are then pinned, and copies go straight to and
@@ -110,7 +109,7 @@ class HostBackend(Backend, Lender):
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyClaims()
-        self.regions = [self._pool.region, self._pool.generations_region]
+        self.regions = [self._pool.region, self._pool.generations.region]
 
     @property
     def num_slots(self) -> int:
@@ -190,7 +189,7 @@ class HostBackend(Backend, Lender):
                 np.array([stops[row] for row in lent], np.int64),
             )
             self._index.touch([found[row] for row in lent])
-            fences = self._pool.fences(chosen) if fenced else None
+            fences = self._pool.generations.fences(chosen) if fenced else None
             yield LentBlocks(
                 outcomes, blocks if lent else None, [] if fenced else checksums, fences
             )
@@ -208,7 +207,7 @@ class HostBackend(Backend, Lender):
             return None
         self._index.touch(there)
         blocks, checksums = stored
-        fences = self._pool.fences(slots) if fenced else None
+        fences = self._pool.generations.fences(slots) if fenced else None
         return LentBlocks(outcomes, blocks if there else None, [] if fenced else checksums, fences)
 
     @asynccontextmanager

@@ -1,6 +1,5 @@
 """Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.lending import GENERATION_BYTES, Fences
+from kvxfer.storage.lending import Generations
 
 ALIGNMENT = 4096
 FORMAT_VERSION = 1
@@ -90,6 +89,11 @@ class HostPool:
         integrity: Whether bytes are checksummed when written and verified before they are read.
         claim: Whether this process keeps the index; only one process of a name can.
 
+    Attributes:
+        shape: As given.
+        integrity: As given.
+        generations: Generations of the slots; of use where this process alone writes them.
+
     Raises:
         InvalidArgumentError: The memory exists with another shape, or for another namespace,
             another process keeps its index, or the checksums need a secret.
@@ -126,8 +130,7 @@ class HostPool:
         self._data = memory[shape.data_offset_bytes :].reshape(
             shape.num_slots, shape.num_parts, shape.part_size_bytes
         )
-        # Counted on from a random number, so that no other process ever had the same ones.
-        self._generations = np.full(shape.num_slots, secrets.randbits(64), np.uint64)
+        self.generations = Generations(shape.num_slots)
         self._unhashed: set[int] = set()  # slots that were tagged without a checksum
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -159,7 +162,7 @@ class HostPool:
             start, stop = int(starts[index]), int(stops[index])
             tags[index] = (_key_digest(key), start, stop, self._checksum(slot, part, start, stop))
         self._tags[list(slots), part] = tags
-        self._generations[list(slots)] += np.uint64(1)
+        self.generations.change(slots)
 
     def read(
         self,
@@ -310,16 +313,7 @@ class HostPool:
             self._unhashed.add(slot)
         kept = checksum or 0 if self.integrity is Integrity.FAST else 0
         self._tags[slot, 0] = (_key_digest(key), start, stop, kept)
-        self._generations[slot] += np.uint64(1)
-
-    def fences(self, slots: Sequence[int]) -> Fences:
-        """Get the present generation of each slot, which changes before and after it is written.
-
-        Only for the process that writes all slots: the generations are in its own memory.
-        """
-        chosen = np.asarray(slots, np.uint64)
-        first = np.uint64(self._generations.ctypes.data)
-        return Fences(first + chosen * np.uint64(GENERATION_BYTES), self._generations[chosen])
+        self.generations.change([slot])
 
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Hash `slots[i]`, written by other means, and tag it as the whole block of `keys[i]`."""
@@ -333,11 +327,6 @@ class HostPool:
     def region(self) -> MemoryRegion:
         """The memory of all slots."""
         return MemoryRegion(self._data.ctypes.data, self._data.nbytes, self)
-
-    @property
-    def generations_region(self) -> MemoryRegion:
-        """The memory of the slots' generations."""
-        return MemoryRegion(self._generations.ctypes.data, self._generations.nbytes, self)
 
     @property
     def rows(self) -> NDArray[np.uint8]:
@@ -391,7 +380,7 @@ class HostPool:
     def _open(self, slots: Sequence[int], part: int) -> None:
         """Mark a part of slots as empty, before it is written."""
         self._tags["key"][list(slots), part] = 0
-        self._generations[list(slots)] += np.uint64(1)
+        self.generations.change(slots)
         self._unhashed.difference_update(slots)
 
     def _stored_checksum(self, slot: int, part: int) -> int:

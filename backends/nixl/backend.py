@@ -32,7 +32,7 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.lending import GENERATION_BYTES
+from kvxfer.storage.lending import GENERATION_BYTES, LendingBackend
 from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
 
@@ -40,8 +40,8 @@ STAGING_BYTES = 64 << 20
 
 T = TypeVar("T")
 
-Home: TypeAlias = Client | HostBackend
-"""Place of blocks: a peer, or the host memory of this process."""
+Home: TypeAlias = Client | LendingBackend
+"""Place of blocks: a peer, or this process."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class NixlBackend(Backend):
         namespace: Namespace of the blocks, which says how large they are; peers with another one
             are refused.
         directory: Directory of the peers; by default those of the configuration.
+        own: Backend whose blocks are served with `listen`, in place of `capacity` bytes of host
+            memory; closed by its maker.
         make_agent: Opens the agent that moves bytes between registered memory.
 
     Raises:
@@ -73,9 +75,13 @@ class NixlBackend(Backend):
         namespace: Namespace,
         *,
         directory: PeerDirectory | None = None,
+        own: LendingBackend | None = None,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
     ) -> None:
         self._guard = CallGuard("nixl backend", namespace)
+        if [own is not None, config.capacity is not None].count(True) != bool(config.listen):
+            wanted = "a size with listen=HOST:PORT, unless a backend of one's own is served there"
+            raise InvalidArgumentError("capacity", config.capacity, wanted)
         self._config = config
         self._tls = client_context(config)
         if config.is_fenced and config.transport == "nixl":  # nobody hashes, and NIXL reaches it
@@ -89,12 +95,14 @@ class NixlBackend(Backend):
         self._generations = _generations_memory(self._quarantine) if config.is_fenced else None
         self._clients: dict[Endpoint, Client] = {}
         self._former_clients: list[Client] = []
-        self._own: HostBackend | None = None
+        self._own = own
+        self._opened: HostBackend | None = None
         self._server: Server | None = None
         self._starting = asyncio.Lock()
         self._started = False
-        if config.listen_endpoint is not None and config.capacity is not None:
-            self._own = HostBackend(HostConfig(capacity=config.capacity), namespace)
+        if own is None and config.capacity is not None:
+            self._own = self._opened = HostBackend(HostConfig(capacity=config.capacity), namespace)
+        if self._own is not None and config.listen_endpoint is not None:
             self.attach(self._own.regions)
             self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self.attach([self._staging.region])
@@ -219,8 +227,8 @@ class NixlBackend(Backend):
             await client.reconnect.wait_closed()
         await self._quarantine.drain()
         await self._hasher.aclose()
-        if self._own is not None:
-            await self._own.aclose()
+        if self._opened is not None:
+            await self._opened.aclose()
 
     async def _open_store(self, namespace: Namespace) -> BlockStore:  # noqa: ARG002 - only ours comes
         assert self._own is not None

@@ -30,7 +30,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         listen: `host:port` at which blocks of this process are served to others.
         data_port: Port for the bytes of blocks that go through sockets, with `listen` only; 0 means
             any free one.
-        capacity: Bytes of host memory for the blocks that are served; with `listen` only.
+        capacity: Bytes of host memory for the blocks that are served; with `listen` only, and
+            without a backend of one's own whose blocks are.
         secret_file: File with the secret of all peers, at least 16 bytes, better 32 random ones; a
             line end at its end does not count. Without a file the environment variable
             `KVXFER_SECRET` is taken. Without both, and without TLS, every address must be a
@@ -80,9 +81,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidArgumentError("address", self.address, "peers, or listen=HOST:PORT")
         if len(set(peers)) < len(peers):
             raise InvalidArgumentError("address", self.address, "each peer once")
-        if bool(self.listen) != (self.capacity is not None):
-            wanted = "a size with listen=HOST:PORT, and only then"
-            raise InvalidArgumentError("capacity", self.capacity, wanted)
+        if self.capacity is not None and not self.listen:
+            raise InvalidArgumentError("capacity", self.capacity, "none without listen=HOST:PORT")
         tls = (self.tls_cert, self.tls_key, self.tls_ca)
         if any(tls) and not all(tls):
             raise InvalidArgumentError("tls_cert, tls_key, tls_ca", tls, "all three, or none")

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
 from kvxfer.backends.nixl.carrier import Carrier
@@ -14,6 +16,7 @@ from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.quarantine import end_within
 from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.wire.messages import Found, Pinned
+from kvxfer.checks import require_integers
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import pair_fragments
@@ -37,22 +40,48 @@ Proofs: TypeAlias = list[int] | Fences
 """What proves that the bytes of blocks arrived: XXH3-64 of each of them, or their generations."""
 
 
-class Place(NamedTuple):
-    """Place of one block at the time of a lookup.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Places of the blocks that one lookup found.
 
     Attributes:
-        address: Address of its bytes, in the peer's registered memory.
-        start: Byte of its chunk at which the block begins.
-        num_bytes: Bytes of the block.
-        proof: XXH3-64 of its bytes, or its generation.
-        fence: Address of its generation; 0 with a checksum.
+        blocks: Their bytes in the peer's memory.
+        starts: Byte of its chunk at which each block begins.
+        proofs: What proves that they were read as they are now.
     """
 
-    address: int
-    start: int
-    num_bytes: int
-    proof: int
-    fence: int
+    blocks: Descriptors
+    starts: NDArray[np.int64]
+    proofs: Proofs
+
+    def take(self, rows: list[int]) -> "_Places":
+        """Take the places of some blocks."""
+        if rows == list(range(self.blocks.num_blocks)):
+            return self
+        proofs = self.proofs
+        if isinstance(proofs, Fences):
+            chosen: Proofs = Fences(proofs.addresses[rows], proofs.generations[rows])
+        else:
+            chosen = [proofs[row] for row in rows]
+        return _Places(self.blocks.take(rows), self.starts[rows], chosen)
+
+    @classmethod
+    def concatenate(cls, parts: "Sequence[_Places]") -> "_Places | None":
+        """Concatenate what several lookups found; None if their proofs are of different kinds."""
+        if len(parts) == 1:
+            return parts[0]
+        fences = [part.proofs for part in parts if isinstance(part.proofs, Fences)]
+        checksums = [part.proofs for part in parts if not isinstance(part.proofs, Fences)]
+        if fences and checksums:
+            return None
+        proofs: Proofs = list(chain.from_iterable(checksums))
+        if fences:
+            addresses, generations = zip(
+                *((f.addresses, f.generations) for f in fences), strict=True
+            )
+            proofs = Fences(np.concatenate(addresses), np.concatenate(generations))
+        blocks = Descriptors.concatenate([part.blocks for part in parts])
+        return cls(blocks, np.concatenate([part.starts for part in parts]), proofs)
 
 
 class Places:
@@ -68,10 +97,10 @@ class Places:
 
     def __init__(self, remote: Regions) -> None:
         self._remote = remote
-        self._places: dict[BlockKey, Place] = {}
+        self._rows: dict[BlockKey, tuple[_Places, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._rows)
 
     def note(self, keys: Sequence[BlockKey], found: Found) -> None:
         """Remember the places that a lookup of `keys` found, instead of earlier ones.
@@ -87,24 +116,20 @@ class Places:
             return
         blocks = self._remote.resolve(found.extents)
         there = [key for key, is_there in zip(keys, found.there, strict=True) if is_there]
-        counts = (len(blocks), blocks.num_blocks, len(found.starts))
-        if counts != (len(there),) * 3:
+        counts = (blocks.num_blocks, len(found.starts))
+        if counts != (len(there),) * 2:
             wanted = f"one for each of {len(there)} blocks"
-            raise InvalidArgumentError("extents, blocks and starts", counts, wanted)
-        proofs = read_proofs(self._remote, found, len(there))
-        if isinstance(proofs, Fences):
-            proven = proofs.generations.tolist(), proofs.addresses.tolist()
-        else:
-            proven = proofs, [0] * len(there)
-        columns = blocks.addresses.tolist(), found.starts, blocks.lengths.tolist(), *proven
-        self._places.update(zip(there, map(Place, *columns), strict=True))
-        while len(self._places) > MAX_PLACES:
-            del self._places[next(iter(self._places))]
+            raise InvalidArgumentError("blocks and starts", counts, wanted)
+        starts = require_integers("starts", found.starts)
+        places = _Places(blocks, starts, read_proofs(self._remote, found, len(there)))
+        self._rows.update((key, (places, row)) for row, key in enumerate(there))
+        while len(self._rows) > MAX_PLACES:
+            del self._rows[next(iter(self._rows))]
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Forget the places of some blocks; unknown ones are ignored."""
         for key in keys:
-            self._places.pop(key, None)
+            self._rows.pop(key, None)
 
     def take(
         self, keys: Sequence[BlockKey], blocks: Descriptors
@@ -118,17 +143,16 @@ class Places:
         Returns:
             None unless all places are known, and the blocks are wanted as they were stored.
         """
-        taken = [place for key in keys if (place := self._places.pop(key, None))]
+        taken = [place for key in keys if (place := self._rows.pop(key, None))]
         if len(taken) < len(keys):
             return None
-        addresses, starts, sizes, proofs, fences = zip(*taken, strict=True)
-        wanted = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
-        if (list(starts), list(sizes)) != wanted or any(fences) != all(fences):
+        runs = (list(run) for _, run in groupby(taken, key=lambda place: id(place[0])))
+        places = _Places.concatenate([run[0][0].take([row for _, row in run]) for run in runs])
+        if places is None or not np.array_equal(places.starts, blocks.payload_starts):
             return None
-        described = Descriptors.of_pieces(np.array(addresses, np.uint64), sizes)
-        if fences[0]:
-            return described, Fences(np.array(fences, np.uint64), np.array(proofs, np.uint64))
-        return described, list(proofs)
+        if not np.array_equal(places.blocks.block_sizes, blocks.block_sizes):
+            return None
+        return places.blocks, places.proofs
 
 
 def read_proofs(remote: Regions, answer: Found | Pinned, num_blocks: int) -> Proofs:

@@ -1,5 +1,6 @@
 """Lending: memory of a backend's blocks that another process or device reads or fills directly."""
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -50,6 +51,32 @@ class Fences:
 
     addresses: NDArray[np.uint64]
     generations: NDArray[np.uint64]
+
+
+class Generations:
+    """Generations of the slots that a lender keeps blocks in; for the process that writes them all.
+
+    Args:
+        num_slots: Number of slots.
+
+    Attributes:
+        region: Memory of the generations.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        # Counted on from a random number, so that no other process ever had the same ones.
+        self._words = np.full(num_slots, secrets.randbits(64), np.uint64)
+        self.region = MemoryRegion(self._words.ctypes.data, self._words.nbytes, self._words)
+
+    def change(self, slots: Sequence[int]) -> None:
+        """Change the generations of slots; to be called before and after each is overwritten."""
+        self._words[list(slots)] += np.uint64(1)
+
+    def fences(self, slots: Sequence[int]) -> Fences:
+        """Get the present generations of slots."""
+        chosen = np.asarray(slots, np.uint64)
+        first = np.uint64(self.region.address)
+        return Fences(first + chosen * np.uint64(GENERATION_BYTES), self._words[chosen])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +164,10 @@ class Lender(ABC):
         Raises:
             InvalidArgumentError: A group does not exist, or a part is not within its block.
         """
+
+
+class LendingBackend(Backend, Lender):
+    """Backend that lends its blocks in place, such as host memory or an engine's own KV cache."""
 
 
 class StagedLender(Lender):

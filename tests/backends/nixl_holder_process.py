@@ -74,7 +74,7 @@ class Holders:
 
     def _own(self, holder: int) -> HostBackend:
         own = self.backends[holder]._own
-        assert own is not None
+        assert isinstance(own, HostBackend)
         return own
 
 

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.regions import Regions
@@ -62,7 +63,7 @@ async def replace(pair: Pair, key: BlockKey) -> None:
 
 def flip(pair: Pair, key: BlockKey) -> None:
     """Flip a bit of the holder's memory, which no writer does."""
-    assert pair.holder._own is not None
+    assert isinstance(pair.holder._own, HostBackend)
     slot = pair.holder._own._index.slot_of(key)
     pair.holder._own._pool.slot_bytes(slot)[0, 5] ^= 1
 
@@ -96,7 +97,7 @@ async def test_a_pinned_block_that_the_holder_overwrites_all_the_same_has_failed
         pair.stalled.hold()
         loading = asyncio.create_task(load(pair, KEYS[:2]))  # without places: pinned
         await pair.stalled.until_held()
-        assert pair.holder._own is not None
+        assert isinstance(pair.holder._own, HostBackend)
         pool, slot = pair.holder._own._pool, pair.holder._own._index.slot_of(KEYS[0])
         pool.unseal([slot])
         pool.slot_bytes(slot)[:] = 0

@@ -116,7 +116,6 @@ def test_peers_and_the_place_to_listen_are_read() -> None:
         ({"address": "a:1,b"}, "address"),
         ({"address": "a:1,a:1"}, "address"),
         ({"listen": "a", "capacity": GIB}, "listen"),
-        ({"listen": "a:1"}, "capacity"),
         ({"address": "a:1", "capacity": GIB}, "capacity"),
         ({"address": "a:1", "tls_ca": "ca.pem"}, "tls_cert, tls_key, tls_ca"),
         ({"address": "a:1", "tls_cert": "c", "tls_key": "k"}, "tls_cert, tls_key, tls_ca"),

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, local_node
+from kvxfer.connect import complete_namespace
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.connect import complete_namespace
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import Namespace
-from kvxfer.transfer.engine import TransferEngine
 from kvxfer.testing import BlockMemory, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, store_generated
+from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.agent_contract import words
 from tests.cuda.engine_caches import EngineCaches
@@ -27,7 +27,7 @@ KEYS = make_keys(2)
 @pytest.mark.parametrize("is_looked_up", [False, True])
 async def test_fenced_blocks_go_straight_from_and_to_a_gpu(
     gpu: SimulatedGpu,
-    compute: Compute,  # noqa: ARG001 - the stream that the engine computes on
+    compute: Compute,  # noqa: F811 - the stream that the engine computes on
     monkeypatch: pytest.MonkeyPatch,
     *,
     is_looked_up: bool,
