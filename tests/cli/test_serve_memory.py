@@ -47,7 +47,7 @@ def test_more_than_the_machine_has_is_refused(capsys: pytest.CaptureFixture[str]
         logging.getLogger("kvxfer").setLevel(logging.NOTSET)
     said = capsys.readouterr().err
     assert said.startswith("kvxfer serve: capacity and staging memory within the limit of /")
-    assert ": needs 4398382055424 bytes, " in said
+    assert ": needs 4398650490880 bytes, " in said
     assert said.count("\n") == 1
 
 
