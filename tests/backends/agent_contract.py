@@ -143,6 +143,43 @@ class AgentContract(ABC):
         assert pool.bytes.tobytes() == ours.tobytes()
         assert await peer.content() == theirs.tobytes()
 
+    async def test_the_last_fragments_are_read_when_all_others_have_arrived(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        await peer.fill(1)
+        pool.bytes[:] = random_bytes(2)
+        name = await agent.add_peer(peer.metadata)
+        step, last_bytes = POOL_BYTES // 8, 4096
+        starts = [words(step * nth) for nth in range(7)]
+        runs = [
+            Fragments.of(
+                start + words(pool.address), start + words(peer.address), words(step - last_bytes)
+            )
+            for start in starts
+        ]
+        at = POOL_BYTES - last_bytes
+        last = Fragments.of(words(pool.address + at), words(peer.address + at), words(last_bytes))
+        before, after = random_bytes(2)[at:].tobytes(), random_bytes(1)[at:].tobytes()
+        seen: list[bytes] = []
+        flight = agent.begin(
+            name, runs, lambda _: seen.append(pool.bytes[at:].tobytes()), last=last
+        )
+        await flight.wait()
+        assert seen == [before] * len(runs)
+        assert pool.bytes[at:].tobytes() == after
+
+    async def test_last_fragments_that_cannot_be_end_what_was_begun(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        name = await agent.add_peer(peer.metadata)
+        run = Fragments.of(words(pool.address), words(peer.address), words(POOL_BYTES // 2))
+        last = Fragments.of(words(pool.address), words(peer.address + POOL_BYTES), words(8))
+        with pytest.raises(InvalidArgumentError, match="remote"):
+            await agent.begin(name, [run], lambda _: None, last=last).wait()
+        pool.bytes[:] = 7
+        await asyncio.sleep(LATE_S)
+        assert np.all(pool.bytes == 7), "a late read"
+
     async def test_a_fragment_may_be_longer_than_a_piece(
         self, agent: TransferAgent, peer: Peer, pool: Pool
     ) -> None:

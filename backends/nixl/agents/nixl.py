@@ -74,13 +74,14 @@ class NixlAgent(TransferAgent):
     ) -> Flight:
         """See `TransferAgent.begin`."""
         begun: list[Reading] = []
+        final: Reading | None = None
         failure: Exception | None = None
-        final = None if last is None else self._thread.prepare(peer, last)
         try:
             for run in runs:  # prepared while earlier runs are read
                 reading = self._thread.prepare(peer, run, partial(landed, len(begun)))
                 self._thread.order(reading.done, partial(self._thread.begin, reading))
                 begun.append(reading)
+            final = None if last is None else self._thread.prepare(peer, last)
         except Exception as exc:
             if not begun:
                 raise
