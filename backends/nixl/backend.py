@@ -11,20 +11,21 @@ from numpy.typing import NDArray
 from kvxfer.backends.host.backend import HostBackend, HostConfig
 from kvxfer.backends.nixl.agents.base import TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
-from kvxfer.backends.nixl.client import (
-    GENERATIONS_BYTES,
-    MAX_GENERATIONS,
-    NUM_GENERATION_BUFFERS,
-    Client,
-    PeerStatistics,
-)
+from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig, client_context
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers, rank
+from kvxfer.backends.nixl.peers import (
+    Endpoint,
+    PeerDirectory,
+    PeerStatistics,
+    StaticPeers,
+    rank,
+)
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
+from kvxfer.backends.nixl.remote_memory import generations_memory
 from kvxfer.backends.nixl.server import Server
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -32,7 +33,7 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.lending import GENERATION_BYTES, LendingBackend
+from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
 
@@ -92,7 +93,7 @@ class NixlBackend(Backend):
         self._quarantine = Quarantine()
         largest = max(self._guard.chunk_sizes)
         self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
-        self._generations = _generations_memory(self._quarantine) if config.is_fenced else None
+        self._generations = generations_memory(self._quarantine.drain) if config.is_fenced else None
         self._clients: dict[Endpoint, Client] = {}
         self._former_clients: list[Client] = []
         self._own = own
@@ -330,15 +331,6 @@ class NixlBackend(Backend):
         if blocks.device != HOST and not self._node.memory.contains(blocks):
             wanted = f"memory of {blocks.device} that was attached"
             raise InvalidArgumentError("blocks", blocks, wanted)
-
-
-def _generations_memory(quarantine: Quarantine) -> StagingMemory:
-    return StagingMemory(
-        GENERATIONS_BYTES,
-        MAX_GENERATIONS * GENERATION_BYTES,
-        quarantine.drain,
-        num_buffers=NUM_GENERATION_BUFFERS,
-    )
 
 
 async def _ask_each(

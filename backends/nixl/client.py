@@ -5,14 +5,15 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.peers import PeerStatistics
+from kvxfer.backends.nixl.places import Proofs, read_proofs
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.remote_memory import Proofs, read_proofs
+from kvxfer.backends.nixl.remote_memory import MAX_GENERATIONS
 from kvxfer.backends.nixl.wire.messages import (
     Delete,
     Deleted,
@@ -31,7 +32,7 @@ from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel, wait_for_mark
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.lending import GENERATION_BYTES, Fences
+from kvxfer.storage.lending import Fences
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
 
 STAGED_BYTES = 16 << 20
@@ -45,13 +46,6 @@ LAST_RUN_BYTES = 6 << 20
 """Most bytes of a loaded piece that are hashed after all have arrived."""
 
 PIECES_IN_FLIGHT = 3
-
-MAX_GENERATIONS = 4096
-"""Most blocks of a piece of a fenced load."""
-
-GENERATIONS_BYTES = 1 << 20
-NUM_GENERATION_BUFFERS = GENERATIONS_BYTES // (MAX_GENERATIONS * GENERATION_BYTES)
-
 SMALL_PIECE_BYTES = 4 << 10
 MANY_PIECES = 16
 """Most fragments of a block that are smaller than that; more are gathered in staging memory before
@@ -65,25 +59,6 @@ _GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
 _OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class PeerStatistics:
-    """Statistics of one peer since the backend was opened.
-
-    Attributes:
-        num_loaded_bytes: Bytes that arrived and were verified.
-        num_stored_bytes: Bytes that the peer has stored.
-        num_corrupt: Blocks that arrived with other bytes than they were stored with.
-        num_timed_out: Blocks that were not loaded, or not stored, in time.
-        num_failed: Blocks that were lost with a connection, or refused.
-    """
-
-    num_loaded_bytes: int = 0
-    num_stored_bytes: int = 0
-    num_corrupt: int = 0
-    num_timed_out: int = 0
-    num_failed: int = 0
 
 
 class Client:

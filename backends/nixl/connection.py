@@ -14,7 +14,8 @@ import msgspec
 from kvxfer.backends.nixl.agents.socket import MAX_CONNECTIONS
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
-from kvxfer.backends.nixl.remote_memory import Places, RemoteMemory
+from kvxfer.backends.nixl.places import Places
+from kvxfer.backends.nixl.remote_memory import RemoteMemory
 from kvxfer.backends.nixl.wire.channel import STREAM_BUFFER_BYTES, FrameChannel
 from kvxfer.backends.nixl.wire.data import DataConnection, describe
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, Greeting, greet_as_client

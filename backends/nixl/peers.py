@@ -153,3 +153,22 @@ def _is_host(text: str, *, bracketed: bool) -> bool:
     return bool(text) and all(
         part.isascii() and part.replace("-", "").isalnum() for part in text.split(".")
     )
+
+
+@dataclass(slots=True)
+class PeerStatistics:
+    """Statistics of one peer since the backend was opened.
+
+    Attributes:
+        num_loaded_bytes: Bytes that arrived and were verified.
+        num_stored_bytes: Bytes that the peer has stored.
+        num_corrupt: Blocks that arrived with other bytes than they were stored with.
+        num_timed_out: Blocks that were not loaded, or not stored, in time.
+        num_failed: Blocks that were lost with a connection, or refused.
+    """
+
+    num_loaded_bytes: int = 0
+    num_stored_bytes: int = 0
+    num_corrupt: int = 0
+    num_timed_out: int = 0
+    num_failed: int = 0

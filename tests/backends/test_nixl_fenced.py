@@ -11,8 +11,8 @@ import pytest
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.client_session import ClientSession
+from kvxfer.backends.nixl.places import read_proofs
 from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.remote_memory import read_proofs
 from kvxfer.backends.nixl.wire.messages import (
     Extents,
     Fencing,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.backends.nixl import remote_memory
+from kvxfer.backends.nixl import places as places_module
 from kvxfer.backends.nixl.client_session import ClientSession
+from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.remote_memory import Places
 from kvxfer.backends.nixl.wire.messages import Extents, Found
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -214,7 +214,7 @@ def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, st
 
 
 def test_the_oldest_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_memory, "MAX_PLACES", 2)
+    monkeypatch.setattr(places_module, "MAX_PLACES", 2)
     places = empty_places()
     places.note(KEYS[:2], found([(True, 0), (True, SIZE)]))
     places.note(KEYS[2:3], found([(True, 2 * SIZE)]))
