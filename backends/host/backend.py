@@ -230,9 +230,16 @@ class HostBackend(LendingBackend):
             )
             room = ReservedBlocks([outcomes[key] for key in offered.keys], blocks if rows else None)
             yield room
-            for row, checksum in sorted(room.arrived.items()):
-                self._pool.tag(plan.slots[row], plan.keys[row], starts[row], stops[row], checksum)
-                stored.append(plan.keys[row])
+            if arrived := sorted(room.arrived):
+                keys = [plan.keys[row] for row in arrived]
+                self._pool.tag(
+                    [plan.slots[row] for row in arrived],
+                    keys,
+                    [starts[row] for row in arrived],
+                    [stops[row] for row in arrived],
+                    [room.arrived[row] for row in arrived],
+                )
+                stored.extend(keys)
         for row, index in enumerate(rows):
             room.outcomes[index] = DONE if row in room.arrived else NOT_ARRIVED
 

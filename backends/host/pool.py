@@ -155,14 +155,11 @@ class HostPool:
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
         self._require_fit(stops)
-        tags = self._tags[list(slots), part]
         self._open(slots, part)
         self._copy_engine.copy(blocks, self.describe(slots, starts, stops, part=part))
-        for index, (slot, key) in enumerate(zip(slots, keys, strict=True)):
-            start, stop = int(starts[index]), int(stops[index])
-            tags[index] = (_key_digest(key), start, stop, self._checksum(slot, part, start, stop))
-        self._tags[list(slots), part] = tags
-        self.generations.change(slots)
+        spans = list(zip(slots, starts.tolist(), stops.tolist(), strict=True))
+        checksums = [self._checksum(slot, part, start, stop) for slot, start, stop in spans]
+        self.tag(slots, keys, starts.tolist(), stops.tolist(), checksums, part=part)
 
     def read(
         self,
@@ -299,21 +296,33 @@ class HostPool:
             return None
         return self.describe(slots, starts, stops), tags["checksum"].tolist()
 
-    def tag(self, slot: int, key: BlockKey, start: int, stop: int, checksum: int | None) -> None:
-        """Tag a slot whose bytes were written by other means.
+    def tag(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        starts: Sequence[int],
+        stops: Sequence[int],
+        checksums: Sequence[int | None],
+        *,
+        part: int = 0,
+    ) -> None:
+        """Tag slots whose bytes were written, for example by other means.
 
         Args:
-            slot: The slot.
-            key: Key of the block in it.
-            start: Byte of its chunk at which the block begins.
-            stop: Byte after its end.
-            checksum: XXH3-64 of the bytes; None to compute it when it is first needed.
+            slots: The slots, at least one.
+            keys: Key of the block in each slot.
+            starts: Byte of its chunk at which each block begins.
+            stops: Byte after its end.
+            checksums: XXH3-64 of its bytes; None to compute it when it is first needed.
+            part: Part of the slots that was written.
         """
-        if checksum is None:
-            self._unhashed.add(slot)
-        kept = checksum or 0 if self.integrity is Integrity.FAST else 0
-        self._tags[slot, 0] = (_key_digest(key), start, stop, kept)
-        self.generations.change([slot])
+        self._unhashed.update(
+            slot for slot, checksum in zip(slots, checksums, strict=True) if checksum is None
+        )
+        kept = checksums if self.integrity is Integrity.FAST else [0] * len(slots)
+        rows = zip(map(_key_digest, keys), starts, stops, (each or 0 for each in kept), strict=True)
+        self._tags[list(slots), part] = np.array(list(rows), TAG)
+        self.generations.change(slots)
 
     def seal(self, slots: Sequence[int], keys: Sequence[BlockKey]) -> None:
         """Hash `slots[i]`, written by other means, and tag it as the whole block of `keys[i]`."""
