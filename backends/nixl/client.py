@@ -42,9 +42,6 @@ PIECE_BYTES = 64 << 20
 """Bytes of a piece of any other one. A holder that lends by way of staging memory must have room
 for them, with blocks padded to multiples of 4096 bytes: see `standalone.STAGING_BYTES`."""
 
-LAST_RUN_BYTES = 6 << 20
-"""Most bytes of a loaded piece that are hashed after all have arrived."""
-
 PIECES_IN_FLIGHT = 3
 SMALL_PIECE_BYTES = 4 << 10
 MANY_PIECES = 16
@@ -291,9 +288,7 @@ class Client:
         """Read blocks, and return the positions of those that are proven to be right."""
         memory, late = connection.memory, self._quarantine.hold
         if not isinstance(proofs, Fences):
-            found = await memory.read(
-                theirs, blocks, self._hasher, last_run_bytes=LAST_RUN_BYTES, late=late
-            )
+            found = await memory.read(theirs, blocks, self._hasher, late=late)
             pairs = enumerate(zip(found, proofs, strict=True))
             return {index for index, (actual, expected) in pairs if actual == expected}
         if self._generations is None:

@@ -60,10 +60,6 @@ MAX_REQUESTS = 64
 MAX_DATA_CONNECTIONS = 4
 """Most data connections of one peer, in both directions together."""
 
-PULL_RUN_BYTES = 16 << 20
-"""Bytes of a `Pull` that are hashed together once they have landed; the next piece is read
-meanwhile."""
-
 logger = logging.getLogger(__name__)
 
 _REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
@@ -325,10 +321,7 @@ class ClientSession:
             checksums: list[int] | None = None
             if request.hashed:
                 checksums = await self._theirs.read(
-                    theirs.take(wanted),
-                    room.blocks,
-                    self.store.hasher,
-                    last_run_bytes=PULL_RUN_BYTES,
+                    theirs.take(wanted), room.blocks, self.store.hasher
                 )
             else:
                 await self._theirs.copy(theirs.take(wanted), room.blocks)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import accumulate
+from itertools import chain
 from typing import TypeVar
 
 from kvxfer.backends.nixl.agents.base import to_its_end
@@ -49,13 +49,14 @@ class BlockHasher:
         )
         return await to_its_end(done)
 
-    def hash_runs(self, runs: Sequence[Descriptors]) -> "RunHashing":
-        """Hash blocks as they arrive; `RunHashing.settle` has to be awaited in the end.
+    def hash_runs(self, blocks: Descriptors, bounds: Sequence[tuple[int, int]]) -> "RunHashing":
+        """Hash blocks as they arrive.
 
         Args:
-            runs: Blocks that arrive together.
+            blocks: The blocks.
+            bounds: First block and block after the last one of each run that arrives together.
         """
-        return RunHashing(self._hashing, self._copy_engine, runs)
+        return RunHashing(self._copy_engine, blocks, bounds)
 
     async def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """Copy blocks within this process; see `CopyEngine.copy`."""
@@ -71,54 +72,33 @@ class BlockHasher:
 class RunHashing:
     """Hashing of a batch whose blocks arrive run by run.
 
-    A run of at most `INLINE_BYTES` is hashed by the thread that calls `landed`, because its bytes
-    are in the caches there; no thread waits for a run that has not landed.
+    A run is hashed by the thread that calls `landed`, because its bytes are in the caches there.
+    Another thread would do it while the next run is read; but each of its calls asks for the
+    interpreter lock, and so it holds up the thread that reads for longer than the hashing takes.
 
     Args:
-        thread: Thread that hashes larger runs.
         copy_engine: Engine that gathers small fragments.
-        runs: Blocks that arrive together.
-
-    Attributes:
-        checksums: XXH3-64 of the landed blocks, by their position among all runs in a row; complete
-            once settled.
+        blocks: The blocks.
+        bounds: First block and block after the last one of each run.
     """
 
     def __init__(
-        self, thread: "CallThread", copy_engine: CopyEngine, runs: Sequence[Descriptors]
+        self, copy_engine: CopyEngine, blocks: Descriptors, bounds: Sequence[tuple[int, int]]
     ) -> None:
-        self.checksums: dict[int, int] = {}
-        self._thread = thread
         self._copy_engine = copy_engine
-        self._runs = runs
-        self._firsts = list(accumulate((run.num_blocks for run in runs), initial=0))
-        self._is_alone = True
-        self._error: Exception | None = None
+        self._blocks = blocks
+        self._bounds = bounds
+        self._checksums: dict[int, list[int]] = {}
 
     def landed(self, index: int) -> None:
         """Note that a run has arrived, and hash it; from any thread."""
-        if self._runs[index].num_bytes <= INLINE_BYTES:
-            self._hash(index)
-        else:
-            self._is_alone = False
-            self._thread.begin(partial(self._hash, index))
+        run = self._blocks.select(*self._bounds[index])
+        self._checksums[index] = checksum_blocks(run, self._copy_engine)
 
-    async def settle(self) -> None:
-        """Wait until all landed runs are hashed; no more may land."""
-        if not self._is_alone:
-            over: Future[None] = Future()
-            self._thread.begin(partial(over.set_result, None))
-            await to_its_end(over)
-        if self._error:
-            raise self._error
-
-    def _hash(self, index: int) -> None:
-        try:
-            checksums = checksum_blocks(self._runs[index], self._copy_engine)
-        except Exception as exc:  # noqa: BLE001 - raised by `settle`
-            self._error = exc
-            return
-        self.checksums.update(enumerate(checksums, start=self._firsts[index]))
+    def checksums(self) -> list[int]:
+        """Get the XXH3-64 of each block, once all have arrived."""
+        runs = (self._checksums[index] for index in range(len(self._bounds)))
+        return list(chain.from_iterable(runs))
 
 
 class CallThread:

@@ -128,7 +128,10 @@ class Places:
         taken = [place for key in keys if (place := self._rows.pop(key, None))]
         if len(taken) < len(keys):
             return None
-        runs = (list(run) for _, run in groupby(taken, key=lambda place: id(place[0])))
+        if all(found is taken[0][0] for found, _ in taken):  # by one lookup: the usual case
+            runs = [taken]
+        else:
+            runs = [list(run) for _, run in groupby(taken, key=lambda place: id(place[0]))]
         places = _Places.concatenate([run[0][0].take([row for _, row in run]) for run in runs])
         if places is None or not np.array_equal(places.starts, blocks.payload_starts):
             return None

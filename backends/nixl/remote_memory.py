@@ -24,8 +24,8 @@ GRACE_S = 0.5
 
 Late = Callable[["asyncio.Future[None]", Descriptors], None]
 
-RUN_BYTES = 16 << 20
-"""Most bytes of a run: blocks that are hashed together while the next run is read."""
+RUN_BYTES = 8 << 20
+"""Most bytes of a run: blocks that are hashed as soon as they have landed, out of the caches."""
 
 MAX_GENERATIONS = 4096
 """Most blocks that are fenced together."""
@@ -68,7 +68,6 @@ class RemoteMemory:
         ours: Descriptors,
         hasher: BlockHasher,
         *,
-        last_run_bytes: int,
         late: Late | None = None,
     ) -> list[int]:
         """Copy blocks of the peer's memory to ours, and hash what has landed, run by run.
@@ -77,7 +76,6 @@ class RemoteMemory:
             theirs: Blocks in the peer's memory.
             ours: Memory to copy them to.
             hasher: Hasher of what has landed.
-            last_run_bytes: Most bytes that are left to hash when all have landed.
             late: Called with a read that goes on `GRACE_S` after this call was cancelled, and with
                 the memory that it may still change; None to wait for its end instead.
 
@@ -88,17 +86,11 @@ class RemoteMemory:
             TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
             asyncio.CancelledError: As before, unless `late` was called.
         """
-        bounds = [(0, ours.num_blocks)]
-        if ours.num_bytes > last_run_bytes:
-            bounds = _runs(ours, last_run_bytes)
-        runs = [ours.select(*each) for each in bounds]
-        pairs = (_pair(run, theirs.select(*each)) for run, each in zip(runs, bounds, strict=True))
-        hashing = hasher.hash_runs(runs)
-        try:
-            await _end(self.agent.begin(self.peer, pairs, hashing.landed), ours, late)
-        finally:
-            await hashing.settle()
-        return [hashing.checksums[index] for index in range(ours.num_blocks)]
+        bounds = list(ours.cut(RUN_BYTES))
+        runs = _cut(_pair(ours, theirs), ours, bounds)
+        hashing = hasher.hash_runs(ours, bounds)
+        await _end(self.agent.begin(self.peer, runs, hashing.landed), ours, late)
+        return hashing.checksums()
 
     async def read_fenced(
         self,
@@ -149,19 +141,21 @@ class RemoteMemory:
             await self.agent.remove_peer(self.peer)
 
 
-def _runs(blocks: Descriptors, last_run_bytes: int) -> list[tuple[int, int]]:
-    """Cut a batch into runs that are hashed together: each is twice as long as all after it.
-
-    Hashing a run takes less time than moving half its bytes, so little is left to hash at the end.
-    """
-    ends = np.cumsum(blocks.block_sizes)
-    bounds, total = [0], int(ends[-1])
-    while bounds[-1] < blocks.num_blocks:
-        done = int(ends[bounds[-1] - 1]) if bounds[-1] else 0
-        run_bytes = (total - done) * 2 // 3 if total - done > last_run_bytes else total - done
-        stop = int(ends.searchsorted(done + min(run_bytes, RUN_BYTES), side="right"))
-        bounds.append(max(stop, bounds[-1] + 1))
-    return list(pairwise(bounds))
+def _cut(whole: Fragments, blocks: Descriptors, bounds: list[tuple[int, int]]) -> list[Fragments]:
+    """Cut the fragments of a batch into runs of whole blocks."""
+    if len(bounds) == 1:
+        return [whole]
+    run_ends = np.cumsum(blocks.block_sizes)[[stop - 1 for _, stop in bounds]].astype(np.uint64)
+    ends = np.cumsum(whole.lengths)
+    last = ends.searchsorted(run_ends)
+    if not np.array_equal(ends[last], run_ends):  # fragments go on into the next run
+        cuts = np.union1d(ends, run_ends)
+        of_cut = ends.searchsorted(cuts)
+        lengths = np.diff(cuts, prepend=np.uint64(0))
+        offsets = cuts - lengths - (ends - whole.lengths)[of_cut]
+        whole = Fragments(whole.local[of_cut] + offsets, whole.remote[of_cut] + offsets, lengths)
+        last = cuts.searchsorted(run_ends)
+    return [whole.take(slice(*each)) for each in pairwise([0, *(last + 1).tolist()])]
 
 
 async def _end(flight: Flight, ours: Descriptors, late: Late | None) -> None:

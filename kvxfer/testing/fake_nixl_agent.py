@@ -7,7 +7,7 @@ import threading
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -152,7 +152,7 @@ class FakeNixlAgent(TransferAgent):
     def begin(
         self,
         peer: str,
-        runs: Iterable[Fragments],
+        runs: Sequence[Fragments],
         landed: Callable[[int], None],
         *,
         last: Fragments | None = None,
@@ -176,7 +176,7 @@ class FakeNixlAgent(TransferAgent):
     async def _read_runs(
         self,
         peer: str,
-        runs: Iterable[Fragments],
+        runs: Sequence[Fragments],
         landed: Callable[[int], None],
         last: Fragments | None,
     ) -> None:

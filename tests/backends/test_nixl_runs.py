@@ -1,4 +1,4 @@
-"""Runs: batches are read run by run, and verified while more arrives."""
+"""Runs: batches are read run by run, and hashed as they land."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -6,15 +6,17 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import client, remote_memory
 from kvxfer.backends.nixl import hashing as hasher_module
+from kvxfer.backends.nixl import remote_memory
 from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
-from kvxfer.testing import BlockMemory, FakeNixlAgent
+from kvxfer.testing import FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.agent_contract import POOL_BYTES, LocalPeer, Pool, random_bytes, words
@@ -74,7 +76,7 @@ async def test_each_run_is_told_when_its_bytes_are_there(
         expected = random_bytes(1)[start : start + RUN_BYTES]
         whole.append((index, bool(np.array_equal(there, expected))))
 
-    await agent.read(name, iter(runs), landed)
+    await agent.read(name, runs, landed)
     assert sorted(whole) == [(index, True) for index in range(NUM_RUNS)]
 
 
@@ -114,20 +116,38 @@ async def test_runs_of_a_peer_that_is_removed_are_not_told(
     assert not landed
 
 
-@pytest.mark.parametrize("inline_bytes", [0, hasher_module.INLINE_BYTES])
-async def test_what_has_landed_is_hashed_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, inline_bytes: int
-) -> None:
-    monkeypatch.setattr(hasher_module, "INLINE_BYTES", inline_bytes)
+async def test_runs_are_hashed_as_they_land_in_any_order() -> None:
     hasher, blocks = BlockHasher(), make_memory().describe(0, range(12))
     expected = await hasher.checksums(blocks)
     bounds = [(0, 2), (2, 4), (4, 8), (8, 9), (9, 12)]
-    hashing = hasher.hash_runs([blocks.select(*each) for each in bounds])
-    for index in (4, 0, 2):
+    hashing = hasher.hash_runs(blocks, bounds)
+    for index in (4, 0, 2, 1, 3):
         await asyncio.to_thread(hashing.landed, index)
-    await hashing.settle()
-    landed = {9, 10, 11, 0, 1, 4, 5, 6, 7}
-    assert hashing.checksums == {index: expected[index] for index in landed}
+    assert hashing.checksums() == expected
+    await hasher.aclose()
+
+
+async def test_a_run_that_cannot_be_hashed_is_an_error_of_the_read(
+    agents: tuple[TransferAgent, LocalPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, peer = agents
+    pool = Pool()
+    agent.register(pool.regions())
+    name = await agent.add_peer(peer.metadata)
+    regions = Regions([(peer.address, POOL_BYTES)])
+    memory = remote_memory.RemoteMemory(agent, name, "cma", regions)
+    ours, theirs = (
+        Descriptors.of_pieces(words(address), [POOL_BYTES // 2])
+        for address in (pool.address, peer.address)
+    )
+    hasher = BlockHasher()
+
+    def fail(*_: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr(hasher_module, "checksum_blocks", fail)
+    with pytest.raises(OSError, match="no memory"):
+        await memory.read(theirs, ours, hasher)
     await hasher.aclose()
 
 
@@ -136,28 +156,28 @@ async def test_a_hasher_that_is_closed_says_so_and_lets_nobody_wait(
 ) -> None:
     monkeypatch.setattr(hasher_module, "INLINE_BYTES", 0)
     hasher, blocks = BlockHasher(), make_memory().describe(0, range(2))
-    expected = await hasher.checksums(blocks)
-    hashing = hasher.hash_runs([blocks])
-    hashing.landed(0)
     await hasher.aclose()
     await hasher.aclose()
-    assert hashing.checksums == dict(enumerate(expected)), "closed before all was hashed"
-    for call in (hashing.settle(), hasher.checksums(blocks)):
-        with pytest.raises(ClosedError):
-            await call
+    with pytest.raises(ClosedError):
+        await hasher.checksums(blocks)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 3, 20])
-@pytest.mark.parametrize(
-    "block_bytes", [100, client.LAST_RUN_BYTES // 2, client.LAST_RUN_BYTES * 3]
-)
-def test_runs_cover_every_block_and_the_last_is_short(num_blocks: int, block_bytes: int) -> None:
-    memory = BlockMemory([[block_bytes]], num_blocks=num_blocks)
-    bounds = remote_memory._runs(memory.describe(0, range(num_blocks)), client.LAST_RUN_BYTES)
-    assert [index for start, stop in bounds for index in range(start, stop)] == [*range(num_blocks)]
-    sizes = [(stop - start) * block_bytes for start, stop in bounds]
-    assert all(size <= max(remote_memory.RUN_BYTES, block_bytes) for size in sizes)
-    assert sizes[-1] <= max(client.LAST_RUN_BYTES, block_bytes)
+@pytest.mark.parametrize("num_bytes", [13, 50, 64, 4096])
+@pytest.mark.parametrize("is_contiguous", [False, True])
+def test_runs_are_whole_blocks_with_all_of_their_bytes(
+    num_bytes: int, *, is_contiguous: bool
+) -> None:
+    sizes = np.array([30, 20, 7, 43, 50, 1, 12], np.uint64)
+    order = np.arange(7) if is_contiguous else np.array([3, 0, 6, 2, 5, 1, 4])
+    there = sizes[order]
+    ours = Descriptors.of_pieces(words(1000)[0] + (np.cumsum(sizes) - sizes)[order], there)
+    theirs = Descriptors.of_pieces(words(5000)[0] + np.cumsum(there) - there, there)
+    bounds = list(ours.cut(num_bytes))
+    runs = remote_memory._cut(remote_memory._pair(ours, theirs), ours, bounds)
+    for run, (start, stop) in zip(runs, bounds, strict=True):
+        alone = remote_memory._pair(ours.select(start, stop), theirs.select(start, stop))
+        for name in ("local", "remote", "lengths"):
+            assert getattr(run, name).tolist() == getattr(alone, name).tolist()
 
 
 @pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
@@ -166,7 +186,7 @@ async def test_a_corrupt_block_in_one_of_several_runs_is_found(
 ) -> None:
     memory = make_memory()
     block_bytes = int(memory.describe(0, [0]).num_bytes)
-    monkeypatch.setattr(client, "LAST_RUN_BYTES", block_bytes)
+    monkeypatch.setattr(remote_memory, "RUN_BYTES", block_bytes)
     holder = await asyncio.to_thread(process.open, memory.namespace())
     async with open_client(memory.namespace(), holder, **WAYS["nixl"]) as backend:
         payloads = await store_generated(backend, KEYS, memory.describe(0, range(6)))

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -14,10 +15,12 @@ from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.regions import Regions, Words
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.fragments import cut_long, cut_runs, join, touch
+from kvxfer.kvcache.fragments import cut_long, cut_runs, join, run_starts, touch
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 T = TypeVar("T")
+
+_NONE = (np.empty(0, np.uint64),) * 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +58,7 @@ class Fragments:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def take(self, chosen: slice | NDArray[np.bool_]) -> "Fragments":
+    def take(self, chosen: slice | NDArray[np.bool_ | np.intp]) -> "Fragments":
         """Take some of the fragments."""
         return Fragments(self.local[chosen], self.remote[chosen], self.lengths[chosen])
 
@@ -76,24 +79,41 @@ class Fragments:
             chosen = (local == here) & (remote == there)
             yield ours.devices[here], theirs.devices[there], self.take(chosen)
 
-    def join(self, local_bounds: Words, remote_bounds: Words) -> "Fragments":
-        """Join fragments that touch on both sides, in the order of their local addresses.
+    @classmethod
+    def join(
+        cls, runs: "Sequence[Fragments]", local_bounds: Words, remote_bounds: Words
+    ) -> "list[Fragments]":
+        """Join fragments of each run that touch on both sides, in the order of local addresses.
 
         Args:
+            runs: Runs of fragments.
             local_bounds: Addresses at which regions begin, and fragments are not joined.
             remote_bounds: The same, at the peer.
         """
-        if len(self) < 2:
-            return self
-        local, remote, lengths = self.local, self.remote, self.lengths
-        if np.any(local[1:] < local[:-1]):
-            order = np.argsort(local, kind="stable")
-            local, remote, lengths = local[order], remote[order], lengths[order]
-        touching = touch(local, lengths) & touch(remote, lengths)
+        whole = cls.concatenate(runs)
+        if len(whole) < 2:
+            return list(runs)
+        of_run = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+        if np.any((whole.local[1:] < whole.local[:-1]) & (of_run[1:] == of_run[:-1])):
+            whole = whole.take(np.lexsort((whole.local, of_run)))
+        local, remote, lengths = whole.local, whole.remote, whole.lengths
+        touching = touch(local, lengths) & touch(remote, lengths) & (of_run[1:] == of_run[:-1])
         if touching.any():
             touching &= np.diff(local_bounds.searchsorted(local, "right")) == 0
             touching &= np.diff(remote_bounds.searchsorted(remote, "right")) == 0
-        return Fragments(*join(touching, local, remote, lengths))
+            firsts = run_starts(touching)
+            of_run = of_run[firsts]
+            whole = cls(*join(touching, local, remote, lengths))
+        stops = of_run.searchsorted(np.arange(len(runs)), "right").tolist()
+        return [whole.take(slice(*each)) for each in pairwise([0, *stops])]
+
+    @classmethod
+    def concatenate(cls, runs: "Sequence[Fragments]") -> "Fragments":
+        """Concatenate runs of fragments."""
+        if len(runs) == 1:
+            return runs[0]
+        columns = zip(*((run.local, run.remote, run.lengths) for run in runs), strict=True)
+        return cls(*(np.concatenate(each) for each in columns)) if runs else cls(*_NONE)
 
     def split(self, num_bytes: int, num_fragments: int) -> Iterator["Fragments"]:
         """Split into pieces of at most `num_bytes` and `num_fragments` each."""
@@ -189,7 +209,7 @@ class TransferAgent(ABC):
     def begin(
         self,
         peer: str,
-        runs: Iterable[Fragments],
+        runs: Sequence[Fragments],
         landed: Callable[[int], None],
         *,
         last: Fragments | None = None,
@@ -198,9 +218,9 @@ class TransferAgent(ABC):
 
         Args:
             peer: As `add_peer` returned it.
-            runs: Runs, in the order in which they are begun; may be made while earlier ones are
-                read. Local fragments lie inside registered regions, remote ones inside regions that
-                the peer registered before it took its metadata.
+            runs: Runs, in the order in which they are begun. Local fragments lie inside registered
+                regions, remote ones inside regions that the peer registered before it took its
+                metadata.
             landed: Called with the index of each run that has arrived, on any thread; it holds up
                 all other reads meanwhile.
             last: Fragments that are read once all bytes of all runs have arrived, not before.
@@ -209,19 +229,17 @@ class TransferAgent(ABC):
             The read, which ends with one of these errors, or without one when all have arrived.
             Once it has ended, the memory is quiet.
 
-            InvalidArgumentError: An address is outside of registered memory; nothing of its run
-            was read.
             TransferFailedError: It failed, or was cancelled; some of the bytes may have been read.
             PeerLostError: The same, and every later read from this peer will fail: remove it.
 
         Raises:
-            InvalidArgumentError: As above, of the first run: nothing was begun.
+            InvalidArgumentError: An address is outside of registered memory; nothing was begun.
             PeerLostError: There is no such peer.
             ClosedError: The agent was closed before.
         """
 
     async def read(
-        self, peer: str, runs: Iterable[Fragments], landed: Callable[[int], None]
+        self, peer: str, runs: Sequence[Fragments], landed: Callable[[int], None]
     ) -> None:
         """Read runs of fragments, and return when all have arrived; arguments as for `begin`.
 

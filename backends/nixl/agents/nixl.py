@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
@@ -67,38 +67,29 @@ class NixlAgent(TransferAgent):
     def begin(
         self,
         peer: str,
-        runs: Iterable[Fragments],
+        runs: Sequence[Fragments],
         landed: Callable[[int], None],
         *,
         last: Fragments | None = None,
     ) -> Flight:
         """See `TransferAgent.begin`."""
-        begun: list[Reading] = []
-        final: Reading | None = None
-        failure: Exception | None = None
-        try:
-            for run in runs:  # prepared while earlier runs are read
-                reading = self._thread.prepare(peer, run, partial(landed, len(begun)))
-                self._thread.order(reading.done, partial(self._thread.begin, reading))
-                begun.append(reading)
-            final = None if last is None else self._thread.prepare(peer, last)
-        except Exception as exc:
-            if not begun:
-                raise
-            failure = exc
-            self._thread.cancel(begun)
-        over = _all_over([each.done for each in begun], failure)
+        readings = self._thread.prepare(peer, runs)
+        final = None if last is None else self._thread.prepare(peer, [last])[0]
+        for index, reading in enumerate(readings):
+            reading.landed = partial(landed, index)
+        over = _all_over([reading.done for reading in readings])
+        self._thread.begin(readings)
         if final is None:
-            return Flight(over, partial(self._thread.cancel, begun))
+            return Flight(over, partial(self._thread.cancel, readings))
         over.add_done_callback(partial(self._begin_final, final))
-        return Flight(final.done, partial(self._thread.cancel, [*begun, final]))
+        return Flight(final.done, partial(self._thread.cancel, [*readings, final]))
 
     def _begin_final(self, final: Reading, over: "Future[None]") -> None:
         """Begin the read that follows others, unless one of them failed; on any thread."""
         error = over.exception()
         try:
             if error is None:
-                self._thread.order(final.done, partial(self._thread.begin, final))
+                self._thread.begin([final])
         except ClosedError:
             error = TransferFailedError(final.peer, "the agent was closed")
         if error is not None:
@@ -110,9 +101,9 @@ class NixlAgent(TransferAgent):
         await to_its_end(self._thread.begin_stop())
 
 
-def _all_over(futures: "Sequence[Future[None]]", failure: Exception | None) -> "Future[None]":
-    """Make a future that ends with the last of some, with `failure` or the first error of any."""
-    if len(futures) == 1 and not failure:
+def _all_over(futures: "Sequence[Future[None]]") -> "Future[None]":
+    """Make a future that ends with the last of some, and with the first error of any."""
+    if len(futures) == 1:
         return futures[0]
     over: Future[None] = Future()
     if not futures:
@@ -120,10 +111,10 @@ def _all_over(futures: "Sequence[Future[None]]", failure: Exception | None) -> "
     ended = count(1)
 
     def end(_: "Future[None]") -> None:
-        if next(ended) < len(futures):  # called on this thread and on those that end the futures
+        if next(ended) < len(futures):
             return
         errors = (future.exception() for future in futures)
-        if error := failure or next(filter(None, errors), None):
+        if error := next(filter(None, errors), None):
             over.set_exception(error)
         else:
             over.set_result(None)

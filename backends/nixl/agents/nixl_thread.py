@@ -256,34 +256,47 @@ class NixlThread:
         else:
             done.set_result(None)
 
-    def prepare(
-        self, peer: str, fragments: Fragments, landed: Callable[[], None] | None = None
-    ) -> Reading:
-        """Cut a read into pieces, while other reads run; on any thread.
+    def prepare(self, peer: str, runs: Sequence[Fragments]) -> list[Reading]:
+        """Cut a read of each run into pieces; on any thread.
 
         Raises:
             InvalidArgumentError: An address is outside of registered memory.
             PeerLostError: There is no such peer.
         """
-        theirs = self.peers.get(peer)
+        theirs, ours = self.peers.get(peer), self.regions
         if theirs is None:
             raise PeerLostError(peer, "it was not added, or is removed")
-        self.regions.require("local", fragments.local, fragments.lengths)
-        theirs.require("remote", fragments.remote, fragments.lengths)
-        joined = fragments.join(self.regions.starts, theirs.starts)
-        pieces = deque(
-            Piece(piece, *devices)
-            for *devices, group in joined.group(self.regions, theirs)
-            for piece in group.split(PIECE_BYTES, PIECE_FRAGMENTS)
-        )
-        return Reading(peer, pieces, landed)
+        whole = Fragments.concatenate(runs)
+        ours.require("local", whole.local, whole.lengths)
+        theirs.require("remote", whole.remote, whole.lengths)
+        return [
+            Reading(
+                peer,
+                deque(
+                    Piece(piece, *devices)
+                    for *devices, group in run.group(ours, theirs)
+                    for piece in group.split(PIECE_BYTES, PIECE_FRAGMENTS)
+                ),
+            )
+            for run in Fragments.join(runs, ours.starts, theirs.starts)
+        ]
 
-    def begin(self, reading: Reading) -> None:
-        """Begin a read, which takes turns with others."""
-        if reading.peer in self.peers:
-            self._reads.begin(reading)
-        else:
-            reading.done.set_exception(PeerLostError(reading.peer, "it was removed"))
+    def begin(self, readings: Sequence[Reading]) -> None:
+        """Begin reads, which take turns with others; from any thread.
+
+        Raises:
+            ClosedError: The agent is closed.
+        """
+
+        def begin() -> None:
+            for reading in readings:
+                if reading.peer in self.peers:
+                    self._reads.begin(reading)
+                else:
+                    reading.done.set_exception(PeerLostError(reading.peer, "it was removed"))
+
+        if readings:
+            self.order(readings[0].done, begin)
 
     def _run(self, opened: "Future[None]") -> None:
         """Be the thread."""

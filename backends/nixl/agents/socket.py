@@ -4,7 +4,7 @@ import asyncio
 import threading
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -136,7 +136,7 @@ class SocketAgent(TransferAgent):
     def begin(
         self,
         peer: str,
-        runs: Iterable[Fragments],
+        runs: Sequence[Fragments],
         landed: Callable[[int], None],
         *,
         last: Fragments | None = None,
@@ -200,12 +200,12 @@ class SocketAgent(TransferAgent):
         if self._closed:
             raise ClosedError(f"agent {self.name}")
 
-    def _prepare(self, remote: "_Remote", runs: Iterable[Fragments]) -> Iterator[list[Fragments]]:
-        for run in runs:
-            self._regions.require("local", run.local, run.lengths)
-            remote.regions.require("remote", run.remote, run.lengths)
-            joined = run.join(self._regions.starts, remote.regions.starts)
-            yield list(joined.split(PIECE_BYTES, PIECE_FRAGMENTS)) if len(joined) else []
+    def _prepare(self, remote: "_Remote", runs: Sequence[Fragments]) -> list[list[Fragments]]:
+        whole = Fragments.concatenate(runs)
+        self._regions.require("local", whole.local, whole.lengths)
+        remote.regions.require("remote", whole.remote, whole.lengths)
+        joined = Fragments.join(runs, self._regions.starts, remote.regions.starts)
+        return [list(run.split(PIECE_BYTES, PIECE_FRAGMENTS)) if len(run) else [] for run in joined]
 
     async def _take(self, peer: str, remote: "_Remote", wanted: int) -> "list[_Line]":
         lines: list[_Line] = []
@@ -353,7 +353,7 @@ class _Batch:
         landed: Called with the index of each run that has arrived.
     """
 
-    def __init__(self, runs: Iterator[list[Fragments]], landed: Callable[[int], None]) -> None:
+    def __init__(self, runs: list[list[Fragments]], landed: Callable[[int], None]) -> None:
         self._runs = enumerate(runs)
         self._landed = landed
         self._lock = threading.Lock()
