@@ -11,8 +11,9 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.nixl.standalone import StandalonePeer
-from kvxfer.backends.nixl.wire.frames import MAX_TEXT_CHARACTERS, FrameCodec
+from kvxfer.backends.nixl.wire.frames import FrameCodec
 from kvxfer.backends.nixl.wire.messages import (
+    MAX_TEXT_CHARACTERS,
     OLDEST_VERSION,
     PROTOCOL_VERSION,
     Hello,

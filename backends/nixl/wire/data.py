@@ -17,7 +17,6 @@ from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
-    MAX_TEXT_CHARACTERS,
     FrameCodec,
     FrameKeys,
     MessageT,
@@ -33,7 +32,6 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.fragments import Addresses
 from kvxfer.kvcache.raw_memory import view_memory
-from kvxfer.text import printable
 
 MAX_VIEWS = 1024
 """Most fragments of one system call. Source: IOV_MAX in limits.h."""
@@ -176,7 +174,7 @@ class DataConnection:
             self._move([memoryview(request)], stop, send=True)
             answer = self._receive(_READING, stop)
             if answer.refusal:
-                raise TransferFailedError(self.peer, printable(answer.refusal, MAX_TEXT_CHARACTERS))
+                raise TransferFailedError(self.peer, answer.refusal)
             self._move(view_memory(local, lengths), stop, send=False)
 
     def serve(self, regions: Callable[[], Regions]) -> None:

@@ -12,10 +12,13 @@ import msgspec
 
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.text import printable
 
 PROTOCOL_VERSION = 4
 OLDEST_VERSION = 4
 NONCE_BYTES = 32
+MAX_TEXT_CHARACTERS = 200
+"""Most characters of the other side's text in an error, before control characters are escaped."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -98,6 +101,10 @@ class Refusal(Message, frozen=True):
     ours: str
     theirs: str
 
+    def __post_init__(self) -> None:
+        """Make the text fit for logs."""
+        _clip(self, "field", "ours", "theirs")
+
 
 class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Places of blocks in the sender's registered memory, by region and offset.
@@ -121,6 +128,11 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
 
     status: Status
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Make the text fit for logs."""
+        if self.reason:
+            _clip(self, "reason")
 
 
 class NumberedRequest(Message, frozen=True, kw_only=True):
@@ -244,6 +256,10 @@ class Failed(Message, frozen=True):
     request_id: int
     reason: str
 
+    def __post_init__(self) -> None:
+        """Make the text fit for logs."""
+        _clip(self, "reason")
+
 
 class Ping(NumberedRequest, frozen=True):
     """Heartbeat, which renews the sender's leases; answered by `Pong`."""
@@ -293,7 +309,19 @@ class Reading(Message, frozen=True):
 
     refusal: str = ""
 
+    def __post_init__(self) -> None:
+        """Make the text fit for logs."""
+        if self.refusal:
+            _clip(self, "refusal")
+
 
 Handshake: TypeAlias = Hello | Proof | Reach | Ready | Refusal | Attach
 Request: TypeAlias = Lookup | Pin | Pull | Cancel | Delete | Ping
 Answer: TypeAlias = Found | Pinned | Pulled | Deleted | Pong | Failed
+
+
+def _clip(message: msgspec.Struct, *names: str) -> None:
+    """Make text of either side printable and short, when it is sent and when it arrives."""
+    for name in names:
+        text = printable(getattr(message, name), MAX_TEXT_CHARACTERS)
+        msgspec.structs.force_setattr(message, name, text)
