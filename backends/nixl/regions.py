@@ -1,7 +1,7 @@
 """Regions of registered memory, and places in them as messages carry them."""
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ Words = NDArray[np.uint64]
 Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
 
 MAX_REGIONS = 1 << 16
+MAX_ADDRESS = (1 << 63) - 1
 # Types on the wire; made once, because making one takes as long as reading an array.
 _UINT32: np.dtype[np.uint32] = np.dtype("<u4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
@@ -162,7 +163,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     name: str
     regions: list[tuple[int, int]]
     opaque: bytes = b""
-    beacon_address: int = 0
+    beacon_address: Annotated[int, msgspec.Meta(ge=0, le=MAX_ADDRESS)] = 0
     beacon: bytes = b""
 
     def is_same_agent(self, other: "AgentMetadata") -> bool:

@@ -208,11 +208,13 @@ class NixlThread:
     def _begin_adding(self, peer: AgentMetadata) -> _Remote:
         if not self._free_slots:
             self._add_slots()
-        regions = Regions(peer.regions)
+        regions, name = Regions(peer.regions), peer.name
+        if not peer.opaque.startswith(self._metadata_start + name.encode()):
+            raise InvalidArgumentError("metadata", peer.opaque[:64], f"that of agent {name!r}")
         try:
-            name = self._agent.add_remote_agent(peer.opaque).decode(errors="replace")
+            self._agent.add_remote_agent(peer.opaque)
         except self._nixl.nixlBackendError as exc:
-            raise PeerLostError(peer.name, f"it cannot be reached ({exc})") from exc
+            raise PeerLostError(name, f"it cannot be reached ({exc})") from exc
         except self._errors as exc:
             raise InvalidArgumentError(
                 "metadata", peer.opaque[:16], f"metadata that NIXL can read ({exc})"
@@ -223,8 +225,7 @@ class NixlThread:
         def end(beacon: "Future[None]") -> None:
             self._free_slots.append(slot)
             error = beacon.exception()
-            found = slot.tobytes()
-            is_there = not error and (name, found) == (peer.name, peer.beacon)
+            is_there = not error and slot.tobytes() == peer.beacon
             if is_there and not remote.removed:
                 self.peers[name] = regions
                 remote.added.set_result(name)
@@ -320,6 +321,8 @@ class NixlThread:
                 f"NIXL's {BACKEND} plug-in is missing or does not work here ({exc})"
             ) from exc
         self._reads = Reads(nixl, self._agent)
+        # Names of agents are of one length, and so all metadata begins alike.
+        self._metadata_start = self._agent.get_agent_metadata().partition(self._name.encode())[0]
 
     def _register(self, memory: NDArray[np.uint8]) -> None:
         self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
