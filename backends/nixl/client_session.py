@@ -48,8 +48,9 @@ from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.lending import BlockParts, Lender
 
 MAX_REQUESTS = 64
-MAX_DATA_CONNECTIONS = 4
-"""Most data connections of one peer, in both directions together."""
+MAX_DATA_CONNECTIONS = 8
+"""Most data connections of one peer, in both directions together: twice what it opens, because it
+may learn first that some have ended."""
 
 PULL_RUN_BYTES = 16 << 20
 """Bytes of a `Pull` that are verified together once they have landed; the next piece is read

@@ -64,6 +64,7 @@ class DataConnection:
         self._closing = threading.Lock()
         self._in_call = False
         self._closed = False
+        self._watched: int | None = None
 
     @classmethod
     async def connect(
@@ -201,6 +202,30 @@ class DataConnection:
                 except InvalidArgumentError as exc:
                     views, answer = [], Reading(refusal=str(exc))
                 self._move([memoryview(self._codec.encode(answer)), *views], stop, send=True)
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call `ended` on the event loop if the other side ends the connection before `unwatch`."""
+
+        def look() -> None:
+            self.unwatch()  # what else it says, as TLS does, is for the next call
+            try:
+                peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
+                if socket.socket.recv(self._socket, 1, peek):  # that of SSLSocket would decrypt
+                    return
+            except BlockingIOError:
+                return
+            except OSError:  # such as a reset
+                pass
+            ended()
+
+        self._watched = self._socket.fileno()
+        asyncio.get_running_loop().add_reader(self._watched, look)
+
+    def unwatch(self) -> None:
+        """Undo `watch`; may be called again."""
+        if self._watched is not None:
+            asyncio.get_running_loop().remove_reader(self._watched)
+            self._watched = None
 
     def close(self) -> None:
         """End the connection, also under a thread that waits in a call; may be called again.
