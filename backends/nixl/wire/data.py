@@ -204,13 +204,17 @@ class DataConnection:
                 self._move([memoryview(self._codec.encode(answer)), *views], stop, send=True)
 
     def watch(self, ended: Callable[[], None]) -> None:
-        """Call `ended` on the event loop if the other side ends the connection before `unwatch`."""
+        """Call `ended` on the event loop if the other side ends the connection before `unwatch`.
+
+        Also if it says anything, which it must not between two reads.
+        """
 
         def look() -> None:
-            self.unwatch()  # what else it says, as TLS does, is for the next call
+            self.unwatch()
             try:
                 peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
-                if socket.socket.recv(self._socket, 1, peek):  # that of SSLSocket would decrypt
+                said = socket.socket.recv(self._socket, 1, peek)  # that of SSLSocket would decrypt
+                if said and isinstance(self._socket, ssl.SSLSocket):  # it may be TLS that says it
                     return
             except BlockingIOError:
                 return
