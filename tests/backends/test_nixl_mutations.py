@@ -49,8 +49,9 @@ from kvxfer.backends.nixl.wire.messages import (
 )
 from kvxfer.errors import KVXferError, PeerError
 from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import make_block_key
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.testing.conformance.suite import make_keys, statuses
+from kvxfer.testing.conformance.suite import statuses
 from tests.backends.nixl_proven import (
     ANSWER,
     LIMIT_S,
@@ -74,7 +75,8 @@ NUM_FRAMES = [
     pytest.param(20_000, id="many", marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)]),
 ]
 HONEST_EVERY = 100
-KEYS = make_keys(3, first=70)
+KEYS = [make_block_key(bytes([number]) * 16, 0) for number in range(3)]
+"""Keys that no few mutations make those of honest peers."""
 REACH = Reach(regions=[REGION])
 PONG: msgspec.msgpack.Decoder[Pong] = msgspec.msgpack.Decoder(Pong)
 OPEN: msgspec.msgpack.Decoder[Hello | Refusal] = msgspec.msgpack.Decoder(Hello | Refusal)
