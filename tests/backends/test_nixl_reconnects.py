@@ -1,18 +1,24 @@
-"""Peers that come back get the NIXL connection that they had, which costs no descriptor."""
+"""Connections of NIXL: kept for peers that come back, and bounded where none answers."""
 
 import asyncio
 import os
+import signal
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from kvxfer.backends.nixl.agents import nixl_connections
+from kvxfer.backends.nixl.agents import nixl_connections, nixl_thread
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.regions import AgentMetadata
 from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.errors import PeerLostError
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, store_generated
 from tests.backends.agent_contract import LocalPeer, Pool, random_bytes, read, words
+from tests.backends.agent_process import Nursery
 from tests.backends.nixl_holders import HolderProcess, open_client
 
 NUM_RECONNECTS = 20
@@ -111,3 +117,32 @@ async def test_a_peer_that_has_registered_more_memory_is_connected_anew(
     name = await agent.add_peer(peers[0].agent.metadata)
     await read(agent, name, words(pool.address), words(more.address), words(1000))
     assert (pool.bytes[:1000] == 7).all()
+
+
+async def test_peers_that_never_answer_keep_so_much_and_no_more(
+    agent: NixlAgent, peers: list[LocalPeer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_thread, "MAX_UNANSWERED", 70)
+    nursery = Nursery()
+    silent = await asyncio.to_thread(nursery.start)
+    os.kill(silent.pid, signal.SIGSTOP)
+    known = AgentMetadata.decode(silent.metadata)
+    adding = []
+    for _ in range(70):  # more than there are slots at first
+        name = f"kvxfer-{uuid.uuid4()}"
+        opaque = known.opaque.replace(known.name.encode(), name.encode())
+        forged = msgspec.structs.replace(known, name=name, opaque=opaque)
+        adding.append(asyncio.create_task(agent.add_peer(forged.encode())))
+    await asyncio.wait(adding, timeout=0.2)
+    assert not any(each.done() for each in adding)
+    for each in adding:  # as after `LINK_TIMEOUT_S`
+        each.cancel()
+    await asyncio.wait(adding)
+    with pytest.raises(PeerLostError, match="too many peers do not answer"):
+        await agent.add_peer(peers[0].metadata)
+    monkeypatch.setattr(nixl_thread, "MAX_UNANSWERED", 71)
+    pool = Pool()
+    agent.register(pool.regions())
+    await require_read(agent, peers[0], pool, seed=3)
+    await asyncio.to_thread(silent.kill)
+    nursery.close()

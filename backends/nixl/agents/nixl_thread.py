@@ -49,8 +49,10 @@ BEACON_BYTES = 32
 """Random bytes at an address in the metadata: a peer that reads them reaches this agent."""
 
 NUM_SLOTS = 64
-"""Slots for beacons that are registered at once. The slot of a peer that never answers is never
-used again."""
+"""Slots for beacons that are registered at once."""
+
+MAX_UNANSWERED = 512
+"""Most peers that may leave their beacon's read unanswered: each keeps a slot and its metadata."""
 
 POLL_WITHIN_S = 5e-3
 """Seconds after which a poll interrupts the posting of pieces, because peers that connect wait for
@@ -208,6 +210,8 @@ class NixlThread:
                 _attempt(done, partial(self.add_peer, peer, done))
 
     def _begin_adding(self, peer: AgentMetadata) -> _Remote:
+        if sum(not each.added.done() for each in self._remotes.values()) >= MAX_UNANSWERED:
+            raise PeerLostError(peer.name, "too many peers do not answer")
         if not self._free_slots:
             self._add_slots()
         regions = Regions(peer.regions)
