@@ -190,6 +190,13 @@ def test_text_of_the_other_side_arrives_short_and_without_control_characters(
     assert all(len(text) < 10 * MAX_TEXT_CHARACTERS for text in texts)
 
 
+@pytest.mark.parametrize("port", [-1, 1 << 16, 2**64 - 1])
+def test_a_holder_whose_port_is_none_is_no_peer(port: int) -> None:
+    said = memoryview(msgspec.msgpack.encode({"type": "Reach", "data_port": port}))
+    with pytest.raises(ProtocolError, match=r"not legal.*data_port"):
+        FrameCodec("p").decode(said, HANDSHAKE)
+
+
 def texts_of(message: object) -> list[str]:
     """List all text in a message."""
     if isinstance(message, msgspec.Struct):

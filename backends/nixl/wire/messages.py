@@ -6,10 +6,11 @@ little-endian bytes. Unknown fields are refused, so any change of a message need
 in a `Hello` stay readable by all of them.
 """
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
 
+from kvxfer.backends.nixl.peers import MAX_PORT
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.text import printable
@@ -74,7 +75,7 @@ class Reach(Message, frozen=True):
 
     metadata: bytes = b""
     regions: list[tuple[int, int]] = []
-    data_port: int = 0
+    data_port: Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)] = 0
 
 
 class Ready(Message, frozen=True):
