@@ -57,8 +57,9 @@ from kvxfer.storage.lending import (
 )
 
 MAX_REQUESTS = 64
-MAX_DATA_CONNECTIONS = 4
-"""Most data connections of one peer, in both directions together."""
+MAX_DATA_CONNECTIONS = 8
+"""Most data connections of one peer, in both directions together: twice what it opens, because it
+may learn first that some have ended."""
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.peers import MAX_PORT, Endpoint
 from kvxfer.checks import require_integer, require_positive, require_text
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.integrity import read_secret
@@ -16,7 +16,6 @@ from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
-MAX_PORT = (1 << 16) - 1
 
 Transport = Literal["auto", "nixl", "socket"]
 Integrity = Literal["full", "fenced"]

@@ -41,6 +41,7 @@ from kvxfer.errors import (
     ProtocolError,
     TransferFailedError,
 )
+from kvxfer.storage.calls import fetch_error
 
 AnswerT = TypeVar("AnswerT", bound=Message)
 MakeRequest = Callable[[int], NumberedRequest]
@@ -208,7 +209,7 @@ class Connection:
                 data = await self._open_data(reads=False)
                 lending = asyncio.create_task(self._lend(data))
                 self._lending.add(lending)
-                lending.add_done_callback(self._lending.discard)
+                lending.add_done_callback(self._replace)
 
     async def aclose(self) -> None:
         """End the connection; may be called again. Returns when nothing is read for it any more."""
@@ -251,6 +252,15 @@ class Connection:
     async def _lend(self, data: DataConnection) -> None:
         with contextlib.suppress(KVXferError):  # a store that needs another one opens it
             await self._node.sockets.serve(data)
+
+    def _replace(self, lent: "asyncio.Task[None]") -> None:
+        """Replace a data connection that has ended, which a store may be waiting for already."""
+        self._lending.discard(lent)
+        if self._waiting and self._error is None:
+            opening = asyncio.create_task(self.let_read())
+            self._tasks.append(opening)
+            opening.add_done_callback(fetch_error)
+            opening.add_done_callback(self._tasks.remove)
 
     def _tell_released(self) -> None:
         self._telling = None

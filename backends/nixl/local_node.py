@@ -12,7 +12,13 @@ from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
 from kvxfer.backends.nixl.wire.handshake import Greeting
-from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello, Reach
+from kvxfer.backends.nixl.wire.messages import (
+    MAX_TEXT_CHARACTERS,
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Hello,
+    Reach,
+)
 from kvxfer.errors import (
     BackendUnavailableError,
     DeviceUnavailableError,
@@ -24,6 +30,7 @@ from kvxfer.errors import (
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import Threads
+from kvxfer.text import printable
 
 LINK_TIMEOUT_S = 4.0
 """Time that NIXL may take to reach a peer; both sides try at the same time, within the time that
@@ -183,11 +190,12 @@ class LocalNode:
         try:
             async with asyncio.timeout(LINK_TIMEOUT_S):
                 name = await agent.add_peer(metadata)
-        except (PeerLostError, TimeoutError) as exc:
+        except (InvalidArgumentError, PeerLostError, TimeoutError) as exc:
             reason = str(exc) or f"it does not answer within {LINK_TIMEOUT_S:g} s"
             if demanded:
                 raise BackendUnavailableError(f"transport=nixl, but {reason}") from exc
-            logger.warning("NIXL does not reach a peer; using sockets: %s", reason)
+            text = printable(reason, MAX_TEXT_CHARACTERS)
+            logger.warning("NIXL does not reach a peer; using sockets: %s", text)
             return None
         return RemoteMemory(agent, name, carrier, regions)
 

@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import BlockKey
 
+MAX_PORT = (1 << 16) - 1
+
 # Finalizer of SplitMix64, a bijection. Source: https://prng.di.unimi.it/splitmix64.c
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
@@ -141,7 +143,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 1 << 16
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= MAX_PORT
 
 
 def _is_host(text: str, *, bracketed: bool) -> bool:

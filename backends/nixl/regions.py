@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
 
 MAX_REGIONS = 1 << 16
 _GPU = re.compile(r"cuda:(?:0|[1-9][0-9]?)")
+MAX_ADDRESS = (1 << 63) - 1
 # Types on the wire; made once, because making one takes as long as reading an array.
 _UINT32: np.dtype[np.uint32] = np.dtype("<u4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
@@ -198,7 +199,7 @@ class AgentMetadata(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     name: str
     regions: list[Region]
     opaque: bytes = b""
-    beacon_address: int = 0
+    beacon_address: Annotated[int, msgspec.Meta(ge=0, le=MAX_ADDRESS)] = 0
     beacon: bytes = b""
 
     def is_same_agent(self, other: "AgentMetadata") -> bool:

@@ -12,6 +12,7 @@ from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
 from kvxfer.backends.nixl.config import server_context
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl.refusals import MAX_CHARACTERS, RefusalLog
 from kvxfer.backends.nixl.wire.channel import FrameChannel
 from kvxfer.backends.nixl.wire.data import DataConnection, describe
 from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
@@ -34,8 +35,6 @@ MAX_UNPROVEN = 128
 authenticates within milliseconds."""
 ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
 DRAIN_POLL_S = 0.05
-MAX_LOG_CHARACTERS = 2000
-"""Most characters of a line of the log about a peer."""
 
 OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
 Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]
@@ -69,6 +68,7 @@ class Server:
         self._unproven: dict[asyncio.Task[None], None] = {}  # in the order of their arrival
         self._sessions: dict[bytes, tuple[ClientSession, asyncio.Task[None]]] = {}
         self._draining = False
+        self._refusals = RefusalLog()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -194,14 +194,16 @@ class Server:
                 try:
                     connection, address = await loop.sock_accept(listener)
                 except OSError as exc:
-                    logger.warning("cannot accept a connection: %s", describe(exc))
+                    kind = "cannot accept a connection"
+                    self._refusals.note(logging.WARNING, kind, "", describe(exc))
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
+                peer = str(Endpoint(*address[:2]))
                 if len(self._tasks) < MAX_CONNECTIONS:
-                    peer = str(Endpoint(*address[:2]))
                     self._run(serve(connection, peer), unproven=True)
                 else:
-                    logger.warning("refused a connection: %d are open", MAX_CONNECTIONS)
+                    reason = f"{MAX_CONNECTIONS} are open"
+                    self._refusals.note(logging.WARNING, "refused a connection", peer, reason)
                     connection.close()
                 await asyncio.sleep(0)  # let it begin, and others run: many may wait
 
@@ -216,13 +218,13 @@ class Server:
                 timeout_s=HANDSHAKE_TIMEOUT_S,
             )
         except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
-            logger.debug("%s", printable(exc, MAX_LOG_CHARACTERS))
+            logger.debug("%s", printable(exc, MAX_CHARACTERS))
             return
         except ProtocolError as exc:  # somebody who is no peer
-            logger.info("refused a stranger: %s", printable(exc, MAX_LOG_CHARACTERS))
+            self._refusals.note(logging.INFO, "refused a stranger", peer, exc)
             return
         except KVXferError as exc:
-            logger.warning("refused a peer: %s", printable(exc, MAX_LOG_CHARACTERS))
+            self._refusals.note(logging.WARNING, "refused a peer", peer, exc)
             return
         task = self._prove()
         assert self._store is not None
@@ -237,7 +239,8 @@ class Server:
                 await earlier[0].aclose()
             await session.serve()
         except KVXferError as exc:
-            logger.warning("cannot serve %s: %s", channel.peer, printable(exc, MAX_LOG_CHARACTERS))
+            reason = f"{channel.peer}: {exc}"
+            self._refusals.note(logging.WARNING, "cannot serve a peer", peer, reason)
         finally:
             if self._sessions.get(incarnation) == (session, task):
                 del self._sessions[incarnation]
@@ -270,9 +273,8 @@ class Server:
                     self._prove()
                     await session.serve_data(attach, connection)
         except (KVXferError, TimeoutError) as exc:
-            logger.info(
-                "data connection of %s: %s", peer, printable(exc, MAX_LOG_CHARACTERS) or "silent"
-            )
+            reason = f"{peer}: {str(exc) or 'silent'}"
+            self._refusals.note(logging.INFO, "ended a data connection", peer, reason)
         finally:
             if connection is None:
                 plain.close()

@@ -26,6 +26,9 @@ from kvxfer.units import format_size
 
 STAGING_BYTES = 512 << 20
 NUM_HASHING_THREADS = 2
+ABANDON_AFTER_S = 0.2
+"""Seconds that the end waits for memory that is being reserved: a system gives 1 GiB or so a
+second, and nothing is in it yet."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ class StandalonePeer:
             await self._open_store(self._node.namespace)
         if self._node.config.transport != "socket":  # the first peer must not wait for the import
             with contextlib.suppress(BackendUnavailableError):
-                await self._opening.run(import_nixl, otherwise="let peers use sockets")
+                await self._opening.ask(import_nixl, otherwise="let peers use sockets")
         await self._server.start()
         self.is_ready = True
         logger.info(
@@ -117,12 +120,15 @@ class StandalonePeer:
             logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
 
     async def aclose(self) -> None:
-        """End every connection and close the backend; may be called again."""
+        """End every connection and close the backend; may be called again.
+
+        Memory that is still being reserved is left to the end of the process.
+        """
         self.is_ready = False
         self._server.close()
         await self._node.aclose()  # ends reads, also those that stall
         await self._server.wait_closed()
-        await self._opening.aclose()
+        await self._opening.aclose(ABANDON_AFTER_S)
         if self._opened is not None:
             _, backend, lender = self._opened
             if isinstance(lender, StagedLender):
@@ -134,7 +140,7 @@ class StandalonePeer:
 
     async def _open_store(self, namespace: Namespace) -> BlockStore:
         if self._opened is None:
-            await self._opening.run(self._open, namespace)
+            await self._opening.ask(self._open, namespace)
         assert self._opened is not None
         settled, backend, lender = self._opened
         settled.require_same(namespace)  # a peer that did not wait may have settled another one
@@ -142,6 +148,8 @@ class StandalonePeer:
 
     def _open(self, namespace: Namespace) -> None:
         """Reserve the memory; the next call finds it, even if this one's caller was cancelled."""
+        if self._opened is not None:
+            return
         backend = self._open_backend(namespace)
         lender = backend if isinstance(backend, Lender) else self._stage(backend, namespace)
         backend.attach(lender.regions)

@@ -173,7 +173,14 @@ async def _serve(peer: "StandalonePeer", ready: "Endpoint | None", drain_timeout
         if ready is not None:
             await stack.enter_async_context(Readiness(ready, lambda: peer.is_ready))
         await stack.enter_async_context(contextlib.aclosing(peer))
-        await peer.start()
-        await asked_to_end.wait()
-        await peer.drain(drain_timeout_s)
+        starting = asyncio.ensure_future(peer.start())
+        ending = asyncio.ensure_future(asked_to_end.wait())
+        await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            await ending
+            await peer.drain(drain_timeout_s)
+        else:  # nobody is served yet, and nothing stored
+            starting.cancel()
+            await asyncio.wait([starting])
     logger.info("ended")

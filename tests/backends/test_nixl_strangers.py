@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.nixl import NixlConfig, refusals
 from kvxfer.backends.nixl.standalone import StandalonePeer
-from kvxfer.backends.nixl.wire.frames import MAX_TEXT_CHARACTERS, FrameCodec
+from kvxfer.backends.nixl.wire.frames import FrameCodec
 from kvxfer.backends.nixl.wire.messages import (
+    MAX_TEXT_CHARACTERS,
     OLDEST_VERSION,
     PROTOCOL_VERSION,
     Hello,
@@ -103,3 +104,73 @@ async def test_text_of_a_stranger_is_one_short_line_without_control_characters(
     assert "ERROR a line of its own" in said
     assert said.isprintable()
     assert len(said) < 4 * MAX_TEXT_CHARACTERS
+
+
+OLD = bytes(
+    FrameCodec("peer").encode(Hello(version=1, oldest_version=1, incarnation=b"", namespace=None))
+)
+
+
+class Clock:
+    """Clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(refusals, "time", clock)
+    return clock
+
+
+async def be_refused(peer: StandalonePeer, num: int, source: str = HOST) -> None:
+    """Connect, speak another version of the protocol, and wait for the end of the connection."""
+    for _ in range(num):
+        reader, writer = await asyncio.open_connection(
+            HOST, peer.endpoint.port, local_addr=(source, 0)
+        )
+        writer.write(OLD)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+    async with asyncio.timeout(LIMIT_S):
+        while peer._server.num_unproven:  # noqa: ASYNC110 - the log is written when it is over
+            await asyncio.sleep(0)
+
+
+async def test_who_is_refused_again_and_again_writes_a_line_a_second_with_the_number_left_out(
+    caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    async with listening(caplog) as peer:
+        caplog.set_level(logging.INFO, "kvxfer")
+        caplog.clear()
+        await be_refused(peer, 50)
+        await be_refused(peer, 50, source="127.0.0.2")
+        clock.now += 1
+        await be_refused(peer, 1)
+    said = [each.getMessage() for each in caplog.records if each.name == refusals.__name__]
+    assert [line.count("refused a peer") for line in said] == [1, 1, 1]
+    assert [HOST in said[0], "127.0.0.2" in said[1], HOST in said[2]] == [True] * 3
+    assert [line.rpartition("(")[2] for line in said[1:]] == [
+        "49 more were left out)",
+        "49 more were left out)",
+    ]
+
+
+def test_any_number_of_addresses_fills_neither_the_log_nor_the_memory(
+    caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    log = refusals.RefusalLog()
+    caplog.set_level(logging.INFO, "kvxfer")
+    for second in range(3):
+        for number in range(5000):
+            log.note(logging.INFO, "refused", f"[2001:db8::{number:x}:{second:x}]:1", "no")
+        assert len(caplog.records) == refusals.MAX_ADDRESSES + 1
+        assert len(log._quiet_until) == refusals.MAX_ADDRESSES + 1
+        caplog.clear()
+        clock.now += 1

@@ -18,18 +18,22 @@ from kvxfer.backends.nixl.wire.frames import (
 )
 from kvxfer.backends.nixl.wire.handshake import Role, Session
 from kvxfer.backends.nixl.wire.messages import (
+    MAX_TEXT_CHARACTERS,
     Answer,
     Handshake,
     Lookup,
     Message,
     Ping,
     Proof,
+    Reading,
     Request,
 )
 
 REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 HANDSHAKE: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)
 ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+READING = msgspec.msgpack.Decoder(Reading)
+NASTY = "\x1b[2J\r\nERROR a line of its own\u202e" * 1000
 
 MESSAGES = st.one_of(
     st.builds(Ping, request_id=st.integers(0, 2**63 - 1)),
@@ -164,3 +168,39 @@ def test_an_error_shows_no_control_characters_of_a_message_that_is_not_legal() -
     with pytest.raises(ProtocolError, match=r"unknown field `\\x1b\[2J\\n") as caught:
         FrameCodec("p").decode(payload, REQUEST)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("said", "legal"),
+    [
+        ({"type": "Failed", "request_id": 1, "reason": NASTY}, ANSWER),
+        ({"type": "Pulled", "request_id": 1, "endings": [["failed", NASTY]]}, ANSWER),
+        ({"type": "Reading", "refusal": NASTY}, READING),
+        ({"type": "Refusal", "field": NASTY, "ours": NASTY, "theirs": NASTY}, HANDSHAKE),
+    ],
+    ids=["failed", "ending", "refusal of a read", "refusal"],
+)
+def test_text_of_the_other_side_arrives_short_and_without_control_characters(
+    said: dict[str, object], legal: msgspec.msgpack.Decoder[Message]
+) -> None:
+    message = FrameCodec("p").decode(memoryview(msgspec.msgpack.encode(said)), legal)
+    texts = [text for text in texts_of(message) if len(text) > 9]
+    assert texts
+    assert all(text.isprintable() and "x1b" in text for text in texts)
+    assert all(len(text) < 10 * MAX_TEXT_CHARACTERS for text in texts)
+
+
+@pytest.mark.parametrize("port", [-1, 1 << 16, 2**64 - 1])
+def test_a_holder_whose_port_is_none_is_no_peer(port: int) -> None:
+    said = memoryview(msgspec.msgpack.encode({"type": "Reach", "data_port": port}))
+    with pytest.raises(ProtocolError, match=r"not legal.*data_port"):
+        FrameCodec("p").decode(said, HANDSHAKE)
+
+
+def texts_of(message: object) -> list[str]:
+    """List all text in a message."""
+    if isinstance(message, msgspec.Struct):
+        return texts_of([getattr(message, name) for name in message.__struct_fields__])
+    if isinstance(message, list):
+        return [text for each in message for text in texts_of(each)]
+    return [message] if isinstance(message, str) else []

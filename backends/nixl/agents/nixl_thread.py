@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.agents.base import Fragments
+from kvxfer.backends.nixl.agents.nixl_connections import NixlConnections
 from kvxfer.backends.nixl.agents.nixl_memory import export_host_memory, register_memory
 from kvxfer.backends.nixl.agents.nixl_reads import (
     PIECE_BYTES,
@@ -33,6 +34,7 @@ from kvxfer.errors import (
     ClosedError,
     DeviceUnavailableError,
     InvalidArgumentError,
+    KVXferError,
     PeerLostError,
     TransferFailedError,
 )
@@ -46,8 +48,10 @@ BEACON_BYTES = 32
 """Random bytes at an address in the metadata: a peer that reads them reaches this agent."""
 
 NUM_SLOTS = 64
-"""Slots for beacons that are registered at once. The slot of a peer that never answers is never
-used again."""
+"""Slots for beacons that are registered at once."""
+
+MAX_UNANSWERED = 512
+"""Most peers that may leave their beacon's read unanswered: each keeps a slot and its metadata."""
 
 POLL_WITHIN_S = 5e-3
 """Seconds after which a poll interrupts the posting of pieces, because peers that connect wait for
@@ -207,29 +211,36 @@ class NixlThread:
                 _attempt(done, partial(self.add_peer, peer, done))
 
     def _begin_adding(self, peer: AgentMetadata) -> _Remote:
+        if sum(not each.added.done() for each in self._remotes.values()) >= MAX_UNANSWERED:
+            raise PeerLostError(peer.name, "too many peers do not answer")
         if not self._free_slots:
             self._add_slots()
         regions = Regions(peer.regions)
-        try:
-            name = self._agent.add_remote_agent(peer.opaque).decode(errors="replace")
-        except self._nixl.nixlBackendError as exc:
-            raise PeerLostError(peer.name, f"it cannot be reached ({exc})") from exc
-        except self._errors as exc:
-            raise InvalidArgumentError(
-                "metadata", peer.opaque[:16], f"metadata that NIXL can read ({exc})"
-            ) from exc
-        remote = self._remotes[name] = _Remote(peer)
-        slot = self._free_slots.pop()
+        kept = self._connections.open(peer)
+        remote = self._remotes[peer.name] = _Remote(peer)
+        self._read_beacon(remote, regions, kept=kept)
+        return remote
+
+    def _read_beacon(self, remote: _Remote, regions: Regions, *, kept: bool) -> None:
+        peer, slot = remote.metadata, self._free_slots.pop()
 
         def end(beacon: "Future[None]") -> None:
             self._free_slots.append(slot)
             error = beacon.exception()
-            found = slot.tobytes()
-            is_there = not error and (name, found) == (peer.name, peer.beacon)
+            is_there = not error and slot.tobytes() == peer.beacon
             if is_there and not remote.removed:
-                self.peers[name] = regions
-                remote.added.set_result(name)
+                self.peers[peer.name] = regions
+                remote.added.set_result(peer.name)
                 return
+            if error and kept and not remote.removed:  # its connection may be one that broke
+                try:
+                    self._connections.close(peer.name)
+                    self._connections.open(peer)
+                    self._read_beacon(remote, regions, kept=False)
+                except KVXferError as exc:
+                    error = exc
+                else:
+                    return
             remote.removed = remote.removed or Future()
             reason = error or "other memory is where its beacon should be"
             lost = PeerLostError(peer.name, f"it cannot be reached ({reason})")
@@ -237,10 +248,9 @@ class NixlThread:
 
         words = slot.ctypes.data, peer.beacon_address, BEACON_BYTES
         beacon = Fragments(*(np.array([word], np.uint64) for word in words))
-        reading = Reading(name, deque([Piece(beacon)]))
+        reading = Reading(peer.name, deque([Piece(beacon)]))
         reading.done.add_done_callback(end)
         self._reads.begin(reading)
-        return remote
 
     def remove_peer(self, peer: str, done: "Future[None]") -> None:
         """See `TransferAgent.remove_peer`; ends `done` when the call was undone."""
@@ -324,7 +334,7 @@ class NixlThread:
             self._stopped.set_result(None)
 
     def _open(self) -> None:
-        self._nixl = nixl = import_nixl(otherwise="use another backend")
+        nixl = import_nixl(otherwise="use another backend")
         self._errors = nixl_errors(nixl)
         config = nixl.nixl_agent_config(
             enable_prog_thread=False,
@@ -343,6 +353,7 @@ class NixlThread:
                 f"NIXL's {BACKEND} plug-in is missing or does not work here ({exc})"
             ) from exc
         self._reads = Reads(nixl, self._agent)
+        self._connections = NixlConnections(nixl, self._agent, self._name)
 
     def _add_slots(self) -> None:
         slots = np.zeros((NUM_SLOTS, BEACON_BYTES), np.uint8)
@@ -369,8 +380,10 @@ class NixlThread:
         busy = self._reads.busy_peers
         for name, remote in removed:
             if name not in busy and remote.removed:
-                with contextlib.suppress(*self._errors):  # the peer may be gone already
-                    self._agent.remove_remote_agent(name)
+                if remote.added.exception():
+                    self._connections.close(name)
+                else:
+                    self._connections.keep(remote.metadata)
                 del self._remotes[name]
                 remote.removed.set_result(None)
 
@@ -378,7 +391,7 @@ class NixlThread:
         """Destroy the agent: only that stops reads in flight from touching memory."""
         self._obey(0.0)
         self._reads.close()
-        del self._agent
+        del self._agent, self._connections
         self._memory.clear()
         self._reads.end_all()
         for remote in self._remotes.values():

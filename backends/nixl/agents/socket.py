@@ -282,6 +282,7 @@ class _Remote:
     _lines: "set[_Line]" = field(default_factory=set)
     _idle: "list[_Line]" = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _dropping: "set[asyncio.Future[None]]" = field(default_factory=set)
     _num_connecting: int = 0
     _closed: bool = False
 
@@ -299,7 +300,9 @@ class _Remote:
             else:
                 self._changed.clear()
                 await self._changed.wait()
-        return self._idle.pop()
+        line = self._idle.pop()
+        line.connection.unwatch()
+        return line
 
     @property
     def has_more(self) -> bool:
@@ -310,29 +313,42 @@ class _Remote:
     def add(self, line: _Line) -> None:
         """Add a connection."""
         self._lines.add(line)
-        self._idle.append(line)
-        self._changed.set()
+        self._rest(line)
 
     async def give_back(self, line: _Line, *, lost: bool) -> None:
         """Note that a connection is idle, or lost."""
         if lost or line not in self._lines:
             await self.drop(line)
         else:
-            self._idle.append(line)
-            self._changed.set()
+            self._rest(line)
 
     async def drop(self, line: _Line) -> None:
         """End a connection; may be called again."""
-        self._lines.discard(line)
-        if line in self._idle:
-            self._idle.remove(line)
-        self._changed.set()
+        self._forget(line)
         await line.aclose()
 
     async def aclose(self) -> None:
         """End the connections, and wait for their threads."""
         self._closed = True
-        await asyncio.gather(*map(self.drop, list(self._lines)))
+        await asyncio.gather(*map(self.drop, list(self._lines)), *self._dropping)
+
+    def _rest(self, line: _Line) -> None:
+        self._idle.append(line)
+        self._changed.set()
+        line.connection.watch(lambda: self._lose(line))
+
+    def _lose(self, line: _Line) -> None:
+        self._forget(line)
+        dropping = asyncio.ensure_future(self.drop(line))
+        self._dropping.add(dropping)
+        dropping.add_done_callback(self._dropping.discard)
+
+    def _forget(self, line: _Line) -> None:
+        self._lines.discard(line)
+        if line in self._idle:
+            self._idle.remove(line)
+            line.connection.unwatch()
+        self._changed.set()
 
     async def _connect_one(self, connect: Connect, timeout_s: float) -> None:
         self._num_connecting += 1

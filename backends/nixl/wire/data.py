@@ -17,7 +17,6 @@ from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
-    MAX_TEXT_CHARACTERS,
     FrameCodec,
     FrameKeys,
     MessageT,
@@ -33,7 +32,6 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.fragments import Addresses
 from kvxfer.kvcache.raw_memory import view_memory
-from kvxfer.text import printable
 
 MAX_VIEWS = 1024
 """Most fragments of one system call. Source: IOV_MAX in limits.h."""
@@ -66,6 +64,7 @@ class DataConnection:
         self._closing = threading.Lock()
         self._in_call = False
         self._closed = False
+        self._watched: int | None = None
 
     @classmethod
     async def connect(
@@ -176,7 +175,7 @@ class DataConnection:
             self._move([memoryview(request)], stop, send=True)
             answer = self._receive(_READING, stop)
             if answer.refusal:
-                raise TransferFailedError(self.peer, printable(answer.refusal, MAX_TEXT_CHARACTERS))
+                raise TransferFailedError(self.peer, answer.refusal)
             self._move(view_memory(local, lengths), stop, send=False)
 
     def serve(self, regions: Callable[[], Regions]) -> None:
@@ -203,6 +202,34 @@ class DataConnection:
                 except InvalidArgumentError as exc:
                     views, answer = [], Reading(refusal=str(exc))
                 self._move([memoryview(self._codec.encode(answer)), *views], stop, send=True)
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call `ended` on the event loop if the other side ends the connection before `unwatch`.
+
+        Also if it says anything, which it must not between two reads.
+        """
+
+        def look() -> None:
+            self.unwatch()
+            try:
+                peek = socket.MSG_PEEK | socket.MSG_DONTWAIT
+                said = socket.socket.recv(self._socket, 1, peek)  # that of SSLSocket would decrypt
+                if said and isinstance(self._socket, ssl.SSLSocket):  # it may be TLS that says it
+                    return
+            except BlockingIOError:
+                return
+            except OSError:  # such as a reset
+                pass
+            ended()
+
+        self._watched = self._socket.fileno()
+        asyncio.get_running_loop().add_reader(self._watched, look)
+
+    def unwatch(self) -> None:
+        """Undo `watch`; may be called again."""
+        if self._watched is not None:
+            asyncio.get_running_loop().remove_reader(self._watched)
+            self._watched = None
 
     def close(self) -> None:
         """End the connection, also under a thread that waits in a call; may be called again.

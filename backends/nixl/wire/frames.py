@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvxfer.backends.nixl.wire.messages import Message
+from kvxfer.backends.nixl.wire.messages import MAX_TEXT_CHARACTERS, Message
 from kvxfer.errors import InvalidArgumentError, ProtocolError
 from kvxfer.text import printable
 
@@ -24,8 +24,6 @@ HEADER_BYTES = 4
 SEAL_BYTES = 16
 MAX_UNPROVEN_FRAME_BYTES = 256 << 10
 MAX_FRAME_BYTES = 16 << 20
-MAX_TEXT_CHARACTERS = 200
-"""Most characters of the other side's text in an error."""
 
 _HEADER = struct.Struct(">I")
 _SEALED = struct.Struct(">Q")

@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.frames import MAX_TEXT_CHARACTERS, FrameKeys, MessageT
+from kvxfer.backends.nixl.wire.frames import FrameKeys, MessageT
 from kvxfer.backends.nixl.wire.messages import (
+    MAX_TEXT_CHARACTERS,
     NONCE_BYTES,
     Attach,
     Hello,
@@ -348,12 +349,12 @@ async def _closed_on_error(channel: FrameChannel, timeout_s: float) -> AsyncIter
 
 def _make_refusal(error: HandshakeError | NamespaceMismatchError) -> Refusal:
     field = _NAMESPACE + error.field if isinstance(error, NamespaceMismatchError) else error.field
-    return Refusal(field=field, ours=_clip(error.ours), theirs=_clip(error.theirs))
+    return Refusal(field=field, ours=str(error.ours), theirs=str(error.theirs))
 
 
 def _read_refusal(peer: str, refusal: Refusal) -> HandshakeError | NamespaceMismatchError:
     """Turn a refusal of the other side into our error: its `ours` is our `theirs`."""
-    field, ours, theirs = map(_clip, (refusal.field, refusal.theirs, refusal.ours))
+    field, ours, theirs = refusal.field, refusal.theirs, refusal.ours
     if field.startswith(_NAMESPACE):
         return NamespaceMismatchError(field.removeprefix(_NAMESPACE), ours, theirs)
     return HandshakeError(peer, field, ours, theirs)

@@ -6,16 +6,20 @@ little-endian bytes. Unknown fields are refused, so any change of a message need
 in a `Hello` stay readable by all of them.
 """
 
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
+from kvxfer.backends.nixl.peers import MAX_PORT
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.text import printable
 
 PROTOCOL_VERSION = 4
 OLDEST_VERSION = 4
 NONCE_BYTES = 32
+MAX_TEXT_CHARACTERS = 200
+"""Most characters of the other side's text in an error, before control characters are escaped."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -85,7 +89,7 @@ class Reach(Message, frozen=True):
 
     metadata: bytes = b""
     regions: list[Region] = []
-    data_port: int = 0
+    data_port: Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)] = 0
 
 
 class Ready(Message, frozen=True):
@@ -112,6 +116,10 @@ class Refusal(Message, frozen=True):
     ours: str
     theirs: str
 
+    def __post_init__(self) -> None:
+        """Make the text fit for logs."""
+        _clip(self, "field", "ours", "theirs")
+
 
 class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Places of blocks in the sender's registered memory, by region and offset.
@@ -135,6 +143,11 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
 
     status: Status
     reason: str = ""
+
+    def __post_init__(self) -> None:
+        """Make the text fit for logs."""
+        if self.reason:
+            _clip(self, "reason")
 
 
 class NumberedRequest(Message, frozen=True, kw_only=True):
@@ -294,6 +307,10 @@ class Failed(Message, frozen=True):
     request_id: int
     reason: str
 
+    def __post_init__(self) -> None:
+        """Make the text fit for logs."""
+        _clip(self, "reason")
+
 
 class Ping(NumberedRequest, frozen=True):
     """Heartbeat, which renews the sender's leases; answered by `Pong`."""
@@ -343,7 +360,19 @@ class Reading(Message, frozen=True):
 
     refusal: str = ""
 
+    def __post_init__(self) -> None:
+        """Make the text fit for logs."""
+        if self.refusal:
+            _clip(self, "refusal")
+
 
 Handshake: TypeAlias = Hello | Proof | Reach | Ready | Refusal | Attach
 Request: TypeAlias = Lookup | Pin | Pull | Publish | Cancel | Delete | Ping
 Answer: TypeAlias = Found | Pinned | Pulled | Deleted | Pong | Failed
+
+
+def _clip(message: msgspec.Struct, *names: str) -> None:
+    """Make text of either side printable and short, when it is sent and when it arrives."""
+    for name in names:
+        text = printable(getattr(message, name), MAX_TEXT_CHARACTERS)
+        msgspec.structs.force_setattr(message, name, text)

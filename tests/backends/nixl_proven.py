@@ -1,0 +1,133 @@
+"""Peers that know the secret, and say what no peer of ours would."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
+from kvxfer.backends.nixl.carrier import identify_host
+from kvxfer.backends.nixl.wire.channel import FrameChannel
+from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
+from kvxfer.backends.nixl.wire.messages import Answer, Hello, Message, Reach, Ready
+from kvxfer.errors import PeerError
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.payloads import read_payloads
+from kvxfer.units import ByteSize
+from tests.backends.nixl_wire import HOST, SECRET, hello
+
+LIMIT_S = 10.0
+MEMORY = BlockMemory([[4096]], num_blocks=16)
+NAMESPACE = MEMORY.namespace()
+CAPACITY = ByteSize(1 << 20)
+ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+READY: msgspec.msgpack.Decoder[Ready] = msgspec.msgpack.Decoder(Ready)
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenPeer:
+    """Connection of a peer that has authenticated."""
+
+    greeting: Greeting
+    channel: FrameChannel
+
+    async def ask(self, request: Message) -> Answer | None:
+        """Send a request; return the answer, None when the holder ended the connection."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await self.channel.send(request)
+                return await self.channel.receive(ANSWER)
+        except PeerError:
+            return None
+
+
+@contextlib.asynccontextmanager
+async def proven(
+    endpoint: Endpoint, reach: Reach, *, incarnation: bytes = b"p" * 16
+) -> AsyncIterator[ProvenPeer | None]:
+    """Shake hands with a holder as a peer of this machine; yield None when it ends that."""
+
+    async def offer(_: Hello) -> Reach:
+        return reach
+
+    boot_id, pid, pid_namespace = identify_host()
+    ours = msgspec.structs.replace(
+        hello(incarnation, NAMESPACE), boot_id=boot_id, pid=pid, pid_namespace=pid_namespace
+    )
+    channel = FrameChannel(*await asyncio.open_connection(endpoint.host, endpoint.port))
+    peer: ProvenPeer | None = None
+    try:
+        with contextlib.suppress(PeerError):
+            async with asyncio.timeout(LIMIT_S):
+                greeting = await greet_as_client(channel, ours, secret=SECRET, reach=offer)
+                await channel.receive(READY)
+            peer = ProvenPeer(greeting, channel)
+        yield peer
+    finally:
+        await channel.aclose()
+
+
+@contextlib.asynccontextmanager
+async def holding(tmp_path: Path, **fields: Any) -> AsyncIterator[NixlBackend]:
+    """Open a holder with a secret."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    config = NixlConfig(
+        listen=f"{HOST}:0", capacity=CAPACITY, secret_file=str(tmp_path / "secret"), **fields
+    )
+    async with NixlBackend(config, NAMESPACE) as holder:
+        await holder.start()
+        yield holder
+
+
+def endpoint_of(holder: NixlBackend) -> Endpoint:
+    assert holder.server is not None
+    return holder.server.endpoint
+
+
+@contextlib.asynccontextmanager
+async def asking(tmp_path: Path, holder: NixlBackend, **fields: Any) -> AsyncIterator[NixlBackend]:
+    """Open an honest peer of a holder."""
+    config = NixlConfig(
+        address=str(endpoint_of(holder)), secret_file=str(tmp_path / "secret"), **fields
+    )
+    async with NixlBackend(config, NAMESPACE) as client:
+        yield client
+
+
+async def require_served(client: NixlBackend, first_key: int = 0) -> list[BlockKey]:
+    """Check that a peer stores and loads blocks; return their keys."""
+    keys = make_keys(4, first=first_key)
+    async with asyncio.timeout(LIMIT_S):
+        payloads = await store_generated(client, keys, MEMORY.describe(0, range(4)))
+        target = MEMORY.describe(0, range(4, 8))
+        assert statuses(await client.load(keys, target)) == [Status.DONE] * 4
+    assert read_payloads(target) == payloads
+    return keys
+
+
+async def until_alone(holder: NixlBackend, num_peers: int = 0) -> None:
+    """Wait until the holder serves no more than so many peers."""
+    assert holder.server is not None
+    async with asyncio.timeout(LIMIT_S):
+        while len(holder.server.sessions) > num_peers:  # noqa: ASYNC110 - it notices by itself
+            await asyncio.sleep(0)
+
+
+def require_quiet_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Check that nothing failed in a way that nobody foresaw, and that lines are printable."""
+    for record in caplog.records:
+        assert record.levelno < logging.ERROR, record.getMessage()
+        assert record.exc_info is None, record.getMessage()
+        if record.name.startswith("kvxfer"):
+            assert record.getMessage().isprintable()
+            assert len(record.getMessage()) < 3000

@@ -1,0 +1,329 @@
+"""Peers that know the secret, and send nonsense: an error for them, nothing for the others."""
+
+import asyncio
+import random
+import uuid
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.nixl_thread import NUM_SLOTS
+from kvxfer.backends.nixl.regions import MAX_REGIONS, AgentMetadata
+from kvxfer.backends.nixl.wire.messages import (
+    Cancel,
+    Delete,
+    Extents,
+    Failed,
+    Lookup,
+    Message,
+    Pin,
+    Ping,
+    Pinned,
+    Pong,
+    Publish,
+    Pull,
+    Reach,
+    Region,
+)
+from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing.conformance.suite import make_keys
+from tests.backends.nixl_proven import (
+    LIMIT_S,
+    asking,
+    endpoint_of,
+    holding,
+    proven,
+    require_quiet_log,
+    require_served,
+    until_alone,
+)
+
+REGION = Region(1 << 20, 1 << 16)
+REGIONS = {
+    "none": [],
+    "negative address": [(-4096, 8192)],
+    "negative size": [(4096, -1)],
+    "no bytes": [(4096, 0)],
+    "beyond the last address": [(2**64 - 4096, 8192)],
+    "nearly all addresses": [(1, 2**64 - 2)],
+    "overlapping": [(4096, 8192), (8192, 8192)],
+    "too many": [(page * 8192, 4096) for page in range(MAX_REGIONS + 1)],
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Import NIXL beforehand: it would block an event loop for too long."""
+    import_nixl(otherwise="skip these tests")
+
+
+@pytest.mark.parametrize("name", REGIONS)
+async def test_absurd_regions_cost_only_who_sends_them(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        holding(tmp_path, transport="socket") as holder,
+        asking(tmp_path, holder, transport="socket") as client,
+    ):
+        await require_served(client)
+        async with proven(
+            endpoint_of(holder), Reach(regions=[Region(*each) for each in REGIONS[name]])
+        ) as peer:
+            assert (peer is None) == (name not in {"none", "nearly all addresses"})
+            await require_served(client, first_key=10)
+        await until_alone(holder, num_peers=1)
+    require_quiet_log(caplog)
+
+
+def words(*values: int) -> bytes:
+    return np.array(values, "<i8").tobytes()
+
+
+def extents(
+    *parts: tuple[int, int], region: int = 0, block_offsets: bytes | None = None
+) -> Extents:
+    return Extents(
+        regions=np.array([region] * len(parts), "<u4").tobytes(),
+        offsets=np.array([offset for offset, _ in parts], "<u8").tobytes(),
+        lengths=np.array([length for _, length in parts], "<u8").tobytes(),
+        block_offsets=words(*range(len(parts) + 1)) if block_offsets is None else block_offsets,
+    )
+
+
+KEY, *OTHERS = make_keys(4, first=50)
+MANY = make_keys(5000, first=100)
+ONE = extents((0, 4096))
+
+
+def pull(places: Extents, **fields: object) -> Pull:
+    honest = Pull(request_id=1, keys=[KEY], starts=[0], extents=places, hashed=True)
+    return msgspec.structs.replace(honest, **fields)
+
+
+def pin(**fields: object) -> Pin:
+    return msgspec.structs.replace(Pin(request_id=1, keys=[KEY], starts=[0], sizes=[1]), **fields)
+
+
+LIES: dict[str, Message] = {
+    "outside of the region": pull(extents((1 << 16, 4096))),
+    "across the end of the region": pull(extents(((1 << 16) - 1, 4096))),
+    "no such region": pull(extents((0, 4096), region=1)),
+    "the last of all regions": pull(extents((0, 4096), region=2**32 - 1)),
+    "an extent of no bytes": pull(extents((0, 0))),
+    "an extent of all bytes": pull(extents((0, 2**64 - 1))),
+    "an offset that wraps around": pull(extents((2**64 - 4096, 4096))),
+    "no block offsets": pull(extents((0, 4096), block_offsets=b"")),
+    "half a block offset": pull(extents((0, 4096), block_offsets=bytes(12))),
+    "block offsets without a block": pull(extents((0, 4096), block_offsets=words(0))),
+    "block offsets of an empty block": pull(extents((0, 4096), block_offsets=words(0, 0, 1))),
+    "block offsets beyond the extents": pull(extents((0, 4096), block_offsets=words(0, 2))),
+    "block offsets below zero": pull(extents((0, 4096), block_offsets=words(0, -1, 1))),
+    "block offsets that fall": pull(
+        extents((0, 1), (1, 1), (2, 1), block_offsets=words(0, 2, 1, 3))
+    ),
+    "block offsets that wrap around": pull(
+        extents((0, 4096), block_offsets=words(0, 2**63 - 1, -(2**63), 1))
+    ),
+    "offsets fewer than lengths": pull(msgspec.structs.replace(ONE, offsets=b"")),
+    "more than a block": pull(extents((0, 8192))),
+    "publishing what was not pulled": Publish(request_id=1, pull=7, checksums=[]),
+    "publishing itself": Publish(request_id=1, pull=1, checksums=[0] * 1000),
+    "a negative number to publish": Publish(request_id=1, pull=-1, checksums=[-1]),
+    "no starts": pull(ONE, starts=[]),
+    "negative start": pull(ONE, starts=[-4096]),
+    "a start beyond all blocks": pull(ONE, starts=[2**63]),
+    "two keys for one block": pull(ONE, keys=[KEY, *OTHERS], starts=[0] * 4),
+    "one key for two blocks": pull(extents((0, 4096), (4096, 4096))),
+    "one key twice to store": pull(
+        extents((0, 4096), (4096, 4096)), keys=[KEY] * 2, starts=[0] * 2
+    ),
+    "thousands of keys twice to store": pull(ONE, keys=MANY * 2),
+    "a key of no group to store": pull(ONE, keys=[BlockKey(b"\xff" * 20)]),
+    "no key to pin": pin(keys=[], starts=[], sizes=[]),
+    "an empty key to pin": pin(keys=[b""]),
+    "thousands of keys twice to pin": pin(keys=MANY * 2, starts=[0] * 10_000, sizes=[1] * 10_000),
+    "negative start to pin": pin(starts=[-1]),
+    "negative size to pin": pin(sizes=[-1]),
+    "all bytes to pin": pin(sizes=[2**64 - 1]),
+    "no sizes to pin": pin(sizes=[]),
+    "no key to look up": Lookup(request_id=1, keys=[], places=True),
+    "an empty key to look up": Lookup(request_id=1, keys=[BlockKey(b"")]),
+    "an empty key to locate": Lookup(request_id=1, keys=[BlockKey(b"")], places=True),
+    "thousands of keys twice to look up": Lookup(request_id=1, keys=MANY * 2),
+    "thousands of keys twice to locate": Lookup(request_id=1, keys=MANY * 2, places=True),
+    "a key of no group to locate": Lookup(request_id=1, keys=[BlockKey(b"\xff" * 20)], places=True),
+    "no key to delete": Delete(request_id=1, keys=[]),
+    "thousands of keys twice to delete": Delete(request_id=1, keys=MANY * 2),
+    "an empty key to delete": Delete(request_id=1, keys=[BlockKey(b"")]),
+    "release of what was not pinned": Lookup(request_id=1, keys=[KEY], let_go=[1, -1, 2**63]),
+    "negative number": Lookup(request_id=-1, keys=[KEY]),
+    "largest number": Lookup(request_id=2**64 - 1, keys=[KEY]),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+async def test_a_lie_is_answered_by_a_short_error_or_ends_the_connection(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        holding(tmp_path, transport="socket", timeout_s=1.0) as holder,
+        asking(tmp_path, holder, transport="socket") as client,
+    ):
+        keys = await require_served(client)
+        async with proven(endpoint_of(holder), Reach(regions=[REGION])) as peer:
+            assert peer is not None
+            answer = await peer.ask(LIES[name])
+            if isinstance(answer, Failed):
+                assert answer.reason.isprintable()
+                assert len(answer.reason) < 500
+            if isinstance(answer, Pinned):
+                assert all(ending.status is Status.MISSING for ending in answer.endings)
+            if answer is not None:
+                await peer.channel.send(Cancel(request_id=7))
+                assert await peer.ask(Ping(request_id=8)) == Pong(request_id=8)
+            await require_served(client, first_key=10)
+        await until_alone(holder, num_peers=1)
+        assert await client.lookup([*keys, KEY]) == [True] * 4 + [False]
+    require_quiet_log(caplog)
+
+
+async def test_sizes_that_wrap_around_reach_no_byte_of_another_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The extents of one block have 2**64 + 4096 bytes together."""
+    half = 1 << 63
+    async with (
+        holding(tmp_path, transport="socket", timeout_s=1.0) as holder,
+        asking(tmp_path, holder, transport="socket") as client,
+    ):
+        await require_served(client)
+        async with proven(endpoint_of(holder), Reach(regions=[Region(1, half + 1)])) as peer:
+            assert peer is not None
+            places = extents((0, half), (0, half), (0, 4096), block_offsets=words(0, 3))
+            assert isinstance(await peer.ask(pull(places)), Failed)
+            await require_served(client, first_key=10)
+    require_quiet_log(caplog)
+
+
+def forge(kind: str, honest: bytes, rng: random.Random) -> bytes:
+    """Make metadata of a NIXL agent that is none."""
+    known = AgentMetadata.decode(honest)
+    if kind == "random bytes":
+        return rng.randbytes(500)
+    if kind == "truncated":
+        return honest[: len(honest) // 2]
+    changes: dict[str, dict[str, object]] = {
+        "random bytes of NIXL": {"opaque": rng.randbytes(500)},
+        "truncated bytes of NIXL": {"opaque": known.opaque[:-7]},
+        "nothing of NIXL": {"opaque": b""},
+        "another name": {"name": "somebody"},
+        "a name of no text": {"name": "\0\x1b[2J"},
+        "a negative region": {"regions": [(-4096, 8192)]},
+        "a negative beacon": {"beacon_address": -5},
+        "the last address as beacon": {"beacon_address": 2**64 - 1},
+        "no beacon": {"beacon": b""},
+        "a long beacon": {"beacon": bytes(1 << 16)},
+    }
+    return msgspec.msgpack.encode(msgspec.structs.replace(known, **changes[kind]))
+
+
+FORGED = [
+    "random bytes",
+    "truncated",
+    "random bytes of NIXL",
+    "truncated bytes of NIXL",
+    "nothing of NIXL",
+    "another name",
+    "a name of no text",
+    "a negative region",
+    "a negative beacon",
+    "the last address as beacon",
+    "no beacon",
+    "a long beacon",
+]
+
+
+@pytest.mark.parametrize("kind", FORGED)
+async def test_forged_metadata_of_nixl_cost_only_who_sends_them(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = NixlAgent()
+    reach = Reach(metadata=forge(kind, agent.metadata, random.Random(4)), regions=[REGION])
+    async with (
+        holding(tmp_path) as holder,
+        asking(tmp_path, holder) as client,
+    ):
+        await require_served(client)
+        async with proven(endpoint_of(holder), reach) as peer:
+            assert holder.server is not None
+            carriers = [session.carrier for session in holder.server.sessions]
+            assert carriers == ["cma"] if peer is None else ["cma", "socket"]
+            await require_served(client, first_key=10)
+        await until_alone(holder, num_peers=1)
+    await agent.aclose()
+    require_quiet_log(caplog)
+
+
+@pytest.mark.parametrize("changed", ["name", "beacon", "nothing"])
+async def test_metadata_of_another_agent_do_not_disconnect_it(
+    changed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = NixlAgent()
+    async with holding(tmp_path) as holder, asking(tmp_path, holder) as client:
+        await require_served(client)
+        assert client._node._agent is not None
+        theirs = AgentMetadata.decode(client._node._agent.metadata)
+        if changed == "name":
+            theirs = msgspec.structs.replace(theirs, name=agent.name)
+        elif changed == "beacon":
+            theirs = msgspec.structs.replace(theirs, beacon=bytes(32))
+        reach = Reach(metadata=theirs.encode(), regions=[REGION])
+        for round_ in range(2):
+            async with proven(endpoint_of(holder), reach) as peer:
+                assert peer is not None
+                await require_served(client, first_key=20 * round_ + 10)
+            await until_alone(holder, num_peers=1)
+            await require_served(client, first_key=20 * round_ + 20)
+        assert holder.server is not None
+        assert [session.carrier for session in holder.server.sessions] == ["cma"]
+    await agent.aclose()
+    require_quiet_log(caplog)
+
+
+NUM_FORGED = 200
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"beacon": bytes(32)}, {"beacon_address": 4096}, {"beacon_address": -1}], ids=str
+)
+async def test_after_hundreds_of_forged_beacons_a_good_peer_is_read_by_the_kernel(
+    wrong: dict[str, object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = NixlAgent()
+    honest = AgentMetadata.decode(agent.metadata)
+    async with holding(tmp_path) as holder:
+        for _ in range(NUM_FORGED):
+            name = f"kvxfer-{uuid.uuid4()}"
+            opaque = honest.opaque.replace(agent.name.encode(), name.encode())
+            forged = msgspec.structs.replace(honest, name=name, opaque=opaque, **wrong)
+            reach = Reach(metadata=forged.encode(), regions=[REGION])
+            async with proven(endpoint_of(holder), reach) as peer:
+                assert peer is not None
+        await until_alone(holder)
+        assert isinstance(holder._node._agent, NixlAgent)
+        thread = holder._node._agent._thread
+        async with asyncio.timeout(LIMIT_S):
+            while thread._remotes:  # noqa: ASYNC110 - the agent's thread tells nobody
+                await asyncio.sleep(0)
+        assert len(thread._free_slots) <= NUM_SLOTS
+        async with asking(tmp_path, holder) as client:
+            await require_served(client)
+            assert holder.server is not None
+            assert [session.carrier for session in holder.server.sessions] == ["cma"]
+    await agent.aclose()
+    require_quiet_log(caplog)
