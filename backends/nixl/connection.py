@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from kvxfer.backends.nixl.agents.socket import MAX_CONNECTIONS
+from kvxfer.backends.nixl.agents.socket_lines import MAX_CONNECTIONS
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.places import Places

@@ -340,7 +340,7 @@ class TestPeerInTrouble:
             with pytest.raises((TimeoutError, InvalidArgumentError)):
                 await asyncio.wait_for(agent.add_peer(process.metadata), 0.2)
         os.kill(process.pid, signal.SIGCONT)
-        await until(lambda: not agent._thread._remotes)
+        await until(lambda: not agent._thread._peers._remotes)
         await agent.add_peer(process.metadata)
 
     async def test_closing_while_a_peer_stalls_ends_all(
@@ -349,7 +349,7 @@ class TestPeerInTrouble:
         os.kill(process.pid, signal.SIGSTOP)
         adding = asyncio.create_task(agent.add_peer(process.metadata))
         await until(lambda: agent._thread._reads.in_flight)
-        removing = asyncio.create_task(agent.remove_peer(next(iter(agent._thread._remotes))))
+        removing = asyncio.create_task(agent.remove_peer(next(iter(agent._thread._peers._remotes))))
         await asyncio.sleep(0)
         await agent.aclose()
         with pytest.raises(PeerLostError):

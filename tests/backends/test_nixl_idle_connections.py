@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend
-from kvxfer.backends.nixl.agents.socket import MAX_CONNECTIONS, _Line
+from kvxfer.backends.nixl.agents.socket_lines import MAX_CONNECTIONS, Line
 from tests.backends.nixl_proven import asking, holding, require_served, until_alone
 from tests.backends.nixl_wire import Authority
 
@@ -38,7 +38,7 @@ async def pair(
         yield holder, client
 
 
-def lines(backend: NixlBackend, *, serving: bool) -> list[_Line]:
+def lines(backend: NixlBackend, *, serving: bool) -> list[Line]:
     """List the data connections that the other side reads through, or this one."""
     agent = backend._node.sockets
     if serving:

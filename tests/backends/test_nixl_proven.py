@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
-from kvxfer.backends.nixl.agents.nixl_thread import NUM_SLOTS
+from kvxfer.backends.nixl.agents.nixl_peers import NUM_SLOTS
 from kvxfer.backends.nixl.regions import MAX_REGIONS, AgentMetadata
 from kvxfer.backends.nixl.wire.messages import (
     Cancel,
@@ -316,11 +316,11 @@ async def test_after_hundreds_of_forged_beacons_a_good_peer_is_read_by_the_kerne
                 assert peer is not None
         await until_alone(holder)
         assert isinstance(holder._node._agent, NixlAgent)
-        thread = holder._node._agent._thread
+        peers = holder._node._agent._thread._peers
         async with asyncio.timeout(LIMIT_S):
-            while thread._remotes:  # noqa: ASYNC110 - the agent's thread tells nobody
+            while peers._remotes:  # noqa: ASYNC110 - the agent's thread tells nobody
                 await asyncio.sleep(0)
-        assert len(thread._free_slots) <= NUM_SLOTS
+        assert len(peers._free_slots) <= NUM_SLOTS
         async with asking(tmp_path, holder) as client:
             await require_served(client)
             assert holder.server is not None

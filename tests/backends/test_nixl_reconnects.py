@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl.agents import nixl_connections, nixl_thread
+from kvxfer.backends.nixl.agents import nixl_connections
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.regions import AgentMetadata
 from kvxfer.backends.nixl_module import import_nixl
@@ -102,7 +102,7 @@ async def test_so_many_connections_are_kept_and_no_more(
     for seed in range(2):
         for peer in peers:
             await require_read(agent, peer, pool, seed)
-    kept = agent._thread._connections._kept
+    kept = agent._thread._peers._connections._kept
     assert list(kept) == [peer.agent.name for peer in peers[-2:]]
 
 
@@ -122,7 +122,7 @@ async def test_a_peer_that_has_registered_more_memory_is_connected_anew(
 async def test_peers_that_never_answer_keep_so_much_and_no_more(
     agent: NixlAgent, peers: list[LocalPeer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_thread, "MAX_UNANSWERED", 70)
+    monkeypatch.setattr(nixl_peers, "MAX_UNANSWERED", 70)
     nursery = Nursery()
     silent = await asyncio.to_thread(nursery.start)
     os.kill(silent.pid, signal.SIGSTOP)
@@ -140,7 +140,7 @@ async def test_peers_that_never_answer_keep_so_much_and_no_more(
     await asyncio.wait(adding)
     with pytest.raises(PeerLostError, match="too many peers do not answer"):
         await agent.add_peer(peers[0].metadata)
-    monkeypatch.setattr(nixl_thread, "MAX_UNANSWERED", 71)
+    monkeypatch.setattr(nixl_peers, "MAX_UNANSWERED", 71)
     pool = Pool()
     agent.register(pool.regions())
     await require_read(agent, peers[0], pool, seed=3)

@@ -4,13 +4,12 @@ import asyncio
 import threading
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
+from kvxfer.backends.nixl.agents.socket_lines import MAX_CONNECTIONS, Connect, Line, Remote
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl.wire.data import DataConnection
 from kvxfer.errors import (
@@ -21,18 +20,10 @@ from kvxfer.errors import (
     TransferFailedError,
 )
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.storage.calls import fetch_error, wait_despite_cancel
-from kvxfer.storage.threads import Threads
-
-MAX_CONNECTIONS = 2
-"""Connections that one batch is read through: one moves bytes while the other one waits for its
-next piece."""
+from kvxfer.storage.calls import wait_despite_cancel
 
 PIECE_BYTES = 4 << 20
 PIECE_FRAGMENTS = 4096
-
-T = TypeVar("T")
-Connect = Callable[[], Awaitable[DataConnection]]
 
 
 class SocketAgent(TransferAgent):
@@ -51,8 +42,8 @@ class SocketAgent(TransferAgent):
         self._timeout_s = timeout_s
         self._memory: list[MemoryRegion] = []
         self._regions = Regions()
-        self._remotes: dict[str, _Remote] = {}
-        self._serving: set[_Line] = set()
+        self._remotes: dict[str, Remote] = {}
+        self._serving: set[Line] = set()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -81,7 +72,7 @@ class SocketAgent(TransferAgent):
         if peer.name == self.name:
             raise InvalidArgumentError("metadata", peer.name, "that of another agent")
         if peer.name not in self._remotes:
-            self._remotes[peer.name] = _Remote(Regions(peer.regions))
+            self._remotes[peer.name] = Remote(Regions(peer.regions))
         self._remotes[peer.name].num_users += 1
         return peer.name
 
@@ -110,7 +101,7 @@ class SocketAgent(TransferAgent):
         if remote is None:
             raise PeerLostError(peer, "it was not added, or is removed")
         connection.begin(self._timeout_s)
-        line = _Line(connection)
+        line = Line(connection)
         remote.add(line)
         try:
             await line.ended.wait()
@@ -125,7 +116,7 @@ class SocketAgent(TransferAgent):
         """
         self._require_open()
         connection.begin(self._timeout_s)
-        line = _Line(connection)
+        line = Line(connection)
         self._serving.add(line)
         try:
             await line.run(lambda: connection.serve(lambda: self._regions))
@@ -166,11 +157,11 @@ class SocketAgent(TransferAgent):
         reading.add_done_callback(end)
         return Flight(done, cancel)
 
-    async def _read_all(self, peer: str, remote: "_Remote", batches: "list[_Batch]") -> None:
+    async def _read_all(self, peer: str, remote: Remote, batches: "list[_Batch]") -> None:
         for batch in batches:
             await self._read(peer, remote, batch)
 
-    async def _read(self, peer: str, remote: "_Remote", batch: "_Batch") -> None:
+    async def _read(self, peer: str, remote: Remote, batch: "_Batch") -> None:
         lines = await self._take(peer, remote, 1 if batch.is_short else MAX_CONNECTIONS)
         reads = [asyncio.ensure_future(line.run(partial(batch.read, line))) for line in lines]
         try:
@@ -200,15 +191,15 @@ class SocketAgent(TransferAgent):
         if self._closed:
             raise ClosedError(f"agent {self.name}")
 
-    def _prepare(self, remote: "_Remote", runs: Sequence[Fragments]) -> list[list[Fragments]]:
+    def _prepare(self, remote: Remote, runs: Sequence[Fragments]) -> list[list[Fragments]]:
         whole = Fragments.concatenate(runs)
         self._regions.require("local", whole.local, whole.lengths)
         remote.regions.require("remote", whole.remote, whole.lengths)
         joined = Fragments.join(runs, self._regions.starts, remote.regions.starts)
         return [list(run.split(PIECE_BYTES, PIECE_FRAGMENTS)) if len(run) else [] for run in joined]
 
-    async def _take(self, peer: str, remote: "_Remote", wanted: int) -> "list[_Line]":
-        lines: list[_Line] = []
+    async def _take(self, peer: str, remote: Remote, wanted: int) -> list[Line]:
+        lines: list[Line] = []
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not lines or (len(lines) < wanted and remote.has_more):
@@ -235,132 +226,6 @@ class SocketAgent(TransferAgent):
         return error
 
 
-class _Line:
-    """Data connection with its thread.
-
-    Attributes:
-        connection: The connection.
-        ended: Set when it was closed.
-    """
-
-    def __init__(self, connection: DataConnection) -> None:
-        self.connection = connection
-        self.ended = asyncio.Event()
-        self._threads = Threads("kvxfer-data", 1)
-
-    async def run(self, call: Callable[[], T]) -> T:
-        """Make a blocking call on the thread; when cancelled, end the connection under it."""
-        running = asyncio.ensure_future(self._threads.run(call))
-        running.add_done_callback(fetch_error)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            self.connection.close()
-            await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([running])))
-            raise
-
-    async def aclose(self) -> None:
-        """End the connection, and wait for its thread; may be called again."""
-        self.ended.set()
-        self.connection.close()
-        await self._threads.aclose()
-
-
-@dataclass(slots=True, eq=False)
-class _Remote:
-    """Peer whose memory is read, with the connections to it.
-
-    Attributes:
-        regions: Its memory.
-        connect: Opens another connection; None where the peer opens them.
-        num_users: Calls of `add_peer` that were not undone.
-    """
-
-    regions: Regions
-    connect: Connect | None = None
-    num_users: int = 0
-    _lines: "set[_Line]" = field(default_factory=set)
-    _idle: "list[_Line]" = field(default_factory=list)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _dropping: "set[asyncio.Future[None]]" = field(default_factory=set)
-    _num_connecting: int = 0
-    _closed: bool = False
-
-    async def take(self, timeout_s: float) -> _Line:
-        """Take an idle connection, or open another one; wait until there is one.
-
-        Raises:
-            PeerError: The peer cannot be reached.
-        """
-        while not self._idle:
-            if self._closed:
-                raise PeerError("", "it was removed")
-            if self.connect and self.has_more:
-                await self._connect_one(self.connect, timeout_s)
-            else:
-                self._changed.clear()
-                await self._changed.wait()
-        line = self._idle.pop()
-        line.connection.unwatch()
-        return line
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `take` would not have to wait for another read."""
-        num_open = len(self._lines) + self._num_connecting
-        return bool(self._idle) or bool(self.connect and num_open < MAX_CONNECTIONS)
-
-    def add(self, line: _Line) -> None:
-        """Add a connection."""
-        self._lines.add(line)
-        self._rest(line)
-
-    async def give_back(self, line: _Line, *, lost: bool) -> None:
-        """Note that a connection is idle, or lost."""
-        if lost or line not in self._lines:
-            await self.drop(line)
-        else:
-            self._rest(line)
-
-    async def drop(self, line: _Line) -> None:
-        """End a connection; may be called again."""
-        self._forget(line)
-        await line.aclose()
-
-    async def aclose(self) -> None:
-        """End the connections, and wait for their threads."""
-        self._closed = True
-        await asyncio.gather(*map(self.drop, list(self._lines)), *self._dropping)
-
-    def _rest(self, line: _Line) -> None:
-        self._idle.append(line)
-        self._changed.set()
-        line.connection.watch(lambda: self._lose(line))
-
-    def _lose(self, line: _Line) -> None:
-        self._forget(line)
-        dropping = asyncio.ensure_future(self.drop(line))
-        self._dropping.add(dropping)
-        dropping.add_done_callback(self._dropping.discard)
-
-    def _forget(self, line: _Line) -> None:
-        self._lines.discard(line)
-        if line in self._idle:
-            self._idle.remove(line)
-            line.connection.unwatch()
-        self._changed.set()
-
-    async def _connect_one(self, connect: Connect, timeout_s: float) -> None:
-        self._num_connecting += 1
-        try:
-            connection = await connect()
-        finally:
-            self._num_connecting -= 1
-            self._changed.set()
-        connection.begin(timeout_s)
-        self.add(_Line(connection))
-
-
 class _Batch:
     """Pieces of runs that several threads read.
 
@@ -378,7 +243,7 @@ class _Batch:
         self._begin_run()
         self.is_short = len(self._pieces) <= 1
 
-    def read(self, line: _Line) -> None:
+    def read(self, line: Line) -> None:
         """Read pieces through a connection until none is left; for threads."""
         try:
             while turn := self._next():

@@ -1,0 +1,145 @@
+"""Lines of a socket agent: data connections with their threads, and those to one peer."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.errors import PeerError
+from kvxfer.storage.calls import fetch_error, wait_despite_cancel
+from kvxfer.storage.threads import Threads
+
+MAX_CONNECTIONS = 2
+"""Connections that one batch is read through: one moves bytes while the other one waits for its
+next piece."""
+
+T = TypeVar("T")
+Connect = Callable[[], Awaitable[DataConnection]]
+
+
+class Line:
+    """Data connection with its thread.
+
+    Attributes:
+        connection: The connection.
+        ended: Set when it was closed.
+    """
+
+    def __init__(self, connection: DataConnection) -> None:
+        self.connection = connection
+        self.ended = asyncio.Event()
+        self._threads = Threads("kvxfer-data", 1)
+
+    async def run(self, call: Callable[[], T]) -> T:
+        """Make a blocking call on the thread; when cancelled, end the connection under it."""
+        running = asyncio.ensure_future(self._threads.run(call))
+        running.add_done_callback(fetch_error)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self.connection.close()
+            await wait_despite_cancel(asyncio.ensure_future(asyncio.wait([running])))
+            raise
+
+    async def aclose(self) -> None:
+        """End the connection, and wait for its thread; may be called again."""
+        self.ended.set()
+        self.connection.close()
+        await self._threads.aclose()
+
+
+@dataclass(slots=True, eq=False)
+class Remote:
+    """Peer whose memory is read, with the connections to it.
+
+    Attributes:
+        regions: Its memory.
+        connect: Opens another connection; None where the peer opens them.
+        num_users: Calls of `add_peer` that were not undone.
+    """
+
+    regions: Regions
+    connect: Connect | None = None
+    num_users: int = 0
+    _lines: set[Line] = field(default_factory=set)
+    _idle: list[Line] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _dropping: "set[asyncio.Future[None]]" = field(default_factory=set)
+    _num_connecting: int = 0
+    _closed: bool = False
+
+    async def take(self, timeout_s: float) -> Line:
+        """Take an idle connection, or open another one; wait until there is one.
+
+        Raises:
+            PeerError: The peer cannot be reached.
+        """
+        while not self._idle:
+            if self._closed:
+                raise PeerError("", "it was removed")
+            if self.connect and self.has_more:
+                await self._connect_one(self.connect, timeout_s)
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+        line = self._idle.pop()
+        line.connection.unwatch()
+        return line
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` would not have to wait for another read."""
+        num_open = len(self._lines) + self._num_connecting
+        return bool(self._idle) or bool(self.connect and num_open < MAX_CONNECTIONS)
+
+    def add(self, line: Line) -> None:
+        """Add a connection."""
+        self._lines.add(line)
+        self._rest(line)
+
+    async def give_back(self, line: Line, *, lost: bool) -> None:
+        """Note that a connection is idle, or lost."""
+        if lost or line not in self._lines:
+            await self.drop(line)
+        else:
+            self._rest(line)
+
+    async def drop(self, line: Line) -> None:
+        """End a connection; may be called again."""
+        self._forget(line)
+        await line.aclose()
+
+    async def aclose(self) -> None:
+        """End the connections, and wait for their threads."""
+        self._closed = True
+        await asyncio.gather(*map(self.drop, list(self._lines)), *self._dropping)
+
+    def _rest(self, line: Line) -> None:
+        self._idle.append(line)
+        self._changed.set()
+        line.connection.watch(lambda: self._lose(line))
+
+    def _lose(self, line: Line) -> None:
+        self._forget(line)
+        dropping = asyncio.ensure_future(self.drop(line))
+        self._dropping.add(dropping)
+        dropping.add_done_callback(self._dropping.discard)
+
+    def _forget(self, line: Line) -> None:
+        self._lines.discard(line)
+        if line in self._idle:
+            self._idle.remove(line)
+            line.connection.unwatch()
+        self._changed.set()
+
+    async def _connect_one(self, connect: Connect, timeout_s: float) -> None:
+        self._num_connecting += 1
+        try:
+            connection = await connect()
+        finally:
+            self._num_connecting -= 1
+            self._changed.set()
+        connection.begin(timeout_s)
+        self.add(Line(connection))
