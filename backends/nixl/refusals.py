@@ -24,26 +24,26 @@ class RefusalLog:
         self._quiet_until: dict[tuple[str, str], float] = {}
         self._num_left_out = 0
 
-    def note(self, level: int, kind: str, peer: str, reason: object) -> None:
+    def note(self, level: int, text: str, peer: str, reason: object) -> None:
         """Write a line, unless there was one like it within the last second.
 
         Args:
             level: Level of the line.
-            kind: Kind of the event, the beginning of the line.
+            text: The line, with `%s` for the reason; lines of one text are of one kind.
             peer: Address and port of the other side.
             reason: Reason; text of strangers in it is made printable and short.
         """
         now = time.monotonic()
-        at = kind, peer.rpartition(":")[0]
+        at = text, peer.rpartition(":")[0]
         if at not in self._quiet_until and len(self._quiet_until) >= MAX_ADDRESSES:
             known = self._quiet_until.items()
             self._quiet_until = {each: until for each, until in known if now < until}
             if len(self._quiet_until) >= MAX_ADDRESSES:
-                at = kind, ""
+                at = text, ""
         if now < self._quiet_until.get(at, 0.0):
             self._num_left_out += 1
             return
         self._quiet_until[at] = now + PERIOD_S
         left_out = f" ({self._num_left_out} more were left out)" if self._num_left_out else ""
         self._num_left_out = 0
-        logger.log(level, "%s: %s%s", kind, printable(reason, MAX_CHARACTERS), left_out)
+        logger.log(level, text, f"{printable(reason, MAX_CHARACTERS)}{left_out}")

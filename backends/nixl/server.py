@@ -194,8 +194,8 @@ class Server:
                 try:
                     connection, address = await loop.sock_accept(listener)
                 except OSError as exc:
-                    kind = "cannot accept a connection"
-                    self._refusals.note(logging.WARNING, kind, "", describe(exc))
+                    text = "cannot accept a connection: %s"
+                    self._refusals.note(logging.WARNING, text, "", describe(exc))
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 peer = str(Endpoint(*address[:2]))
@@ -203,7 +203,7 @@ class Server:
                     self._run(serve(connection, peer), unproven=True)
                 else:
                     reason = f"{MAX_CONNECTIONS} are open"
-                    self._refusals.note(logging.WARNING, "refused a connection", peer, reason)
+                    self._refusals.note(logging.WARNING, "refused a connection: %s", peer, reason)
                     connection.close()
                 await asyncio.sleep(0)  # let it begin, and others run: many may wait
 
@@ -221,10 +221,10 @@ class Server:
             logger.debug("%s", printable(exc, MAX_CHARACTERS))
             return
         except ProtocolError as exc:  # somebody who is no peer
-            self._refusals.note(logging.INFO, "refused a stranger", peer, exc)
+            self._refusals.note(logging.INFO, "refused a stranger: %s", peer, exc)
             return
         except KVXferError as exc:
-            self._refusals.note(logging.WARNING, "refused a peer", peer, exc)
+            self._refusals.note(logging.WARNING, "refused a peer: %s", peer, exc)
             return
         task = self._prove()
         assert self._store is not None
@@ -240,7 +240,7 @@ class Server:
             await session.serve()
         except KVXferError as exc:
             reason = f"{channel.peer}: {exc}"
-            self._refusals.note(logging.WARNING, "cannot serve a peer", peer, reason)
+            self._refusals.note(logging.WARNING, "cannot serve a peer: %s", peer, reason)
         finally:
             if self._sessions.get(incarnation) == (session, task):
                 del self._sessions[incarnation]
@@ -274,7 +274,7 @@ class Server:
                     await session.serve_data(attach, connection)
         except (KVXferError, TimeoutError) as exc:
             reason = f"{peer}: {str(exc) or 'silent'}"
-            self._refusals.note(logging.INFO, "ended a data connection", peer, reason)
+            self._refusals.note(logging.INFO, "ended a data connection: %s", peer, reason)
         finally:
             if connection is None:
                 plain.close()

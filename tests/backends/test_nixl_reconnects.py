@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl.agents import nixl_connections
+from kvxfer.backends.nixl.agents import nixl_connections, nixl_peers
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.regions import AgentMetadata
 from kvxfer.backends.nixl_module import import_nixl

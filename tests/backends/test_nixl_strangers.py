@@ -169,7 +169,7 @@ def test_any_number_of_addresses_fills_neither_the_log_nor_the_memory(
     caplog.set_level(logging.INFO, "kvxfer")
     for second in range(3):
         for number in range(5000):
-            log.note(logging.INFO, "refused", f"[2001:db8::{number:x}:{second:x}]:1", "no")
+            log.note(logging.INFO, "refused: %s", f"[2001:db8::{number:x}:{second:x}]:1", "no")
         assert len(caplog.records) == refusals.MAX_ADDRESSES + 1
         assert len(log._quiet_until) == refusals.MAX_ADDRESSES + 1
         caplog.clear()
