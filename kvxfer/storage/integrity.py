@@ -15,10 +15,15 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.raw_memory import view_blocks
 
-MAX_GATHERED_BYTES = 64 << 10
-"""Mean fragment size above which fragments are hashed in place; smaller ones are gathered first.
-xxhash keeps the interpreter lock while it hashes a fragment of at most this size, and a row of
-such fragments holds up event loops for tens of milliseconds."""
+MAX_GATHERED_BYTES = 4 << 10
+"""Mean fragment size up to which fragments are gathered before they are hashed: for larger ones,
+copying takes longer than hashing."""
+
+MAX_LOCKED_BYTES = 64 << 10
+"""Most bytes that xxhash hashes without letting go of the interpreter lock."""
+
+SLICE_BYTES = 2 << 20
+"""Bytes of blocks in such fragments after which other threads get the interpreter lock."""
 
 GATHER_BYTES = 4 << 20
 """Bytes of blocks that are gathered at a time."""
@@ -85,9 +90,14 @@ def checksum_blocks(blocks: Descriptors, copy_engine: CopyEngine) -> list[int]:
     """
     if blocks.device.type != HOST.type:
         raise InvalidArgumentError("device of hashed blocks", str(blocks.device), HOST.type)
-    if blocks.num_bytes > len(blocks) * MAX_GATHERED_BYTES:
-        return [_checksum(*views) for views in view_blocks(blocks)]
     checksums: list[int] = []
+    if blocks.num_bytes > len(blocks) * MAX_LOCKED_BYTES:
+        return [_checksum(*views) for views in view_blocks(blocks)]
+    if blocks.num_bytes > len(blocks) * MAX_GATHERED_BYTES:
+        for start, stop in blocks.cut(SLICE_BYTES):
+            checksums += [_checksum(*views) for views in view_blocks(blocks.select(start, stop))]
+            os.sched_yield()
+        return checksums
     largest = int(blocks.block_sizes.max())
     scratch = np.empty(min(blocks.num_bytes, max(GATHER_BYTES, largest)), np.uint8)
     view = scratch.data

@@ -1,5 +1,7 @@
 """checksum_blocks: XXH3-64 of the bytes of a block, however they are cut."""
 
+import os
+
 import pytest
 import xxhash
 
@@ -27,8 +29,8 @@ def test_the_checksum_is_that_of_the_bytes_in_a_row(pages: list[int]) -> None:
     assert checksums == [xxhash.xxh3_64_intdigest(payload) for payload in read_payloads(blocks)]
 
 
-@pytest.mark.parametrize(("fragment", "gathered"), [(4 << 10, 1), (64 << 10, 1), (65 << 10, 0)])
-def test_fragments_are_gathered_that_xxhash_would_hash_under_the_interpreter_lock(
+@pytest.mark.parametrize(("fragment", "gathered"), [(4 << 10, 1), (5 << 10, 0), (65 << 10, 0)])
+def test_fragments_are_gathered_that_are_no_longer_than_a_page(
     fragment: int, gathered: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, engine = BlockMemory([[fragment] * 8], num_blocks=2), CPUCopyEngine()
@@ -43,3 +45,17 @@ def test_fragments_are_gathered_that_xxhash_would_hash_under_the_interpreter_loc
     checksum_blocks(memory.describe(0, [1]), engine)
     engine.close()
     assert num_copies == gathered
+
+
+@pytest.mark.parametrize(("fragment", "num_turns"), [(4 << 10, 0), (64 << 10, 4), (65 << 10, 0)])
+def test_other_threads_get_the_interpreter_lock_where_xxhash_keeps_it(
+    fragment: int, num_turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, engine = BlockMemory([[fragment] * 16], num_blocks=8), CPUCopyEngine()
+    blocks = memory.describe(0, range(8))
+    turns: list[None] = []
+    expected = [xxhash.xxh3_64_intdigest(payload) for payload in read_payloads(blocks)]
+    monkeypatch.setattr(os, "sched_yield", lambda: turns.append(None))
+    assert checksum_blocks(blocks, engine) == expected
+    engine.close()
+    assert len(turns) == num_turns
