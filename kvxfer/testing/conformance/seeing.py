@@ -19,6 +19,7 @@ from kvxfer.errors import (
     LengthMismatchError,
 )
 from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.conformance.suite import (
     BackendSuite,
     assert_done_are,
@@ -137,6 +138,31 @@ class VisibilityTests(BackendSuite):
             target = memory.describe(0, range(8, 12))
             assert statuses(await backend.load(keys, target)) == [Status.DONE] * 4
             assert read_payloads(target) == payloads
+
+    async def test_a_block_that_another_user_replaces_is_never_loaded_as_the_one_before(
+        self,
+    ) -> None:
+        if not self.persistent:
+            pytest.skip("this backend is not persistent")
+        memory, keys, others = make_memory(), make_keys(4), make_keys(6, first=50)
+        async with (
+            await self.make_backend(memory.namespace()) as ours,
+            await self.make_backend(memory.namespace()) as theirs,
+        ):
+
+            async def replace(deleted: BlockKey, stored: BlockKey) -> None:
+                await theirs.delete([deleted])
+                await store_generated(theirs, [stored], memory.describe(0, [12]))
+
+            payloads = await store_generated(ours, keys, memory.describe(0, range(4)))
+            target = memory.describe(0, range(4, 8))
+            for nth, other in enumerate(others):
+                await ours.lookup(keys)
+                replacing = asyncio.ensure_future(replace(keys[nth % 4], other))
+                await yield_to_loop(nth * 3)  # while the blocks are loaded, and before
+                outcomes = await ours.load(keys, target)
+                assert_done_are(outcomes, target, payloads)
+                await replacing
 
     async def test_descriptors_are_forgotten_when_the_call_is_over(self) -> None:
         memory, keys = make_memory(), make_keys(2)
