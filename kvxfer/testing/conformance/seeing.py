@@ -144,19 +144,21 @@ class VisibilityTests(BackendSuite):
     ) -> None:
         if not self.persistent:
             pytest.skip("this backend is not persistent")
-        memory, keys, others = make_memory(), make_keys(4), make_keys(6, first=50)
+        memory, keys, others = make_memory(), make_keys(4), make_keys(8, first=50)
+        # Where blocks are few, the next one gets the place of the one before.
+        make = self.make_backend if self.max_blocks is None else self.make_bounded_backend
         async with (
-            await self.make_backend(memory.namespace()) as ours,
-            await self.make_backend(memory.namespace()) as theirs,
+            await make(memory.namespace()) as ours,
+            await make(memory.namespace()) as theirs,
         ):
 
             async def replace(deleted: BlockKey, stored: BlockKey) -> None:
                 await theirs.delete([deleted])
                 await store_generated(theirs, [stored], memory.describe(0, [12]))
 
-            payloads = await store_generated(ours, keys, memory.describe(0, range(4)))
             target = memory.describe(0, range(4, 8))
             for nth, other in enumerate(others):
+                payloads = await store_generated(ours, keys, memory.describe(0, range(4)))
                 await ours.lookup(keys)
                 replacing = asyncio.ensure_future(replace(keys[nth % 4], other))
                 await yield_to_loop(nth * 3)  # while the blocks are loaded, and before
