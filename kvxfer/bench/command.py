@@ -12,7 +12,7 @@ import msgspec
 from kvxfer.bench.report import Row
 from kvxfer.cli.text import exit_statuses
 
-BENCHES = ("describe", "layout", "copy", "mapping", "file", "nixl", "vllm")
+BENCHES = ("describe", "layout", "copy", "mapping", "engine-loop", "file", "nixl", "vllm")
 COLUMNS = Row.__struct_fields__
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
         # Threads of torch would go on spinning after a call, and take a core from the next one.
         # OpenMP reads this once, when the benchmark imports torch.
         os.environ["OMP_WAIT_POLICY"] = "passive"
-    bench = importlib.import_module(f"kvxfer.bench.{arguments.name}")
+    bench = importlib.import_module(f"kvxfer.bench.{arguments.name.replace('-', '_')}")
     rows: list[Row] = bench.run(quick=arguments.quick)
     sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
     sys.stdout.write("\n")
