@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, Backend, Outcome
+from kvxfer.storage.backend import DONE, ImmediateBackend, Outcome
 from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 from kvxfer.storage.threads import Threads
@@ -25,7 +25,7 @@ def place(key: BlockKey, slot: int, group: int) -> BlockKey:
     return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
 
 
-class PlacedBackend(Backend):
+class PlacedBackend(ImmediateBackend):
     """One worker's part of a host pool, addressed by keys that carry their slot.
 
     In an engine of several processes the scheduler keeps the index and decides what goes where;
@@ -63,6 +63,14 @@ class PlacedBackend(Backend):
         return [self._pool.holds(*_split(key)) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `store_now`."""
+        return await self._threads.run(self.store_now, keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `load_now`."""
+        return await self._threads.run(self.load_now, keys, blocks)
+
+    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Overwrite the slot in each block's key with the block, if it is this worker's turn."""
         self._guard.check_batch(keys, blocks)
         placed = [_split(key) for key in keys]
@@ -70,17 +78,14 @@ class PlacedBackend(Backend):
         ours = [index for index, is_ours in enumerate(turns) if is_ours]
         if ours:
             slots, names = zip(*(placed[index] for index in ours), strict=True)
-            chosen = blocks.take(ours)
-            await self._threads.run(self._pool.write, slots, names, chosen, part=self._part)
+            self._pool.write(slots, names, blocks.take(ours), part=self._part)
         return [DONE] * len(keys)
 
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read each block from the slot in its key, if the slot holds the block."""
         self._guard.check_batch(keys, blocks)
         slots, names = zip(*map(_split, keys), strict=True)
-        return await self._threads.run(
-            self._pool.read, slots, names, blocks, part=self._part, verified=True
-        )
+        return self._pool.read(slots, names, blocks, part=self._part, verified=True)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Delete nothing: slots belong to the process that keeps the index."""

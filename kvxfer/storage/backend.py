@@ -136,6 +136,22 @@ class Backend(ABC):
         await self.aclose()
 
 
+class ImmediateBackend(Backend):
+    """Backend in memory of this machine, which also moves blocks without an event loop or a thread.
+
+    The methods block the calling thread for as long as the bytes take, and may be called on any
+    thread, also while `store` and `load` run on an event loop.
+    """
+
+    @abstractmethod
+    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Do as `store`, on the calling thread."""
+
+    @abstractmethod
+    def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Do as `load`, on the calling thread."""
+
+
 def require_batch(keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
     """Check the keys of a batch, and its blocks if given, before any byte is read or written.
 

@@ -22,6 +22,9 @@ MARK_PAUSE_S = 100e-6
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 """`store` or `load` of a backend."""
 
+MoveNow = Callable[[Sequence[BlockKey], Descriptors], Sequence[Outcome]]
+"""`store_now` or `load_now` of a backend."""
+
 
 async def call_backend(
     move: Move, keys: Sequence[BlockKey], blocks: Descriptors, *, name: str = ""
@@ -41,15 +44,33 @@ async def call_backend(
     """
     name = name or getattr(move, "__name__", "transfer")
     try:
-        outcomes = list(await move(keys, blocks))
-    except Exception as exc:
-        logger.warning("%s of %d blocks failed", name, len(keys), exc_info=True)
-        safe = not isinstance(exc, DeviceLostError)
-        return [Outcome(Status.FAILED, memory_safe=safe, reason=f"{name}: {exc!r}")] * len(keys)
-    if len(outcomes) != len(keys):
-        reason = f"{name} gave {len(outcomes)} outcomes for {len(keys)} keys"
-        return [Outcome(Status.FAILED, reason=reason)] * len(keys)
-    return outcomes
+        outcomes = await move(keys, blocks)
+    except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
+        return _failed(name, exc, len(keys))
+    return _one_each(name, outcomes, len(keys))
+
+
+def call_backend_now(move: MoveNow, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    """Do as `call_backend`, with `store_now` or `load_now` of a backend."""
+    name = getattr(move, "__name__", "transfer")
+    try:
+        outcomes = move(keys, blocks)
+    except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
+        return _failed(name, exc, len(keys))
+    return _one_each(name, outcomes, len(keys))
+
+
+def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
+    logger.warning("%s of %d blocks failed", name, num_keys, exc_info=exc)
+    safe = not isinstance(exc, DeviceLostError)
+    return [Outcome(Status.FAILED, memory_safe=safe, reason=f"{name}: {exc!r}")] * num_keys
+
+
+def _one_each(name: str, outcomes: Sequence[Outcome], num_keys: int) -> list[Outcome]:
+    if len(outcomes) != num_keys:
+        reason = f"{name} gave {len(outcomes)} outcomes for {num_keys} keys"
+        return [Outcome(Status.FAILED, reason=reason)] * num_keys
+    return list(outcomes)
 
 
 async def wait_despite_cancel(future: "asyncio.Future[T]") -> T:

@@ -360,6 +360,7 @@ class TransferEngine:
         return True
 
     async def _shut_down(self) -> None:
+        await asyncio.to_thread(self._mover.close)
         self._submissions.cancel_all()
         for call in self._submitted_calls:
             call.cancel()

@@ -1,20 +1,26 @@
 """Mover of jobs: passes them to a backend piece by piece, and tracks memory still in use."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 
-from kvxfer.storage.backend import Backend, Outcome, Status
-from kvxfer.storage.calls import call_backend
+from kvxfer.kvcache.memory_region import HOST
+from kvxfer.storage.backend import Backend, ImmediateBackend, Outcome, Status
+from kvxfer.storage.calls import call_backend, call_backend_now
 from kvxfer.transfer.admission import Admission
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 from kvxfer.transfer.memory import CacheMemory
 
 PIECES_IN_FLIGHT = 4
 
+NOW_BYTES = {Direction.LOAD: 64 << 20, Direction.STORE: 2 << 20}
+"""Most bytes of a job that is moved on the thread that submits it. An engine waits for a load
+anyway, and goes on computing during a store."""
+
 
 class JobMover:
-    """Mover of jobs between caches and a backend. Owned by one event loop.
+    """Mover of jobs between caches and a backend. Owned by one event loop, except `move_now`.
 
     Args:
         backend: Backend that reaches the memory of the caches.
@@ -29,6 +35,8 @@ class JobMover:
         self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
         self._moving: dict[asyncio.Task[None], JobId] = {}
         self._settling: dict[asyncio.Task[None], JobId] = {}
+        self._now = threading.Lock()
+        self._is_closed = False
 
     @property
     def num_unsettled(self) -> int:
@@ -59,6 +67,37 @@ class JobMover:
                 task.cancel()
             job.end(status, reason)
         return list(job.finished().outcomes)
+
+    def move_now(self, job: Job) -> bool:
+        """Move a job on the calling thread, if it is short, the backend can, and nothing moves.
+
+        Returns:
+            False when nothing was done: the job has to be moved on the event loop.
+        """
+        backend = self._backend
+        if (
+            not isinstance(backend, ImmediateBackend)
+            or job.blocks.device != HOST
+            or job.blocks.num_bytes > NOW_BYTES[job.direction]
+            or self._moving
+            or (job.deadline is not None and job.deadline <= time.monotonic())
+        ):
+            return False
+        with self._now:
+            if self._is_closed:
+                return False
+            if change := self._memory.describe_change():
+                job.end(Status.FAILED, change)
+            if not job.ended:
+                is_load = job.direction is Direction.LOAD
+                move = backend.load_now if is_load else backend.store_now
+                job.outcomes = [*call_backend_now(move, job.keys, job.blocks)]
+        return True
+
+    def close(self) -> None:
+        """Wait for the end of `move_now`, which does nothing from now on."""
+        with self._now:
+            self._is_closed = True
 
     async def wait_until_idle(self, timeout_s: float) -> None:
         """Wait until the backend moves no piece, but no longer than `timeout_s`."""

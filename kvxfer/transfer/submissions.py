@@ -41,8 +41,12 @@ class Submissions:
         self._finished: deque[FinishedJob] = deque()
 
     def add(self, job: Job) -> JobId:
-        """Begin a job and return at once."""
+        """Begin a job and return at once; or move it now, where that takes no event loop."""
         submission = _Submission(job)
+        if self._may_move_now() and self._mover.move_now(job):
+            self._submitted[job.job_id] = submission
+            self._end(submission)
+            return job.job_id
         self._submitted[job.job_id] = submission
         try:
             self._loop.call_soon(self._start, submission)
@@ -75,6 +79,14 @@ class Submissions:
         """Cancel every job; to be called on the engine's loop."""
         for submission in list(self._submitted.values()):
             submission.cancel()
+
+    def _may_move_now(self) -> bool:
+        """Whether no earlier job has to go first, and the caller may block."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return all(each.ended.done() for each in self._submitted.values())
+        return False
 
     def _start(self, submission: _Submission) -> None:
         task = submission.task = asyncio.create_task(self._mover.move(submission.job))

@@ -1,0 +1,172 @@
+"""Short jobs of host memory are moved on the thread that submits them, without an event loop."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvxfer.backends.host import HostPool, PlacedBackend, PoolShape, place
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import ClosedError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.transfer import mover
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import Direction, FinishedJob
+
+KEYS = [place(key, slot, 0) for slot, key in enumerate(make_keys(4))]
+IDS = [[0, 1, 2, 3]]
+ELSEWHERE = [[8, 9, 10, 11]]
+
+
+class ToldBackend(PlacedBackend):
+    """Placed backend that notes on which thread it moves what, and does as it is told."""
+
+    def __init__(self, pool: HostPool) -> None:
+        super().__init__(pool, part=0)
+        self.threads: list[threading.Thread] = []
+        self.error: Exception | None = None
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.threads.append(threading.current_thread())
+        assert self.may_go_on.wait(10)
+        if self.error:
+            raise self.error
+        return super().load_now(keys, blocks)
+
+    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.threads.append(threading.current_thread())
+        return super().store_now(keys, blocks)
+
+    @property
+    def was_here(self) -> list[bool]:
+        """Whether each call was made on this thread."""
+        return [each is threading.current_thread() for each in self.threads]
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[4096]], num_blocks=16)
+
+
+@pytest.fixture
+def backend(memory: BlockMemory) -> ToldBackend:
+    shape = PoolShape(num_slots=4, num_parts=1, part_size_bytes=4096)
+    return ToldBackend(HostPool(shape, memory.namespace(), CPUCopyEngine()))
+
+
+@pytest.fixture
+def engine(memory: BlockMemory, backend: ToldBackend) -> Iterator[TransferEngine]:
+    engine = TransferEngine(memory.caches, backend)
+    yield engine
+    engine.close()
+
+
+def submit(engine: TransferEngine, ids: list[list[int]], *, store: bool = False) -> FinishedJob:
+    """Submit a job that has ended when it was submitted."""
+    job_id = (engine.submit_store if store else engine.submit_load)(KEYS, ids)
+    [job] = engine.get_finished()
+    assert job.job_id == job_id
+    assert not engine.may_touch(job_id)
+    assert engine.wait([job_id], timeout_s=0)
+    return job
+
+
+def test_a_job_has_ended_when_it_was_submitted(
+    engine: TransferEngine, backend: ToldBackend, memory: BlockMemory
+) -> None:
+    threads = threading.active_count()
+    payloads = [make_payload(key, 4096) for key in KEYS]
+    write_payloads(memory.describe(0, IDS[0]), payloads)
+    assert submit(engine, IDS, store=True).done
+    job = submit(engine, ELSEWHERE)
+    assert (job.done, job.direction, job.num_bytes) == (True, Direction.LOAD, 4 * 4096)
+    assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
+    assert backend.was_here == [True, True]
+    assert threading.active_count() == threads, "a thread was started"
+
+
+def test_a_block_that_is_not_there_is_missing_and_the_others_are_done(
+    engine: TransferEngine,
+) -> None:
+    assert [each.status for each in submit(engine, IDS).outcomes] == [Status.MISSING] * 4
+
+
+def test_an_error_is_the_outcome_of_each_block(
+    engine: TransferEngine, backend: ToldBackend, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend.error = OSError("no memory")
+    job = submit(engine, IDS)
+    assert {(each.status, each.reason) for each in job.outcomes} == {
+        (Status.FAILED, "load_now: OSError('no memory')")
+    }
+    assert "load_now of 4 blocks failed" in caplog.text
+
+
+def test_blocks_of_caches_that_the_engine_freed_have_failed(
+    engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._memory, "describe_change", lambda: "it was freed")
+    job = submit(engine, IDS)
+    assert {each.reason for each in job.outcomes} == {"it was freed"}
+    assert not backend.threads
+
+
+@pytest.mark.parametrize("way", ["large", "late", "second"])
+def test_what_is_not_short_alone_and_in_time_goes_to_the_event_loop(
+    engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "large":
+        monkeypatch.setitem(mover.NOW_BYTES, Direction.LOAD, 4 * 4096 - 1)
+    jobs = []
+    if way == "second":
+        backend.may_go_on.clear()
+        with monkeypatch.context() as patch:
+            patch.setitem(mover.NOW_BYTES, Direction.LOAD, 0)
+            jobs.append(engine.submit_load(KEYS, IDS))
+    jobs.append(engine.submit_load(KEYS, ELSEWHERE, timeout_s=1e-9 if way == "late" else None))
+    backend.may_go_on.set()
+    assert engine.wait(jobs, timeout_s=10)
+    assert not any(backend.was_here)
+    ended = {job.job_id: job for job in engine.get_finished()}
+    expected = Status.TIMED_OUT if way == "late" else Status.MISSING
+    assert {each.status for each in ended[jobs[-1]].outcomes} == {expected}
+
+
+async def test_an_event_loop_that_runs_on_the_thread_is_not_held_up(
+    memory: BlockMemory, backend: ToldBackend
+) -> None:
+    async with TransferEngine(memory.caches, backend) as engine:
+        job_id = engine.submit_load(KEYS, IDS)
+        while not engine.get_finished():  # noqa: ASYNC110 - polled, as an engine does
+            await asyncio.sleep(0)
+        assert engine.wait([job_id])
+    assert backend.was_here == [False]
+
+
+def test_closing_waits_for_a_job_that_another_thread_moves(
+    memory: BlockMemory, backend: ToldBackend
+) -> None:
+    engine = TransferEngine(memory.caches, backend)
+    backend.may_go_on.clear()
+    moving = threading.Thread(target=engine.submit_load, args=(KEYS, IDS))
+    moving.start()
+    while not backend.threads:
+        pass
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive(), "closed under a copy"
+    backend.may_go_on.set()
+    closing.join(10)
+    moving.join(10)
+    assert not closing.is_alive()
+    with pytest.raises(ClosedError):
+        engine.submit_load(KEYS, IDS)
