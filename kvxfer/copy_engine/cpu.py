@@ -29,6 +29,8 @@ from kvxfer.kvcache.fragments import Addresses, cut_evenly, join, touch
 
 # Measured by `kvxfer bench mapping`: pairing pieces as small as this takes as long as copying them.
 SMALL_PIECE_BYTES = 4 << 10
+FEW_PAIRS = 64
+"""Pairs up to which one `memcpy` each takes less time than planning rows."""
 MOST_FAULTS = 8
 """Page faults above which the time of a copy says nothing of the next copy."""
 
@@ -88,7 +90,8 @@ class CPUCopyEngine(CopyEngine):
 
     def _copy_pairs(self, pairs: FragmentPairs) -> None:
         typical, done = pairs.mean_bytes, 0
-        rows = plan_rows(*_sides(pairs)) if typical < LARGEST_BYTES else None
+        are_many = pairs.num_pairs > FEW_PAIRS and typical < LARGEST_BYTES
+        rows = plan_rows(*_sides(pairs)) if are_many else None
         if rows:
             done = self._try_methods(rows, pairs, typical)
             if self._methods.choose(rows.pattern, typical) is CPUMethod.MEMCPY:
