@@ -71,5 +71,5 @@ def test_the_benchmark_runs() -> None:
     command = [sys.executable, "-c", code, "bench", "nixl", "--quick", "--json"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     rows = json.loads(printed)
-    assert len(rows) == 41
+    assert len(rows) == 66
     assert all(each["value"] > 0 and each["baseline"] > 0 for each in rows)
