@@ -1,6 +1,7 @@
 """Host memory backend: a pool of slots, and the index of the blocks in them."""
 
 import logging
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -17,6 +18,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import (
     DONE,
     MISSING,
+    ImmediateBackend,
     Outcome,
     Status,
 )
@@ -78,7 +80,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return None if self.methods is None else MethodTable.parse(self.methods)
 
 
-class HostBackend(LendingBackend):
+class HostBackend(LendingBackend, ImmediateBackend):
     """Backend that keeps blocks in slots of host memory, and evicts when all are taken.
 
     Caches may be in host memory or on a GPU; slots are then pinned, and copies go straight to and
@@ -109,6 +111,7 @@ class HostBackend(LendingBackend):
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyClaims()
+        self._lock = threading.Lock()  # of the index, which `load` and `store_now` use on threads
         self.regions = [self._pool.region, self._pool.generations.region]
 
     @property
@@ -123,42 +126,54 @@ class HostBackend(LendingBackend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`."""
         self._guard.check_batch(keys)
-        return [self._is_ready(key) for key in keys]
+        with self._lock:
+            return [self._is_ready(key) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`. Blocks for which there is no room are `FAILED`."""
         self._guard.check_batch(keys, blocks)
         stops = blocks.payload_starts + blocks.block_sizes
         plan = await self._begin_store(keys, blocks.payload_starts.tolist(), stops.tolist())
-        outcomes = dict.fromkeys(plan.present, DONE)
-        outcomes |= dict.fromkeys(plan.refused, _no_room(self.num_slots))
         if plan.keys:
-            await self._write(plan.keys, plan.slots, keys, blocks)
-            outcomes |= dict.fromkeys(plan.keys, DONE)
-        return [outcomes[key] for key in keys]
+            chosen = _chosen(plan.keys, keys, blocks)
+            with self._storing(plan.keys) as stored:
+                await self._threads.run(self._pool.write, plan.slots, plan.keys, chosen)
+                stored.extend(plan.keys)
+        return self._outcomes(keys, plan)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
         self._guard.check_batch(keys, blocks)
-        outcomes = dict.fromkeys(keys, MISSING)
-        there = [index for index, key in enumerate(keys) if self._is_ready(key)]
-        if there:
-            found = [keys[index] for index in there]
-            slots = self._index.pin(found)
+        return await self._threads.run(self._load, keys, blocks)
+
+    def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `ImmediateBackend.load_now`."""
+        self._guard.check_batch(keys, blocks)
+        return self._load(keys, blocks)
+
+    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome] | None:
+        """See `ImmediateBackend.store_now`; everything else waits for the end of it."""
+        self._guard.check_batch(keys, blocks)
+        starts = blocks.payload_starts
+        ends = starts + blocks.block_sizes
+        with self._lock:
+            if any(self._index.state(key) is BlockState.STORING for key in keys):
+                return None
+            plan = self._plan_store(keys, starts.tolist(), ends.tolist())
+            stored = False
             try:
-                chosen = blocks.take(there) if len(there) < len(keys) else blocks
-                read = await self._threads.run(self._pool.read, slots, found, chosen)
+                if plan.keys:
+                    self._pool.write(plan.slots, plan.keys, _chosen(plan.keys, keys, blocks))
+                stored = True
             finally:
-                self._index.unpin(found)
-            self._index.touch(found)
-            outcomes |= dict(zip(found, read, strict=True))
-            self._drop_corrupt(found, slots, read)
-        return [outcomes[key] for key in keys]
+                self._index.finish_store(plan.keys, stored=stored)
+        return self._outcomes(keys, plan)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._guard.check_batch(keys)
-        removed = set(self._index.remove(keys))
+        with self._lock:
+            removed = set(self._index.remove(keys))
         return [key in removed for key in keys]
 
     @asynccontextmanager
@@ -167,9 +182,10 @@ class HostBackend(LendingBackend):
         require_parts_in_blocks(wanted, self._guard.chunk_sizes)
         self._guard.check_batch(wanted.keys)
         outcomes = [MISSING] * len(wanted.keys)
-        there = [index for index, key in enumerate(wanted.keys) if self._is_ready(key)]
-        found = [wanted.keys[index] for index in there]
-        slots = self._index.pin(found)
+        with self._lock:
+            there = [index for index, key in enumerate(wanted.keys) if self._is_ready(key)]
+            found = [wanted.keys[index] for index in there]
+            slots = self._index.pin(found)
         try:
             starts = [wanted.starts[index] for index in there]
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
@@ -188,26 +204,29 @@ class HostBackend(LendingBackend):
                 np.array([starts[row] for row in lent], np.int64),
                 np.array([stops[row] for row in lent], np.int64),
             )
-            self._index.touch([found[row] for row in lent])
+            with self._lock:
+                self._index.touch([found[row] for row in lent])
             fences = self._pool.generations.fences(chosen) if fenced else None
             yield LentBlocks(
                 outcomes, blocks if lent else None, [] if fenced else checksums, fences
             )
         finally:
-            self._index.unpin(found)
+            with self._lock:
+                self._index.unpin(found)
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
         """See `Lender.peek`."""
         self._guard.check_batch(keys)
-        outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
-        there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
-        slots = [self._index.slot_of(key) for key in there]
-        stored = self._pool.stored(slots, hashed=not fenced)
-        if stored is None:
-            return None
-        self._index.touch(there)
+        with self._lock:
+            outcomes = [DONE if self._is_ready(key) else MISSING for key in keys]
+            there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
+            slots = [self._index.slot_of(key) for key in there]
+            stored = self._pool.stored(slots, hashed=not fenced)
+            if stored is None:
+                return None
+            self._index.touch(there)
+            fences = self._pool.generations.fences(slots) if fenced else None
         blocks, checksums = stored
-        fences = self._pool.generations.fences(slots) if fenced else None
         return LentBlocks(outcomes, blocks if there else None, [] if fenced else checksums, fences)
 
     @asynccontextmanager
@@ -249,19 +268,29 @@ class HostBackend(LendingBackend):
             await self._threads.aclose()
             self._pool.close()
 
-    async def _write(
-        self,
-        accepted: list[BlockKey],
-        slots: list[int],
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-    ) -> None:
-        if len(accepted) < len(keys):
-            wanted = set(accepted)
-            blocks = blocks.take([index for index, key in enumerate(keys) if key in wanted])
-        with self._storing(accepted) as stored:
-            await self._threads.run(self._pool.write, slots, accepted, blocks)
-            stored.extend(accepted)
+    def _load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        outcomes = dict.fromkeys(keys, MISSING)
+        with self._lock:
+            there = [index for index, key in enumerate(keys) if self._is_ready(key)]
+            found = [keys[index] for index in there]
+            slots = self._index.pin(found)
+        if there:
+            read: list[Outcome] = []
+            try:
+                chosen = blocks.take(there) if len(there) < len(keys) else blocks
+                read = self._pool.read(slots, found, chosen)
+            finally:
+                with self._lock:
+                    self._index.unpin(found)
+                    self._index.touch(found)
+            outcomes |= dict(zip(found, read, strict=True))
+            self._drop_corrupt(found, slots, read)
+        return [outcomes[key] for key in keys]
+
+    def _outcomes(self, keys: Sequence[BlockKey], plan: StorePlan) -> list[Outcome]:
+        """Make the outcomes of a store that was done."""
+        refused = dict.fromkeys(plan.refused, _no_room(self.num_slots))
+        return [refused.get(key, DONE) for key in keys]
 
     @contextmanager
     def _storing(self, keys: Sequence[BlockKey]) -> Iterator[list[BlockKey]]:
@@ -272,19 +301,27 @@ class HostBackend(LendingBackend):
                 yield stored
             finally:
                 kept = set(stored)
-                self._index.finish_store([key for key in keys if key in kept], stored=True)
-                self._index.finish_store([key for key in keys if key not in kept], stored=False)
+                with self._lock:
+                    self._index.finish_store([key for key in keys if key in kept], stored=True)
+                    self._index.finish_store([key for key in keys if key not in kept], stored=False)
 
     async def _begin_store(
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
     ) -> StorePlan:
-        """Find slots for blocks, once no other call stores them.
+        """Find slots for blocks, once no other call stores them; see `_plan_store`."""
+        await self._stores.wait(keys)
+        self._guard.check()  # the backend may have been closed meanwhile
+        with self._lock:
+            return self._plan_store(keys, starts, stops)
+
+    def _plan_store(
+        self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
+    ) -> StorePlan:
+        """Find slots for blocks.
 
         A stored block that lacks some of these bytes of its chunk is quarantined first, so that all
         are stored; its readers may go on.
         """
-        await self._stores.wait(keys)
-        self._guard.check()  # the backend may have been closed meanwhile
         for key, start, stop in zip(keys, starts, stops, strict=True):
             if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)
@@ -307,11 +344,22 @@ class HostBackend(LendingBackend):
             if outcome.status is not Status.CORRUPT:
                 continue
             logger.warning("dropped a corrupt block: %s", outcome.reason)
-            if key in self._index and self._index.slot_of(key) == slot:  # not stored anew since
-                self._index.quarantine(key)
+            with self._lock:
+                if key in self._index and self._index.slot_of(key) == slot:  # not stored anew since
+                    self._index.quarantine(key)
 
     def _is_ready(self, key: BlockKey) -> bool:
         return self._index.state(key) in (BlockState.READY, BlockState.LOADING)
+
+
+def _chosen(
+    chosen: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors
+) -> Descriptors:
+    """Take the blocks of some of the keys."""
+    if len(chosen) == len(keys):
+        return blocks
+    wanted = set(chosen)
+    return blocks.take([index for index, key in enumerate(keys) if key in wanted])
 
 
 def _no_room(num_slots: int) -> Outcome:

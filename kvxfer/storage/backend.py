@@ -144,8 +144,8 @@ class ImmediateBackend(Backend):
     """
 
     @abstractmethod
-    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Do as `store`, on the calling thread."""
+    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome] | None:
+        """Do as `store`, on the calling thread; None where that would have to wait for others."""
 
     @abstractmethod
     def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:

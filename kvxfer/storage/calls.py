@@ -22,7 +22,7 @@ MARK_PAUSE_S = 100e-6
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 """`store` or `load` of a backend."""
 
-MoveNow = Callable[[Sequence[BlockKey], Descriptors], Sequence[Outcome]]
+MoveNow = Callable[[Sequence[BlockKey], Descriptors], Sequence[Outcome] | None]
 """`store_now` or `load_now` of a backend."""
 
 
@@ -50,14 +50,16 @@ async def call_backend(
     return _one_each(name, outcomes, len(keys))
 
 
-def call_backend_now(move: MoveNow, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-    """Do as `call_backend`, with `store_now` or `load_now` of a backend."""
+def call_backend_now(
+    move: MoveNow, keys: Sequence[BlockKey], blocks: Descriptors
+) -> list[Outcome] | None:
+    """Do as `call_backend`, with `store_now` or `load_now` of a backend; None if that says so."""
     name = getattr(move, "__name__", "transfer")
     try:
         outcomes = move(keys, blocks)
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
         return _failed(name, exc, len(keys))
-    return _one_each(name, outcomes, len(keys))
+    return None if outcomes is None else _one_each(name, outcomes, len(keys))
 
 
 def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:

@@ -91,7 +91,10 @@ class JobMover:
             if not job.ended:
                 is_load = job.direction is Direction.LOAD
                 move = backend.load_now if is_load else backend.store_now
-                job.outcomes = [*call_backend_now(move, job.keys, job.blocks)]
+                outcomes = call_backend_now(move, job.keys, job.blocks)
+                if outcomes is None:
+                    return False
+                job.outcomes = [*outcomes]
         return True
 
     def close(self) -> None:
