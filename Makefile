@@ -79,7 +79,7 @@ docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/python -m tests.page
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
-bench: $(SMOLLM2) ; for name in describe layout copy mapping file nixl vllm; do $(BIN)/kvxfer bench $$name --check || exit 1; done
+bench: $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl vllm; do $(BIN)/kvxfer bench $$name --check || exit 1; done
 
 check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
 
