@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import operator
 import random
+import time
 import weakref
 
 import numpy as np
@@ -31,6 +32,9 @@ from kvxfer.testing.conformance.suite import (
     yield_to_loop,
 )
 from kvxfer.testing.payloads import read_payloads
+
+PATIENCE_S = 2.0
+"""Time that a busy thread may take between its result and its next task."""
 
 
 class Owner:
@@ -175,8 +179,7 @@ class VisibilityTests(BackendSuite):
                 blocks = dataclasses.replace(memory.describe(0, [0, 1]), owners=(owner,))
                 assert statuses(await move(keys, blocks)) == [Status.DONE] * 2
                 del blocks, owner
-                for _ in range(10):  # a thread may be between its result and its next task
+                stop = time.monotonic() + PATIENCE_S
+                while owner_ref() is not None and time.monotonic() < stop:
                     await asyncio.to_thread(gc.collect, 1)
-                    if owner_ref() is None:
-                        break
                 assert owner_ref() is None, f"{move.__name__} kept the descriptors"
