@@ -44,7 +44,7 @@ async def call_backend(
     """
     name = name or getattr(move, "__name__", "transfer")
     try:
-        outcomes = await move(keys, blocks)
+        outcomes = list(await move(keys, blocks))
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
         return _failed(name, exc, len(keys))
     return _one_each(name, outcomes, len(keys))
@@ -56,7 +56,8 @@ def call_backend_now(
     """Do as `call_backend`, with `store_now` or `load_now` of a backend; None if that says so."""
     name = getattr(move, "__name__", "transfer")
     try:
-        outcomes = move(keys, blocks)
+        given = move(keys, blocks)
+        outcomes = None if given is None else list(given)
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
         return _failed(name, exc, len(keys))
     return None if outcomes is None else _one_each(name, outcomes, len(keys))
@@ -68,11 +69,11 @@ def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:
     return [Outcome(Status.FAILED, memory_safe=safe, reason=f"{name}: {exc!r}")] * num_keys
 
 
-def _one_each(name: str, outcomes: Sequence[Outcome], num_keys: int) -> list[Outcome]:
+def _one_each(name: str, outcomes: list[Outcome], num_keys: int) -> list[Outcome]:
     if len(outcomes) != num_keys:
         reason = f"{name} gave {len(outcomes)} outcomes for {num_keys} keys"
         return [Outcome(Status.FAILED, reason=reason)] * num_keys
-    return list(outcomes)
+    return outcomes
 
 
 async def wait_despite_cancel(future: "asyncio.Future[T]") -> T:

@@ -1,0 +1,58 @@
+"""Calls of a backend: whatever it does wrong is the outcome of each block."""
+
+from typing import Any
+
+import pytest
+
+from kvxfer.storage.backend import DONE, Status
+from kvxfer.storage.calls import call_backend, call_backend_now
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys
+
+KEYS = make_keys(2)
+BLOCKS = BlockMemory([[64]], num_blocks=2).describe(0, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (7, "store: TypeError(\"'int' object is not iterable\")"),
+        ([DONE], "store gave 1 outcomes for 2 keys"),
+        ([DONE] * 3, "store gave 3 outcomes for 2 keys"),
+        (OSError("no memory"), "store: OSError('no memory')"),
+    ],
+)
+@pytest.mark.parametrize("is_now", [False, True])
+async def test_what_a_backend_gives_wrongly_fails_each_block(
+    given: Any, reason: str, *, is_now: bool
+) -> None:
+    def store(*_: object) -> Any:
+        if isinstance(given, Exception):
+            raise given
+        return given
+
+    async def store_later(*_: object) -> Any:
+        return store()
+
+    if is_now:
+        outcomes = call_backend_now(store, KEYS, BLOCKS)
+    else:
+        outcomes = await call_backend(store_later, KEYS, BLOCKS, name="store")
+    assert outcomes is not None
+    assert [(each.status, each.reason) for each in outcomes] == [(Status.FAILED, reason)] * 2
+
+
+async def test_outcomes_may_come_one_by_one() -> None:
+    async def store(*_: object) -> Any:
+        return iter([DONE, DONE])
+
+    assert await call_backend(store, KEYS, BLOCKS) == [DONE, DONE]
+    assert call_backend_now(lambda *_: iter([DONE, DONE]), KEYS, BLOCKS) == [DONE, DONE]  # type: ignore[arg-type]
+
+
+async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> None:
+    async def store(*_: object) -> Any:
+        return None
+
+    assert {each.status for each in await call_backend(store, KEYS, BLOCKS)} == {Status.FAILED}
+    assert call_backend_now(lambda *_: None, KEYS, BLOCKS) is None
