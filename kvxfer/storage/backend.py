@@ -140,7 +140,8 @@ class ImmediateBackend(Backend):
     """Backend in memory of this machine, which also moves blocks without an event loop or a thread.
 
     The methods block the calling thread for as long as the bytes take, and may be called on any
-    thread, also while `store` and `load` run on an event loop.
+    thread, also while `store` and `load` run on an event loop. All calls of them must have ended
+    when `aclose` is called, which releases the memory.
     """
 
     @abstractmethod
