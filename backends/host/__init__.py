@@ -2,7 +2,8 @@
 
 from kvxfer.backends.host.backend import HostBackend, HostConfig
 from kvxfer.backends.host.placed import PlacedBackend, place
-from kvxfer.backends.host.pool import HostPool, PoolShape
+from kvxfer.backends.host.pool import HostPool
+from kvxfer.backends.host.pool_shape import PoolShape
 from kvxfer.storage.integrity import Integrity
 
 __all__ = [

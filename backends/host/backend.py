@@ -9,7 +9,8 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from kvxfer.backends.host.pool import HostPool, PoolShape
+from kvxfer.backends.host.pool import HostPool
+from kvxfer.backends.host.pool_shape import PoolShape
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable

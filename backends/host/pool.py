@@ -1,7 +1,7 @@
 """Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any
 
 import msgspec
@@ -9,6 +9,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvxfer.backends.host.pool_shape import TAG, PoolShape
 from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
 from kvxfer.copy_engine.engine import CopyEngine
@@ -20,58 +21,7 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
 
-ALIGNMENT = 4096
 FORMAT_VERSION = 1
-
-TAG = np.dtype([("key", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("checksum", "<u8")])
-"""Tag of one part of a slot: digest of the key (0: empty), start and stop of the payload bytes in
-it, and their XXH3-64. Source: https://github.com/Cyan4973/xxHash, XXH3."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolShape:
-    """Division of a pool of host memory into slots and parts.
-
-    Attributes:
-        num_slots: Blocks (chunks) that fit.
-        num_parts: Workers that each keep their own part of every block.
-        part_size_bytes: Bytes of one part, a multiple of 4096.
-    """
-
-    num_slots: int
-    num_parts: int
-    part_size_bytes: int
-
-    @classmethod
-    def fit(cls, *, capacity_bytes: int, num_parts: int, part_size_bytes: int) -> "PoolShape":
-        """Divide a capacity into as many slots as fit, with their tags and the header.
-
-        Raises:
-            InvalidArgumentError: Not even one slot fits.
-        """
-        part = _aligned(part_size_bytes)
-        per_slot = num_parts * (part + TAG.itemsize)
-        overhead = HEADER_BYTES + ALIGNMENT
-        num_slots = (capacity_bytes - overhead) // per_slot
-        if num_slots < 1:
-            needed = per_slot + overhead
-            raise InvalidArgumentError("capacity", capacity_bytes, f"{needed} bytes or more")
-        return cls(int(num_slots), num_parts, part)
-
-    @property
-    def slot_size_bytes(self) -> int:
-        """Bytes of one slot: all of its parts."""
-        return self.num_parts * self.part_size_bytes
-
-    @property
-    def data_offset_bytes(self) -> int:
-        """Offset of the first slot, after the header and the tags."""
-        return HEADER_BYTES + _aligned(self.num_slots * self.num_parts * TAG.itemsize)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.data_offset_bytes + self.num_slots * self.slot_size_bytes
 
 
 class HostPool:
@@ -416,7 +366,3 @@ def _claim(segment: SharedSegment) -> None:
 
 def _key_digest(key: BlockKey) -> int:
     return xxhash.xxh3_64_intdigest(key) or 1
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

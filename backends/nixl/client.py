@@ -68,7 +68,7 @@ class Client:
     Args:
         reconnect: Connection to the holder.
         memory: Our registered memory.
-        hasher: Hasher that makes and verifies checksums.
+        hasher: Hasher that makes checksums of what is stored, and of what has arrived.
         staging: Registered memory for blocks whose own memory is not registered.
         quarantine: Quarantine of memory that a read may still change after its deadline.
         timeout_s: Time that a call may take.

@@ -74,7 +74,7 @@ class BlockStore:
     Attributes:
         backend: Backend for lookups and deletions.
         lender: Lender of the blocks, in place.
-        hasher: Hasher that verifies blocks that arrive.
+        hasher: Hasher of blocks that arrive.
     """
 
     backend: Backend

@@ -22,13 +22,12 @@ NUM_THREADS = 2
 """Threads that copy between registered and other memory."""
 
 INLINE_BYTES = 2 << 20
-"""Most bytes to hash at once, on the event loop or the thread of an agent: that takes some hundred
-microseconds, less than two thread switches can take. A batch in small fragments, which are
-gathered, takes a millisecond at most."""
+"""Most bytes of a store to hash on the event loop itself: that takes some hundred microseconds,
+less than two thread switches can take."""
 
 
 class BlockHasher:
-    """Hasher of blocks, on a thread of its own, while other blocks are moved.
+    """Hasher of blocks: of those to send on a thread of its own, of those that land where they do.
 
     One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
     other and with the transfers.
@@ -104,8 +103,7 @@ class RunHashing:
 class CallThread:
     """Thread that makes calls, one after the other.
 
-    Handing a call over takes some microseconds, where an executor takes two hundred: the calling
-    thread is about to move the next run.
+    Handing a call over takes some microseconds, where an executor takes two hundred.
     """
 
     def __init__(self, name: str) -> None:
