@@ -373,10 +373,9 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
     return CUDA_SUCCESS;
 }
 CUresult cuEventQuery(CUevent event) {
+    pthread_mutex_lock(&lock); /* first: an event of copies that a lost device dropped must not have passed */
     CUresult result = check();
-    if (result) return result;
-    pthread_mutex_lock(&lock);
-    result = event->passed < event->recorded ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+    if (!result && event->passed < event->recorded) result = CUDA_ERROR_NOT_READY;
     pthread_mutex_unlock(&lock);
     return result;
 }
