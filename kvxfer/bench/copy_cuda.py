@@ -88,6 +88,7 @@ class _Sides:
         with self.plain.batch([]) as batch:
             lengths = np.array([self.num_bytes], np.uint64)
             self.gpu.driver.copy_each(to, from_, lengths, batch.stream)
+        batch.wait()
 
 
 @contextmanager

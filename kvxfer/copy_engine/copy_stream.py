@@ -2,21 +2,19 @@
 
 import mmap
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
+from kvxfer.copy_engine.engine import Copy
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.errors import DeviceError, DeviceLostError
 from kvxfer.kvcache.fragments import Addresses
 from kvxfer.kvcache.memory_region import MemoryRegion
-
-SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6
-"""Pauses between two queries of an event; each is twice as long as the one before."""
 
 TABLE_FRAGMENTS = 1 << 16
 
@@ -50,7 +48,7 @@ class FragmentTable:
 
 
 class CopyStream:
-    """Stream for the batches of one direction, in order; each caller waits for its own.
+    """Stream for the batches of one direction, in order; each caller asks for the end of its own.
 
     Args:
         driver: The GPU.
@@ -60,12 +58,11 @@ class CopyStream:
         self._driver = driver
         self._stream = driver.open_stream()
         self._turn = threading.Lock()
-        self._events: list[CudaEvent] = []
-        self._tables: list[FragmentTable] = []
+        self._idle = _Idle(events=[], tables=[])
 
     @contextmanager
     def batch(self, marks: Sequence[int]) -> Iterator["Batch"]:
-        """Lock the stream to enqueue one batch; at the end of the context wait for that batch.
+        """Lock the stream to enqueue one batch, which goes on after the end of the context.
 
         On an error, copies that were enqueued before it end before it is raised.
 
@@ -75,11 +72,7 @@ class CopyStream:
         Raises:
             DeviceLostError: The end of the batch cannot be observed.
         """
-        try:
-            event = self._events.pop()
-        except IndexError:  # more concurrent batches than ever before
-            event = self._driver.open_event()
-        batch, recorded = Batch(self._driver, self._stream, self._tables), False
+        batch = Batch(self._driver, self._stream, self._idle)
         try:
             with self._turn:
                 for mark in marks:
@@ -87,54 +80,74 @@ class CopyStream:
                 try:
                     yield batch
                 finally:
-                    self._record(event)
-                    recorded = True
-        finally:
-            if recorded:
-                self._wait(event)
-                self._events.append(event)
-                self._tables += batch.tables
+                    batch.record()
+        except BaseException:
+            if batch.is_recorded:
+                batch.wait()
+            raise
 
     def close(self) -> None:
         """Destroy the stream; no batch may be under way."""
-        for table in self._tables:
+        for table in self._idle.tables:
             table.close()
-        for event in self._events:
+        for event in self._idle.events:
             self._driver.close_event(event)
         self._driver.close_stream(self._stream)
 
-    def _record(self, event: CudaEvent) -> None:
-        try:
-            self._driver.record(event, self._stream)
-        except DeviceError as exc:  # without the event the end of the batch cannot be observed
-            raise DeviceLostError(exc.device_index, exc.call, exc.code) from exc
 
-    def _wait(self, event: CudaEvent) -> None:
-        pause_s = SHORTEST_WAIT_S
-        while not self._driver.has_passed(event):
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_WAIT_S)
+@dataclass(frozen=True, slots=True)
+class _Idle:
+    """Resources of batches that ended, for the next ones."""
+
+    events: list[CudaEvent]
+    tables: list[FragmentTable]
 
 
-class Batch:
-    """Batch that is being enqueued, with the resources that it needs until it is done.
+class Batch(Copy):
+    """Batch of copies in a stream, with the resources that it needs until it has ended.
 
     Attributes:
         stream: Stream that copies it.
-        tables: Tables that its kernels read.
+        is_recorded: Whether the end of the batch can be observed.
     """
 
-    def __init__(self, driver: CudaDriver, stream: CudaStream, idle: list[FragmentTable]) -> None:
+    def __init__(self, driver: CudaDriver, stream: CudaStream, idle: _Idle) -> None:
         self._driver = driver
         self.stream = stream
         self._idle = idle
-        self.tables: list[FragmentTable] = []
+        try:
+            self._event = idle.events.pop()
+        except IndexError:  # more concurrent batches than ever before
+            self._event = driver.open_event()
+        self._tables: list[FragmentTable] = []
+        self.is_recorded = False
+        self._ended = False
 
     def open_tables(self, num_fragments: int) -> list[FragmentTable]:
         """Provide tables for so many fragments; none if no memory can be pinned for them."""
         for _ in range(-(-num_fragments // TABLE_FRAGMENTS)):
-            table = self._idle.pop() if self._idle else FragmentTable(self._driver)
+            table = self._idle.tables.pop() if self._idle.tables else FragmentTable(self._driver)
             if not table.is_pinned:
                 return []
-            self.tables.append(table)
-        return self.tables
+            self._tables.append(table)
+        return self._tables
+
+    def record(self) -> None:
+        """Mark the end of the batch, once everything was enqueued.
+
+        Raises:
+            DeviceLostError: The end of the batch cannot be observed.
+        """
+        try:
+            self._driver.record(self._event, self.stream)
+        except DeviceError as exc:
+            raise DeviceLostError(exc.device_index, exc.call, exc.code) from exc
+        self.is_recorded = True
+
+    def has_ended(self) -> bool:
+        """See `Copy.has_ended`. To be asked by one thread at a time."""
+        if not self._ended and self._driver.has_passed(self._event):
+            self._ended = True
+            self._idle.events.append(self._event)
+            self._idle.tables.extend(self._tables)
+        return self._ended

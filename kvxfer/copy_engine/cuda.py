@@ -8,7 +8,7 @@ import torch
 
 from kvxfer.copy_engine.copy_stream import TABLE_FRAGMENTS, Batch, CopyStream
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
-from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.copy_engine.method_table import CopyMethod, MethodTable, Way
 from kvxfer.copy_engine.pinned_memory import PinnedMemory
 from kvxfer.copy_engine.triton import FragmentKernel
@@ -80,15 +80,20 @@ class CudaCopyEngine(CopyEngine):
 
     def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """See `CopyEngine.copy`. One side must be in host memory."""
+        self.begin(source, destination).wait()
+
+    def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
+        """See `CopyEngine.begin`."""
         way = self._way(source, destination)
         host = destination if way is Way.TO_HOST else source
         pairs = pair_fragments(source, destination)
         if not pairs.num_pairs:
-            return
+            return Copy()
         is_pinned = any(memory.covers(host) for memory in self._pinned)
         marks = [side.after.event for side in (source, destination) if side.after]
         with self._streams[way].batch(marks) as batch:
-            self._begin(pairs, way, batch, is_pinned=is_pinned)
+            self._enqueue(pairs, way, batch, is_pinned=is_pinned)
+        return batch
 
     def close(self) -> None:
         """See `CopyEngine.close`; no copy may be under way."""
@@ -113,25 +118,25 @@ class CudaCopyEngine(CopyEngine):
         expected = f"one side on {self.device} and the other on {HOST}"
         raise InvalidArgumentError("devices", devices, expected)
 
-    def _begin(self, pairs: FragmentPairs, way: Way, batch: Batch, *, is_pinned: bool) -> None:
+    def _enqueue(self, pairs: FragmentPairs, way: Way, batch: Batch, *, is_pinned: bool) -> None:
         if is_pinned and self._kernel is not None:
             is_small = self.methods.choose(way, pairs.mean_bytes) is CopyMethod.KERNEL
-            if is_small and self._begin_kernels(pairs, self._kernel, batch):
+            if is_small and self._enqueue_kernels(pairs, self._kernel, batch):
                 return
         if is_pinned and self.driver.has_batch:
             columns = pairs.destinations, pairs.sources, pairs.lengths
             self.driver.copy_batch(*columns, batch.stream)
         else:
-            self._begin_each(pairs, batch.stream)
+            self._enqueue_each(pairs, batch.stream)
 
-    def _begin_kernels(self, pairs: FragmentPairs, kernel: FragmentKernel, batch: Batch) -> bool:
+    def _enqueue_kernels(self, pairs: FragmentPairs, kernel: FragmentKernel, batch: Batch) -> bool:
         tables = batch.open_tables(pairs.num_pairs)
         for index, table in enumerate(tables):
             part = pairs.take(slice(index * TABLE_FRAGMENTS, (index + 1) * TABLE_FRAGMENTS))
             kernel.launch(table.fill(part.sources, part.destinations, part.lengths), batch.stream)
         return bool(tables)
 
-    def _begin_each(self, pairs: FragmentPairs, stream: CudaStream) -> None:
+    def _enqueue_each(self, pairs: FragmentPairs, stream: CudaStream) -> None:
         series, others = _split(pairs)
         for rows in series:
             (to, next_to), (from_, next_from) = (

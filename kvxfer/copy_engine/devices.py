@@ -8,7 +8,7 @@ import torch
 from kvxfer.copy_engine.calibration import measure_methods
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.cuda import CudaCopyEngine
-from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.copy_engine.triton import open_kernel
 from kvxfer.errors import ClosedError, InvalidArgumentError
@@ -47,11 +47,14 @@ class DeviceCopyEngine(CopyEngine):
 
     def copy(self, source: Descriptors, destination: Descriptors) -> None:
         """See `CopyEngine.copy`. Copies between two GPUs are refused."""
+        self.begin(source, destination).wait()
+
+    def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
+        """See `CopyEngine.begin`."""
         if source.device == destination.device == HOST:
-            self._cpu.copy(source, destination)
-        else:
-            device = destination.device if source.device == HOST else source.device
-            self._gpu(device).copy(source, destination)
+            return self._cpu.begin(source, destination)
+        device = destination.device if source.device == HOST else source.device
+        return self._gpu(device).begin(source, destination)
 
     def close(self) -> None:
         """See `CopyEngine.close`."""

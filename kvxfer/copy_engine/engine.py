@@ -1,10 +1,36 @@
 """Interface of copy engines, which copy bytes between described blocks."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
+
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 20e-6, 500e-6
+"""Pauses between two looks at a copy; each is twice as long as the one before."""
+
+
+class Copy:
+    """Copy that was begun. This one has ended; that of a device ends later.
+
+    Whoever began it keeps it, and the memory of both sides, until it has ended.
+    """
+
+    def has_ended(self) -> bool:
+        """Whether every byte has landed and neither side is touched any more; never blocks.
+
+        Raises:
+            DeviceLostError: The device is gone, and with it the content of its memory.
+        """
+        return True
+
+    def wait(self) -> None:
+        """Block until the copy has ended; errors as `has_ended`."""
+        pause_s = SHORTEST_WAIT_S
+        while not self.has_ended():
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_WAIT_S)
 
 
 class CopyEngine(ABC):
@@ -35,6 +61,14 @@ class CopyEngine(ABC):
             DeviceError: The driver of a device refused to copy.
             DeviceLostError: The device is gone, and with it the content of its memory.
         """
+
+    def begin(self, source: Descriptors, destination: Descriptors) -> Copy:
+        """Begin to copy as `copy` does; blocks only where the calling thread makes the copy.
+
+        When it raises, what was begun has ended; errors as `copy`.
+        """
+        self.copy(source, destination)
+        return Copy()
 
     @abstractmethod
     def close(self) -> None:
