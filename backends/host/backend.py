@@ -15,10 +15,11 @@ from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import (
     DONE,
     MISSING,
+    Begun,
     ImmediateBackend,
     Outcome,
     Status,
@@ -112,7 +113,7 @@ class HostBackend(LendingBackend, ImmediateBackend):
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyClaims()
-        self._lock = threading.Lock()  # of the index, which `load` and `store_now` use on threads
+        self._lock = threading.Lock()  # of the index, which `load` and `begin_store` use on threads
         self.regions = [self._pool.region, self._pool.generations.region]
 
     @property
@@ -145,16 +146,22 @@ class HostBackend(LendingBackend, ImmediateBackend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
         self._guard.check_batch(keys, blocks)
-        return await self._threads.run(self._load, keys, blocks)
+        return [*await self._threads.run(lambda: self._begin_load(keys, blocks).wait())]
 
-    def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `ImmediateBackend.load_now`."""
-        self._guard.check_batch(keys, blocks)
-        return self._load(keys, blocks)
+    def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
+        """See `ImmediateBackend.begin_load`. A thread verifies what a device loads, if it is much.
 
-    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome] | None:
-        """See `ImmediateBackend.store_now`; everything else waits for the end of it."""
+        The device would wait for the calling thread meanwhile, and so would the engine.
+        """
         self._guard.check_batch(keys, blocks)
+        is_much = blocks.num_bytes > INLINE_BYTES and self._pool.integrity is Integrity.FAST
+        return None if is_much and blocks.device != HOST else self._begin_load(keys, blocks)
+
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
+        """See `ImmediateBackend.begin_store`; everything else waits for the end of it."""
+        self._guard.check_batch(keys, blocks)
+        if blocks.device != HOST:
+            return None  # hashed when it has landed, which takes a thread
         starts = blocks.payload_starts
         ends = starts + blocks.block_sizes
         with self._lock:
@@ -168,7 +175,7 @@ class HostBackend(LendingBackend, ImmediateBackend):
                 stored = True
             finally:
                 self._index.finish_store(plan.keys, stored=stored)
-        return self._outcomes(keys, plan)
+        return Begun(self._outcomes(keys, plan))
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
@@ -212,8 +219,7 @@ class HostBackend(LendingBackend, ImmediateBackend):
                 outcomes, blocks if lent else None, [] if fenced else checksums, fences
             )
         finally:
-            with self._lock:
-                self._index.unpin(found)
+            self._unpin(found)
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
         """See `Lender.peek`."""
@@ -269,24 +275,29 @@ class HostBackend(LendingBackend, ImmediateBackend):
             await self._threads.aclose()
             self._pool.close()
 
-    def _load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def _begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
+        """Begin to read the blocks that are there; their slots are pinned until that has ended."""
         outcomes = dict.fromkeys(keys, MISSING)
         with self._lock:
             there = [index for index, key in enumerate(keys) if self._is_ready(key)]
             found = [keys[index] for index in there]
             slots = self._index.pin(found)
-        if there:
-            read: list[Outcome] = []
-            try:
-                chosen = blocks.take(there) if len(there) < len(keys) else blocks
-                read = self._pool.read(slots, found, chosen)
-            finally:
-                with self._lock:
-                    self._index.unpin(found)
-                    self._index.touch(found)
-            outcomes |= dict(zip(found, read, strict=True))
-            self._drop_corrupt(found, slots, read)
-        return [outcomes[key] for key in keys]
+            self._index.touch(found)
+        if not there:
+            return Begun([MISSING] * len(keys))
+        try:
+            chosen = blocks.take(there) if len(there) < len(keys) else blocks
+            read, copy = self._pool.begin_read(slots, found, chosen)
+        except BaseException:
+            self._unpin(found)
+            raise
+        self._drop_corrupt(found, slots, read)
+        outcomes |= dict(zip(found, read, strict=True))
+        return Begun([outcomes[key] for key in keys], copy, partial(self._unpin, found))
+
+    def _unpin(self, keys: Sequence[BlockKey]) -> None:
+        with self._lock:
+            self._index.unpin(keys)
 
     def _outcomes(self, keys: Sequence[BlockKey], plan: StorePlan) -> list[Outcome]:
         """Make the outcomes of a store that was done."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, ImmediateBackend, Outcome
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.storage.backend import DONE, Begun, ImmediateBackend, Outcome
 from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 from kvxfer.storage.threads import Threads
@@ -63,29 +63,22 @@ class PlacedBackend(ImmediateBackend):
         return [self._pool.holds(*_split(key)) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `store_now`."""
-        return await self._threads.run(self.store_now, keys, blocks)
+        """Overwrite the slot in each block's key with the block, if it is this worker's turn."""
+        return await self._threads.run(self._store, keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """See `load_now`."""
-        return await self._threads.run(self.load_now, keys, blocks)
-
-    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Overwrite the slot in each block's key with the block, if it is this worker's turn."""
-        self._guard.check_batch(keys, blocks)
-        placed = [_split(key) for key in keys]
-        turns = [slot % self._num_writers == self._writer_index for slot, _ in placed]
-        ours = [index for index, is_ours in enumerate(turns) if is_ours]
-        if ours:
-            slots, names = zip(*(placed[index] for index in ours), strict=True)
-            self._pool.write(slots, names, blocks.take(ours), part=self._part)
-        return [DONE] * len(keys)
-
-    def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read each block from the slot in its key, if the slot holds the block."""
+        return [*await self._threads.run(lambda: self.begin_load(keys, blocks).wait())]
+
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
+        """See `store`; what a device stores is hashed when it has landed, which takes a thread."""
+        return Begun(self._store(keys, blocks)) if blocks.device == HOST else None
+
+    def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
+        """See `load`."""
         self._guard.check_batch(keys, blocks)
         slots, names = zip(*map(_split, keys), strict=True)
-        return self._pool.read(slots, names, blocks, part=self._part, verified=True)
+        return Begun(*self._pool.begin_read(slots, names, blocks, part=self._part, verified=True))
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Delete nothing: slots belong to the process that keeps the index."""
@@ -97,6 +90,16 @@ class PlacedBackend(ImmediateBackend):
         if self._guard.close():
             await self._threads.aclose()
             self._pool.close()
+
+    def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self._guard.check_batch(keys, blocks)
+        placed = [_split(key) for key in keys]
+        turns = [slot % self._num_writers == self._writer_index for slot, _ in placed]
+        ours = [index for index, is_ours in enumerate(turns) if is_ours]
+        if ours:
+            slots, names = zip(*(placed[index] for index in ours), strict=True)
+            self._pool.write(slots, names, blocks.take(ours), part=self._part)
+        return [DONE] * len(keys)
 
 
 def _split(key: BlockKey) -> tuple[int, BlockKey]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.host.pool_shape import TAG, PoolShape
 from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
-from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
@@ -133,6 +133,20 @@ class HostPool:
             Per block `DONE`, `MISSING` (another block, or not these bytes of it) or `CORRUPT`.
             Memory of blocks that are not done is not written.
         """
+        outcomes, copy = self.begin_read(slots, keys, blocks, part=part, verified=verified)
+        copy.wait()
+        return outcomes
+
+    def begin_read(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        *,
+        part: int = 0,
+        verified: bool = False,
+    ) -> tuple[list[Outcome], Copy]:
+        """Begin `read`: the outcomes are true, and the slots free to change, after the copy."""
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
         outcomes = []
@@ -145,11 +159,11 @@ class HostPool:
         done = np.array([i for i, outcome in enumerate(outcomes) if outcome.done], np.int64)
         if len(done) < len(outcomes):
             blocks = blocks.take(done)
-        if len(done):
-            chosen = np.asarray(slots)[done].tolist()
-            source = self.describe(chosen, starts[done], stops[done], part=part)
-            self._copy_engine.copy(source, blocks)
-        return outcomes
+        if not len(done):
+            return outcomes, Copy()
+        chosen = np.asarray(slots)[done].tolist()
+        source = self.describe(chosen, starts[done], stops[done], part=part)
+        return outcomes, self._copy_engine.begin(source, blocks)
 
     def verify(self, slot: int, key: BlockKey) -> Outcome:
         """Check that every part of a slot holds all of `key`'s bytes up to its end, unchanged.

@@ -2,13 +2,19 @@
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
-from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
+from kvxfer.copy_engine.engine import Copy
+from kvxfer.errors import (
+    DeviceLostError,
+    DuplicateError,
+    InvalidArgumentError,
+    LengthMismatchError,
+)
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.keys import BlockKey, require_keys
@@ -136,21 +142,71 @@ class Backend(ABC):
         await self.aclose()
 
 
+class Begun:
+    """Transfer that was begun on the calling thread, which a device may go on with.
+
+    Args:
+        outcomes: One outcome per key, true once the copy has ended.
+        copy: Copy that moves the bytes; ended by default.
+        release: Called once, when the copy has ended or its device is lost.
+    """
+
+    def __init__(
+        self,
+        outcomes: Sequence[Outcome],
+        copy: Copy | None = None,
+        release: Callable[[], object] | None = None,
+    ) -> None:
+        self._outcomes = outcomes
+        self._copy = copy
+        self._release = release
+
+    def poll(self) -> Sequence[Outcome] | None:
+        """Return the outcomes once the copy has ended, None before; never blocks.
+
+        Not to be called again after it returned outcomes or raised.
+
+        Raises:
+            DeviceLostError: The device is gone.
+        """
+        try:
+            if self._copy is not None and not self._copy.has_ended():
+                return None
+        except DeviceLostError:
+            self._end()
+            raise
+        self._end()
+        return self._outcomes
+
+    def wait(self) -> Sequence[Outcome]:
+        """Block until the copy has ended; instead of `poll`, with its errors."""
+        try:
+            if self._copy is not None:
+                self._copy.wait()
+        finally:
+            self._end()
+        return self._outcomes
+
+    def _end(self) -> None:
+        if self._release is not None:
+            self._release()
+
+
 class ImmediateBackend(Backend):
     """Backend in memory of this machine, which also moves blocks without an event loop or a thread.
 
-    The methods block the calling thread for as long as the bytes take, and may be called on any
-    thread, also while `store` and `load` run on an event loop. All calls of them must have ended
-    when `aclose` is called, which releases the memory.
+    The bytes are moved on the calling thread, or by a device, which goes on after the call. The
+    methods may be called on any thread, also while `store` and `load` run on an event loop. Every
+    transfer must have ended when `aclose` is called, which releases the memory.
     """
 
     @abstractmethod
-    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome] | None:
-        """Do as `store`, on the calling thread; None where that would have to wait for others."""
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
+        """Begin what `store` does; None where that takes a thread, or has to wait for others."""
 
     @abstractmethod
-    def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Do as `load`, on the calling thread."""
+    def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
+        """Begin what `load` does; None where that takes a thread."""
 
 
 def require_batch(keys: Sequence[BlockKey], *blocks: Descriptors) -> None:

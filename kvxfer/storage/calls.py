@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from kvxfer.errors import DeviceLostError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.stream_mark import StreamMark
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import Begun, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 logger = logging.getLogger(__name__)
@@ -22,8 +22,8 @@ MARK_PAUSE_S = 100e-6
 Move = Callable[[Sequence[BlockKey], Descriptors], Awaitable[Sequence[Outcome]]]
 """`store` or `load` of a backend."""
 
-MoveNow = Callable[[Sequence[BlockKey], Descriptors], Sequence[Outcome] | None]
-"""`store_now` or `load_now` of a backend."""
+Begin = Callable[[Sequence[BlockKey], Descriptors], Begun | None]
+"""`begin_store` or `begin_load` of a backend."""
 
 
 async def call_backend(
@@ -50,17 +50,31 @@ async def call_backend(
     return _one_each(name, outcomes, len(keys))
 
 
-def call_backend_now(
-    move: MoveNow, keys: Sequence[BlockKey], blocks: Descriptors
-) -> list[Outcome] | None:
-    """Do as `call_backend`, with `store_now` or `load_now` of a backend; None if that says so."""
-    name = getattr(move, "__name__", "transfer")
+def begin_call(begin: Begin, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
+    """Begin a transfer; errors become outcomes, as with `call_backend`. None if a thread has to."""
     try:
-        given = move(keys, blocks)
+        return begin(keys, blocks)
+    except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
+        return Begun(_failed(begin.__name__, exc, len(keys)))
+
+
+def poll_begun(begun: Begun, name: str, num_keys: int) -> list[Outcome] | None:
+    """Ask a transfer that was begun for its outcomes; errors as with `call_backend`.
+
+    Args:
+        begun: The transfer.
+        name: Name of it in the log and in reasons.
+        num_keys: Number of its blocks.
+
+    Returns:
+        One outcome per key, in order; None while bytes are on their way.
+    """
+    try:
+        given = begun.poll()
         outcomes = None if given is None else list(given)
     except Exception as exc:  # noqa: BLE001 - logged, and in the outcomes
-        return _failed(name, exc, len(keys))
-    return None if outcomes is None else _one_each(name, outcomes, len(keys))
+        return _failed(name, exc, num_keys)
+    return None if outcomes is None else _one_each(name, outcomes, num_keys)
 
 
 def _failed(name: str, exc: Exception, num_keys: int) -> list[Outcome]:

@@ -35,6 +35,10 @@ class Admission:
         """Bytes of the transfers that were admitted and have not ended."""
         return self._bytes_in_flight
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether a transfer would be admitted now, if none waited."""
+        return self._bytes_in_flight + min(num_bytes, self._max_bytes) <= self._max_bytes
+
     @asynccontextmanager
     async def admit(self, priority: int, num_bytes: int) -> AsyncIterator[None]:
         """Wait for room, hold it inside the context; the lowest priority goes first."""

@@ -369,6 +369,7 @@ class TransferEngine:
                 await self._mover.wait_until_idle(CLOSE_TIMEOUT_S / 2)
                 if self._submitted_calls:
                     await asyncio.wait(self._submitted_calls, timeout=CLOSE_TIMEOUT_S / 4)
+                await self._mover.wait_for_begun()
                 await self._calls.wait_for(CLOSE_TIMEOUT_S, self._reach.aclose())
                 await self._mover.drain()
         except TimeoutError:

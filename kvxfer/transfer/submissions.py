@@ -1,12 +1,14 @@
 """Submitted jobs of the polled interface: added from any thread, moved on the engine's loop."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.calls import MARK_PAUSE_S
 from kvxfer.transfer.home import EngineLoop
 from kvxfer.transfer.job import FinishedJob, Job, JobId
 from kvxfer.transfer.mover import JobMover
@@ -16,6 +18,7 @@ from kvxfer.transfer.mover import JobMover
 class _Submission:
     job: Job
     ended: Future[None] = field(default_factory=Future)
+    on_loop: bool = False
     task: asyncio.Task[list[Outcome]] | None = None
     cancelled: bool = False
 
@@ -41,13 +44,12 @@ class Submissions:
         self._finished: deque[FinishedJob] = deque()
 
     def add(self, job: Job) -> JobId:
-        """Begin a job and return at once; or move it now, where that takes no event loop."""
-        submission = _Submission(job)
-        if self._may_move_now() and self._mover.move_now(job):
-            self._submitted[job.job_id] = submission
-            self._end(submission)
+        """Begin a job and return at once; on this thread, where that takes no event loop."""
+        submission = self._submitted[job.job_id] = _Submission(job)
+        if self._may_begin(job) and self._mover.begin(job):
+            self._end_begun()
             return job.job_id
-        self._submitted[job.job_id] = submission
+        submission.on_loop = True
         try:
             self._loop.call_soon(self._start, submission)
         except BaseException:
@@ -57,6 +59,7 @@ class Submissions:
 
     def take_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call."""
+        self._end_begun()
         finished = []
         while self._finished:
             job = self._finished.popleft()
@@ -66,27 +69,46 @@ class Submissions:
 
     def wait(self, job_ids: Iterable[JobId], timeout_s: float | None) -> bool:
         """Block until these jobs ended, or time is up; unknown ones count as ended."""
-        found = [self._submitted.get(job_id) for job_id in job_ids]
-        return self._loop.wait([submission.ended for submission in found if submission], timeout_s)
+        found = [each for job_id in job_ids if (each := self._submitted.get(job_id))]
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._end_begun()
+        while not all(each.ended.done() for each in found if not each.on_loop):
+            if end is not None and time.monotonic() >= end:
+                return False
+            time.sleep(MARK_PAUSE_S)
+            self._end_begun()
+        left = None if end is None else max(0.0, end - time.monotonic())
+        return self._loop.wait([each.ended for each in found], left)
 
     def cancel(self, job_id: JobId) -> None:
         """Cancel a job; without effect on an unknown or ended one."""
         if submission := self._submitted.get(job_id):
-            submission.cancelled = True
-            self._loop.call_soon(submission.cancel)
+            if submission.on_loop:
+                submission.cancelled = True
+                self._loop.call_soon(submission.cancel)
+            else:
+                self._mover.cancel(job_id)
 
     def cancel_all(self) -> None:
         """Cancel every job; to be called on the engine's loop."""
-        for submission in list(self._submitted.values()):
+        for job_id, submission in list(self._submitted.items()):
             submission.cancel()
+            self._mover.cancel(job_id)
 
-    def _may_move_now(self) -> bool:
-        """Whether no earlier job has to go first, and the caller may block."""
+    def _may_begin(self, job: Job) -> bool:
+        """Whether no job on the loop has to go first, and the caller may block."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return all(each.ended.done() for each in self._submitted.values())
+            return not any(
+                each.on_loop and not each.ended.done() and each.job.direction <= job.direction
+                for each in list(self._submitted.values())
+            )
         return False
+
+    def _end_begun(self) -> None:
+        for job in self._mover.poll():
+            self._end(self._submitted[job.job_id])
 
     def _start(self, submission: _Submission) -> None:
         task = submission.task = asyncio.create_task(self._mover.move(submission.job))

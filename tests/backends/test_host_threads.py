@@ -62,24 +62,26 @@ async def test_every_block_is_right_whoever_moves_it() -> None:
     backend = open_backend(BlockMemory([[SIZE]], num_blocks=8))
     errors: list[BaseException] = []
 
-    def move_now(seed: int) -> None:
+    def move_here(seed: int) -> None:
         rng, memory = random.Random(seed), BlockMemory([[SIZE]], num_blocks=8)
         try:
             for _ in range(NUM_ROUNDS):
                 chosen, payloads = filled(memory, rng)
                 keys, target = [KEYS[index] for index in chosen], memory.describe(0, [4, 5, 6])
                 if rng.random() < 0.5:
-                    outcomes = backend.store_now(keys, memory.describe(0, range(3)))
-                    assert outcomes is None or set(statuses(outcomes)) <= {
+                    begun = backend.begin_store(keys, memory.describe(0, range(3)))
+                    assert begun is None or set(statuses(begun.wait())) <= {
                         Status.DONE,
                         Status.FAILED,
                     }
                     continue
-                require_right(backend.load_now(keys, target), target, payloads)
+                loading = backend.begin_load(keys, target)
+                assert loading is not None
+                require_right(loading.wait(), target, payloads)
         except BaseException as exc:  # noqa: BLE001 - raised below
             errors.append(exc)
 
-    threads = [threading.Thread(target=move_now, args=(seed,)) for seed in range(3)]
+    threads = [threading.Thread(target=move_here, args=(seed,)) for seed in range(3)]
     for thread in threads:
         thread.start()
     rng, memory = random.Random(9), BlockMemory([[SIZE]], num_blocks=8)
@@ -110,7 +112,7 @@ async def test_a_store_does_not_wait_on_the_thread_for_one_of_the_same_key() -> 
     async with open_backend(memory) as backend:
         blocks = memory.describe(0, [0])
         async with backend.make_room(BlockParts(KEYS[:1], [0], [SIZE])):
-            assert backend.store_now(KEYS[:1], blocks) is None
-        outcomes = backend.store_now(KEYS[:1], blocks)
-        assert outcomes is not None
-        assert statuses(outcomes) == [Status.DONE]
+            assert backend.begin_store(KEYS[:1], blocks) is None
+        begun = backend.begin_store(KEYS[:1], blocks)
+        assert begun is not None
+        assert statuses(begun.wait()) == [Status.DONE]

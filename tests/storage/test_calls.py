@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from kvxfer.storage.backend import DONE, Status
-from kvxfer.storage.calls import call_backend, call_backend_now
+from kvxfer.storage.backend import DONE, Begun, Status
+from kvxfer.storage.calls import begin_call, call_backend, poll_begun
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 
@@ -26,16 +26,21 @@ BLOCKS = BlockMemory([[64]], num_blocks=2).describe(0, [0, 1])
 async def test_what_a_backend_gives_wrongly_fails_each_block(
     given: Any, reason: str, *, is_now: bool
 ) -> None:
-    def store(*_: object) -> Any:
+    def give() -> Any:
         if isinstance(given, Exception):
             raise given
         return given
 
     async def store_later(*_: object) -> Any:
-        return store()
+        return give()
+
+    def store(*_: object) -> Begun:
+        return Begun(give())
 
     if is_now:
-        outcomes = call_backend_now(store, KEYS, BLOCKS)
+        begun = begin_call(store, KEYS, BLOCKS)
+        assert begun is not None
+        outcomes = poll_begun(begun, "store", len(KEYS))
     else:
         outcomes = await call_backend(store_later, KEYS, BLOCKS, name="store")
     assert outcomes is not None
@@ -47,7 +52,8 @@ async def test_outcomes_may_come_one_by_one() -> None:
         return iter([DONE, DONE])
 
     assert await call_backend(store, KEYS, BLOCKS) == [DONE, DONE]
-    assert call_backend_now(lambda *_: iter([DONE, DONE]), KEYS, BLOCKS) == [DONE, DONE]  # type: ignore[arg-type]
+    begun = Begun(iter([DONE, DONE]))  # type: ignore[arg-type]
+    assert poll_begun(begun, "store", len(KEYS)) == [DONE, DONE]
 
 
 async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> None:
@@ -55,4 +61,4 @@ async def test_nothing_is_no_outcome_but_of_a_call_that_would_have_to_wait() -> 
         return None
 
     assert {each.status for each in await call_backend(store, KEYS, BLOCKS)} == {Status.FAILED}
-    assert call_backend_now(lambda *_: None, KEYS, BLOCKS) is None
+    assert begin_call(lambda *_: None, KEYS, BLOCKS) is None

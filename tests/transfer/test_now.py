@@ -10,7 +10,7 @@ from kvxfer.backends.host import HostPool, PlacedBackend, PoolShape, place
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import Begun, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
@@ -34,16 +34,16 @@ class ToldBackend(PlacedBackend):
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def load_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         self.threads.append(threading.current_thread())
         assert self.may_go_on.wait(10)
         if self.error:
             raise self.error
-        return super().load_now(keys, blocks)
+        return super().begin_load(keys, blocks)
 
-    def store_now(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
         self.threads.append(threading.current_thread())
-        return super().store_now(keys, blocks)
+        return super().begin_store(keys, blocks)
 
     @property
     def was_here(self) -> list[bool]:
@@ -105,9 +105,9 @@ def test_an_error_is_the_outcome_of_each_block(
     backend.error = OSError("no memory")
     job = submit(engine, IDS)
     assert {(each.status, each.reason) for each in job.outcomes} == {
-        (Status.FAILED, "load_now: OSError('no memory')")
+        (Status.FAILED, "begin_load: OSError('no memory')")
     }
-    assert "load_now of 4 blocks failed" in caplog.text
+    assert "begin_load of 4 blocks failed" in caplog.text
 
 
 def test_blocks_of_caches_that_the_engine_freed_have_failed(
