@@ -1,0 +1,190 @@
+"""Polled loads to a GPU are begun on the submitting thread; its event says when they have ended."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+import kvxfer
+from kvxfer.backends.host import HostBackend, HostPool, PlacedBackend, PoolShape, place
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.storage.backend import Status
+from kvxfer.transfer import submissions
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import FinishedJob, JobId
+from tests.cuda.engine_caches import EngineCaches
+from tests.cuda.simulated_gpu import SimulatedGpu
+
+NAMESPACE = kvxfer.Namespace(model="model", dtype="bfloat16")
+NUM_KEYS = 8
+PLACED = [place(kvxfer.make_block_key(bytes([i]), 0), i, 0) for i in range(NUM_KEYS)]
+STORED, LOADED = [range(NUM_KEYS)], [range(20, 20 + NUM_KEYS)]
+
+
+@pytest.fixture(autouse=True)
+def compute_stream(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA has no current stream; the device has one without a name."""
+
+    class Stream:
+        cuda_stream = 0
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+
+
+@pytest.fixture
+def engine_caches(gpu: SimulatedGpu) -> EngineCaches:
+    return EngineCaches(gpu)
+
+
+@pytest.fixture
+def engine(gpu: SimulatedGpu, engine_caches: EngineCaches) -> Iterator[TransferEngine]:
+    """Engine over the slots of a pool, in which blocks are stored."""
+    layers, _, page_bytes = engine_caches.blocks.shape
+    shape = PoolShape(num_slots=NUM_KEYS, num_parts=1, part_size_bytes=layers * page_bytes)
+    pool = HostPool(shape, NAMESPACE, DeviceCopyEngine())
+    engine = TransferEngine(engine_caches.caches, PlacedBackend(pool, part=0))
+    stored = engine.submit_store(PLACED, STORED)
+    assert engine.wait([stored], timeout_s=10)
+    assert engine.get_finished()[0].done
+    yield engine
+    gpu.set("paused", 0)
+    engine.close()
+
+
+def poll(engine: TransferEngine, job_id: JobId) -> FinishedJob:
+    """Poll as the loop of an engine does."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        for job in engine.get_finished():
+            assert job.job_id == job_id
+            return job
+    raise TimeoutError
+
+
+def wait_until_quiet(engine: TransferEngine, job_id: JobId) -> None:
+    end = time.monotonic() + 10
+    while engine.may_touch(job_id):
+        assert time.monotonic() < end, "the memory stays in use"
+
+
+def refuse_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        pytest.fail("an event loop took part")
+
+    monkeypatch.setattr(submissions.Submissions, "_start", refuse)
+
+
+def test_a_load_takes_no_thread_and_ends_when_the_device_says_so(
+    gpu: SimulatedGpu,
+    engine: TransferEngine,
+    engine_caches: EngineCaches,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refuse_event_loop(monkeypatch)
+    before, threads = engine_caches.blocks, threading.active_count()
+    batches = gpu.get("num_batches")
+    gpu.set("paused", 1)
+    jobs = [engine.submit_load(PLACED, LOADED), engine.submit_load(PLACED, [range(40, 48)])]
+    assert gpu.get("num_batches") == batches + 2, "not handed to the device yet"
+    assert engine.get_finished() == []
+    assert all(map(engine.may_touch, jobs))
+    assert not engine.wait(jobs, timeout_s=0.01)
+    gpu.set("paused", 0)
+    assert engine.wait(jobs, timeout_s=10)
+    ended = engine.get_finished()
+    assert [(job.job_id, job.done) for job in ended] == [(job_id, True) for job_id in jobs]
+    assert not any(map(engine.may_touch, jobs))
+    assert threading.active_count() == threads
+    for target in (slice(20, 28), slice(40, 48)):
+        assert np.array_equal(engine_caches.blocks[:, target], before[:, :NUM_KEYS])
+
+
+@pytest.mark.parametrize("way", ["deadline", "cancel"])
+def test_a_load_that_is_given_up_leaves_memory_unsafe_until_the_device_is_done(
+    gpu: SimulatedGpu, engine: TransferEngine, way: str
+) -> None:
+    gpu.set("paused", 1)
+    job_id = engine.submit_load(PLACED, LOADED, timeout_s=0.05 if way == "deadline" else 60)
+    if way == "cancel":
+        engine.cancel(job_id)
+    job = poll(engine, job_id)
+    status = Status.TIMED_OUT if way == "deadline" else Status.CANCELLED
+    assert {(each.status, each.memory_safe) for each in job.outcomes} == {(status, False)}
+    assert engine.may_touch(job_id)
+    gpu.set("paused", 0)
+    wait_until_quiet(engine, job_id)
+    assert engine.get_finished() == [], "reported twice"
+
+
+def test_a_lost_device_is_an_outcome_of_every_block(
+    gpu: SimulatedGpu, engine: TransferEngine
+) -> None:
+    gpu.set("paused", 1)
+    job_id = engine.submit_load(PLACED, LOADED)
+    gpu.set("lost", 0)
+    for outcome in poll(engine, job_id).outcomes:
+        assert (outcome.status, outcome.memory_safe) == (Status.FAILED, False)
+        assert "CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason
+
+
+def test_a_store_waits_for_loads_that_were_begun(gpu: SimulatedGpu, engine: TransferEngine) -> None:
+    gpu.set("paused", 1)
+    batches = gpu.get("num_batches")
+    load = engine.submit_load(PLACED, LOADED)
+    store = engine.submit_store(PLACED, STORED)
+    assert not engine.wait([store], timeout_s=0.05)
+    assert gpu.get("num_batches") == batches + 1
+    gpu.set("paused", 0)
+    assert engine.wait([load, store], timeout_s=10)
+    assert all(job.done for job in engine.get_finished())
+
+
+@pytest.mark.parametrize("ended", ["drained", "closed"])
+def test_draining_and_closing_wait_for_the_device(
+    gpu: SimulatedGpu, engine: TransferEngine, ended: str
+) -> None:
+    gpu.set("paused", 1)
+    engine.submit_load(PLACED, LOADED)
+
+    def drain() -> None:
+        engine.submit_call(engine.drain()).result()
+
+    end: Callable[[], None] = drain if ended == "drained" else engine.close
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive(), "did not wait for a copy that is under way"
+    gpu.set("paused", 0)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_slot_that_is_read_is_not_given_to_another_block(
+    gpu: SimulatedGpu, engine_caches: EngineCaches
+) -> None:
+    before = engine_caches.blocks
+    page_bytes = before.shape[0] * before.shape[2]
+    url = f"host://?capacity={NUM_KEYS * (page_bytes + 4096)}"
+    engine = kvxfer.connect(url, engine_caches.caches, namespace=NAMESPACE)
+    backend = engine.backend
+    assert isinstance(backend, HostBackend)
+    keys = [kvxfer.make_block_key(bytes([i]), 0) for i in range(2 * backend.num_slots)]
+    old, new = keys[: backend.num_slots], keys[backend.num_slots :]
+    blocks = [range(len(old))]
+    engine.wait([engine.submit_store(old, blocks)], timeout_s=10)
+    gpu.set("paused", 1)
+    load = engine.submit_load(old, [range(20, 20 + len(old))])
+    assert engine.backend is backend
+    plan = backend._index.begin_store(new)
+    assert (plan.keys, plan.refused) == ([], new), "a slot that is being read was evicted"
+    gpu.set("paused", 0)
+    assert engine.wait([load], timeout_s=10)
+    assert all(job.done for job in engine.get_finished())
+    store = engine.submit_store(new, blocks)
+    assert engine.wait([store], timeout_s=10)
+    assert engine.get_finished()[0].done, "a slot stays pinned"
+    assert np.array_equal(engine_caches.blocks[:, 20 : 20 + len(old)], before[:, : len(old)])
+    engine.close()
