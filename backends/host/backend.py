@@ -277,14 +277,14 @@ class HostBackend(LendingBackend, ImmediateBackend):
 
     def _begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         """Begin to read the blocks that are there; their slots are pinned until that has ended."""
-        outcomes = dict.fromkeys(keys, MISSING)
         with self._lock:
             there = [index for index, key in enumerate(keys) if self._is_ready(key)]
             found = [keys[index] for index in there]
             slots = self._index.pin(found)
             self._index.touch(found)
+        outcomes = [MISSING] * len(keys)
         if not there:
-            return Begun([MISSING] * len(keys))
+            return Begun(outcomes)
         try:
             chosen = blocks.take(there) if len(there) < len(keys) else blocks
             read, copy = self._pool.begin_read(slots, found, chosen)
@@ -292,8 +292,9 @@ class HostBackend(LendingBackend, ImmediateBackend):
             self._unpin(found)
             raise
         self._drop_corrupt(found, slots, read)
-        outcomes |= dict(zip(found, read, strict=True))
-        return Begun([outcomes[key] for key in keys], copy, partial(self._unpin, found))
+        for index, outcome in zip(there, read, strict=True):
+            outcomes[index] = outcome
+        return Begun(outcomes, copy, partial(self._unpin, found))
 
     def _unpin(self, keys: Sequence[BlockKey]) -> None:
         with self._lock:

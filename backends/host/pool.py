@@ -1,7 +1,9 @@
 """Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.host.pool_shape import TAG, PoolShape
 from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
+from kvxfer.checks import INT64_MAX
 from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -22,6 +25,9 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
 
 FORMAT_VERSION = 1
+
+RUN_BYTES = 4 << 20
+"""Bytes of blocks that are copied while a thread verifies the next ones."""
 
 
 class HostPool:
@@ -80,6 +86,8 @@ class HostPool:
         self._data = memory[shape.data_offset_bytes :].reshape(
             shape.num_slots, shape.num_parts, shape.part_size_bytes
         )
+        self._address = self._data.ctypes.data
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-verify")
         self.generations = Generations(shape.num_slots)
         self._unhashed: set[int] = set()  # slots that were tagged without a checksum
 
@@ -147,23 +155,50 @@ class HostPool:
         verified: bool = False,
     ) -> tuple[list[Outcome], Copy]:
         """Begin `read`: the outcomes are true, and the slots free to change, after the copy."""
+        if verified or blocks.device != HOST or blocks.num_bytes <= RUN_BYTES:
+            outcomes = self._verify_run(slots, keys, blocks, part=part, checksum=not verified)
+            return outcomes, self._begin_copy(slots, blocks, outcomes, part)
+        bounds = list(blocks.cut(RUN_BYTES))
+        runs = [blocks.select(*each) for each in bounds]
+        run_slots = [slots[start:stop] for start, stop in bounds]
+        run_keys = [keys[start:stop] for start, stop in bounds]
+        verify = partial(self._verify_run, part=part, checksum=True)
+        found: list[Outcome] = []
+        verified_runs = self._verifier.map(verify, run_slots, run_keys, runs)
+        for chosen, run, outcomes in zip(run_slots, runs, verified_runs, strict=True):
+            self._begin_copy(chosen, run, outcomes, part).wait()
+            found += outcomes
+        return found, Copy()
+
+    def _verify_run(
+        self,
+        slots: Sequence[int],
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        *,
+        part: int,
+        checksum: bool,
+    ) -> list[Outcome]:
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
-        outcomes = []
-        for index, (slot, key) in enumerate(zip(slots, keys, strict=True)):
-            tag = self._tags[slot, part]
-            if int(starts[index]) < tag["start"] or int(stops[index]) > tag["stop"]:
-                outcomes.append(MISSING)
-            else:
-                outcomes.append(self._verify_part(slot, key, part, checksum=not verified))
-        done = np.array([i for i, outcome in enumerate(outcomes) if outcome.done], np.int64)
+        parts = zip(slots, keys, starts.tolist(), stops.tolist(), strict=True)
+        return [
+            self._verify_part(slot, key, part, checksum=checksum, span=(start, stop))
+            for slot, key, start, stop in parts
+        ]
+
+    def _begin_copy(
+        self, slots: Sequence[int], blocks: Descriptors, outcomes: Sequence[Outcome], part: int
+    ) -> Copy:
+        """Begin to copy the slots of the blocks that are `DONE`."""
+        done = [index for index, outcome in enumerate(outcomes) if outcome.done]
+        if not done:
+            return Copy()
         if len(done) < len(outcomes):
-            blocks = blocks.take(done)
-        if not len(done):
-            return outcomes, Copy()
-        chosen = np.asarray(slots)[done].tolist()
-        source = self.describe(chosen, starts[done], stops[done], part=part)
-        return outcomes, self._copy_engine.begin(source, blocks)
+            blocks, slots = blocks.take(done), [slots[index] for index in done]
+        starts = blocks.payload_starts
+        source = self.describe(slots, starts, starts + blocks.block_sizes, part=part)
+        return self._copy_engine.begin(source, blocks)
 
     def verify(self, slot: int, key: BlockKey) -> Outcome:
         """Check that every part of a slot holds all of `key`'s bytes up to its end, unchanged.
@@ -299,7 +334,7 @@ class HostPool:
     @property
     def region(self) -> MemoryRegion:
         """The memory of all slots."""
-        return MemoryRegion(self._data.ctypes.data, self._data.nbytes, self)
+        return MemoryRegion(self._address, self._data.nbytes, self)
 
     @property
     def rows(self) -> NDArray[np.uint8]:
@@ -313,6 +348,7 @@ class HostPool:
 
     def close(self) -> None:
         """Release the memory; the last process frees it. May be called again."""
+        self._verifier.shutdown()
         self._tags = np.empty((0, 0), TAG)
         self._data = np.empty((0, 0, 0), np.uint8)
         self._copy_engine.close()  # first: it may have pinned the memory
@@ -327,10 +363,16 @@ class HostPool:
         part: int = 0,
     ) -> Descriptors:
         """Describe bytes `starts[i]` to `stops[i]` of `slots[i]`."""
-        base = self._data.ctypes.data + part * self.shape.part_size_bytes
         offsets = np.asarray(slots, np.int64) * self.shape.slot_size_bytes + starts
-        addresses = np.uint64(base) + offsets.astype(np.uint64)
-        return Descriptors.of_pieces(addresses, stops - starts, starts, owners=(self,))
+        offsets += self._address + part * self.shape.part_size_bytes
+        return Descriptors(
+            addresses=offsets.astype(np.uint64),
+            lengths=(stops - starts).astype(np.uint64),
+            block_offsets=np.arange(len(offsets) + 1),
+            payload_starts=starts,
+            device=HOST,
+            owners=(self,),
+        )
 
     def _require_fit(self, stops: NDArray[np.int64]) -> None:
         longest = int(stops.max())
@@ -338,9 +380,18 @@ class HostPool:
             limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
             raise InvalidArgumentError("bytes of a block", longest, limit)
 
-    def _verify_part(self, slot: int, key: BlockKey, part: int, *, checksum: bool) -> Outcome:
+    def _verify_part(
+        self,
+        slot: int,
+        key: BlockKey,
+        part: int,
+        *,
+        checksum: bool,
+        span: tuple[int, int] = (INT64_MAX, 0),
+    ) -> Outcome:
+        """Check a part: that it holds a span of `key`'s bytes, and all that it holds unchanged."""
         held, start, stop, expected = self._tags[slot, part].tolist()
-        if held != _key_digest(key):
+        if held != _key_digest(key) or span[0] < start or stop < span[1]:
             return MISSING
         if stop > self.shape.part_size_bytes or start > stop:
             return Outcome(Status.CORRUPT, reason=f"slot {slot}: tag says {start} to {stop} bytes")

@@ -41,6 +41,7 @@ class BlockTemplate:
         touching = touch(bases, lengths) & (strides[1:] == strides[:-1])
         self._bases, self._strides, self._lengths = join(touching, bases, strides, lengths)
         self._tiled_lengths = self._lengths
+        self._strides_are_equal = bool((self._strides == self._strides[0]).all())
         self.block_size_bytes = int(self._lengths.sum())
         end = self._bases[-1] + self._lengths[-1], self._strides[-1]
         self._blocks_touch = end == (self._bases[0] + self._strides[0], self._strides[0])
@@ -52,7 +53,7 @@ class BlockTemplate:
         num_segments = len(self._bases)
         blocks = ids.astype(np.uint64)
         addresses = np.empty((len(ids), num_segments), np.uint64)
-        if (self._strides == self._strides[0]).all():
+        if self._strides_are_equal:
             np.add((blocks * self._strides[0])[:, None], self._bases, out=addresses)
         else:
             np.multiply(blocks[:, None], self._strides, out=addresses)

@@ -307,10 +307,12 @@ class BlockDescriber:
         chunk = self.blocks_per_chunk
         skip = first_block_index % chunk
         num_chunks = -(-(len(ids) + skip) // chunk)
-        chunk_starts = np.maximum(np.arange(num_chunks + 1) * chunk - skip, 0)
-        chunk_starts[-1] = len(ids)
+        chunk_starts = np.arange(num_chunks + 1)
         payload_starts = np.zeros(num_chunks, np.int64)
-        payload_starts[0] = skip * template.block_size_bytes
+        if chunk > 1:
+            chunk_starts = np.maximum(chunk_starts * chunk - skip, 0)
+            chunk_starts[-1] = len(ids)
+            payload_starts[0] = skip * template.block_size_bytes
         addresses, lengths, firsts = template.expand(ids, chunk_starts)
         return Descriptors(
             addresses=addresses,
@@ -373,10 +375,11 @@ def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDA
     ids = require_integers(argument, block_ids)
     if not ids.size:
         raise InvalidArgumentError(argument, block_ids, "at least one block id")
-    for extreme in (int(ids.min()), int(ids.max())):
-        if not 0 <= extreme < num_blocks:
-            raise BlockIdError(group, extreme, num_blocks)
-    used = np.bincount(ids)
-    if used.max() > 1:
-        raise DuplicateError(argument, int(used.argmax()))
+    outside = ids.view(np.uint64) >= num_blocks  # negative ones, too
+    if outside.any():
+        raise BlockIdError(group, int(ids[outside.argmax()]), num_blocks)
+    if len(ids) > 1:
+        used = np.bincount(ids)
+        if used.max() > 1:
+            raise DuplicateError(argument, int(used.argmax()))
     return ids

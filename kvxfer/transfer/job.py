@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
-import numpy as np
-
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
@@ -102,11 +100,12 @@ class Job:
         """Make the result of the job, once every block has an outcome."""
         outcomes = [outcome for outcome in self.outcomes if outcome is not None]
         assert len(outcomes) == len(self.keys)
-        done = np.array([outcome.done for outcome in outcomes])
+        done = [outcome.done for outcome in outcomes]
+        blocks = self.blocks
         return FinishedJob(
             job_id=self.job_id,
             direction=self.direction,
             outcomes=outcomes,
-            num_bytes=int(self.blocks.block_sizes[done].sum()),
+            num_bytes=blocks.num_bytes if all(done) else int(blocks.block_sizes[done].sum()),
             seconds=time.monotonic() - self.submitted,
         )

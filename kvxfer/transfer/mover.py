@@ -16,7 +16,7 @@ from kvxfer.transfer.memory import CacheMemory
 
 PIECES_IN_FLIGHT = 4
 
-NOW_BYTES = {Direction.LOAD: 64 << 20, Direction.STORE: 2 << 20}
+NOW_BYTES = {Direction.LOAD: 256 << 20, Direction.STORE: 2 << 20}
 """Most bytes of a job in host memory that the thread moves which submits it. An engine waits for a
 load anyway, and goes on computing during a store."""
 
@@ -108,8 +108,12 @@ class JobMover:
             transfer = begin_call(begin, job.keys, job.blocks)
             if transfer is None:
                 return False
-            job.in_backend = [True] * len(job.keys)
-            self._begun[job.job_id] = _BegunJob(job, transfer)
+            if outcomes := _outcomes(job, transfer):
+                job.outcomes = outcomes
+                self._ended.append(job)
+            else:
+                job.in_backend = [True] * len(job.keys)
+                self._begun[job.job_id] = _BegunJob(job, transfer)
         return True
 
     def poll(self) -> list[Job]:
@@ -167,11 +171,10 @@ class JobMover:
         try:
             for job_id, begun in list(self._begun.items()):
                 job = begun.job
-                outcomes = poll_begun(begun.transfer, job.direction.name.lower(), len(job.keys))
-                if outcomes is not None:
+                if outcomes := _outcomes(job, begun.transfer):
                     del self._begun[job_id]
                     if not job.ended:
-                        job.outcomes = [*outcomes]
+                        job.outcomes = outcomes
                         self._ended.append(job)
                 elif job.deadline is not None and job.deadline <= time.monotonic():
                     self._end(job, Status.TIMED_OUT, "deadline passed")
@@ -212,3 +215,9 @@ class JobMover:
         task = asyncio.create_task(self._backend.drain())
         self._settling[task] = job.job_id
         task.add_done_callback(self._settling.pop)
+
+
+def _outcomes(job: Job, transfer: Begun) -> list[Outcome | None] | None:
+    """Ask a transfer for the outcomes of a job; None while bytes are on their way."""
+    outcomes = poll_begun(transfer, job.direction.name.lower(), len(job.keys))
+    return None if outcomes is None else [*outcomes]

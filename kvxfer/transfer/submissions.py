@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -18,7 +18,6 @@ from kvxfer.transfer.mover import JobMover
 class _Submission:
     job: Job
     ended: Future[None] = field(default_factory=Future)
-    on_loop: bool = False
     task: asyncio.Task[list[Outcome]] | None = None
     cancelled: bool = False
 
@@ -40,16 +39,19 @@ class Submissions:
     def __init__(self, loop: EngineLoop, mover: JobMover) -> None:
         self._loop = loop
         self._mover = mover
-        self._submitted: dict[JobId, _Submission] = {}
+        self._submitted: dict[JobId, _Submission] = {}  # moved on the loop
+        self._begun: set[JobId] = set()  # begun on the thread that submitted them, not ended
         self._finished: deque[FinishedJob] = deque()
 
     def add(self, job: Job) -> JobId:
         """Begin a job and return at once; on this thread, where that takes no event loop."""
+        if self._may_begin(job):
+            self._begun.add(job.job_id)
+            if self._mover.begin(job):
+                self._end_begun()
+                return job.job_id
+            self._begun.discard(job.job_id)
         submission = self._submitted[job.job_id] = _Submission(job)
-        if self._may_begin(job) and self._mover.begin(job):
-            self._end_begun()
-            return job.job_id
-        submission.on_loop = True
         try:
             self._loop.call_soon(self._start, submission)
         except BaseException:
@@ -67,32 +69,31 @@ class Submissions:
             finished.append(job)
         return finished
 
-    def wait(self, job_ids: Iterable[JobId], timeout_s: float | None) -> bool:
+    def wait(self, job_ids: Sequence[JobId], timeout_s: float | None) -> bool:
         """Block until these jobs ended, or time is up; unknown ones count as ended."""
-        found = [each for job_id in job_ids if (each := self._submitted.get(job_id))]
         end = None if timeout_s is None else time.monotonic() + timeout_s
         self._end_begun()
-        while not all(each.ended.done() for each in found if not each.on_loop):
+        while not self._begun.isdisjoint(job_ids):
             if end is not None and time.monotonic() >= end:
                 return False
             time.sleep(MARK_PAUSE_S)
             self._end_begun()
         left = None if end is None else max(0.0, end - time.monotonic())
-        return self._loop.wait([each.ended for each in found], left)
+        found = [self._submitted.get(job_id) for job_id in job_ids]
+        return self._loop.wait([submission.ended for submission in found if submission], left)
 
     def cancel(self, job_id: JobId) -> None:
         """Cancel a job; without effect on an unknown or ended one."""
+        self._mover.cancel(job_id)
         if submission := self._submitted.get(job_id):
-            if submission.on_loop:
-                submission.cancelled = True
-                self._loop.call_soon(submission.cancel)
-            else:
-                self._mover.cancel(job_id)
+            submission.cancelled = True
+            self._loop.call_soon(submission.cancel)
 
     def cancel_all(self) -> None:
         """Cancel every job; to be called on the engine's loop."""
-        for job_id, submission in list(self._submitted.items()):
+        for submission in list(self._submitted.values()):
             submission.cancel()
+        for job_id in list(self._begun):
             self._mover.cancel(job_id)
 
     def _may_begin(self, job: Job) -> bool:
@@ -101,14 +102,15 @@ class Submissions:
             asyncio.get_running_loop()
         except RuntimeError:
             return not any(
-                each.on_loop and not each.ended.done() and each.job.direction <= job.direction
+                not each.ended.done() and each.job.direction <= job.direction
                 for each in list(self._submitted.values())
             )
         return False
 
     def _end_begun(self) -> None:
         for job in self._mover.poll():
-            self._end(self._submitted[job.job_id])
+            self._finished.append(job.finished())
+            self._begun.discard(job.job_id)
 
     def _start(self, submission: _Submission) -> None:
         task = submission.task = asyncio.create_task(self._mover.move(submission.job))

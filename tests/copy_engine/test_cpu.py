@@ -170,7 +170,7 @@ def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_o
     destination_shuffled: bool,  # noqa: FBT001  (the same)
     rows: type[RowCopy] | None,
 ) -> None:
-    count = 4 * MIB // num_bytes
+    count = 8 * MIB // num_bytes
     lengths = [num_bytes] * count
     # A gap, so that pieces in another order are not sorted to be neighbours.
     copy = Copy(
@@ -333,11 +333,11 @@ def test_one_large_fragment_is_split_over_threads(monkeypatch: pytest.MonkeyPatc
         copy_each(source, destination)
 
     monkeypatch.setattr(cpu, "_copy_each", method)
-    copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
+    copy = equal_pieces(8 * MIB, 1, source_shuffled=False, destination_shuffled=False)
     engine = CPUCopyEngine(num_threads=NUM_THREADS)
     copy.check(lambda: engine.copy(*copy.describe()))
     engine.close()
-    assert shares == [2 * MIB, 2 * MIB]
+    assert shares == [4 * MIB, 4 * MIB]
 
 
 @pytest.mark.parametrize("failing", ["caller", "thread"])
@@ -354,7 +354,7 @@ def test_a_copy_that_fails_raises_only_when_no_thread_is_copying_any_more(
         raised_too_early.append(has_raised.wait(0.2))
 
     monkeypatch.setattr(cpu, "_copy_each", method)
-    copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
+    copy = equal_pieces(8 * MIB, 1, source_shuffled=False, destination_shuffled=False)
     engine = CPUCopyEngine(num_threads=NUM_THREADS)
     with pytest.raises(MemoryError):
         engine.copy(*copy.describe())
@@ -446,7 +446,7 @@ def test_a_batch_without_blocks_copies_nothing(engine: CPUCopyEngine) -> None:
 def test_an_engine_may_be_closed_twice_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     engine = CPUCopyEngine(num_threads=NUM_THREADS)
-    copy = equal_pieces(4 * MIB, 1, source_shuffled=False, destination_shuffled=False)
+    copy = equal_pieces(8 * MIB, 1, source_shuffled=False, destination_shuffled=False)
     engine.copy(*copy.describe())
     assert set(threading.enumerate()) > before
     engine.close()
@@ -460,3 +460,12 @@ def test_an_engine_uses_the_cores_of_its_process_unless_it_is_told_otherwise() -
     assert [engine.num_threads for engine in engines] == [num_cores, 3]
     for engine in engines:
         engine.close()
+
+
+def test_the_caller_copies_a_few_short_fragments_alone() -> None:
+    before = threading.active_count()
+    engine = CPUCopyEngine(num_threads=NUM_THREADS)
+    copy = equal_pieces(cpu.ALONE_BYTES // 4, 4, source_shuffled=True, destination_shuffled=True)
+    copy.check(lambda: engine.copy(*copy.describe()))
+    assert threading.active_count() == before
+    engine.close()

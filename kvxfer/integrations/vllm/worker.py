@@ -17,8 +17,8 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
 MAX_YIELD_S = 0.002
-"""Longest wait of `get_finished` for a load. vLLM polls in a tight loop; a thread that never
-releases the interpreter lock would delay the start of the copy."""
+"""Longest wait of `get_finished` for a load that a thread makes. vLLM polls in a tight loop; its
+thread never releases the interpreter lock, and would delay the start of the copy."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
         group_ids: Index in vLLM's keys of each group of the caches.
         blocks_per_chunk: Blocks stored under one key.
         closes: Segments that are closed on `shutdown`, too.
+        yields: Whether `get_finished` waits a moment for loads. Those to a GPU need no thread.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class KVXferOffloadingWorker(OffloadingWorker):
         group_ids: Sequence[int],
         blocks_per_chunk: int,
         closes: Sequence[SharedSegment] = (),
+        yields: bool = False,
     ) -> None:
         self._engine = engine
         self._closes = closes
+        self._yields = yields
         self._group_of_id = {group_id: group for group, group_id in enumerate(group_ids)}
         self._blocks_per_chunk = blocks_per_chunk
         self._vllm_ids: dict[JobId, int] = {}
@@ -84,7 +87,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
-        if self._loads:
+        if self._loads and self._yields:
             self._engine.wait(self._loads, timeout_s=MAX_YIELD_S)
         results, self._results = self._results, []
         for job in self._engine.get_finished():
