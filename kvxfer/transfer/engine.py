@@ -229,7 +229,11 @@ class TransferEngine:
             raise
 
     def get_finished(self) -> list[FinishedJob]:
-        """Return the jobs that ended since the last call, each exactly once; never blocks."""
+        """Return the jobs that ended since the last call, each exactly once; never waits.
+
+        Stores within host memory go on here, a slice of 0.3 ms at each call, or longer after a
+        long pause: 1 % of it.
+        """
         self._guard.require_same_process()
         return self._submissions.take_finished()
 
@@ -360,7 +364,7 @@ class TransferEngine:
         return True
 
     async def _shut_down(self) -> None:
-        await asyncio.to_thread(self._mover.close)
+        await asyncio.to_thread(self._mover.begun.close)
         self._submissions.cancel_all()
         for call in self._submitted_calls:
             call.cancel()
@@ -369,7 +373,7 @@ class TransferEngine:
                 await self._mover.wait_until_idle(CLOSE_TIMEOUT_S / 2)
                 if self._submitted_calls:
                     await asyncio.wait(self._submitted_calls, timeout=CLOSE_TIMEOUT_S / 4)
-                await self._mover.wait_for_begun()
+                await self._mover.begun.drain()
                 await self._calls.wait_for(CLOSE_TIMEOUT_S, self._reach.aclose())
                 await self._mover.drain()
         except TimeoutError:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from math import inf
 
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S
@@ -47,8 +48,8 @@ class Submissions:
         """Begin a job and return at once; on this thread, where that takes no event loop."""
         if self._may_begin(job):
             self._begun.add(job.job_id)
-            if self._mover.begin(job):
-                self._end_begun()
+            if self._mover.begun.begin(job):
+                self._take_ended()
                 return job.job_id
             self._begun.discard(job.job_id)
         submission = self._submitted[job.job_id] = _Submission(job)
@@ -61,7 +62,8 @@ class Submissions:
 
     def take_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call."""
-        self._end_begun()
+        self._mover.begun.look()
+        self._take_ended()
         finished = []
         while self._finished:
             job = self._finished.popleft()
@@ -71,20 +73,21 @@ class Submissions:
 
     def wait(self, job_ids: Sequence[JobId], timeout_s: float | None) -> bool:
         """Block until these jobs ended, or time is up; unknown ones count as ended."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._end_begun()
-        while not self._begun.isdisjoint(job_ids):
-            if end is not None and time.monotonic() >= end:
+        end = inf if timeout_s is None else time.monotonic() + timeout_s
+        while begun := self._begun.intersection(job_ids):
+            if time.monotonic() >= end:
                 return False
-            time.sleep(MARK_PAUSE_S)
-            self._end_begun()
-        left = None if end is None else max(0.0, end - time.monotonic())
+            self._mover.begun.look(begun, end)
+            self._take_ended()
+            if not self._begun.isdisjoint(begun):
+                time.sleep(MARK_PAUSE_S)
+        left = None if timeout_s is None else max(0.0, end - time.monotonic())
         found = [self._submitted.get(job_id) for job_id in job_ids]
         return self._loop.wait([submission.ended for submission in found if submission], left)
 
     def cancel(self, job_id: JobId) -> None:
         """Cancel a job; without effect on an unknown or ended one."""
-        self._mover.cancel(job_id)
+        self._mover.begun.cancel(job_id)
         if submission := self._submitted.get(job_id):
             submission.cancelled = True
             self._loop.call_soon(submission.cancel)
@@ -94,21 +97,21 @@ class Submissions:
         for submission in list(self._submitted.values()):
             submission.cancel()
         for job_id in list(self._begun):
-            self._mover.cancel(job_id)
+            self._mover.begun.cancel(job_id)
 
     def _may_begin(self, job: Job) -> bool:
         """Whether no job on the loop has to go first, and the caller may block."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return not any(
+            return self._mover.has_room(job) and not any(
                 not each.ended.done() and each.job.direction <= job.direction
                 for each in list(self._submitted.values())
             )
         return False
 
-    def _end_begun(self) -> None:
-        for job in self._mover.poll():
+    def _take_ended(self) -> None:
+        for job in self._mover.begun.take_ended():
             self._finished.append(job.finished())
             self._begun.discard(job.job_id)
 

@@ -1,7 +1,8 @@
-"""Short jobs of host memory are moved on the thread that submits them, without an event loop."""
+"""Jobs in host memory are moved on the thread that submits them, without an event loop."""
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -15,7 +16,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import mover
+from kvxfer.transfer import begun
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, FinishedJob
 
@@ -33,6 +34,8 @@ class ToldBackend(PlacedBackend):
         self.error: Exception | None = None
         self.may_go_on = threading.Event()
         self.may_go_on.set()
+        self.has_to_wait = False
+        self.num_stored: list[int] = []
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
         self.threads.append(threading.current_thread())
@@ -42,7 +45,10 @@ class ToldBackend(PlacedBackend):
         return super().begin_load(keys, blocks)
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
+        if self.has_to_wait:
+            return None
         self.threads.append(threading.current_thread())
+        self.num_stored.append(len(keys))
         return super().begin_store(keys, blocks)
 
     @property
@@ -124,12 +130,12 @@ def test_what_is_not_short_alone_and_in_time_goes_to_the_event_loop(
     engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     if way == "large":
-        monkeypatch.setitem(mover.NOW_BYTES, Direction.LOAD, 4 * 4096 - 1)
+        monkeypatch.setattr(begun, "LOAD_BYTES", 4 * 4096 - 1)
     jobs = []
     if way == "second":
         backend.may_go_on.clear()
         with monkeypatch.context() as patch:
-            patch.setitem(mover.NOW_BYTES, Direction.LOAD, 0)
+            patch.setattr(begun, "LOAD_BYTES", 0)
             jobs.append(engine.submit_load(KEYS, IDS))
     jobs.append(engine.submit_load(KEYS, ELSEWHERE, timeout_s=1e-9 if way == "late" else None))
     backend.may_go_on.set()
@@ -170,3 +176,108 @@ def test_closing_waits_for_a_job_that_another_thread_moves(
     assert not closing.is_alive()
     with pytest.raises(ClosedError):
         engine.submit_load(KEYS, IDS)
+
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices of one block, and no more of them after a long pause."""
+    monkeypatch.setattr(begun, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(begun, "SHARE", 0)
+
+
+@pytest.mark.usefixtures("slices")
+class TestLongStores:
+    """A long store goes on slice by slice, whenever the engine polls."""
+
+    def test_each_poll_moves_one_slice(
+        self, engine: TransferEngine, backend: ToldBackend, memory: BlockMemory
+    ) -> None:
+        payloads = [make_payload(key, 4096) for key in KEYS]
+        write_payloads(memory.describe(0, IDS[0]), payloads)
+        job_id = engine.submit_store(KEYS, IDS)
+        polls = [engine.get_finished() for _ in range(4)]
+        assert [len(jobs) for jobs in polls] == [0, 0, 1, 0]
+        assert (polls[2][0].job_id, polls[2][0].done) == (job_id, True)
+        assert backend.num_stored == [1, 1, 1, 1]
+        assert all(backend.was_here)
+        assert submit(engine, ELSEWHERE).done
+        assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
+
+    def test_more_is_moved_after_a_long_pause(
+        self, engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(begun, "SHARE", 1e6)
+        engine.submit_store(KEYS, IDS)
+        [job] = engine.get_finished()
+        assert (job.done, backend.num_stored) == (True, [1, 1, 1, 1])
+
+    def test_a_wait_moves_the_rest(self, engine: TransferEngine, backend: ToldBackend) -> None:
+        jobs = [engine.submit_store(KEYS[2 * at :][:2], [IDS[0][2 * at :][:2]]) for at in (0, 1)]
+        assert engine.wait(jobs[:1], timeout_s=10)
+        assert backend.num_stored == [1, 1, 1], "a slice of the other store, too"
+        assert engine.may_touch(jobs[1])
+        assert engine.wait(jobs[1:])
+        assert [(job.job_id, job.done) for job in engine.get_finished()] == [
+            (job_id, True) for job_id in jobs
+        ]
+        assert all(backend.was_here)
+
+    def test_a_wait_without_time_moves_no_more_than_a_slice(
+        self, engine: TransferEngine, backend: ToldBackend
+    ) -> None:
+        job_id = engine.submit_store(KEYS, IDS)
+        assert not engine.wait([job_id], timeout_s=0)
+        assert sum(backend.num_stored) < 4
+
+    def test_a_load_goes_first(self, engine: TransferEngine, backend: ToldBackend) -> None:
+        store = engine.submit_store(KEYS, IDS)
+        load = engine.submit_load(KEYS[:1], [[8]])
+        [job] = engine.get_finished()
+        assert (job.job_id, job.done) == (load, True)
+        assert engine.wait([store])
+
+    @pytest.mark.parametrize("way", ["cancel", "deadline", "close", "freed"])
+    def test_what_was_not_stored_says_why_and_is_safe(
+        self,
+        engine: TransferEngine,
+        backend: ToldBackend,
+        monkeypatch: pytest.MonkeyPatch,
+        way: str,
+    ) -> None:
+        job_id = engine.submit_store(KEYS, IDS, timeout_s=0.05 if way == "deadline" else None)
+        status = Status.CANCELLED
+        if way == "cancel":
+            engine.cancel(job_id)
+        elif way == "close":
+            engine.close()
+        elif way == "freed":
+            monkeypatch.setattr(engine._memory, "describe_change", lambda: "it was freed")
+            status = Status.FAILED
+        else:
+            time.sleep(0.05)
+            status = Status.TIMED_OUT
+        [job] = engine.get_finished()
+        statuses = [each.status for each in job.outcomes]
+        assert statuses == [Status.DONE, status, status, status]
+        assert all(each.memory_safe for each in job.outcomes)
+        assert not engine.may_touch(job_id)
+        assert engine.get_finished() == []
+        assert backend.num_stored == [1]
+
+    def test_a_slice_that_has_to_wait_is_tried_again(
+        self, engine: TransferEngine, backend: ToldBackend
+    ) -> None:
+        engine.submit_store(KEYS, IDS)
+        backend.has_to_wait = True
+        assert [engine.get_finished() for _ in range(3)] == [[], [], []]
+        backend.has_to_wait = False
+        [*_, last] = [engine.get_finished() for _ in range(3)]
+        assert last[0].done
+
+    async def test_draining_moves_the_rest(
+        self, engine: TransferEngine, backend: ToldBackend
+    ) -> None:
+        job_id = await asyncio.to_thread(engine.submit_store, KEYS, IDS)
+        await engine.drain()
+        [job] = engine.get_finished()
+        assert (job.job_id, job.done) == (job_id, True)
