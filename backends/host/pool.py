@@ -1,9 +1,7 @@
 """Slots of host memory, each tagged with the block it holds and the checksum of its bytes."""
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,13 +23,12 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
 
 FORMAT_VERSION = 1
-
 RUN_BYTES = 4 << 20
-"""Bytes of blocks that are copied while a thread verifies the next ones."""
+"""Bytes of blocks that are verified and then copied, while they are in the processor's cache."""
 
 
 class HostPool:
-    """Slots in private memory, or in memory shared by all processes that open the same name.
+    """Slots in memory of this process, or shared by all processes that open the same name.
 
     The pool knows bytes, not which block lives where: a `BlockIndex` decides that, in one
     process. Tags catch errors that must not happen: a slot that is read for another block than was
@@ -46,8 +43,7 @@ class HostPool:
         claim: Whether this process keeps the index; only one process of a name can.
 
     Attributes:
-        shape: As given.
-        integrity: As given.
+        shape, integrity: As given.
         generations: Generations of the slots; of use where this process alone writes them.
 
     Raises:
@@ -87,7 +83,6 @@ class HostPool:
             shape.num_slots, shape.num_parts, shape.part_size_bytes
         )
         self._address = self._data.ctypes.data
-        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="kvxfer-verify")
         self.generations = Generations(shape.num_slots)
         self._unhashed: set[int] = set()  # slots that were tagged without a checksum
 
@@ -112,7 +107,9 @@ class HostPool:
         """
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
-        self._require_fit(stops)
+        if (longest := int(stops.max())) > self.shape.part_size_bytes:
+            limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
+            raise InvalidArgumentError("bytes of a block", longest, limit)
         self._open(slots, part)
         self._copy_engine.copy(blocks, self.describe(slots, starts, stops, part=part))
         spans = list(zip(slots, starts.tolist(), stops.tolist(), strict=True))
@@ -155,50 +152,27 @@ class HostPool:
         verified: bool = False,
     ) -> tuple[list[Outcome], Copy]:
         """Begin `read`: the outcomes are true, and the slots free to change, after the copy."""
-        if verified or blocks.device != HOST or blocks.num_bytes <= RUN_BYTES:
-            outcomes = self._verify_run(slots, keys, blocks, part=part, checksum=not verified)
-            return outcomes, self._begin_copy(slots, blocks, outcomes, part)
-        bounds = list(blocks.cut(RUN_BYTES))
-        runs = [blocks.select(*each) for each in bounds]
-        run_slots = [slots[start:stop] for start, stop in bounds]
-        run_keys = [keys[start:stop] for start, stop in bounds]
-        verify = partial(self._verify_run, part=part, checksum=True)
-        found: list[Outcome] = []
-        verified_runs = self._verifier.map(verify, run_slots, run_keys, runs)
-        for chosen, run, outcomes in zip(run_slots, runs, verified_runs, strict=True):
-            self._begin_copy(chosen, run, outcomes, part).wait()
-            found += outcomes
-        return found, Copy()
-
-    def _verify_run(
-        self,
-        slots: Sequence[int],
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        *,
-        part: int,
-        checksum: bool,
-    ) -> list[Outcome]:
+        if not verified and blocks.device == HOST and blocks.num_bytes > RUN_BYTES:
+            outcomes: list[Outcome] = []
+            for start, stop in blocks.cut(RUN_BYTES):
+                chosen = slots[start:stop], keys[start:stop], blocks.select(start, stop)
+                outcomes += self.read(*chosen, part=part)
+            return outcomes, Copy()
         starts = blocks.payload_starts
         stops = starts + blocks.block_sizes
         parts = zip(slots, keys, starts.tolist(), stops.tolist(), strict=True)
-        return [
-            self._verify_part(slot, key, part, checksum=checksum, span=(start, stop))
+        outcomes = [
+            self._verify_part(slot, key, part, checksum=not verified, span=(start, stop))
             for slot, key, start, stop in parts
         ]
-
-    def _begin_copy(
-        self, slots: Sequence[int], blocks: Descriptors, outcomes: Sequence[Outcome], part: int
-    ) -> Copy:
-        """Begin to copy the slots of the blocks that are `DONE`."""
         done = [index for index, outcome in enumerate(outcomes) if outcome.done]
         if not done:
-            return Copy()
+            return outcomes, Copy()
         if len(done) < len(outcomes):
             blocks, slots = blocks.take(done), [slots[index] for index in done]
-        starts = blocks.payload_starts
-        source = self.describe(slots, starts, starts + blocks.block_sizes, part=part)
-        return self._copy_engine.begin(source, blocks)
+            starts, stops = starts[done], stops[done]
+        source = self.describe(slots, starts, stops, part=part)
+        return outcomes, self._copy_engine.begin(source, blocks)
 
     def verify(self, slot: int, key: BlockKey) -> Outcome:
         """Check that every part of a slot holds all of `key`'s bytes up to its end, unchanged.
@@ -348,7 +322,6 @@ class HostPool:
 
     def close(self) -> None:
         """Release the memory; the last process frees it. May be called again."""
-        self._verifier.shutdown()
         self._tags = np.empty((0, 0), TAG)
         self._data = np.empty((0, 0, 0), np.uint8)
         self._copy_engine.close()  # first: it may have pinned the memory
@@ -374,12 +347,6 @@ class HostPool:
             owners=(self,),
         )
 
-    def _require_fit(self, stops: NDArray[np.int64]) -> None:
-        longest = int(stops.max())
-        if longest > self.shape.part_size_bytes:
-            limit = f"at most {self.shape.part_size_bytes}, the size of a slot"
-            raise InvalidArgumentError("bytes of a block", longest, limit)
-
     def _verify_part(
         self,
         slot: int,
@@ -389,7 +356,7 @@ class HostPool:
         checksum: bool,
         span: tuple[int, int] = (INT64_MAX, 0),
     ) -> Outcome:
-        """Check a part: that it holds a span of `key`'s bytes, and all that it holds unchanged."""
+        """Check that a part holds a span of `key`'s bytes, and holds its bytes unchanged."""
         held, start, stop, expected = self._tags[slot, part].tolist()
         if held != _key_digest(key) or span[0] < start or stop < span[1]:
             return MISSING
