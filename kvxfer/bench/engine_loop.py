@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
 )
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import JobId
@@ -34,23 +36,29 @@ def run(*, quick: bool) -> list[Row]:
     """Measure polled loads from and stores to host memory, from submission to end.
 
     The calling thread polls without a pause, as the loop of an engine does. Baseline: one copy of
-    the same bytes, in one piece, on the same thread.
+    the same bytes, in one piece, on the same thread; to and from a GPU, where there is one, by
+    `cudaMemcpyAsync` and a wait for it.
 
     Raises:
         RuntimeError: A block was not moved.
     """
     counts = NUM_BLOCKS[:2] if quick else NUM_BLOCKS
     rounds = 10 if quick else 40
-    return [
-        *_measure(SMALL, counts, rounds),
-        *_measure(LARGE, sorted({*counts, HIT[0]}), rounds),
-    ]
+    gpus = [torch.device("cuda", 0)] if torch.cuda.is_available() else []
+    rows = []
+    for device in [HOST, *gpus]:
+        rows += _measure(SMALL, counts, rounds, device)
+        rows += _measure(LARGE, sorted({*counts, HIT[0]}), rounds, device)
+    return rows
 
 
-def _measure(block_bytes: int, counts: Sequence[int], rounds: int) -> list[Row]:
-    memory, source, target = (
-        torch.ones((counts[-1], block_bytes), dtype=torch.int8) for _ in range(3)
-    )
+def _measure(
+    block_bytes: int, counts: Sequence[int], rounds: int, device: torch.device
+) -> list[Row]:
+    on_gpu = device != HOST
+    shape = counts[-1], block_bytes
+    memory, target = (torch.ones(shape, dtype=torch.int8, device=device) for _ in range(2))
+    source = torch.ones(shape, dtype=torch.int8, pin_memory=on_gpu)
     caches = CanonicalKVCaches(
         tensors=[CanonicalKVCacheTensor(memory, block_bytes)],
         group_data_refs=[[CanonicalKVCacheRef(0, block_bytes)]],
@@ -60,17 +68,25 @@ def _measure(block_bytes: int, counts: Sequence[int], rounds: int) -> list[Row]:
     with contextlib.closing(connect(url, caches, namespace=Namespace(model="bench"))) as engine:
         loop = _Loop(engine)
         for count in counts:
-            copied = np.frombuffer(target[:count].numpy(), np.uint8)
-            copying = np.frombuffer(source[:count].numpy(), np.uint8)
-            moves = ("load", loop.loading(count)), ("store", loop.storing(count, rounds + 1))
-            for name, move in moves:
-                ours, theirs = time_in_turn(
-                    [move, lambda to=copied, of=copying: np.copyto(to, of)],  # type: ignore[misc]
-                    rounds=rounds,
-                )
+            sides = source[:count], target[:count]
+            moves = (
+                ("load", loop.loading(count), partial(_copy, *sides)),
+                ("store", loop.storing(count, rounds + 1), partial(_copy, *reversed(sides))),
+            )
+            for name, move, copy in moves:
+                ours, theirs = time_in_turn([move, copy], rounds=rounds)
                 case = f"{name} {count} x {block_bytes // KIB} KiB, polled,"
+                case += f" {device}," if on_gpu else ""
                 rows += _rows(case, ours, theirs, is_hit=(count, block_bytes) == HIT)
     return rows
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.is_cuda or target.is_cuda:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+    else:
+        np.copyto(target.numpy(), source.numpy())
 
 
 def _rows(case: str, ours: Sequence[float], copy: Sequence[float], *, is_hit: bool) -> list[Row]:
