@@ -117,6 +117,10 @@ class Settle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Step the engine until the connector stores nothing more."""
 
 
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Ask for the time of each engine step of the last `Generate`."""
+
+
 class EngineDiedError(KVXferError, RuntimeError):
     """The engine's process failed, ended or does not answer.
 
@@ -217,6 +221,10 @@ class EngineProcess:
     def settle(self) -> None:
         """Step the engine until the connector stores nothing more."""
         self._ask(Settle(), type(None))
+
+    def step_times(self) -> list[float]:
+        """Return the seconds of each engine step of the last `generate`."""
+        return self._ask(StepTimes(), list[float])
 
     def metrics(self) -> dict[str, float]:
         """Ask vLLM for its metrics, summed over labels; of a histogram, its count."""

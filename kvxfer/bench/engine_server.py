@@ -16,11 +16,14 @@ from kvxfer.bench.engine import (
     Metrics,
     Reset,
     Settle,
+    StepTimes,
     frame,
     read_frame,
 )
 
 SETTLE_ROUNDS = 50
+
+Command = Generate | Reset | Metrics | Settle | StepTimes
 
 
 class _Engine:
@@ -46,8 +49,9 @@ class _Engine:
             and transfer | {"kv_connector_extra_config": config.connector},
         )
         self._num_requests = 0
+        self._step_times: list[float] = []
 
-    def answer(self, command: Generate | Reset | Metrics | Settle) -> Any:
+    def answer(self, command: Command) -> Any:
         match command:
             case Generate():
                 return self._generate(command)
@@ -57,6 +61,8 @@ class _Engine:
                 return self._metrics()
             case Settle():
                 return self._settle()
+            case StepTimes():
+                return self._step_times
 
     def shut_down(self) -> None:
         self._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
@@ -82,8 +88,9 @@ class _Engine:
         for name, prompt in zip(names, command.prompts, strict=True):
             start_s[name] = time.perf_counter()
             engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        num_steps = 0
+        self._step_times = []
         while True:
+            num_steps = len(self._step_times)
             for index, after in command.abort_after_steps.items():
                 if num_steps == after:
                     engine.abort_request([names[index]])
@@ -92,12 +99,14 @@ class _Engine:
                 self._llm.reset_prefix_cache(reset_connector=True)
             if not engine.has_unfinished_requests():
                 break
-            for output in engine.step():
+            began_s = time.perf_counter()
+            stepped = engine.step()
+            ended_s = time.perf_counter()
+            for output in stepped:
                 outputs[output.request_id] = output
                 if output.outputs[0].token_ids:
-                    since = time.perf_counter() - start_s[output.request_id]
-                    token_s[output.request_id].append(since)
-            num_steps += 1
+                    token_s[output.request_id].append(ended_s - start_s[output.request_id])
+            self._step_times.append(ended_s - began_s)
         return [
             _generation(outputs.get(name), token_s=token_s[name], aborted=name in aborted)
             for name in names
@@ -139,7 +148,7 @@ def _serve(connection: socket.socket) -> None:
         engine = _Engine(msgspec.msgpack.decode(read_frame(stream) or b"", type=EngineConfig))
         connection.sendall(frame(None))
         while (message := read_frame(stream)) is not None:
-            command = msgspec.msgpack.decode(message, type=Generate | Reset | Metrics | Settle)
+            command = msgspec.msgpack.decode(message, type=Command)
             connection.sendall(frame(engine.answer(command)))
         engine.shut_down()
 
