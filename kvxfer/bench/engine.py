@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Any, Self, TypeVar
@@ -22,7 +21,6 @@ from kvxfer.errors import KVXferError
 T = TypeVar("T")
 
 LOG_TAIL_LINES = 40
-SETTLE_ROUNDS = 50
 SHUTDOWN_TIMEOUT_S = 35
 LAST_WORDS_TIMEOUT_S = 5
 FRAME_LENGTH_BYTES = 8
@@ -119,6 +117,10 @@ class Settle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Step the engine until the connector stores nothing more."""
 
 
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Ask for the time of each engine step of the last `Generate`."""
+
+
 class EngineDiedError(KVXferError, RuntimeError):
     """The engine's process failed, ended or does not answer.
 
@@ -156,7 +158,7 @@ class EngineProcess:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-m", "kvxfer.bench.engine", str(theirs.fileno())],
+                [sys.executable, "-m", "kvxfer.bench.engine_server", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -220,6 +222,10 @@ class EngineProcess:
         """Step the engine until the connector stores nothing more."""
         self._ask(Settle(), type(None))
 
+    def step_times(self) -> list[float]:
+        """Return the seconds of each engine step of the last `generate`."""
+        return self._ask(StepTimes(), list[float])
+
     def metrics(self) -> dict[str, float]:
         """Ask vLLM for its metrics, summed over labels; of a histogram, its count."""
         return self._ask(Metrics(), dict[str, float])
@@ -246,8 +252,8 @@ class EngineProcess:
     def _ask(self, command: Any, answer: type[T], timeout_s: float | None = None) -> T:
         self._socket.settimeout(timeout_s or self._config.timeout_s)
         try:
-            self._socket.sendall(_frame(command))
-            message = _read_frame(self._reader)
+            self._socket.sendall(frame(command))
+            message = read_frame(self._reader)
         except TimeoutError as exc:
             raise EngineDiedError("the engine does not answer", self._tail()) from exc
         except OSError as exc:
@@ -263,138 +269,14 @@ class EngineProcess:
         return "\n".join(self.log().splitlines()[-LOG_TAIL_LINES:])
 
 
-class _Engine:
-    """The side that runs in the engine's process."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        from vllm import LLM
-
-        transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-        self._llm = LLM(
-            config.model,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            enable_prefix_caching=True,
-            disable_log_stats=False,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            max_num_batched_tokens=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            kv_cache_memory_bytes=config.kv_cache_memory_bytes,
-            tensor_parallel_size=config.tensor_parallel_size,
-            kv_transfer_config=config.connector
-            and transfer | {"kv_connector_extra_config": config.connector},
-        )
-        self._num_requests = 0
-
-    def answer(self, command: Generate | Reset | Metrics | Settle) -> Any:
-        match command:
-            case Generate():
-                return self._generate(command)
-            case Reset():
-                return self._llm.reset_prefix_cache(reset_connector=command.connector)
-            case Metrics():
-                return self._metrics()
-            case Settle():
-                return self._settle()
-
-    def shut_down(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
-
-    def _generate(self, command: Generate) -> list[Generation]:
-        from vllm import SamplingParams
-
-        engine = self._llm.llm_engine
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=command.max_tokens,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            skip_reading_prefix_cache=not command.read_cache,
-        )
-        names = [str(self._num_requests + index) for index in range(len(command.prompts))]
-        self._num_requests += len(names)
-        outputs: dict[str, Any] = {}
-        start_s: dict[str, float] = {}
-        token_s: dict[str, list[float]] = {name: [] for name in names}
-        aborted: set[str] = set()
-        for name, prompt in zip(names, command.prompts, strict=True):
-            start_s[name] = time.perf_counter()
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        num_steps = 0
-        while True:
-            for index, after in command.abort_after_steps.items():
-                if num_steps == after:
-                    engine.abort_request([names[index]])
-                    aborted.add(names[index])
-            if num_steps in command.reset_after_steps:
-                self._llm.reset_prefix_cache(reset_connector=True)
-            if not engine.has_unfinished_requests():
-                break
-            for output in engine.step():
-                outputs[output.request_id] = output
-                if output.outputs[0].token_ids:
-                    since = time.perf_counter() - start_s[output.request_id]
-                    token_s[output.request_id].append(since)
-            num_steps += 1
-        return [
-            _generation(outputs.get(name), token_s=token_s[name], aborted=name in aborted)
-            for name in names
-        ]
-
-    def _metrics(self) -> dict[str, float]:
-        values: dict[str, float] = {}
-        for metric in self._llm.get_metrics():
-            value = metric.value if hasattr(metric, "value") else getattr(metric, "count", 0)
-            values[metric.name] = values.get(metric.name, 0) + value
-        return values
-
-    def _settle(self) -> None:
-        before = None
-        for _ in range(SETTLE_ROUNDS):
-            self._generate(Generate(prompts=[[5, 6, 7]], max_tokens=3, read_cache=False))
-            stored = self._metrics().get("vllm:kv_offload_store_bytes", 0)
-            if stored == before:
-                return
-            before = stored
-
-
-def _generation(output: Any, *, token_s: Sequence[float], aborted: bool) -> Generation:
-    completion = output.outputs[0] if output else None
-    token_ids = list(completion.token_ids) if completion else []
-    logprobs = (completion.logprobs if completion else None) or []
-    return Generation(
-        token_ids=token_ids,
-        logprobs=[steps[token].logprob for token, steps in zip(token_ids, logprobs, strict=False)],
-        cached_tokens=(output.num_cached_tokens or 0) if output else 0,
-        first_token_s=token_s[0] if token_s else 0.0,
-        last_token_s=token_s[-1] if token_s else 0.0,
-        aborted=aborted,
-    )
-
-
-def _frame(message: Any) -> bytes:
-    """A message with its length in front; JSON cannot say the NaN that a broken cache may give."""
+def frame(message: Any) -> bytes:
+    """Encode a message, its length in front; JSON cannot say the NaN a broken cache may give."""
     encoded = msgspec.msgpack.encode(message)
     return len(encoded).to_bytes(FRAME_LENGTH_BYTES, "big") + encoded
 
 
-def _read_frame(stream: IO[bytes]) -> bytes | None:
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """Read an encoded message; None at the end."""
     num_bytes = int.from_bytes(stream.read(FRAME_LENGTH_BYTES), "big")
     message = stream.read(num_bytes)
     return message if num_bytes and len(message) == num_bytes else None
-
-
-def _serve(connection: socket.socket) -> None:
-    with connection, connection.makefile("rb") as stream:
-        engine = _Engine(msgspec.msgpack.decode(_read_frame(stream) or b"", type=EngineConfig))
-        connection.sendall(_frame(None))
-        while (message := _read_frame(stream)) is not None:
-            command = msgspec.msgpack.decode(message, type=Generate | Reset | Metrics | Settle)
-            connection.sendall(_frame(engine.answer(command)))
-        engine.shut_down()
-
-
-if __name__ == "__main__":
-    _serve(socket.socket(fileno=int(sys.argv[1])))

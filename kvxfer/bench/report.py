@@ -49,15 +49,16 @@ def compare(
     unit: str,
     goal: str = "",
     scale: float = 1.0,
+    of_time: bool = False,
 ) -> Row:
     """Make a row of paired rounds; `scale` converts seconds to the unit.
 
-    For a goal `>=` the ratio is one of speed: the baseline's time over ours. For a goal `<=` it is
-    one of time: ours over the baseline's.
+    For a goal `>=`, or without one, the ratio is one of speed: the baseline's time over ours. For
+    a goal `<=`, or `of_time`, it is one of time: ours over the baseline's.
     """
     pairs = list(zip(ours, baseline, strict=True))
-    faster = not goal.startswith("<=")
-    ratios = sorted(theirs / mine if faster else mine / theirs for mine, theirs in pairs)
+    of_time = of_time or goal.startswith("<=")
+    ratios = sorted(mine / theirs if of_time else theirs / mine for mine, theirs in pairs)
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return Row(
         case=case,

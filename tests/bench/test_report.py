@@ -43,6 +43,10 @@ def test_half_the_time_is_twice_the_speed_or_half_the_time(goal: str, ratio: flo
     assert compare("a", [1.0, 2.0, 3.0], [2.0, 4.0, 6.0], unit="s", goal=goal).ratio == ratio
 
 
+def test_a_ratio_without_a_goal_can_be_one_of_time() -> None:
+    assert compare("a", [1.0, 2.0], [2.0, 4.0], unit="s", of_time=True).ratio == 0.5
+
+
 def test_the_ratio_is_the_median_of_rounds_and_not_a_ratio_of_medians() -> None:
     result = compare("a", [1.0, 2.0, 10.0], [3.0, 2.0, 20.0], unit="s", goal=">= 1.0")
     assert result.ratio == 2.0
