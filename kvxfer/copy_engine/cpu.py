@@ -4,8 +4,8 @@ import ctypes
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from mmap import PAGESIZE
@@ -22,6 +22,7 @@ from kvxfer.copy_engine.cpu_methods import (
 )
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.rows import SMALLEST_SHARE_BYTES, Bounce, Pieces, RowCopy, plan_rows
+from kvxfer.copy_engine.shared_tasks import SharedTasks, Task
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs, pair_fragments, require_same_blocks
@@ -40,10 +41,11 @@ _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
+SHARES_PER_THREAD = 4
+"""Shares of a copy for each thread: the one that comes late takes fewer."""
+
 MEASURED = CPUMethods()
 """Measurements of this process."""
-Task = Callable[[], None]
-"""Part of a copy, which one thread copies."""
 
 
 class CPUCopyEngine(CopyEngine):
@@ -69,6 +71,7 @@ class CPUCopyEngine(CopyEngine):
         self, *, num_threads: int | None = None, methods: CPUMethods | None = None
     ) -> None:
         self.num_threads = num_threads or min(8, len(os.sched_getaffinity(0)))
+        self._num_shares = self.num_threads * SHARES_PER_THREAD if self.num_threads > 1 else 1
         self._methods = methods or MEASURED
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="kvxfer-copy")
 
@@ -83,7 +86,7 @@ class CPUCopyEngine(CopyEngine):
             return
         if _are_small(source, destination):
             require_same_blocks(source, destination)
-            shares = _share_blocks(source, destination, self.num_threads)
+            shares = _share_blocks(source, destination, self._num_shares)
             self._run([partial(_copy_small, *share) for share in shares])
             return
         pairs = _in_order(pair_fragments(source, destination))
@@ -130,11 +133,11 @@ class CPUCopyEngine(CopyEngine):
         """Share pairs from `start` to `stop` between threads: as rows, or one call for each."""
         part = pairs.take(slice(start, stop))
         if not rows:
-            shares = _share_pairs(part, self.num_threads)
+            shares = _share_pairs(part, self._num_shares)
             return [partial(_copy_each, *_sides(share)) for share in shares]
         first = int(pairs.lengths[:start].sum()) // rows.row_bytes
         count = part.num_bytes // rows.row_bytes
-        num_shares = _num_shares(count * rows.row_bytes, self.num_threads)
+        num_shares = _num_shares(count * rows.row_bytes, self._num_shares)
         num_shares = max(1, min(num_shares, count // rows.share_rows))
         bounds = [first + count * nth // num_shares for nth in range(num_shares + 1)]
         return [partial(rows.run, *each) for each in pairwise(bounds)]
@@ -160,13 +163,7 @@ class CPUCopyEngine(CopyEngine):
         return Clocks(seconds / num_bytes, sum(times) / num_bytes)
 
     def _run(self, tasks: Sequence[Task]) -> None:
-        moves = [self._pool.submit(task) for task in tasks[1:]]
-        try:
-            tasks[0]()
-        finally:
-            wait(moves)
-        for move in moves:
-            move.result()
+        SharedTasks(tasks).run(self._pool, self.num_threads - 1)
 
 
 def _in_order(pairs: FragmentPairs) -> FragmentPairs:

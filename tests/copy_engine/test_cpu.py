@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
-from kvxfer.copy_engine.cpu import CPUCopyEngine, Task
+from kvxfer.copy_engine.cpu import SHARES_PER_THREAD, CPUCopyEngine
 from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethod, CPUMethods, Pattern
 from kvxfer.copy_engine.rows import (
     CHUNK_BYTES,
@@ -30,6 +30,7 @@ from kvxfer.copy_engine.rows import (
     Scatter,
     plan_rows,
 )
+from kvxfer.copy_engine.shared_tasks import Task
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
@@ -189,8 +190,9 @@ def test_the_method_follows_from_the_size_of_the_fragments_and_from_what_is_in_o
     monkeypatch.setattr(engine, "_run", noting_run)
     copy.check(lambda: engine.copy(*copy.describe()))
     engine.close()
-    assert len(shares) == NUM_THREADS
-    assert [method_of(share) for share in shares] == [rows] * NUM_THREADS
+    # Of some numpy keeps the interpreter lock if they are shorter, so there are fewer.
+    assert 2 * NUM_THREADS <= len(shares) <= NUM_THREADS * SHARES_PER_THREAD
+    assert {method_of(share) for share in shares} == {rows}
 
 
 def method_of(share: object) -> type[RowCopy] | None:
@@ -337,7 +339,8 @@ def test_one_large_fragment_is_split_over_threads(monkeypatch: pytest.MonkeyPatc
     engine = CPUCopyEngine(num_threads=NUM_THREADS)
     copy.check(lambda: engine.copy(*copy.describe()))
     engine.close()
-    assert shares == [4 * MIB, 4 * MIB]
+    assert shares == [8 * MIB // (NUM_THREADS * SHARES_PER_THREAD)] * len(shares)
+    assert sum(shares) == 8 * MIB
 
 
 @pytest.mark.parametrize("failing", ["caller", "thread"])
@@ -345,10 +348,12 @@ def test_a_copy_that_fails_raises_only_when_no_thread_is_copying_any_more(
     monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     has_raised = threading.Event()
+    both_are_here = threading.Barrier(NUM_THREADS, timeout=10)
     raised_too_early: list[bool] = []
     caller = threading.get_ident()
 
     def method(source: Pieces, destination: Pieces) -> None:
+        both_are_here.wait()
         if (threading.get_ident() == caller) == (failing == "caller"):
             raise MemoryError
         raised_too_early.append(has_raised.wait(0.2))
