@@ -19,7 +19,7 @@ LOAD_BYTES = 256 << 20
 """Most bytes that the submitting thread loads itself: it waits for a load anyway."""
 SLICE_BYTES = 2 << 20
 """Bytes of a store that the engine's thread moves at a time: about 0.3 ms."""
-SHARE = 0.01
+SHARE = 0.05
 """Share of the time between two looks that may go into stores, beyond one slice."""
 
 

@@ -232,7 +232,7 @@ class TransferEngine:
         """Return the jobs that ended since the last call, each exactly once; never waits.
 
         Stores within host memory go on here, a slice of 0.3 ms at each call, or longer after a
-        long pause: 1 % of it.
+        long pause: 5 % of it.
         """
         self._guard.require_same_process()
         return self._submissions.take_finished()

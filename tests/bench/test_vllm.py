@@ -143,7 +143,11 @@ def test_every_engine_computes_in_the_same_data_type(engines: type[PretendedEngi
 
 @pytest.mark.parametrize(
     ("flags", "dtype"),
-    [("flags: avx512f amx_bf16 amx_tile", "bfloat16"), ("flags: avx512f avx512_bf16", "float32")],
+    [
+        ("flags: avx512f amx_bf16 amx_tile", "bfloat16"),
+        ("flags: avx512f avx512_bf16", "bfloat16"),
+        ("flags: avx512f", "float32"),
+    ],
 )
 def test_without_amx_a_processor_computes_in_float32(
     monkeypatch: pytest.MonkeyPatch, flags: str, dtype: str
