@@ -1,175 +1,44 @@
 """Two tiers under vLLM's scheduler: blocks come back, and a bad lower tier does no harm."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.host import HostPool, PoolShape
-from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.storage.backend import Backend
-from kvxfer.storage.eviction import LRU
-from kvxfer.storage.index import BlockIndex
-from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
-from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import FaultRates
 from kvxfer.testing.faulty_backend import Operation
-from kvxfer.testing.payloads import make_payload, write_payloads
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload import base
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, metrics, tiered_manager
-from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
-from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
-
-NUM_SLOTS = 4
-PART_BYTES = 4096
-NUM_PARTS = 2
-MEMORY = BlockMemory([[PART_BYTES], [PART_BYTES]], num_blocks=4)
-HIT, MISS = LookupResult.HIT, LookupResult.MISS
-PENDING, RETRY = LookupResult.HIT_PENDING, LookupResult.RETRY
-LIMIT_S = 10.0
-
-
-def make_namespace() -> Namespace:
-    group = GroupIdentity(page_sizes_bytes=(NUM_PARTS * PART_BYTES,))
-    return Namespace(model="model", groups=(group, group))
-
-
-class KeepingBackend(DictBackend):
-    """Backend that keeps its blocks when it is closed, as a disk does, and can be opened again."""
-
-    def __init__(self) -> None:
-        super().__init__(DictConfig(), make_namespace())
-
-    async def aclose(self) -> None:
-        pass
-
-    async def purge(self) -> None:
-        self._blocks.clear()
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._blocks
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-
-@dataclass
-class Scheduler:
-    """Manager of two tiers with a fresh host pool, driven as by vLLM."""
-
-    manager: TieredOffloadingManager
-    pool: HostPool
-    index: BlockIndex
-
-    def step(self, *new_req_ids: str) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext(list(new_req_ids), ()))
-
-    def store(self, keys: Sequence[BlockKey], *, version: int = 0) -> list[BlockKey]:
-        context = ReqContext("storing")
-        output = self.manager.prepare_store(keys, context)
-        if output is None:
-            return []
-        for key, slot in zip(output.keys_to_store, output.store_spec.slots, strict=True):
-            for part in range(NUM_PARTS):
-                blocks = MEMORY.describe(0, [1])
-                write_payloads(blocks, [payload_of(key, part, version)])
-                self.pool.write([slot], [key], blocks, part=part)
-        self.manager.complete_store(set(output.keys_to_store), context)
-        accepted: list[BlockKey] = output.keys_to_store
-        return accepted
-
-    def lookup(self, keys: Sequence[BlockKey], req_id: str = "request") -> list[LookupResult]:
-        """Look up as a scheduler does in one step: up to the first miss."""
-        results = []
-        for key in keys:
-            results.append(self.manager.lookup(key, ReqContext(req_id)))
-            if results[-1] is MISS:
-                break
-        return results
-
-    def resolve(self, keys: Sequence[BlockKey], req_id: str = "request") -> list[LookupResult]:
-        """Step until the lookup of a request is answered."""
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            results = self.lookup(keys, req_id)
-            if not {PENDING, RETRY} & set(results):
-                return results
-            assert time.monotonic() < deadline, results
-            self.step()
-
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while not condition():
-            self.step()
-            assert time.monotonic() < deadline
-
-    def settle(self) -> None:
-        """Step until every chunk is in the lower tier, and may be evicted."""
-        self.until(lambda: self.index.num_evictable == len(self.index))
-
-    def forget(self) -> None:
-        """Evict everything from host memory, without telling the tier below."""
-        self.settle()
-        assert len(self.index.remove(self.index.keys())) > 0
-
-    def bytes_of(self, key: BlockKey) -> list[bytes]:
-        rows = self.pool.slot_bytes(self.index.slot_of(key))
-        return [row.tobytes() for row in rows]
-
-    def counts(self) -> dict[str, float]:
-        stats = self.manager.get_stats()
-        assert stats is not None
-        counts: dict[str, float] = stats.reduce()
-        return counts
-
-
-Start = Callable[..., Scheduler]
+from tests.integrations.two_tiers import (
+    HIT,
+    LIMIT_S,
+    MISS,
+    NUM_SLOTS,
+    PENDING,
+    RETRY,
+    KeepingBackend,
+    Start,
+    broken,
+    keys_of,
+    make_namespace,
+    payloads_of,
+    schedulers,
+)
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start a scheduler over a backend; its engine ends with the test."""
-    started: list[tuple[Scheduler, Backend]] = []
-
-    def start(backend: Backend, *, num_slots: int = NUM_SLOTS, **timeouts: float) -> Scheduler:
-        shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
-        pool = HostPool(shape, make_namespace(), CPUCopyEngine(num_threads=1))
-        index = BlockIndex(num_slots, LRU(num_slots))
-        tier = LowerTier(pool.rows, 2, backend, timeouts=Timeouts(**{"reset": 0.1, **timeouts}))
-        manager = TieredOffloadingManager(pool, index, tier, emit_events=True)
-        started.append((Scheduler(manager, pool, index), backend))
-        return started[-1][0]
-
-    yield start
-    for scheduler, backend in started:
-        if isinstance(backend, FaultyBackend):
-            backend.release()
-        scheduler.manager.shutdown()
-
-
-def keys_of(count: int, *, first: int = 0, group: int = 0) -> list[BlockKey]:
-    return [make_block_key(f"hash-{first + n:04}".encode(), group) for n in range(count)]
-
-
-def payload_of(key: BlockKey, part: int, version: int = 0) -> bytes:
-    return make_payload(key, PART_BYTES, version=10 * version + part)
-
-
-def payloads_of(key: BlockKey, version: int = 0) -> list[bytes]:
-    return [payload_of(key, part, version) for part in range(NUM_PARTS)]
-
-
-def broken(operation: Operation, **rates: float) -> FaultyBackend:
-    faults = FaultRates(operations=frozenset({operation}), **rates)
-    return FaultyBackend(KeepingBackend(), seed=1, rates=faults)
+    with schedulers() as start:
+        yield start
 
 
 def test_what_was_stored_is_a_hit_after_a_restart_with_the_same_bytes(start: Start) -> None:

@@ -36,9 +36,24 @@ class Answers:
         self._keys_of.setdefault(req_id, set()).add(key)
         return answer.found
 
+    def is_found(self, key: BlockKey) -> bool:
+        """Whether the lower tier is known to have a key."""
+        answer = self._answers.get(key)
+        return answer is not None and bool(answer.found)
+
+    def waiting_for(self, key: BlockKey) -> set[str]:
+        """Requests that wait for a key."""
+        answer = self._answers.get(key)
+        return set() if answer is None else set(answer.req_ids)
+
+    @property
+    def unasked(self) -> list[BlockKey]:
+        """Keys to be looked up, in the order in which they were wanted."""
+        return list(self._unasked)
+
     def take_unasked(self) -> list[BlockKey]:
         """Return the keys to be looked up now, in the order in which they were wanted."""
-        keys = list(self._unasked)
+        keys = self.unasked
         self._unasked.clear()
         return keys
 

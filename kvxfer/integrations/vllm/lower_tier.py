@@ -4,8 +4,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvxfer.integrations.vllm.answers import Answers
 from kvxfer.integrations.vllm.moved import Moved
+from kvxfer.integrations.vllm.row_lookup import RowJob, RowLookup
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -29,6 +30,9 @@ from kvxfer.transfer.job import Direction, JobId
 PAUSE_S = 5.0
 """Pause in the lookups of a backend that missed a deadline, since requests wait for lookups."""
 SALT_BYTES = 16
+JOB_BYTES = 16 << 20
+"""Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
+still read, and the threads of a backend get about equal shares."""
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +54,6 @@ class Timeouts:
     store: float = 60.0
     reset: float = 5.0
     close: float = 30.0
-
-
-@dataclass(slots=True)
-class _Job:
-    direction: Direction
-    keys: list[BlockKey]
-    rows: list[int]
-    void: bool = False
-
-
-@dataclass(slots=True)
-class _Lookup:
-    keys: list[BlockKey]
-    answer: Future[list[bool]]
-    deadline: float
 
 
 class LowerTier:
@@ -113,9 +102,11 @@ class LowerTier:
             raise
         self._num_groups = num_groups
         self._answers = Answers()
-        self._lookups: list[_Lookup] = []
-        self._jobs: dict[JobId, _Job] = {}
+        self._lookups: list[RowLookup] = []
+        self._jobs: dict[JobId, RowJob] = {}
         self._late: list[Moved] = []
+        self._missing: list[BlockKey] = []
+        self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
         self._paused_until = 0.0
 
@@ -124,7 +115,7 @@ class LowerTier:
 
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
-        if time.monotonic() < self._paused_until:
+        if time.monotonic() < self._paused_until and not self._answers.is_found(key):
             return False
         return self._answers.get(key, req_id)
 
@@ -133,14 +124,37 @@ class LowerTier:
         """Whether a lookup of the backend has not ended yet."""
         return bool(self._lookups)
 
-    def flush(self) -> None:
-        """Start one lookup in the backend of all keys that were wanted since the last call."""
+    @property
+    def num_unknown(self) -> int:
+        """Rows that were given to `flush` and whose keys are still being looked up."""
+        return sum(len(lookup.rows) for lookup in self._lookups)
+
+    @property
+    def wanted(self) -> list[BlockKey]:
+        """Keys that the next `flush` looks up, in the order in which they were wanted."""
+        return self._answers.unasked
+
+    def waiting_for(self, key: BlockKey) -> set[str]:
+        """Requests that looked up a key and were not released."""
+        return self._answers.waiting_for(key)
+
+    def flush(self, rows: Mapping[BlockKey, int] | None = None) -> None:
+        """Start one lookup in the backend of all keys that were wanted since the last call.
+
+        Args:
+            rows: Rows to load some of these keys to, if they are found, and keys of which that is
+                known. They belong to the tier until `poll` reports them; those whose keys the
+                backend does not have, until `take_missing` does.
+        """
         keys = self._answers.take_unasked()
-        if not keys:
-            return
-        call = self._engine.backend.lookup([self._name(key) for key in keys])
-        deadline = time.monotonic() + self._timeouts.lookup
-        self._lookups.append(_Lookup(keys, self._engine.submit_call(call), deadline))
+        known = dict(rows or {})
+        unknown = {key: known.pop(key) for key in keys if key in known}
+        self._load(known, self._jobs)
+        if keys:
+            lookup = RowLookup(keys, unknown, time.monotonic() + self._timeouts.lookup)
+            names = [self._name(key) for key in keys]
+            lookup.call = self._engine.submit_call(self._look_up(lookup, names))
+            self._lookups.append(lookup)
 
     def deny(self, keys: Sequence[BlockKey]) -> None:
         """Turn these keys into misses for the requests that looked them up."""
@@ -153,11 +167,16 @@ class LowerTier:
     def submit_store(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
         """Begin to store rows, which must not change until `poll` reports them."""
         self._answers.forget(keys)
-        return self._submit(Direction.STORE, keys, rows)
+        return self._submit(Direction.STORE, keys, rows, self._jobs)
 
     def submit_load(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
         """Begin to load rows, which belong to the tier until `poll` reports them."""
-        return self._submit(Direction.LOAD, keys, rows)
+        return self._submit(Direction.LOAD, keys, rows, self._jobs)
+
+    def take_missing(self) -> list[BlockKey]:
+        """Return the keys that were not found, and whose rows nothing has touched; after `poll`."""
+        missing, self._missing = self._missing, []
+        return missing
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Begin to delete keys."""
@@ -173,9 +192,10 @@ class LowerTier:
 
     def poll(self) -> list[Moved]:
         """Record lookup results; return the rows that were moved since the last call."""
+        ended = self._engine.get_finished()  # first: loads of a lookup end after its answer
         self._take_answers()
         moved: list[Moved] = []
-        for finished in self._engine.get_finished():
+        for finished in ended:
             job = self._jobs.pop(finished.job_id)
             for key, row, outcome in zip(job.keys, job.rows, finished.outcomes, strict=True):
                 each = Moved(finished.job_id, job.direction, key, row, outcome, void=job.void)
@@ -215,13 +235,12 @@ class LowerTier:
         Returns:
             Rows whose memory is still in use; `poll` reports them later, as void.
         """
+        self._end_lookups()
         for job_id, job in self._jobs.items():
             job.void = True
             self._engine.cancel(job_id)
         self._late = [replace(each, void=True) for each in self._late]
-        for lookup in self._lookups:
-            lookup.answer.cancel()
-        self._lookups.clear()
+        self._missing.clear()
         self._answers.clear()
         self._salt = secrets.token_bytes(SALT_BYTES)
         self.drain(timeout_s=self._timeouts.reset)
@@ -238,6 +257,7 @@ class LowerTier:
             Whether that was done in time. If not, the backend may still touch rows.
         """
         deadline = time.monotonic() + self._timeouts.close
+        self._end_lookups()
         stores = []
         for job_id, job in self._jobs.items():
             if job.direction is Direction.STORE:
@@ -258,9 +278,42 @@ class LowerTier:
         except Exception:
             logger.exception("the lower tier cannot be closed")
 
-    def _submit(self, direction: Direction, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
+    async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:
+        """Look up keys and begin to load those that are found, on the engine's event loop."""
+        found = [False] * len(names)
+        try:
+            answer = await self._engine.backend.lookup(names)
+            found = [*answer] if len(answer) == len(names) else found
+        except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
+            logger.warning("a lookup of %d keys failed: %r", len(names), exc)
+        if not lookup.answer.set_running_or_notify_cancel():
+            return
+        there = {key for key, is_there in zip(lookup.keys, found, strict=True) if is_there}
+        try:
+            rows = {key: row for key, row in lookup.rows.items() if key in there}
+            self._load(rows, lookup.jobs)
+        except Exception:
+            logger.exception("%d keys that were found cannot be loaded", len(there))
+            found = [False] * len(names)
+        lookup.answer.set_result(found)
+
+    def _load(self, rows: Mapping[BlockKey, int], jobs: dict[JobId, RowJob]) -> None:
+        """Begin to load rows, in jobs of about `JOB_BYTES`."""
+        keys = list(rows)
+        for start in range(0, len(keys), self._rows_per_job):
+            some = keys[start : start + self._rows_per_job]
+            self._submit(Direction.LOAD, some, [rows[key] for key in some], jobs)
+
+    def _submit(
+        self,
+        direction: Direction,
+        keys: Sequence[BlockKey],
+        rows: Sequence[int],
+        jobs: dict[JobId, RowJob],
+    ) -> JobId:
+        """Begin a job and add it to `jobs`."""
         order = sorted(range(len(keys)), key=lambda index: group_of(keys[index]))
-        job = _Job(direction, [keys[index] for index in order], [rows[index] for index in order])
+        job = RowJob(direction, [keys[index] for index in order], [rows[index] for index in order])
         of_groups: list[list[int]] = [[] for _ in range(self._num_groups)]
         for key, row in zip(job.keys, job.rows, strict=True):
             of_groups[group_of(key)].append(row)
@@ -269,7 +322,7 @@ class LowerTier:
             job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.load)
         else:
             job_id = self._engine.submit_store(names, of_groups)
-        self._jobs[job_id] = job
+        jobs[job_id] = job
         return job_id
 
     def _name(self, key: BlockKey) -> BlockKey:
@@ -277,32 +330,37 @@ class LowerTier:
         return BlockKey(self._salt + key)
 
     def _take_answers(self) -> None:
+        """End the lookups that were answered, and those that are late: all of their keys miss."""
+        now = time.monotonic()
         waiting = []
         for lookup in self._lookups:
             if lookup.answer.done():
-                self._answers.tell(lookup.keys, _found(lookup))
-            elif time.monotonic() > lookup.deadline:
-                lookup.answer.cancel()
-                self._answers.tell(lookup.keys, [False] * len(lookup.keys))
+                self._end_lookup(lookup)
+            elif now > lookup.deadline and lookup.give_up():
+                self._end_lookup(lookup)
                 self._pause("a lookup was not answered in time")
             else:
                 waiting.append(lookup)
         self._lookups = waiting
+
+    def _end_lookup(self, lookup: RowLookup) -> None:
+        self._jobs |= lookup.jobs
+        self._missing += lookup.unused
+        self._answers.tell(lookup.keys, lookup.found)
+
+    def _end_lookups(self) -> None:
+        """End every lookup now: after this none begins to load a row."""
+        for lookup in self._lookups:
+            if not lookup.give_up():
+                wait([lookup.answer])  # it is beginning its loads, which asks nothing of a backend
+            self._end_lookup(lookup)
+        self._lookups.clear()
 
     def _pause(self, reason: str) -> None:
         now = time.monotonic()
         if now >= self._paused_until:
             logger.warning("the lower tier is not used for %g s: %s", PAUSE_S, reason)
         self._paused_until = now + PAUSE_S
-
-
-def _found(lookup: _Lookup) -> list[bool]:
-    try:
-        found = lookup.answer.result()
-    except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
-        logger.warning("a lookup of %d keys failed: %r", len(lookup.keys), exc)
-        return [False] * len(lookup.keys)
-    return found if len(found) == len(lookup.keys) else [False] * len(lookup.keys)
 
 
 def _log_failure(call: Future[Any]) -> None:

@@ -1,6 +1,7 @@
 """Tiered offloading manager, the scheduler's side: host memory with a lower tier below it."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -25,6 +26,9 @@ from kvxfer.transfer.job import Direction
 MAX_SHARE_ON_THE_WAY_DOWN = 0.5
 """Largest share of slots that are copied to the tier below at one time: these cannot be evicted,
 and stores need room."""
+MAX_SHARE_FOR_UNKNOWN = 1 / 8
+"""Largest share of the chunks that may be evicted whose slots are given, at one time, to chunks
+of which the tier below is yet to say whether it has them."""
 YIELD_S = 0.001
 """Sleep in a scheduling step that runs no model, while requests wait: in one process, vLLM polls
 in a tight loop, and the thread that moves chunks would get the interpreter lock only every 5 ms."""
@@ -42,10 +46,10 @@ class TieredOffloadingManager(KVXferOffloadingManager):
 
     A chunk is written back when every worker has stored it, pinned meanwhile. Chunks that the
     lower tier fails to store are retried, as long as they are in host memory. A chunk that is
-    looked up and not in host memory is looked up below (`RETRY`), given a slot and loaded
-    (`HIT_PENDING`), and then held for the requests that wait for it. Any failure below makes it a
-    miss for those requests. While a load that was abandoned may still write to its slot, the chunk
-    is a miss and the slot stays out of use.
+    looked up and not in host memory is given a slot and looked up below (`RETRY`), loaded if it is
+    there (`HIT_PENDING`), and then held for the requests that wait for it. Any failure below makes
+    it a miss for those requests. While a load that was abandoned may still write to its slot, the
+    chunk is a miss and the slot stays out of use.
 
     Args:
         pool: The pool, mapped by this process; closed on `shutdown`.
@@ -59,8 +63,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     ) -> None:
         super().__init__(pool, index, emit_events=emit_events)
         self._tier = tier
-        self._waiting: dict[BlockKey, set[str]] = {}  # requests that wait for keys on the way up
-        self._to_load: dict[BlockKey, int] = {}
+        self._going_up: set[BlockKey] = set()
+        self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
         self._loaded: deque[Moved] = deque()
         self._copied: deque[Moved] = deque()
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
@@ -77,20 +81,18 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._take_moved()
         if self._tier.is_late(key):
             return LookupResult.MISS
-        result = super().lookup(key, req_context)
-        if result is not LookupResult.MISS:
-            if key in self._waiting:
-                self._waiting[key].add(req_context.req_id)
-            return result
+        if key not in self._going_up:
+            result = super().lookup(key, req_context)
+            if result is not LookupResult.MISS:
+                return result
         if not may_load_from_storage(req_context):
             return LookupResult.MISS
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
-        if found and self._make_room(key):
-            self._waiting[key] = {req_context.req_id}
-            return LookupResult.HIT_PENDING
-        return LookupResult.MISS
+        if found and key not in self._going_up:
+            self._found[key] = None
+        return LookupResult.HIT_PENDING if found else LookupResult.MISS
 
     def prepare_store(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
@@ -109,22 +111,14 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._copy_down([key for key in storing if self._index.state(key) is not None])
 
     def on_schedule_end(self, context: Any) -> None:
-        """Start the lower tier's lookups of this step, and loads of the chunks that it found."""
+        """Start the lower tier's lookup of this step, and loads of the chunks that it has."""
         self._take_moved()
         self._end_stores()
         self._offer_again()
         super().on_schedule_end(context)
         self._polled = False
-        self._tier.flush()
-        if self._to_load:
-            self._tier.submit_load(list(self._to_load), list(self._to_load.values()))
-            self._to_load.clear()
+        self._tier.flush(self._make_room())
         self._yield()
-
-    def on_request_finished(self, req_context: ReqContext) -> None:
-        """Release the chunks that a request holds or waits for; running loads go on."""
-        super().on_request_finished(req_context)
-        self._tier.release(req_context.req_id)
 
     def reset_cache(self) -> None:
         """Forget every chunk in both tiers; slots that are still in use are kept out.
@@ -135,8 +129,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """
         in_use = self._tier.reset()
         super().reset_cache()
-        self._waiting.clear()
-        self._to_load.clear()
+        self._going_up.clear()
+        self._found.clear()
         self._loaded.clear()
         self._copied.clear()
         self._not_taken.clear()
@@ -151,22 +145,34 @@ class TieredOffloadingManager(KVXferOffloadingManager):
 
     def _yield(self) -> None:
         step_s = time.monotonic() - self._step_ended_s
-        if step_s < YIELD_S and (self._waiting or self._tier.is_asked):
+        if step_s < YIELD_S and (self._going_up or self._tier.is_asked):
             time.sleep(YIELD_S)
         self._step_ended_s = time.monotonic()
 
-    def _make_room(self, key: BlockKey) -> bool:
-        """Give a slot to a chunk that the lower tier has; loads begin when the step ends."""
-        plan = self._index.begin_store([key])
+    def _make_room(self) -> dict[BlockKey, int]:
+        """Give slots to chunks of the lower tier that were wanted in this step.
+
+        Also to chunks of which the lower tier is yet to be asked, so that it loads what it has
+        without another step: at one time, to as many as there are free slots, and to a share of
+        those that may be evicted. A chunk that turns out to be missing gives its slot back. The
+        chunks that were evicted for it are gone, but a missing chunk is computed and stored soon,
+        and would evict them then. Chunks beyond this bound get slots when they were found.
+        """
+        found, unknown = list(self._found), self._tier.wanted
+        if not found and not unknown:
+            return {}
+        self._found.clear()
+        evictable = math.ceil(self._index.num_evictable * MAX_SHARE_FOR_UNKNOWN)
+        room = self._index.num_free_slots - len(found) + evictable - self._tier.num_unknown
+        plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
         self._counters.add(metrics.EVICTED, len(plan.evicted))
         self._emit(plan.evicted, removed=True)
-        if not plan.keys:
-            self._counters.add(metrics.LOWER_LOADS_REFUSED)
-            self._tier.deny([key])  # or the request would look for room again and again
-            return False
+        if refused := [key for key in found if key in plan.refused]:
+            self._counters.add(metrics.LOWER_LOADS_REFUSED, len(refused))
+            self._tier.deny(refused)  # or requests would look for room again and again
         self._pool.unseal(plan.slots)
-        self._to_load[key] = plan.slots[0]
-        return True
+        self._going_up.update(plan.keys)
+        return dict(zip(plan.keys, plan.slots, strict=True))
 
     def _copy_down(self, stored: Sequence[BlockKey]) -> None:
         """Begin to write back the first of these chunks, up to the bound on chunks in flight."""
@@ -177,34 +183,31 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._num_going_down += len(chosen)
 
     def _take_moved(self) -> None:
-        """Finish loads that ended, once in a step, as many as may be hashed in it.
-
-        Once, because results in the middle of a prompt's lookups would give slots to its end first.
-        """
+        """Finish loads that ended, once in a step, as many as may be hashed in it."""
         if self._polled:
             return
         self._polled = True
+        failed: list[Moved] = []
         for moved in self._tier.poll():
             if moved.void:
                 self._index.finish_store([self._kept_out.pop(moved.row)], stored=False)
-            elif moved.direction is Direction.LOAD:
-                self._loaded.append(moved)
-            else:
+            elif moved.direction is Direction.STORE:
                 self._copied.append(moved)
+            else:
+                (self._loaded if moved.outcome.done else failed).append(moved)
+        if failed:
+            self._drop_failed(failed)
+        missing = self._tier.take_missing()
+        self._going_up.difference_update(missing)
+        self._index.finish_store(missing, stored=False)
         landed: list[BlockKey] = []
-        failed: list[Moved] = []
         while self._loaded and self._bytes_to_verify > 0:
             moved = self._loaded.popleft()
-            if not moved.outcome.done:
-                failed.append(moved)
-                continue
             self._bytes_to_verify -= self._pool.shape.slot_size_bytes
             self._pool.seal([moved.row], [moved.key])
             landed.append(moved.key)
         if landed:
             self._land(landed)
-        if failed:
-            self._drop_failed(failed)
 
     def _end_stores(self) -> None:
         """Unpin chunks that were written back, and verify that the copies are of intact bytes.
@@ -253,23 +256,24 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     def _drop_failed(self, loads: Sequence[Moved]) -> None:
         self._counters.add(metrics.LOWER_LOADS_FAILED, len(loads))
         logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
-        self._give_up([moved.key for moved in loads])
-        for moved in loads:
-            self._waiting.pop(moved.key, None)
+        keys = [moved.key for moved in loads]
+        self._going_up.difference_update(keys)
+        self._give_up(keys)
 
     def _land(self, keys: Sequence[BlockKey]) -> None:
         """Make chunks loadable, and hold them for the waiting requests, so as not to be evicted."""
         self._index.finish_store(keys, stored=True)
         self._counters.add(metrics.LOWER_LOADED, len(keys))
         self._emit(keys, removed=False)
+        self._going_up.difference_update(keys)
         for key in keys:
-            for req_id in self._waiting.pop(key, ()):
+            for req_id in self._tier.waiting_for(key):
                 self._hold(key, req_id).outcome = DONE  # verified below, and sealed just now
 
     def _release(self, req_id: str) -> None:
+        """Release the chunks that a request holds or waits for; running loads go on."""
         super()._release(req_id)
-        for req_ids in self._waiting.values():
-            req_ids.discard(req_id)
+        self._tier.release(req_id)
 
     def _keep_out(self, slots: Collection[int]) -> None:
         """Occupy slots of the empty index that a transfer may still write to or read from."""
