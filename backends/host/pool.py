@@ -71,7 +71,8 @@ class HostPool:
             self._memory = PrivateMemory(shape.num_bytes)
         else:
             described = [FORMAT_VERSION, namespace.fingerprint, integrity.value, astuple(shape)]
-            self._memory = SharedSegment(name, msgspec.json.encode(described), shape.num_bytes)
+            header = msgspec.json.encode(described)
+            self._memory = SharedSegment(name, header, shape.num_bytes, touched=not claim)
             if claim:
                 _claim(self._memory)
         copy_engine.attach([self._memory.region])

@@ -1,6 +1,7 @@
 """Shared memory is seen by every process, owned by one, and left behind by none."""
 
 import contextlib
+import mmap
 import os
 import secrets
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from resource import RUSAGE_THREAD, getrusage
 
 import pytest
 
@@ -149,3 +151,16 @@ def test_the_memory_belongs_to_its_user_alone(name: str) -> None:
     assert path_of(name).stat().st_mode & 0o777 == 0o600
     assert path_of(name).stat().st_uid == os.getuid()
     segment.close()
+
+
+def test_a_segment_can_be_touched_before_it_is_used(name: str) -> None:
+    def num_faults_of_writing(*, touched: bool) -> int:
+        segment = SharedSegment(name, b"header", 256 * mmap.PAGESIZE, touched=touched)
+        before = getrusage(RUSAGE_THREAD).ru_minflt
+        segment.memory[:: mmap.PAGESIZE] = 1
+        faults = getrusage(RUSAGE_THREAD).ru_minflt - before
+        segment.close()
+        return faults
+
+    assert num_faults_of_writing(touched=True) < 20
+    assert num_faults_of_writing(touched=False) > 200
