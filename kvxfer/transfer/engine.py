@@ -231,8 +231,8 @@ class TransferEngine:
     def get_finished(self) -> list[FinishedJob]:
         """Return the jobs that ended since the last call, each exactly once; never waits.
 
-        Stores within host memory go on here, a slice of 0.3 ms at each call, or longer after a
-        long pause: 5 % of it.
+        Jobs within host memory go on here: stores by 4 MiB (0.6 ms) at each call, or more after a
+        long pause, in 5 % of its time; loads by 256 MiB.
         """
         self._guard.require_same_process()
         return self._submissions.take_finished()

@@ -125,17 +125,15 @@ def test_blocks_of_caches_that_the_engine_freed_have_failed(
     assert not backend.threads
 
 
-@pytest.mark.parametrize("way", ["large", "late", "second"])
-def test_what_is_not_short_alone_and_in_time_goes_to_the_event_loop(
+@pytest.mark.parametrize("way", ["late", "second"])
+def test_what_is_not_first_and_in_time_goes_to_the_event_loop(
     engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    if way == "large":
-        monkeypatch.setattr(begun, "LOAD_BYTES", 4 * 4096 - 1)
     jobs = []
     if way == "second":
         backend.may_go_on.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(begun, "LOAD_BYTES", 0)
+            patch.setattr(engine._mover.begun, "begin", lambda _: False)
             jobs.append(engine.submit_load(KEYS, IDS))
     jobs.append(engine.submit_load(KEYS, ELSEWHERE, timeout_s=1e-9 if way == "late" else None))
     backend.may_go_on.set()
@@ -181,13 +179,13 @@ def test_closing_waits_for_a_job_that_another_thread_moves(
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of one block, and no more of them after a long pause."""
-    monkeypatch.setattr(begun, "SLICE_BYTES", 4096)
+    monkeypatch.setattr(begun, "SLICE_BYTES", {Direction.LOAD: 8192, Direction.STORE: 4096})
     monkeypatch.setattr(begun, "SHARE", 0)
 
 
 @pytest.mark.usefixtures("slices")
-class TestLongStores:
-    """A long store goes on slice by slice, whenever the engine polls."""
+class TestLongJobs:
+    """A long job goes on slice by slice, whenever the engine polls."""
 
     def test_each_poll_moves_one_slice(
         self, engine: TransferEngine, backend: ToldBackend, memory: BlockMemory
@@ -229,11 +227,19 @@ class TestLongStores:
         assert not engine.wait([job_id], timeout_s=0)
         assert sum(backend.num_stored) < 4
 
-    def test_a_load_goes_first(self, engine: TransferEngine, backend: ToldBackend) -> None:
+    def test_a_load_goes_first(
+        self, engine: TransferEngine, backend: ToldBackend, memory: BlockMemory
+    ) -> None:
+        payloads = [make_payload(key, 4096) for key in KEYS]
+        write_payloads(memory.describe(0, IDS[0]), payloads)
+        engine.wait([engine.submit_store(KEYS, IDS)])
+        assert engine.get_finished()[0].done
         store = engine.submit_store(KEYS, IDS)
-        load = engine.submit_load(KEYS[:1], [[8]])
+        load = engine.submit_load(KEYS, ELSEWHERE)
+        assert engine.may_touch(load), "more than a slice at once"
         [job] = engine.get_finished()
         assert (job.job_id, job.done) == (load, True)
+        assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
         assert engine.wait([store])
 
     @pytest.mark.parametrize("way", ["cancel", "deadline", "close", "freed"])

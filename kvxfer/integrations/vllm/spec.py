@@ -115,7 +115,6 @@ class KVXferOffloadingSpec(OffloadingSpec):
                 group_ids=group_ids(self.config),
                 blocks_per_chunk=self.blocks_per_chunk,
                 closes=[self._publish(identity)] if identity else [],
-                yields=current_platform.is_cpu(),
             )
         return self._worker
 

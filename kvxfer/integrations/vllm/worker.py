@@ -16,10 +16,6 @@ from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
-MAX_YIELD_S = 0.002
-"""Longest wait of `get_finished` for a load that a thread makes. vLLM polls in a tight loop; its
-thread never releases the interpreter lock, and would delay the start of the copy."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -35,7 +31,6 @@ class KVXferOffloadingWorker(OffloadingWorker):
         group_ids: Index in vLLM's keys of each group of the caches.
         blocks_per_chunk: Blocks stored under one key.
         closes: Segments that are closed on `shutdown`, too.
-        yields: Whether `get_finished` waits a moment for loads. Those to a GPU need no thread.
     """
 
     def __init__(
@@ -45,16 +40,13 @@ class KVXferOffloadingWorker(OffloadingWorker):
         group_ids: Sequence[int],
         blocks_per_chunk: int,
         closes: Sequence[SharedSegment] = (),
-        yields: bool = False,
     ) -> None:
         self._engine = engine
         self._closes = closes
-        self._yields = yields
         self._group_of_id = {group_id: group for group, group_id in enumerate(group_ids)}
         self._blocks_per_chunk = blocks_per_chunk
         self._vllm_ids: dict[JobId, int] = {}
         self._ours: dict[int, JobId] = {}
-        self._loads: set[JobId] = set()
         self._results: list[TransferResult] = []
 
     def submit_store(
@@ -82,18 +74,14 @@ class KVXferOffloadingWorker(OffloadingWorker):
             return True
         ours = self._engine.submit_load(keys, block_ids, first_block_indices=firsts)
         self._track(job_id, ours)
-        self._loads.add(ours)
         return True
 
     def get_finished(self) -> list[TransferResult]:
         """Return the jobs that ended since the last call."""
-        if self._loads and self._yields:
-            self._engine.wait(self._loads, timeout_s=MAX_YIELD_S)
         results, self._results = self._results, []
         for job in self._engine.get_finished():
             job_id = self._vllm_ids.pop(job.job_id)
             del self._ours[job_id]
-            self._loads.discard(job.job_id)
             if not job.done:
                 failed = [outcome for outcome in job.outcomes if not outcome.done]
                 name = job.direction.name.lower()
