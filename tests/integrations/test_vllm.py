@@ -1,5 +1,6 @@
 """vLLM adapter, driven through vLLM's own types as its connector drives it."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -275,7 +276,7 @@ def make_config(*, rank: int = 0, world_size: int = 1, **extra: object) -> Offlo
         worker_kv_bytes_per_block=128,
         enable_kv_cache_events=False,
         extra_config=extra,
-        engine_id=f"test-{world_size}",
+        engine_id=f"test-{world_size}-{os.getpid()}",  # other files of tests run beside these
         model=OffloadingModelConfig(name="model", dtype="bfloat16"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=2),
         parallel=as_released(
