@@ -51,8 +51,9 @@ class TransferEngine:
 
     The asynchronous methods (`lookup`, `store`, `load`, `flush`) may be awaited on any event loop;
     the polled ones (`submit_store`, `submit_load`, `submit_call`, `get_finished`, `wait`, `cancel`,
-    `may_touch`) need none. All work runs on one event loop: the running one inside
-    `async with engine`, otherwise one of its own, on a thread. See docs/decisions/0009.
+    `may_touch`) need none. Polled jobs of host memory are moved on the threads that submit and poll
+    them. All other work runs on one event loop: the running one inside `async with engine`,
+    otherwise one of its own, on a thread. See docs/decisions/0009.
 
     A process that was forked cannot use the engine of its parent: it gets a `ForkedError`.
 
@@ -192,7 +193,11 @@ class TransferEngine:
         first_block_indices: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> JobId:
-        """Begin `store` and return at once; its end is reported by `get_finished`."""
+        """Begin `store`; its end is reported by `get_finished`, which goes on with it.
+
+        To or from host memory no thread takes part: this moves the first slice, 4 MiB of a store.
+        With other backends it returns at once.
+        """
         return self._submissions.add(
             self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s)
         )
@@ -205,7 +210,7 @@ class TransferEngine:
         first_block_indices: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> JobId:
-        """Begin `load` and return at once; its end is reported by `get_finished`."""
+        """Begin `load` as `submit_store` begins `store`; a slice has 256 MiB."""
         return self._submissions.add(
             self._job(Direction.LOAD, keys, block_ids, first_block_indices, timeout_s)
         )
