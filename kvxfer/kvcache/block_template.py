@@ -71,8 +71,9 @@ class BlockTemplate:
 
     def _repeat_lengths(self, num_blocks: int) -> Addresses:
         needed = num_blocks * len(self._lengths)
-        if len(self._tiled_lengths) < needed:
+        tiled = self._tiled_lengths  # read once: other threads may describe at the same time
+        if len(tiled) < needed:
             tiled = np.tile(self._lengths, num_blocks)
             tiled.flags.writeable = False
             self._tiled_lengths = tiled
-        return self._tiled_lengths[:needed]
+        return tiled[:needed]

@@ -1,8 +1,10 @@
 """Descriptors against loops over blocks, refs and bytes."""
 
 import ctypes
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -507,3 +509,23 @@ def test_blocks_of_different_sizes_do_not_pair(
     assert caught.value.argument == "destination"
     assert caught.value.value == sizes
     assert str(source.block_sizes.tolist()) in caught.value.expected
+
+
+def test_several_threads_may_describe_at_a_time() -> None:
+    describer = BlockDescriber(row_caches([(0, 8), (12, 20)]))
+
+    def describe_few_at_each_line(frame: FrameType, event: str, arg: object) -> Any:
+        """Stand in for another thread, which describes one block between two lines of this one."""
+        if frame.f_code.co_name != "_repeat_lengths":
+            return None
+        sys.settrace(None)
+        describer._groups[0]._tiled_lengths = describer._groups[0]._lengths
+        sys.settrace(describe_few_at_each_line)
+        return describe_few_at_each_line
+
+    sys.settrace(describe_few_at_each_line)
+    try:
+        blocks = describer.describe(0, [0, 1, 2])
+    finally:
+        sys.settrace(None)
+    assert len(blocks.lengths) == len(blocks.addresses)
