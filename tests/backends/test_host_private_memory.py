@@ -42,7 +42,7 @@ def test_it_is_zeroed_and_there_before_anyone_touches_it() -> None:
 
 
 def test_other_threads_run_while_it_is_reserved() -> None:
-    reserving = threading.Thread(target=lambda: PrivateMemory(512 << 20).close())
+    reserving = threading.Thread(target=lambda: PrivateMemory(1 << 30).close())
     reserving.start()
     num_turns = 0
     while reserving.is_alive():
