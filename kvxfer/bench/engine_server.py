@@ -120,12 +120,15 @@ class _Engine:
         return values
 
     def _settle(self) -> None:
-        before: list[float] = []
+        stored: list[float] = []
         for _ in range(SETTLE_ROUNDS):
             # In each step a worker goes on with a store; vLLM counts it when it has ended.
             self._generate(Generate(prompts=[[5, 6, 7]], max_tokens=12, read_cache=False))
-            before.append(self._metrics().get("vllm:kv_offload_store_bytes", 0))
-            if len(set(before[-3:])) == 1 < len(before) - 1:
+            metrics = self._metrics()
+            stored.append(metrics.get("vllm:kv_offload_store_bytes", 0))
+            # A chunk that is being copied to a lower tier is pinned.
+            is_quiet = not metrics.get("vllm:kvxfer_host_blocks_in_use", 0)
+            if is_quiet and len(set(stored[-3:])) == 1 < len(stored) - 1:
                 return
 
 
