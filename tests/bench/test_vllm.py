@@ -149,7 +149,7 @@ def test_every_engine_computes_in_the_same_data_type(engines: type[PretendedEngi
         ("flags: avx512f", "float32"),
     ],
 )
-def test_without_amx_a_processor_computes_in_float32(
+def test_a_processor_without_bfloat16_computes_in_float32(
     monkeypatch: pytest.MonkeyPatch, flags: str, dtype: str
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: flags)

@@ -64,7 +64,7 @@ class KVXferOffloadingManager(OffloadingManager):
     verified and is pinned: from the first lookup on, the chunk is held for the request until the
     request is scheduled, loads, or ends. Verifying reads memory on the scheduler's thread, a
     bounded number of bytes in each step; further chunks are pending hits until the next step. (A
-    thread would gain nothing: hashing holds the interpreter lock.)
+    thread would answer a step later, and a step takes as long as hashing 30 MB.)
 
     Args:
         pool: The pool, mapped by this process; closed on `shutdown`.
