@@ -16,7 +16,7 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
 
-EngineName = Literal["auto", "uring", "posix", "nixl"]
+EngineName = Literal["auto", "uring", "posix"]
 Direct = Literal["auto", "off"]
 
 
@@ -36,8 +36,7 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         durability: With `fsync` a block counts as stored only once it would survive a power cut.
         direct: `auto` uses O_DIRECT where the file system has it.
         engine: Engine that moves the bytes: `uring` is io_uring, `posix` the kernel's vectored
-            calls, `nixl` the POSIX plug-in of NIXL. `auto` is the first one where the kernel
-            permits it, else the second.
+            calls. `auto` is the first one where the kernel permits it, else the second.
         read_threads: Threads that read; `uring` uses at most 4, with 64 files in flight each.
         write_threads: Threads that write, likewise.
     """

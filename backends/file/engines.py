@@ -15,13 +15,7 @@ def open_engine(name: EngineName) -> FileIO:
 
     Raises:
         InvalidArgumentError: The machine does not have it.
-        BackendUnavailableError: NIXL, or a plug-in that it needs, is missing.
     """
-    if name == "nixl":
-        # NIXL is heavy to import, and the rest of the library works without it.
-        from kvxfer.backends.file.nixl_io import NixlFileIO
-
-        return NixlFileIO()
     if name != "posix":
         try:
             return UringFileIO()

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -43,13 +42,9 @@ def has_uring() -> bool:
     return True
 
 
-HAS_NIXL = bool(
-    importlib.util.find_spec("nixl") and importlib.util.find_spec("kvxfer.backends.file.nixl_io")
-)
 _NEEDS = {
     "posix": [],
     "uring": [pytest.mark.skipif(not has_uring(), reason="needs io_uring")],
-    "nixl": [pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")],
 }
 ENGINES = [pytest.param(engine, marks=marks) for engine, marks in _NEEDS.items()]
 

@@ -33,7 +33,7 @@ ONE_BY_ONE = {"engine": "posix", "write_threads": 1}
 DONE, FAILED = Status.DONE, Status.FAILED
 
 
-@pytest.mark.parametrize("place", places("posix-ext4", "uring-tmpfs", "nixl-tmpfs"))
+@pytest.mark.parametrize("place", places("posix-ext4", "uring-tmpfs"))
 async def test_files_are_evicted_where_there_can_be_no_more_of_them(
     tmp_path: Path, place: str
 ) -> None:
