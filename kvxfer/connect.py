@@ -248,8 +248,9 @@ def _allowed_values(config_type: type[msgspec.Struct], error: str) -> str:
     types = {
         f"at `$.{each.encode_name}`": each.type for each in msgspec.structs.fields(config_type)
     }
-    kind = next((kind for place, kind in types.items() if error.endswith(place)), None)
-    values = [each.value for each in kind] if isinstance(kind, enum.EnumType) else get_args(kind)
+    kind: Any = next((kind for place, kind in types.items() if error.endswith(place)), None)
+    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+    values = [each.value for each in kind] if is_enum else get_args(kind)
     allowed = ", ".join(repr(value) for value in values if isinstance(value, str))
     return f"; expected one of {allowed}" if allowed else ""
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import backend as backend_module
-from kvxfer.backends.file.breaker import CircuitBreaker
-from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
+from kvxfer.backends.file.circuit_breaker import CircuitBreaker
+from kvxfer.backends.file.io.file_io import IOVector, Result
+from kvxfer.backends.file.io.posix import PosixFileIO
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.testing import BlockMemory

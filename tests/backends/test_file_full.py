@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.breaker import MAX_ERRORS
-from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
-from kvxfer.backends.file.gc import GarbageCollection
-from kvxfer.backends.file.tree import BlockTree
+from kvxfer.backends.file import BlockTree
+from kvxfer.backends.file.circuit_breaker import MAX_ERRORS
+from kvxfer.backends.file.io.file_io import IOVector, Result
+from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file.maintenance import GarbageCollection
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
     bytes_on_disk,

@@ -16,15 +16,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvxfer.backends.file.file_io import (
-    FileIO,
-    IOVector,
-    NamedFile,
-    NewFile,
-    PosixFileIO,
-    Result,
-)
-from kvxfer.backends.file.uring_io import UringFileIO
+from kvxfer.backends.file.io.file_io import FileIO, IOVector, NamedFile, NewFile, Result
+from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file.io.uring import UringFileIO
 from kvxfer.backends.host.segment import SHARED_MEMORY
 from tests.backends.file_store import has_uring
 
@@ -487,7 +481,7 @@ def test_where_no_more_rings_can_be_had_plain_calls_take_over(
         raise OSError(errno.EMFILE, "no more descriptors")
 
     engine = UringFileIO()
-    monkeypatch.setattr("kvxfer.backends.file.uring_io.Ring", refuse)
+    monkeypatch.setattr("kvxfer.backends.file.io.uring.Ring", refuse)
     memory = np.frombuffer(bytearray(b"blocks in files "), np.uint8)
     vector = np.array([[memory.ctypes.data, len(memory)]], np.uint64)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
