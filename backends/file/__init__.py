@@ -1,22 +1,31 @@
 """File backend: blocks in safetensors files."""
 
 from kvxfer.backends.file.backend import FileBackend
+from kvxfer.backends.file.circuit_breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig
-from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock, refuse_partial_walk
+from kvxfer.backends.file.file_index import FileIndex, file_ids
+from kvxfer.backends.file.folders import BlockTree, FoundBlock, refuse_partial_walk
 from kvxfer.backends.file.folders.namespace_file import load_namespace
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
+from kvxfer.backends.file.space import Space
+from kvxfer.backends.file.store_batch import StoreBatch
 from kvxfer.storage.integrity import Integrity
 
 __all__ = [
     "BlockFileError",
     "BlockHeader",
     "BlockTree",
+    "CircuitBreaker",
     "Digester",
     "FileBackend",
     "FileConfig",
+    "FileIndex",
     "FoundBlock",
     "Integrity",
+    "Space",
+    "StoreBatch",
+    "file_ids",
     "load_namespace",
     "refuse_partial_walk",
 ]

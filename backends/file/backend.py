@@ -25,6 +25,7 @@ from kvxfer.backends.file.folders.names import FOLDER_MODE, file_name
 from kvxfer.backends.file.folders.namespace_file import log_other_namespaces, write_namespace
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.io.file_io import FileIO
 from kvxfer.backends.file.io.selection import open_engine, probe_direct
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
@@ -37,13 +38,15 @@ from kvxfer.storage.door import CallGuard
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.threads import CLOSE_TIMEOUT_S, DaemonThreads, Threads
+from kvxfer.storage.threads import Threads
 
 STALLED_S = 30.0
 """Seconds after which a write that has not ended counts as a failure."""
 
 BUSY_ATTEMPTS = 50
 BUSY_PAUSE_S = 0.02
+"""Times and pauses of asking whether another process has stored a block: a second, after which
+its disk is slower than computing the block again."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,9 @@ class FileBackend(Backend):
         config: See `FileConfig`.
         namespace: Namespace of the blocks, which says how large they are; has a folder of its own
             below the root.
+        file_io: I/O engine in place of the one that the configuration names; closed with the
+            backend.
+        clock: Monotonic clock of the circuit breaker for writes, in seconds.
 
     Raises:
         InvalidArgumentError: The namespace has no groups, not one block fits, a parameter is out of
@@ -72,13 +78,20 @@ class FileBackend(Backend):
 
     config_type = FileConfig
 
-    def __init__(self, config: FileConfig, namespace: Namespace) -> None:
+    def __init__(
+        self,
+        config: FileConfig,
+        namespace: Namespace,
+        *,
+        file_io: FileIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         largest = require_room(config, namespace)
         digester = Digester(config.integrity, read_secret(config.secret_file))
         self._root = require_root(config)
         self._guard = CallGuard("file backend", namespace)
         self._tree = BlockTree(self._root, on_error=refuse_partial_walk)
-        self._files = self._open(config, namespace, digester)
+        self._files = self._open(config, namespace, digester, file_io)
         self._space = Space(
             self._tree,
             self._folder,
@@ -86,10 +99,12 @@ class FileBackend(Backend):
             POLICIES[config.eviction](max(1, config.capacity // largest)),
             capacity_bytes=config.capacity,
             min_free_bytes=config.min_free,
+            rescan_factor=config.rescan_factor,
         )
         self._reader = BlockReader(self._files, self._space)
         self._writer = BlockWriter(self._files, self._ledger, config.durability)
-        self._breaker = CircuitBreaker(f"storing to {self._root}")
+        self._breaker = CircuitBreaker(f"storing to {self._root}", clock=clock)
+        self._clock = clock
         most = self._files.file_io.max_threads
         self._num_readers = min(config.read_threads, most)
         self._num_writers = min(config.write_threads, most)
@@ -100,9 +115,9 @@ class FileBackend(Backend):
         self._stores = KeyClaims()
         self._writing_since: list[float] = []
         self._num_corrupt = 0
-        scanner = DaemonThreads("kvxfer-file-scan", 1)
-        self._scan = scanner.submit(self._scan_store, namespace)
-        scanner.shutdown()
+        self._close_timeout_s = config.close_timeout_s
+        self._scans = Threads("kvxfer-file-scan", 1)
+        self._scans.start(self._scan_store, namespace)
 
     @property
     def num_corrupt(self) -> int:
@@ -159,18 +174,22 @@ class FileBackend(Backend):
         self._guard.check()
         await self._ask(self._folder.sync_file_system)
 
+    async def wait_indexed(self) -> None:
+        """Wait for the walk through the folders that began when the backend was opened."""
+        self._guard.check()
+        await self._scans.ask(_scan_has_ended)
+
     async def aclose(self) -> None:
         """See `Backend.aclose`. Calls stuck in the file system are left behind.
 
-        Ends within `CLOSE_TIMEOUT_S`; files that such calls use stay open.
+        Ends within `close_timeout_s`; files that such calls use stay open.
         """
         if not self._guard.close():
             return
-        pools = self._readers, self._writers, self._lookups, self._removers
-        num_left = sum(await asyncio.gather(*(threads.aclose() for threads in pools)))
-        scan = asyncio.wrap_future(self._scan)
-        _, scanning = await asyncio.wait([scan], timeout=CLOSE_TIMEOUT_S)
-        if not num_left and not scanning:
+        timeout_s = self._close_timeout_s
+        pools = self._readers, self._writers, self._lookups, self._removers, self._scans
+        num_left = sum(await asyncio.gather(*(each.aclose(timeout_s) for each in pools)))
+        if not num_left:
             self._files.close()
             self._ledger.close()
 
@@ -181,7 +200,13 @@ class FileBackend(Backend):
         except OSError as exc:
             raise BackendUnavailableError(f"{self._root}: {exc.strerror or exc}") from exc
 
-    def _open(self, config: FileConfig, namespace: Namespace, digester: Digester) -> BlockFiles:
+    def _open(
+        self,
+        config: FileConfig,
+        namespace: Namespace,
+        digester: Digester,
+        file_io: FileIO | None,
+    ) -> BlockFiles:
         """Open the folder, the ledger and the I/O engine, which `aclose` closes."""
         with contextlib.ExitStack() as opened:
             try:
@@ -202,7 +227,7 @@ class FileBackend(Backend):
                 namespace,
                 digester,
                 record=record,
-                file_io=open_engine(config.engine),
+                file_io=file_io or open_engine(config.engine),
                 copy_engine=CPUCopyEngine(),
                 alignment=alignment,
             )
@@ -277,7 +302,7 @@ class FileBackend(Backend):
     @contextlib.contextmanager
     def _noting_write(self) -> Iterator[None]:
         """Note since when a write has been waiting for the disk."""
-        began = time.monotonic()
+        began = self._clock()
         self._writing_since.append(began)
         try:
             yield
@@ -285,7 +310,7 @@ class FileBackend(Backend):
             self._writing_since.remove(began)
 
     def _may_write(self) -> bool:
-        if self._writing_since and time.monotonic() - min(self._writing_since) > STALLED_S:
+        if self._writing_since and self._clock() - min(self._writing_since) > STALLED_S:
             self._breaker.trip(f"a write takes longer than {STALLED_S:g} s")
         return self._breaker.allows()
 
@@ -329,3 +354,7 @@ class FileBackend(Backend):
             wanted = f"whole blocks of {block[at]} bytes, up to {chunk[at]} in all"
             extent = int(starts[at]), int(starts[at] + sizes[at])
             raise InvalidArgumentError(f"block of {keys[at]!r}", extent, wanted)
+
+
+def _scan_has_ended() -> None:
+    """Do nothing, on the thread that scans, after the scan."""

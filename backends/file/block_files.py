@@ -32,6 +32,8 @@ SHARE_BYTES = 16 << 20
 
 ROUND_FILES = 64
 ROUND_BYTES = 32 << 20
+"""Most files and bytes of a round: its files are open, and claimed, at one time."""
+
 GATHERED_BYTES = 8 << 20
 """Bytes of a round whose data goes through scratch memory, of which every thread has its own."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 MAX_ERRORS = 5
 PAUSE_S = 30.0
+"""Failures and seconds that tell a disk that is gone from one that stutters."""
 
 logger = logging.getLogger(__name__)
 

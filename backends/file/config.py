@@ -1,6 +1,7 @@
 """Configuration of the file backend."""
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction import PolicyName
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
+from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 from kvxfer.units import ByteSize
 
 
@@ -36,6 +38,9 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             calls. `auto` is the first one where the kernel permits it, else the second.
         read_threads: Threads that read; `uring` uses at most 4, with 64 files in flight each.
         write_threads: Threads that write, likewise.
+        rescan_factor: Pause before a new walk through the folders for files of other processes,
+            when there is nothing left to evict, as a multiple of the time of the last walk.
+        close_timeout_s: Seconds that closing waits for calls that hang in the file system.
     """
 
     path: str
@@ -49,6 +54,8 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine: EngineName = "auto"
     read_threads: int = 8
     write_threads: int = 4
+    rescan_factor: float = 10.0
+    close_timeout_s: float = CLOSE_TIMEOUT_S
 
 
 def require_root(config: FileConfig) -> Path:
@@ -70,14 +77,16 @@ def require_room(config: FileConfig, namespace: Namespace) -> int:
     """Compute the bytes on the disk of the largest chunk, which must fit.
 
     Raises:
-        InvalidArgumentError: It does not fit, there is no group, or there are no threads to read or
-            write.
+        InvalidArgumentError: It does not fit, there is no group, or a number is out of range.
     """
     if not namespace.groups:
         raise InvalidArgumentError("namespace.groups", (), "at least one group")
     for name in ("read_threads", "write_threads"):
         if getattr(config, name) < 1:
             raise InvalidArgumentError(name, getattr(config, name), "at least 1")
+    for name in ("rescan_factor", "close_timeout_s"):
+        if not 0 <= getattr(config, name) < math.inf:
+            raise InvalidArgumentError(name, getattr(config, name), "0 or more")
     formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
     largest = max(padded(each.file_size_bytes) for each in formats)
     if config.capacity < largest:

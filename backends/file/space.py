@@ -16,9 +16,6 @@ from kvxfer.backends.file.format.header import padded
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 
-RESCAN_FACTOR = 10
-"""Pause before a new walk through the tree, as a multiple of the time of the last one."""
-
 MIN_FREE_FILES = 32
 """Files that stay free where their number is limited: for claims, folders, and other programs."""
 
@@ -43,6 +40,8 @@ class Space:
         policy: Eviction policy, new. Its keys are a fingerprint and a key.
         capacity_bytes: Bound on all files together, headers and quarantine included.
         min_free_bytes: Bytes that stay free on the file system.
+        rescan_factor: Pause before a new walk through the tree, as a multiple of the time of the
+            last one.
     """
 
     def __init__(
@@ -54,6 +53,7 @@ class Space:
         *,
         capacity_bytes: int,
         min_free_bytes: int,
+        rescan_factor: float,
     ) -> None:
         self._tree = tree
         self._folder = folder
@@ -61,6 +61,7 @@ class Space:
         self._index = FileIndex(policy)
         self._capacity_bytes = capacity_bytes
         self._min_free_bytes = min_free_bytes
+        self._rescan_factor = rescan_factor
         self._scanning = threading.Lock()
         self._scanned = threading.Event()
         self._next_scan = 0.0
@@ -82,7 +83,7 @@ class Space:
             finally:
                 now = time.monotonic()
                 took = now - began
-                self._next_scan = now if took < SHORT_SCAN_S else now + RESCAN_FACTOR * took
+                self._next_scan = now if took < SHORT_SCAN_S else now + self._rescan_factor * took
                 self._scanned.set()
 
     def reserve(

@@ -56,6 +56,13 @@ class StoreBatch:
         self._reserved: set[int] = set()
         self._outcomes: list[Outcome | None] = [None] * len(keys)
 
+    def make_room(self) -> None:
+        """Look which blocks are missing and make room for them, once; `write` does so first."""
+        with self._lock:
+            if not self._has_room:
+                self._reserve()
+                self._has_room = True
+
     def write(self, start: int, stop: int) -> list[Outcome | None]:
         """Store blocks `start` to `stop` (exclusive).
 
@@ -63,7 +70,7 @@ class StoreBatch:
             None for a block whose file is there. For a block that was not begun `NO_ROOM`, `PART`,
             or why this process must not store it; for any other the outcome of `BlockWriter.write`.
         """
-        self._make_room()
+        self.make_room()
         with self._lock:
             ours = sorted(self._reserved.intersection(range(start, stop)))
         if ours:
@@ -110,12 +117,6 @@ class StoreBatch:
         with contextlib.suppress(OSError):
             return self._space.evict(sizes, spare=self._keys)
         return 0
-
-    def _make_room(self) -> None:
-        with self._lock:
-            if not self._has_room:
-                self._reserve()
-                self._has_room = True
 
     def _reserve(self) -> None:
         if not self._files.record.is_sealed_with_our_secret():

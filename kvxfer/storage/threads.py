@@ -38,6 +38,11 @@ class Threads:
         self._name = name
         self._executor = DaemonThreads(name, num_threads)
         self._running: set[asyncio.Future[Any]] = set()
+        self._started: list[Future[Any]] = []
+
+    def start(self, func: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run `func` on a thread and let nobody wait for it but `aclose`; needs no event loop."""
+        self._started.append(self._executor.submit(func, *args, **kwargs))
 
     async def run(self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `func` on a thread; when cancelled, wait for the thread before raising.
@@ -71,6 +76,9 @@ class Threads:
         """
         left: set[asyncio.Future[Any]] = set()
         timeout_s = CLOSE_TIMEOUT_S if timeout_s is None else timeout_s
+        for started in self._started:
+            self._track(asyncio.wrap_future(started))
+        self._started.clear()
         if self._running:
             _, left = await asyncio.wait(self._running, timeout=timeout_s)
         if left:
@@ -83,7 +91,9 @@ class Threads:
         self, func: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> "asyncio.Future[T]":
         call = aiofiles.os.wrap(func)(*args, executor=self._executor, **kwargs)
-        future: asyncio.Future[T] = asyncio.ensure_future(call)
+        return self._track(asyncio.ensure_future(call))
+
+    def _track(self, future: "asyncio.Future[T]") -> "asyncio.Future[T]":
         self._running.add(future)
         future.add_done_callback(self._end)
         return future

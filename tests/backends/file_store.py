@@ -1,25 +1,30 @@
 """Helpers for tests of the file backend: real folders and file systems, made-up blocks."""
 
-import asyncio
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import xxhash
 
-from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.file.folders.names import file_name
-from kvxfer.backends.file.format.group_format import GroupFormat
-from kvxfer.backends.file.format.header import padded
-from kvxfer.backends.file.io.uring import UringFileIO
-from kvxfer.backends.file.store_batch import StoreBatch
+from kvxfer.backends.file import BlockHeader, FileBackend, FileConfig, Integrity, StoreBatch
+from kvxfer.backends.file.io import (
+    FileIO,
+    IOVector,
+    NamedFile,
+    NewFile,
+    PosixFileIO,
+    Result,
+    UringFileIO,
+)
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, StoredTensor, make_block_key
@@ -64,9 +69,94 @@ def config(path: Path, **fields: object) -> FileConfig:
     return FileConfig(path=str(path), **(defaults | fields))  # type: ignore[arg-type]
 
 
-def open_store(path: Path, namespace: Namespace, **fields: object) -> FileBackend:
-    """Open a backend."""
-    return FileBackend(config(path, **fields), namespace)
+def open_store(path: Path, namespace: Namespace, **fields: Any) -> FileBackend:
+    """Open a backend; `file_io` and `clock` are its arguments, all else its configuration."""
+    arguments = {name: fields.pop(name) for name in ("file_io", "clock") if name in fields}
+    return FileBackend(config(path, **fields), namespace, **arguments)
+
+
+class OtherEngine(FileIO):
+    """I/O engine that lets another one work, which a test may replace at any time.
+
+    Attributes:
+        engine: The other one.
+    """
+
+    def __init__(self, engine: FileIO | None = None) -> None:
+        self.engine = engine or PosixFileIO()
+        self.files_per_call = self.engine.files_per_call
+        self.max_threads = self.engine.max_threads
+
+    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        return self.engine.read(fds, vectors)
+
+    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        return self.engine.write(fds, vectors)
+
+    def read_named(
+        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
+    ) -> list[Result]:
+        return self.engine.read_named(files, vectors, flags)
+
+    def write_named(
+        self,
+        files: Sequence[NewFile],
+        vectors: Sequence[IOVector],
+        sizes: Sequence[int],
+        flags: int,
+        *,
+        durable: bool,
+    ) -> list[Result]:
+        return self.engine.write_named(files, vectors, sizes, flags, durable=durable)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class Recording(OtherEngine):
+    """I/O engine that records what the calls are given.
+
+    Attributes:
+        num_files: Number of files of each call.
+        addresses: Addresses of all pieces of memory.
+    """
+
+    def __init__(self, engine: FileIO | None = None) -> None:
+        super().__init__(engine)
+        self.num_files: list[int] = []
+        self.addresses: set[int] = set()
+
+    def read_named(
+        self, files: Sequence[NamedFile], vectors: Sequence[IOVector], flags: int
+    ) -> list[Result]:
+        self._note(vectors)
+        return super().read_named(files, vectors, flags)
+
+    def write_named(
+        self,
+        files: Sequence[NewFile],
+        vectors: Sequence[IOVector],
+        sizes: Sequence[int],
+        flags: int,
+        *,
+        durable: bool,
+    ) -> list[Result]:
+        self._note(vectors)
+        return super().write_named(files, vectors, sizes, flags, durable=durable)
+
+    def _note(self, vectors: Sequence[IOVector]) -> None:
+        self.num_files.append(len(vectors))
+        self.addresses.update(*(vector[:, 0].tolist() for vector in vectors))
+
+
+class Failing(PosixFileIO):
+    """I/O engine that fails like a disk with bad sectors; a real one cannot be made here."""
+
+    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        return [OSError(5, os.strerror(5)) for _ in super().read(fds, vectors)]
+
+    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
+        return [OSError(5, os.strerror(5)) for _ in super().write(fds, vectors)]
 
 
 def store_batch(backend: FileBackend, keys: Sequence[BlockKey], blocks: Descriptors) -> StoreBatch:
@@ -76,9 +166,23 @@ def store_batch(backend: FileBackend, keys: Sequence[BlockKey], blocks: Descript
 
 def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
     """Compute the capacity in which exactly `num_blocks` chunks of the largest group fit."""
-    groups = range(len(namespace.groups))
-    file = max(GroupFormat(namespace, group).file_size_bytes for group in groups)
-    return ByteSize(num_blocks * padded(file))
+    sizes = []
+    for index, group in enumerate(namespace.groups):
+        header = BlockHeader(
+            namespace=namespace.fingerprint,
+            key=make_block_key(b"any", index),
+            start=0,
+            tensors=group.tensors,
+            integrity=Integrity.FAST,
+            checksum="",
+        )
+        sizes.append(on_disk(header.data_offset + namespace.chunk_size_bytes(index)))
+    return ByteSize(num_blocks * max(sizes))
+
+
+def on_disk(num_bytes: int) -> int:
+    """Round the size of a file up to the whole pages that it takes on the disk."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def listed(namespace: Namespace, num_tensors: int = 160) -> Namespace:
@@ -101,13 +205,12 @@ def listed(namespace: Namespace, num_tensors: int = 160) -> Namespace:
 
 def path_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
     """Path of a key's file."""
-    name = file_name(key)
-    return root / namespace.fingerprint / name[:2] / name
+    return root / namespace.fingerprint / key.hex()[:2] / f"{key.hex()}.safetensors"
 
 
 def quarantine_of(root: Path, namespace: Namespace, key: BlockKey) -> Path:
     """Path of a key's file in quarantine."""
-    return root / namespace.fingerprint / "quarantine" / file_name(key)
+    return root / namespace.fingerprint / "quarantine" / f"{key.hex()}.safetensors"
 
 
 def flip_bit(path: Path, bit: int) -> None:
@@ -130,7 +233,7 @@ def bytes_on_disk(root: Path) -> int:
         for name in names:
             if ".safetensors" in name:
                 with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                    total += padded((Path(folder) / name).stat().st_size)
+                    total += on_disk((Path(folder) / name).stat().st_size)
     return total
 
 
@@ -139,15 +242,31 @@ def temporary_files(root: Path) -> list[Path]:
     return sorted(root.rglob("*.safetensors.tmp"))
 
 
-def counted_bytes(backend: FileBackend) -> int:
-    """Read the bytes that the ledger counts."""
-    with backend._ledger.locked():
-        return backend._ledger.used
+def counted_bytes(root: Path) -> int:
+    """Read the bytes that the ledger of a store counts, under its lock."""
+    with (root / "usage.ledger").open("rb") as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        return int.from_bytes(ledger.read(16)[8:], "little")
 
 
-async def until_scanned(backend: FileBackend) -> None:
-    """Wait until the backend has scanned its store."""
-    await asyncio.wrap_future(backend._scan)
+def unlock_as_if_dead(path: Path) -> None:
+    """Release the lock that this process has on a file, as its death would."""
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            if link.readlink() == path:
+                fcntl.flock(int(link.name), fcntl.LOCK_UN)
+
+
+def fail_to_open(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError) -> None:
+    """Let files and folders of a name fail to be opened; as root no mode refuses them."""
+    really_open = os.open
+
+    def refuse(path: str, *args: Any, **kwargs: Any) -> int:
+        if Path(os.fsdecode(path)).name == name:
+            raise error
+        return really_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
 
 
 async def store(

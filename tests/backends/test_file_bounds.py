@@ -6,26 +6,22 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import BlockTree, FoundBlock
-from kvxfer.backends.file.file_index import FileIndex, file_ids
-from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.names import file_name
-from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import CREATE_FLAGS
-from kvxfer.backends.file.space import Space
-from kvxfer.backends.file.store_batch import NO_ROOM
+from kvxfer.backends.file import BlockTree, FileIndex, FoundBlock, Space, file_ids
+from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.backend import DONE, Status
+from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.eviction import ARC, LRU, POLICIES, PolicyName
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
 from tests.backends.file_store import (
     ENGINES,
+    Recording,
     bytes_on_disk,
     counted_bytes,
     flip_bit,
@@ -37,13 +33,13 @@ from tests.backends.file_store import (
     store,
     store_batch,
     tmpfs,
-    until_scanned,
 )
 
 FILE_BYTES = 8192
 NAMESPACE = "0" * 32
 MIB = 1 << 20
 PAUSE_LIMIT_S = 15.0
+NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -60,8 +56,8 @@ async def test_whatever_happens_the_capacity_is_kept_and_the_count_is_right(
         open_store(tmp_path, memory.namespace(), **fields) as ours,
         open_store(tmp_path, memory.namespace(revision="other"), **fields) as theirs,
     ):
-        await until_scanned(ours)
-        await until_scanned(theirs)
+        await ours.wait_indexed()
+        await theirs.wait_indexed()
         for _ in range(60):
             backend = rng.choice([ours, theirs])
             namespace = memory.namespace(revision="" if backend is ours else "other")
@@ -83,13 +79,13 @@ async def test_whatever_happens_the_capacity_is_kept_and_the_count_is_right(
                     target = memory.describe(group, [0])
                     assert await load_verified(backend, chosen[:1], target) == [Status.CORRUPT]
             assert bytes_on_disk(tmp_path) <= capacity
-            assert counted_bytes(ours) == bytes_on_disk(tmp_path)
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
 
 
 async def test_lru_evicts_what_was_used_the_longest_time_ago(tmp_path: Path) -> None:
     memory, keys = one_page_memory(), hashed_keys(6)
     async with open_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         for key in keys[:4]:
             await store(backend, [key], memory.describe(0, [0]))
         await load_verified(backend, keys[:1], memory.describe(0, [1]))
@@ -109,13 +105,13 @@ async def test_the_leading_blocks_get_the_room_whichever_share_is_first(
     async with open_store(
         tmp_path, memory.namespace(), capacity=2 * FILE_BYTES, eviction=eviction
     ) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         batch = store_batch(backend, keys, memory.describe(0, range(4)))
         expected = {0: [DONE] * 2, 2: [NO_ROOM] * 2}
         for start in order:
             assert batch.write(start, start + 2) == expected[start]
         assert await backend.lookup(keys) == [True, True, False, False]
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 2 * FILE_BYTES
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 2 * FILE_BYTES
         batch = store_batch(backend, keys[2:], memory.describe(0, range(2)))
         assert batch.write(0, 2) == [DONE] * 2, "a batch of its own may evict them"
         assert await backend.lookup(keys) == [False, False, True, True]
@@ -124,13 +120,14 @@ async def test_the_leading_blocks_get_the_room_whichever_share_is_first(
 async def test_room_for_shares_that_never_begin_is_given_back(tmp_path: Path) -> None:
     memory, keys = one_page_memory(), hashed_keys(4)
     async with open_store(tmp_path, memory.namespace(), capacity=4 * FILE_BYTES) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         batch = store_batch(backend, keys, memory.describe(0, range(4)))
         assert batch.write(0, 1) == [DONE]
-        assert counted_bytes(backend) == 4 * FILE_BYTES
+        assert counted_bytes(tmp_path) == 4 * FILE_BYTES
         batch.give_back()
-        assert backend._ledger.reserved == 0
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == FILE_BYTES
+        with closing(Ledger(tmp_path)) as another:
+            assert another.reserved_by_others() == 0
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == FILE_BYTES
 
 
 async def test_arc_keeps_what_is_used_again_through_a_long_scan(tmp_path: Path) -> None:
@@ -138,7 +135,7 @@ async def test_arc_keeps_what_is_used_again_through_a_long_scan(tmp_path: Path) 
     async with open_store(
         tmp_path, memory.namespace(), capacity=8 * FILE_BYTES, eviction="arc"
     ) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         await store(backend, keys[:3], memory.describe(0, range(3)))
         await load_verified(backend, keys[:3], memory.describe(0, range(8, 11)))
         for key in keys[3:]:
@@ -153,7 +150,7 @@ async def test_a_batch_never_evicts_its_own_blocks(tmp_path: Path, eviction: str
     async with open_store(
         tmp_path, memory.namespace(), capacity=4 * FILE_BYTES, eviction=eviction
     ) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         await store(backend, keys[:3], memory.describe(0, range(3)))
         outcomes = await store(backend, [*keys[:2], *keys[3:]], memory.describe(0, range(5)))
         done = [outcome.done for outcome in outcomes]
@@ -171,7 +168,7 @@ async def test_a_store_opened_again_evicts_the_oldest_first(tmp_path: Path, evic
     for key, age in zip(keys, ages, strict=False):
         os.utime(path_of(tmp_path, memory.namespace(), key), (time.time() - age,) * 2)
     async with open_store(tmp_path, memory.namespace(), **fields) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         for number, key in enumerate(keys[4:], 1):
             await store(backend, [key], memory.describe(0, [0]))
             there = await backend.lookup(keys[:4])
@@ -203,15 +200,13 @@ async def test_the_free_space_floor_is_kept_by_evicting(tmp_path: Path) -> None:
             assert outcome.status is Status.FAILED
 
 
-async def test_batches_at_one_time_keep_the_free_space_floor_together(tmp_path: Path) -> None:
-    memory, keys = BlockMemory([[256 << 10]], num_blocks=32), hashed_keys(32)
+def test_batches_at_one_time_keep_the_free_space_floor_together() -> None:
+    keys = hashed_keys(32)
     floor = 3 * MIB
     with tmpfs(8 * MIB) as folder:
-        async with open_store(folder, memory.namespace(), min_free=ByteSize(floor)) as backend:
-            await until_scanned(backend)
-            assert sum(
-                backend._space.reserve([key], [(256 << 10) + 4096]) for key in keys
-            ) <= 5 * MIB // (260 << 10)
+        space = make_space(folder, num_files=1 << 20, min_free_bytes=floor)
+        fitting = sum(space.reserve([key], [(256 << 10) + 4096]) for key in keys)
+        assert 0 < fitting <= 5 * MIB // (260 << 10)
 
 
 async def test_files_of_a_dead_namespace_make_room(tmp_path: Path) -> None:
@@ -265,7 +260,7 @@ async def test_foreign_files_in_the_tree_are_left_alone_and_harm_nobody(tmp_path
         (folder / name).write_text("mine")
     capacity = ByteSize(5 * FILE_BYTES)
     async with open_store(tmp_path, memory.namespace(), capacity=capacity) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         for key in keys:
             assert all(o.done for o in await store(backend, [key], memory.describe(0, [0])))
         await backend.purge()
@@ -277,12 +272,13 @@ def test_a_capacity_below_one_block_is_refused_with_what_is_needed(tmp_path: Pat
         open_store(tmp_path, one_page_memory().namespace(), capacity=ByteSize(8191))
 
 
-def make_empty_files(folder: Path, keys: list[BlockKey]) -> None:
+def make_small_files(folder: Path, keys: list[BlockKey]) -> None:
     for number in range(256):
         (folder / f"{number:02x}").mkdir(parents=True, mode=0o700)
     for key in keys:
-        name = file_name(key)
-        (folder / name[:2] / name).touch(mode=0o600)
+        path = folder / key.hex()[:2] / f"{key.hex()}.safetensors"
+        path.touch(mode=0o600)
+        os.truncate(path, 1)
 
 
 async def test_lookups_answer_while_an_index_is_rebuilt_and_it_finds_every_block(
@@ -290,7 +286,7 @@ async def test_lookups_answer_while_an_index_is_rebuilt_and_it_finds_every_block
 ) -> None:
     memory, keys = BlockMemory([[64]], num_blocks=4), hashed_keys(20_000)
     namespace = memory.namespace()
-    await asyncio.to_thread(make_empty_files, tmp_path / namespace.fingerprint, keys)
+    await asyncio.to_thread(make_small_files, tmp_path / namespace.fingerprint, keys)
     half_way, go_on = threading.Event(), threading.Event()
     walk = BlockTree.blocks
 
@@ -302,47 +298,63 @@ async def test_lookups_answer_while_an_index_is_rebuilt_and_it_finds_every_block
             yield block
 
     monkeypatch.setattr(BlockTree, "blocks", walk_with_a_pause)
-    async with open_store(tmp_path, namespace, capacity=ByteSize(1 << 40)) as backend:
+    capacity = ByteSize(len(keys) * 4096)
+    async with open_store(tmp_path, namespace, capacity=capacity) as backend:
+        indexed = asyncio.create_task(backend.wait_indexed())
         try:
             assert await asyncio.to_thread(half_way.wait, PAUSE_LIMIT_S)
             assert await backend.lookup(keys) == [True] * len(keys)
-            assert not backend._scan.done()
+            assert not indexed.done()
         finally:
             go_on.set()
-        await until_scanned(backend)
-        fingerprint = namespace.fingerprint
-        found = backend._space._index._entries.keys()
-        assert found == set(file_ids(fingerprint, keys))
+        await indexed
+        assert counted_bytes(tmp_path) == capacity
+        others = hashed_keys(4, first=len(keys))
+        assert all(each.done for each in await store(backend, others, memory.describe(0, range(4))))
+        assert sum(await backend.lookup(keys)) == len(keys) - 4 * FILE_BYTES // 4096
 
 
+@pytest.mark.parametrize(
+    ("fragment_bytes", "expected"), [(4096, [8] * 5), (MIB, [32, 8])], ids=["gathered", "zero-copy"]
+)
 async def test_a_round_that_is_gathered_takes_8_mib_of_scratch_and_any_other_32_of_files(
-    tmp_path: Path,
+    tmp_path: Path, fragment_bytes: int, expected: list[int]
 ) -> None:
-    memory = BlockMemory([[MIB]], num_blocks=40)
-    blocks = memory.describe(0, range(40))
-    async with open_store(tmp_path, memory.namespace()) as backend:
-        gathered = list(backend._files.rounds(blocks, zero_copy=False))
-        zero_copy = list(backend._files.rounds(blocks, zero_copy=True))
-    assert gathered == [(start, start + 8) for start in range(0, 40, 8)]
-    assert zero_copy == [(0, 32), (32, 40)]
+    memory = BlockMemory([[fragment_bytes] * (MIB // fragment_bytes)], num_blocks=80)
+    keys, fields = hashed_keys(40), {"direct": "off", "read_threads": 1, "write_threads": 1}
+    engine = Recording()
+    async with open_store(tmp_path, memory.namespace(), file_io=engine, **fields) as backend:
+        for move, blocks in ((backend.store, range(40)), (backend.load, range(40, 80))):
+            assert all(each.done for each in await move(keys, memory.describe(0, blocks)))
+            assert engine.num_files == expected
+            engine.num_files.clear()
 
 
-def make_space(root: Path, *, num_files: int, eviction: PolicyName = "lru") -> Space:
+def make_space(
+    root: Path,
+    *,
+    num_files: int,
+    eviction: PolicyName = "lru",
+    min_free_bytes: int = 0,
+    folder: NamespaceFolder | None = None,
+) -> Space:
     space = Space(
         BlockTree(root),
-        NamespaceFolder(root, NAMESPACE),
+        folder or NamespaceFolder(root, NAMESPACE),
         Ledger(root),
         POLICIES[eviction](num_files),
         capacity_bytes=num_files * FILE_BYTES,
-        min_free_bytes=0,
+        min_free_bytes=min_free_bytes,
+        rescan_factor=0,
     )
     space.scan()
     return space
 
 
-def write_file(space: Space, key: BlockKey) -> None:
-    file = space._folder.locate_new(key, "temporary")
-    os.close(os.open(file.name, CREATE_FLAGS, dir_fd=file.folder_fd))
+def write_file(root: Path, key: BlockKey) -> None:
+    path = root / NAMESPACE / key.hex()[:2] / f"{key.hex()}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc"])
@@ -362,7 +374,7 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
     space, keys = make_space(tmp_path, num_files=3, eviction=eviction), hashed_keys(6)
     assert space.reserve(keys[:3], [FILE_BYTES] * 3) == 3
     for key in keys[:3]:
-        write_file(space, key)
+        write_file(tmp_path, key)
     assert space.remove(keys[:2]) == [True, True]
     with (tmp_path / "replaced").open("w") as file:  # by another one, which is not corrupt
         space.quarantine(keys[2], file.fileno())
@@ -373,22 +385,27 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
 
 
 class Stubborn(NamespaceFolder):
-    """Folder from which nothing can be removed."""
+    """Folder from which nothing can be removed, until that is allowed."""
+
+    allowed = False
 
     def remove(self, key: BlockKey) -> bool:
-        raise PermissionError(13, "Permission denied")
+        if not self.allowed:
+            raise PermissionError(13, "Permission denied")
+        return super().remove(key)
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc"])
 def test_an_eviction_that_fails_leaves_no_reservation(tmp_path: Path, eviction: PolicyName) -> None:
-    space, keys = make_space(tmp_path, num_files=3, eviction=eviction), hashed_keys(6)
+    folder, keys = Stubborn(tmp_path, NAMESPACE), hashed_keys(6)
+    space = make_space(tmp_path, num_files=3, eviction=eviction, folder=folder)
     assert space.reserve(keys[:2], [FILE_BYTES] * 2) == 2
     space.settle(keys[:2], stored=[True] * 2)
-    good, space._folder = space._folder, Stubborn(tmp_path, NAMESPACE)
     with pytest.raises(PermissionError):
         space.reserve(keys[2:5], [FILE_BYTES] * 3, spare=keys[:1])
-    space._folder = good
-    assert space._ledger.reserved == 0
+    folder.allowed = True
+    with closing(Ledger(tmp_path)) as another:
+        assert another.reserved_by_others() == 0
     space.scan()
     assert space.reserve(keys[2:5], [FILE_BYTES] * 3) == 3
 

@@ -4,7 +4,10 @@ import logging
 
 import pytest
 
-from kvxfer.backends.file.circuit_breaker import MAX_ERRORS, PAUSE_S, CircuitBreaker
+from kvxfer.backends.file import CircuitBreaker
+
+MAX_ERRORS = 5
+PAUSE_S = 30.0
 
 
 class Clock:

@@ -27,7 +27,6 @@ from tests.backends.file_store import (
     quarantine_of,
     store,
     temporary_folder,
-    until_scanned,
 )
 
 SOURCE, TARGET = [0, 1], [2, 3]
@@ -271,36 +270,36 @@ async def test_a_corrupt_block_is_logged_once_with_its_key_and_the_reason(
 async def test_quarantine_counts_and_is_the_first_to_go(tmp_path: Path) -> None:
     memory, keys = BlockMemory([[4096]], num_blocks=8), hashed_keys(5)
     async with open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         for key in keys[:4]:
             await store(backend, [key], memory.describe(0, [0]))
         flip_bit(path_of(tmp_path, memory.namespace(), keys[3]), 8 * 4100)
         assert await load_verified(backend, [keys[3]], memory.describe(0, [1])) == [Status.CORRUPT]
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 4 * 8192
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
         await store(backend, [keys[4]], memory.describe(0, [0]))
         assert not quarantine_of(tmp_path, memory.namespace(), keys[3]).exists()
         assert await backend.lookup(keys) == [True, True, True, False, True]
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 4 * 8192
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
 
 
 async def test_a_block_that_is_corrupt_twice_takes_room_in_quarantine_once(tmp_path: Path) -> None:
     made = Store(tmp_path)
     async with made.backend:
-        await until_scanned(made.backend)
+        await made.backend.wait_indexed()
         for _ in range(3):
             await made.store()
             flip_bit(made.path, 8 * 4100)
             assert await made.load() is Status.CORRUPT
-        assert counted_bytes(made.backend) == bytes_on_disk(tmp_path)
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
         await made.backend.purge()
-        assert counted_bytes(made.backend) == bytes_on_disk(tmp_path)
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
 
 
 async def test_a_damaged_count_is_recounted_before_it_is_trusted(tmp_path: Path) -> None:
     memory, keys = BlockMemory([[4096]], num_blocks=8), hashed_keys(8)
     ledger = tmp_path / "usage.ledger"
     async with open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         for index, damage in enumerate((b"", b"short", b"x" * 24, b"")):
             await store(backend, keys[:4], memory.describe(0, range(4)))
             ledger.write_bytes(damage)
@@ -309,5 +308,5 @@ async def test_a_damaged_count_is_recounted_before_it_is_trusted(tmp_path: Path)
             outcomes = await store(backend, keys[4:], memory.describe(0, range(4)))
             assert all(outcome.done for outcome in outcomes)
             assert bytes_on_disk(tmp_path) <= 4 * 8192
-            assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
             await backend.delete(keys)

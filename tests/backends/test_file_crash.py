@@ -8,15 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import FileBackend
-from kvxfer.backends.file.file_index import file_ids
-from kvxfer.backends.file.folders.names import temporary_name
-from kvxfer.backends.file.io.file_io import CREATE_FLAGS
+from kvxfer.backends.file import FileBackend, file_ids
+from kvxfer.backends.file.folders import Ledger
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from tests.backends.file_store import (
@@ -26,9 +24,10 @@ from tests.backends.file_store import (
     hashed_keys,
     load_verified,
     open_store,
+    path_of,
     store,
     temporary_files,
-    until_scanned,
+    unlock_as_if_dead,
 )
 from tests.backends.writer_process import crash_memory
 
@@ -124,9 +123,9 @@ async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
             num_unfinished += len(temporary_files(root))
             async with open_store(root, crash_memory().namespace()) as backend:
                 num_whole += await check(backend, keys)
-                await until_scanned(backend)
+                await backend.wait_indexed()
                 assert temporary_files(root) == []
-                assert counted_bytes(backend) == bytes_on_disk(root)
+                assert counted_bytes(root) == bytes_on_disk(root)
                 assert len(list(root.glob("*.claim"))) == 1, "only our own is left"
     assert num_unfinished > num_kills // 10, "too few were killed while they wrote"
     assert num_whole > num_kills
@@ -137,21 +136,22 @@ async def test_what_a_living_writer_has_not_finished_is_left_alone(tmp_path: Pat
     fingerprint = memory.namespace().fingerprint
     async with open_store(tmp_path, memory.namespace()) as backend:
         await store(backend, keys[:1], memory.describe(0, [0]))
-        ledger = backend._ledger
-        file = backend._folder.locate_new(keys[1], temporary_name(ledger.owner, 1 << 30))
-        with ledger.claimed(file_ids(fingerprint, keys[1:2])):
-            os.close(os.open(file.temporary, CREATE_FLAGS, dir_fd=file.folder_fd))
-            async with open_store(tmp_path, memory.namespace()) as other:
-                await until_scanned(other)
-                assert len(temporary_files(tmp_path)) == 1
-                outcomes = await store(other, keys[1:], memory.describe(0, [0]))
-                assert [outcome.status for outcome in outcomes] == [Status.FAILED]
-                assert "another process" in outcomes[0].reason
-                fcntl.flock(ledger._claim._fd, fcntl.LOCK_UN)  # as if it had died
-                outcomes = await store(other, keys[1:], memory.describe(0, [0]))
-                assert [outcome.status for outcome in outcomes] == [Status.DONE]
-                other._space.scan()
-                assert temporary_files(tmp_path) == []
+    with closing(Ledger(tmp_path)) as ledger, ledger.claimed(file_ids(fingerprint, keys[1:])):
+        folder = path_of(tmp_path, memory.namespace(), keys[1]).parent
+        folder.mkdir(exist_ok=True)
+        (folder / f"{ledger.owner}-0.safetensors.tmp").touch()
+        async with open_store(tmp_path, memory.namespace()) as other:
+            await other.wait_indexed()
+            assert len(temporary_files(tmp_path)) == 1
+            outcomes = await store(other, keys[1:], memory.describe(0, [0]))
+            assert [outcome.status for outcome in outcomes] == [Status.FAILED]
+            assert "another process" in outcomes[0].reason
+            unlock_as_if_dead(tmp_path / f"{ledger.owner}.claim")
+            outcomes = await store(other, keys[1:], memory.describe(0, [0]))
+            assert [outcome.status for outcome in outcomes] == [Status.DONE]
+        async with open_store(tmp_path, memory.namespace()) as other:
+            await other.wait_indexed()
+            assert temporary_files(tmp_path) == []
 
 
 async def test_what_a_dead_process_reserved_is_room_again_after_a_walk(tmp_path: Path) -> None:
@@ -165,6 +165,6 @@ async def test_what_a_dead_process_reserved_is_room_again_after_a_walk(tmp_path:
     used = int.from_bytes(record[8:16], "little")
     ledger.write_bytes(record[:8] + (used + (1 << 20)).to_bytes(8, "little") + record[16:])
     async with open_store(tmp_path, memory.namespace(), capacity=GIB) as backend:
-        await until_scanned(backend)
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == used
+        await backend.wait_indexed()
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == used
         assert not claim.exists()

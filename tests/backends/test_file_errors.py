@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import backend as backend_module
-from kvxfer.backends.file.circuit_breaker import CircuitBreaker
-from kvxfer.backends.file.io.file_io import IOVector, Result
-from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.testing import BlockMemory
 from kvxfer.transfer.engine import TransferEngine
 from tests.backends.file_store import (
     ENGINES,
+    Failing,
+    OtherEngine,
     bytes_on_disk,
     counted_bytes,
     flip_bit,
@@ -34,7 +33,6 @@ from tests.backends.file_store import (
     temporary_files,
     temporary_folder,
     tmpfs,
-    until_scanned,
 )
 
 REPOSITORY = Path(__file__).parents[2]
@@ -56,17 +54,17 @@ def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
 async def test_a_full_disk_fails_blocks_and_leaves_no_part_of_one(engine: str) -> None:
     memory, keys = BlockMemory([[MIB]], num_blocks=16), hashed_keys(8)
     with tmpfs(4 * MIB) as folder:
-        async with open_store(folder / "store", memory.namespace(), engine=engine) as backend:
-            await until_scanned(backend)
+        fields = {"engine": engine, "min_free": -(1 << 40)}  # the floor does not notice
+        async with open_store(folder / "store", memory.namespace(), **fields) as backend:
+            await backend.wait_indexed()
             filler = folder / "filler"
-            filler.write_bytes(bytes(2 * MIB))  # behind the back of the free-space floor
-            backend._space._min_free_bytes = -(1 << 40)
+            filler.write_bytes(bytes(2 * MIB))
             outcomes = await store(backend, keys, memory.describe(0, range(8)))
             assert set(statuses(outcomes)) == {DONE, FAILED}
             reasons = {outcome.reason for outcome in outcomes if not outcome.done}
             assert any("No space left" in reason or "short write" in reason for reason in reasons)
             assert temporary_files(folder) == []
-            assert counted_bytes(backend) == bytes_on_disk(folder)
+            assert counted_bytes(folder / "store") == bytes_on_disk(folder)
             loaded = await load_verified(backend, keys, memory.describe(0, range(8, 16)))
             assert [status is DONE for status in loaded] == [o.done for o in outcomes]
             filler.unlink()
@@ -81,7 +79,7 @@ async def test_a_disk_whose_file_system_broke_fails_stores_and_still_loads(tmp_p
     with mounted("-o", "loop,errors=remount-ro", str(image)) as folder:
         root = folder / "store"
         async with open_store(root, memory.namespace(), capacity=2 * 8192) as backend:
-            await until_scanned(backend)
+            await backend.wait_indexed()
             blocks, target = memory.describe(0, [0, 1]), memory.describe(0, [2, 3])
             assert statuses(await store(backend, keys[:2], blocks)) == [DONE] * 2
             flip_bit(path_of(root, memory.namespace(), keys[1]), 8 * 4100)
@@ -250,48 +248,35 @@ class Truncating(PosixFileIO):
         return super().read(fds, vectors)
 
 
-class Failing(PosixFileIO):
-    """I/O engine that fails like a disk with bad sectors; a real one cannot be made here."""
-
-    def __init__(self) -> None:
-        self.failing = True
-
-    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        results = super().read(fds, vectors)
-        return [OSError(5, os.strerror(5)) for _ in results] if self.failing else results
-
-    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        results = super().write(fds, vectors)
-        return [OSError(5, os.strerror(5)) for _ in results] if self.failing else results
-
-
 async def test_an_input_output_error_is_an_outcome_and_the_file_stays(tmp_path: Path) -> None:
     memory, keys = one_page_memory(), hashed_keys(4)
-    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
-        await until_scanned(backend)
+    disk = OtherEngine()
+    async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
+        await backend.wait_indexed()
         await store(backend, keys[:2], memory.describe(0, [0, 1]))
-        backend._files.file_io = failing = Failing()
+        disk.engine = Failing()
         stored = await store(backend, keys[2:], memory.describe(0, [0, 1]))
         assert statuses(stored) == [FAILED] * 2
         assert "Input/output error" in stored[0].reason
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 2 * 8192
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 2 * 8192
         outcomes = await backend.load(keys[:2], memory.describe(0, [4, 5]))
         assert statuses(outcomes) == [FAILED] * 2
         assert "Input/output error" in outcomes[0].reason
-        failing.failing = False
+        disk.engine = PosixFileIO()
         loaded = await load_verified(backend, keys, memory.describe(0, range(4, 8)))
         assert loaded == [DONE, DONE, MISSING, MISSING]
 
 
 async def test_a_file_cut_off_while_it_is_read_is_corrupt(tmp_path: Path) -> None:
     memory, keys = one_page_memory(), hashed_keys(2)
-    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
+    disk = OtherEngine()
+    async with open_store(tmp_path, memory.namespace(), file_io=disk) as backend:
         for num_bytes in (0, 100, 4096, 4097, 8191):
             await store(backend, keys, memory.describe(0, [0, 1]))
-            posix, backend._files.file_io = backend._files.file_io, Truncating(num_bytes)
+            disk.engine = Truncating(num_bytes)
             loaded = await load_verified(backend, keys, memory.describe(0, [2, 3]))
             assert loaded == [Status.CORRUPT] * 2
-            backend._files.file_io = posix
+            disk.engine = PosixFileIO()
             assert await backend.lookup(keys) == [False] * 2
 
 
@@ -313,7 +298,7 @@ async def test_folders_removed_while_running_are_made_anew(tmp_path: Path, remov
     root = tmp_path / "store"
     capacity = 4 * 8192
     async with open_store(root, memory.namespace(), capacity=capacity) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         await store(backend, keys, memory.describe(0, range(4)))
         victim = tmp_path / removed.format(memory.namespace().fingerprint, keys[0].hex()[:2])
         await asyncio.to_thread(remove_folder, victim)
@@ -326,8 +311,8 @@ async def test_folders_removed_while_running_are_made_anew(tmp_path: Path, remov
             assert loaded == [DONE] * 4
         assert bytes_on_disk(tmp_path) <= capacity
     async with open_store(root, memory.namespace(), capacity=capacity) as backend:
-        await until_scanned(backend)
-        assert counted_bytes(backend) == bytes_on_disk(root) == capacity
+        await backend.wait_indexed()
+        assert counted_bytes(root) == bytes_on_disk(root) == capacity
 
 
 async def test_a_root_replaced_by_a_file_fails_stores_and_misses_loads(tmp_path: Path) -> None:
@@ -354,10 +339,10 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
 ) -> None:
     memory, keys, clock = one_page_memory(), hashed_keys(20), Clock()
     blocks, target = memory.describe(0, [0]), memory.describe(0, [1])
-    async with open_store(tmp_path, memory.namespace(), engine="posix") as backend:
+    disk = OtherEngine()
+    async with open_store(tmp_path, memory.namespace(), file_io=disk, clock=clock) as backend:
         await store(backend, keys[:1], blocks)
-        backend._breaker = CircuitBreaker("storing", clock=clock)
-        posix, backend._files.file_io = backend._files.file_io, Failing()
+        disk.engine = Failing()
         with caplog.at_level(logging.WARNING, logger="kvxfer"):
             for key in keys[1:6]:
                 (outcome,) = await store(backend, [key], blocks)
@@ -372,7 +357,7 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
             assert "Input/output error" in outcome.reason
             (outcome,) = await store(backend, keys[11:12], blocks)
             assert "paused" in outcome.reason
-            backend._files.file_io = posix
+            disk.engine = PosixFileIO()
             assert await load_verified(backend, keys[:1], target) == [DONE], "loads go on"
             clock.now += 29.0
             (outcome,) = await store(backend, keys[12:13], blocks)
@@ -388,15 +373,14 @@ async def test_after_five_failures_stores_stop_until_a_probe_succeeds(
 
 
 async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     image = make_image(tmp_path)
     memory, keys = BlockMemory([[65536]], num_blocks=16), hashed_keys(8)
     with mounted("-o", "loop", str(image)) as folder:
-        backend = open_store(folder / "store", memory.namespace())
-        await until_scanned(backend)
         clock = Clock()
-        backend._breaker = CircuitBreaker("storing", clock=clock)
+        backend = open_store(folder / "store", memory.namespace(), clock=clock)
+        await backend.wait_indexed()
         async with TransferEngine(memory.caches, backend) as engine:
             assert statuses(await engine.store(keys[:2], [[0, 1]])) == [DONE] * 2
             freeze(folder)
@@ -407,14 +391,13 @@ async def test_a_hung_disk_times_out_and_everything_goes_on_when_it_is_back(
                 loaded = await engine.load(keys[:2], [[8, 9]], timeout_s=10)
                 assert statuses(loaded) == [DONE] * 2, "loads go on"
                 assert await engine.lookup(keys[:3]) == [True, True, False]
-                monkeypatch.setattr(backend_module, "STALLED_S", 0.0)
+                clock.now += 31.0
                 outcomes = await engine.store(keys[4:5], [[4]], timeout_s=5)
                 assert statuses(outcomes) == [FAILED], "a stalled write opens the breaker"
                 assert "paused" in outcomes[0].reason
             finally:
                 call("fsfreeze", "-u", folder)
             await asyncio.wait_for(engine.drain(), 10)
-            monkeypatch.undo()
             clock.now += 30.0
             assert statuses(await engine.store(keys[5:], [[5, 6, 7]])) == [DONE] * 3
             assert statuses(await engine.load(keys[5:], [[10, 11, 12]])) == [DONE] * 3

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import BlockTree, FileBackend
+from kvxfer.backends.file.folders import NamespaceFolder
 from kvxfer.backends.file.maintenance import GarbageCollection
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
@@ -26,7 +27,6 @@ from tests.backends.file_store import (
     quarantine_of,
     remove_folder,
     store,
-    until_scanned,
 )
 
 DONE, CORRUPT, MISSING = Status.DONE, Status.CORRUPT, Status.MISSING
@@ -41,8 +41,8 @@ async def two_backends(
         open_store(root, memory.namespace(), engine=engine) as ours,
         open_store(root, memory.namespace(), engine=engine) as theirs,
     ):
-        await until_scanned(ours)
-        await until_scanned(theirs)
+        await ours.wait_indexed()
+        await theirs.wait_indexed()
         yield ours, theirs
 
 
@@ -104,10 +104,12 @@ async def test_a_use_is_noted_in_a_folder_made_anew(tmp_path: Path) -> None:
     path = path_of(tmp_path, memory.namespace(), keys[0])
     async with two_backends(tmp_path, memory) as (ours, theirs):
         await store(ours, keys, memory.describe(0, [0]))
-        await asyncio.to_thread(remove_folder, path.parent)
-        await store(theirs, keys, memory.describe(0, [0]))
-        os.utime(path, (1, 1))
-        ours._folder.note_use(keys[0])
+        with NamespaceFolder(tmp_path, memory.namespace().fingerprint) as folder:
+            assert folder.sizes(keys) == [8192]
+            await asyncio.to_thread(remove_folder, path.parent)
+            await store(theirs, keys, memory.describe(0, [0]))
+            os.utime(path, (1, 1))
+            folder.note_use(keys[0])
         assert path.stat().st_mtime > 1
 
 
@@ -117,7 +119,7 @@ async def test_corrupt_blocks_are_put_away_after_the_quarantine_was_removed(
 ) -> None:
     memory, keys = one_page_memory(), hashed_keys(3)
     async with open_store(tmp_path, memory.namespace()) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         for key in keys:
             away = quarantine_of(tmp_path, memory.namespace(), key)
             await store(backend, [key], memory.describe(0, [0]))
@@ -139,7 +141,7 @@ async def test_a_corrupt_block_that_cannot_be_put_away_is_removed(
     memory, keys = one_page_memory(), hashed_keys(1)
     away = quarantine_of(tmp_path, memory.namespace(), keys[0])
     async with open_store(tmp_path, memory.namespace()) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         await store(backend, keys, memory.describe(0, [0]))
         if in_the_way == "a file":
             away.parent.write_text("")
@@ -148,10 +150,10 @@ async def test_a_corrupt_block_that_cannot_be_put_away_is_removed(
         flip_bit(path_of(tmp_path, memory.namespace(), keys[0]), 8 * 4100)
         assert await load_verified(backend, keys, memory.describe(0, [1])) == [CORRUPT]
         assert await backend.lookup(keys) == [False]
-        assert counted_bytes(backend) == 0
+        assert counted_bytes(tmp_path) == 0
         await store(backend, keys, memory.describe(0, [0]))
         assert await load_verified(backend, keys, memory.describe(0, [1])) == [DONE]
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 8192
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 8192
 
 
 def num_descriptors() -> int:
@@ -161,7 +163,7 @@ def num_descriptors() -> int:
 async def test_removed_folders_keep_no_descriptors(tmp_path: Path) -> None:
     memory, keys, root = one_page_memory(), hashed_keys(8), tmp_path / "store"
     async with open_store(root, memory.namespace(), engine="posix") as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         counts = []
         for _ in range(3):
             await store(backend, keys, memory.describe(0, range(8)))
@@ -176,7 +178,7 @@ async def test_blocks_that_are_there_are_found_without_a_look_at_their_folders(
 ) -> None:
     memory, keys = one_page_memory(), hashed_keys(4)
     async with open_store(tmp_path, memory.namespace()) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         await store(backend, keys, memory.describe(0, range(4)))
 
         def look(fd: int) -> os.stat_result:

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 
 from kvxfer.backends.file import BlockTree
-from kvxfer.backends.file.folders.names import claim_path, temporary_name
 from kvxfer.cli import main
 from tests.backends.file_store import (
     hashed_keys,
@@ -19,7 +18,6 @@ from tests.backends.file_store import (
     path_of,
     store,
     temporary_files,
-    until_scanned,
 )
 
 DEAD = "01" * 8
@@ -30,7 +28,7 @@ NAMESPACE = MEMORY.namespace()
 async def fill(root: Path) -> Path:
     """Store a block; return the folder of its file."""
     async with open_store(root, NAMESPACE) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         (outcome,) = await store(backend, hashed_keys(1), MEMORY.describe(0, [0]))
         assert outcome.done, outcome
     return path_of(root, NAMESPACE, hashed_keys(1)[0]).parent
@@ -47,7 +45,7 @@ async def test_files_that_only_look_like_ours_stay(tmp_path: Path) -> None:
         tmp_path / "insurance.claim",
         tmp_path / f"{DEAD}.claim.bak",
         tmp_path / ("AB" * 8 + ".claim"),
-        tmp_path / temporary_name(DEAD, 0),
+        tmp_path / f"{DEAD}-0.safetensors.tmp",
         folder / "mine.tmp",
         folder / "mine-0.safetensors.tmp",
         folder / f"{hashed_keys(1)[0].hex()}.safetensors.tmp",
@@ -58,7 +56,7 @@ async def test_files_that_only_look_like_ours_stay(tmp_path: Path) -> None:
     ]
     for path in foreign:
         path.write_text("mine")
-    ours = [folder / temporary_name(DEAD, 0x1F), folder.parent / temporary_name(DEAD, 0)]
+    ours = [folder / f"{DEAD}-1f.safetensors.tmp", folder.parent / f"{DEAD}-0.safetensors.tmp"]
     for path in ours:
         path.write_text("half a block")
     await fill(tmp_path)
@@ -78,12 +76,12 @@ async def test_what_is_no_file_stays_whatever_its_name(
     folder = await fill(tmp_path)
     odd = [
         folder / "x.tmp",
-        folder / temporary_name(DEAD, 0),
-        folder / temporary_name("02" * 8, 0),
-        folder.parent / temporary_name(DEAD, 0),
+        folder / f"{DEAD}-0.safetensors.tmp",
+        folder / f"{'02' * 8}-0.safetensors.tmp",
+        folder.parent / f"{DEAD}-0.safetensors.tmp",
         folder.parent / "namespace.json.tmp",  # what earlier versions wrote to
         tmp_path / ".direct.tmp",
-        claim_path(tmp_path, "02" * 8),
+        tmp_path / f"{'02' * 8}.claim",
     ]
     for path in odd:
         make(path)
@@ -124,7 +122,7 @@ async def test_a_description_is_written_though_its_temporary_file_is_collected(
             collected.append(BlockTree(tmp_path).collect())
         really_rename(source, target, **fds)
 
-    monkeypatch.setattr("os.rename", collect_first)
+    monkeypatch.setattr(os, "rename", collect_first)
     await fill(tmp_path)
     assert collected == [1]
     assert description.read_text() == before
@@ -178,12 +176,12 @@ async def test_blocks_of_another_namespace_are_misses_whose_reason_is_logged(
     }
     for other in others.values():
         async with open_store(tmp_path, other) as backend:
-            await until_scanned(backend)
+            await backend.wait_indexed()
     await fill(tmp_path)
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="kvxfer"):
         async with open_store(tmp_path, NAMESPACE) as backend:
-            await until_scanned(backend)
+            await backend.wait_indexed()
     (message,) = [text for text in caplog.messages if "are not found here" in text]
     assert others["instruction_set"].fingerprint in message
     assert "differ in instruction_set: ours is '', theirs is 'packed for amx'" in message

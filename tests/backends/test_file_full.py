@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import BlockTree
-from kvxfer.backends.file.circuit_breaker import MAX_ERRORS
-from kvxfer.backends.file.io.file_io import IOVector, Result
-from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.backends.file.maintenance import GarbageCollection
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
@@ -27,10 +25,10 @@ from tests.backends.file_store import (
     places,
     store,
     temporary_files,
-    until_scanned,
 )
 
-ONE_BY_ONE = {"engine": "posix", "write_threads": 1}
+ONE_BY_ONE = {"write_threads": 1}
+NUM_TOLERATED = 5  # errors in a row, after which storing is paused
 DONE, FAILED = Status.DONE, Status.FAILED
 
 
@@ -51,14 +49,14 @@ async def test_files_are_evicted_where_there_can_be_no_more_of_them(
     with mounted(*arguments) as folder:
         for _ in range(2):  # the second one finds everything full
             async with open_store(folder, memory.namespace(), engine=engine) as backend:
-                await until_scanned(backend)
+                await backend.wait_indexed()
                 for first in range(0, len(keys), 20):
                     chosen = keys[first : first + 20]
                     outcomes = await store(backend, chosen, memory.describe(0, range(20)))
                     assert [outcome.reason for outcome in outcomes] == [""] * 20
                 target = memory.describe(0, range(20, 40))
                 assert await load_verified(backend, chosen, target) == [DONE] * 20
-                assert counted_bytes(backend) == bytes_on_disk(folder)
+                assert counted_bytes(folder) == bytes_on_disk(folder)
                 assert temporary_files(folder) == []
 
 
@@ -100,9 +98,9 @@ class Full(PosixFileIO):
 @pytest.mark.parametrize("errno", [ENOSPC, EDQUOT])
 async def test_files_are_evicted_when_a_write_finds_no_room(tmp_path: Path, errno: int) -> None:
     memory, keys = one_page_memory(), hashed_keys(12)
-    async with open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as backend:
-        await until_scanned(backend)
-        backend._files.file_io = full = Full(tmp_path, 4, errno)
+    full = Full(tmp_path, 4, errno)
+    async with open_store(tmp_path, memory.namespace(), file_io=full, **ONE_BY_ONE) as backend:
+        await backend.wait_indexed()
         for first in range(0, len(keys), 3):
             chosen = keys[first : first + 3]
             outcomes = await store(backend, chosen, memory.describe(0, range(3)))
@@ -110,7 +108,7 @@ async def test_files_are_evicted_when_a_write_finds_no_room(tmp_path: Path, errn
             assert (
                 await load_verified(backend, chosen, memory.describe(0, range(3, 6))) == [DONE] * 3
             )
-            assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
         assert full.num_failed
         assert temporary_files(tmp_path) == []
 
@@ -118,43 +116,42 @@ async def test_files_are_evicted_when_a_write_finds_no_room(tmp_path: Path, errn
 async def test_files_of_others_are_evicted_by_the_store_after_one_that_found_no_room(
     tmp_path: Path,
 ) -> None:
-    memory, keys = one_page_memory(), hashed_keys(8)
+    memory, keys, full = one_page_memory(), hashed_keys(8), Full(tmp_path, 4, EDQUOT)
     async with (
-        open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as ours,
+        open_store(tmp_path, memory.namespace(), file_io=full, **ONE_BY_ONE) as ours,
         open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as theirs,
     ):
-        await until_scanned(ours)
+        await ours.wait_indexed()
         await store(theirs, keys[:4], memory.describe(0, range(4)))
-        ours._files.file_io = Full(tmp_path, 4, EDQUOT)
         outcomes = await store(ours, keys[4:], memory.describe(0, range(4)))
         assert [outcome.status for outcome in outcomes] == [FAILED] * 4
         outcomes = await store(ours, keys[4:], memory.describe(0, range(4)))
         assert [outcome.status for outcome in outcomes] == [DONE] * 4
-        assert counted_bytes(ours) == bytes_on_disk(tmp_path)
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
 
 
 async def test_what_is_too_much_for_the_disk_fails_and_evicts_nothing_of_its_batch(
     tmp_path: Path,
 ) -> None:
     memory, keys = one_page_memory(), hashed_keys(8)
-    async with open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as backend:
-        await until_scanned(backend)
+    full = Full(tmp_path, 4, ENOSPC)
+    async with open_store(tmp_path, memory.namespace(), file_io=full, **ONE_BY_ONE) as backend:
+        await backend.wait_indexed()
         await store(backend, keys[:4], memory.describe(0, range(4)))
-        backend._files.file_io = full = Full(tmp_path, 4, ENOSPC)
         outcomes = await store(backend, keys[3:], memory.describe(0, range(5)))
         assert [outcome.status for outcome in outcomes] == [DONE] * 4 + [FAILED]
         assert await backend.lookup(keys) == [False] * 3 + [True] * 4 + [False]
         assert full.num_failed <= 4 + 1
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
 
 
 async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Path) -> None:
-    memory, keys = one_page_memory(), hashed_keys(2 + 2 * MAX_ERRORS)
+    memory, keys = one_page_memory(), hashed_keys(2 + 2 * NUM_TOLERATED)
     path_of(tmp_path, memory.namespace(), keys[0]).mkdir(parents=True)
     blocks = memory.describe(0, [0])
     async with open_store(tmp_path, memory.namespace()) as backend:
-        await until_scanned(backend)
-        for _ in range(2 * MAX_ERRORS):
+        await backend.wait_indexed()
+        for _ in range(2 * NUM_TOLERATED):
             (outcome,) = await store(backend, keys[:1], blocks)
             assert outcome.status is FAILED
             assert "directory" in outcome.reason
@@ -166,10 +163,10 @@ async def test_one_name_that_cannot_be_written_stops_no_other_store(tmp_path: Pa
 
 
 async def test_a_call_that_wrote_some_blocks_is_no_failure_of_the_medium(tmp_path: Path) -> None:
-    memory, keys = one_page_memory(), hashed_keys(4 * MAX_ERRORS)
-    async with open_store(tmp_path, memory.namespace(), **ONE_BY_ONE) as backend:
-        await until_scanned(backend)
-        backend._files.file_io = FirstOnly()
+    memory, keys = one_page_memory(), hashed_keys(4 * NUM_TOLERATED)
+    fields = {"file_io": FirstOnly(), **ONE_BY_ONE}
+    async with open_store(tmp_path, memory.namespace(), **fields) as backend:
+        await backend.wait_indexed()
         for first in range(0, len(keys), 2):
             chosen = keys[first : first + 2]
             outcomes = await store(backend, chosen, memory.describe(0, [0, 1]))

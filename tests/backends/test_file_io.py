@@ -16,9 +16,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvxfer.backends.file.io.file_io import FileIO, IOVector, NamedFile, NewFile, Result
-from kvxfer.backends.file.io.posix import PosixFileIO
-from kvxfer.backends.file.io.uring import UringFileIO
+from kvxfer.backends.file.io import (
+    FileIO,
+    IOVector,
+    NamedFile,
+    NewFile,
+    PosixFileIO,
+    Result,
+    UringFileIO,
+)
 from kvxfer.backends.host.segment import SHARED_MEMORY
 from tests.backends.file_store import has_uring
 
@@ -477,11 +483,11 @@ def test_closed_engines_leave_no_descriptor_and_may_be_closed_again(engine: File
 def test_where_no_more_rings_can_be_had_plain_calls_take_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def refuse(num_operations: int, num_files: int) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "no more descriptors")
 
     engine = UringFileIO()
-    monkeypatch.setattr("kvxfer.backends.file.io.uring.Ring", refuse)
+    monkeypatch.setattr(mmap, "mmap", refuse)
     memory = np.frombuffer(bytearray(b"blocks in files "), np.uint8)
     vector = np.array([[memory.ctypes.data, len(memory)]], np.uint64)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.names import LEDGER_NAME, claim_path
+from kvxfer.backends.file.folders import Ledger
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
@@ -24,7 +23,6 @@ from tests.backends.file_store import (
     one_page_memory,
     open_store,
     store,
-    until_scanned,
 )
 
 Damage = Callable[[Path], None]
@@ -83,7 +81,7 @@ class Stored:
         self.backend = open_store(root, self.memory.namespace())
 
     async def fill(self) -> None:
-        await until_scanned(self.backend)
+        await self.backend.wait_indexed()
         outcomes = await store(self.backend, self.keys, self.memory.describe(0, range(NUM_STORED)))
         assert all(outcome.done for outcome in outcomes)
 
@@ -102,7 +100,7 @@ def test_a_damaged_count_is_no_count(tmp_path: Path) -> None:
         with ledger.locked():
             ledger.recount(12345 << 20)
             ledger.reserve(8192)
-        path = tmp_path / LEDGER_NAME
+        path = tmp_path / "usage.ledger"
         whole = path.read_bytes()
         for damage in damages(len(whole)):
             damage(path)
@@ -114,14 +112,14 @@ def test_a_damaged_count_is_no_count(tmp_path: Path) -> None:
 
 async def test_no_damage_to_the_count_evicts_or_raises(tmp_path: Path) -> None:
     stored = Stored(tmp_path)
-    path = tmp_path / LEDGER_NAME
-    async with stored.backend as backend:
+    path = tmp_path / "usage.ledger"
+    async with stored.backend:
         await stored.fill()
         whole = path.stat().st_size
         for damage in some_damages(whole):
             damage(path)
             await stored.require_all()
-            assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+            assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
             os.truncate(path, whole)
     async with open_store(tmp_path, stored.memory.namespace()) as backend:  # after a restart
         assert await backend.lookup(stored.keys) == [True] * NUM_STORED
@@ -130,28 +128,31 @@ async def test_no_damage_to_the_count_evicts_or_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
 async def test_no_damage_to_a_claim_evicts_or_raises(tmp_path: Path, whose: str) -> None:
     stored = Stored(tmp_path)
-    async with stored.backend as backend:
+    async with stored.backend:
         await stored.fill()
         with closing(Ledger(tmp_path)) as theirs:
-            owner = theirs.owner if whose == "theirs" else backend._ledger.owner
-            path = claim_path(tmp_path, owner)
+            path = tmp_path / f"{theirs.owner}.claim"
+            if whose == "ours":
+                (path,) = set(tmp_path.glob("*.claim")) - {path}  # noqa: ASYNC240 - two files
             for damage in some_damages(64):
                 with theirs.claimed([b"a file"]):
                     os.truncate(path, 64)
                     damage(path)
-                    backend._space.scan()
+                    async with open_store(tmp_path, stored.memory.namespace()) as other:
+                        await other.wait_indexed()
                     await stored.require_all()
             os.truncate(path, 64)
             with theirs.locked():  # it can go on, too
                 theirs.reserve(8192)
-            assert backend._ledger.reserved_by_others() == 8192
+            with closing(Ledger(tmp_path)) as another:
+                assert another.reserved_by_others() == 8192
 
 
 def test_damaged_claims_reserve_and_claim_nothing(tmp_path: Path) -> None:
     with closing(Ledger(tmp_path)) as ours, closing(Ledger(tmp_path)) as theirs:
         with theirs.locked():
             theirs.reserve(8192)
-        path = claim_path(tmp_path, theirs.owner)
+        path = tmp_path / f"{theirs.owner}.claim"
         with theirs.claimed([b"block"]):
             whole = path.read_bytes()
             for damage in damages(len(whole)):
@@ -171,7 +172,7 @@ async def test_a_damaged_claim_is_logged_once(
         with theirs.locked():
             theirs.reserve(8192)
         assert ours.reserved_by_others() == 8192
-        flip_bit(claim_path(tmp_path, theirs.owner), 8 * 15)
+        flip_bit(tmp_path / f"{theirs.owner}.claim", 8 * 15)
         assert [ours.reserved_by_others() for _ in range(3)] == [0, 0, 0]
         (record,) = caplog.records
         assert theirs.owner in record.getMessage()
@@ -206,7 +207,7 @@ def make_hard_link(path: Path) -> None:
 def test_a_count_that_is_no_file_of_its_own_is_refused_and_left_alone(
     tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
-    path = tmp_path / LEDGER_NAME
+    path = tmp_path / "usage.ledger"
     make(path)
     memory = BlockMemory([[4096]], num_blocks=1)
     with pytest.raises(BackendUnavailableError, match=r"usage\.ledger .* regular file of one name"):

@@ -1,13 +1,13 @@
 """Opening: a file backend that cannot be opened says why, and leaves nothing open."""
 
-from collections.abc import Callable
+import mmap
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvxfer.backends.file import backend as backend_module
-from kvxfer.backends.file.folders import ledger as ledger_module
-from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from tests.backends.file_store import one_page_memory, open_store
 
 
@@ -17,37 +17,41 @@ def open_descriptors() -> list[str]:
     return sorted(str(path.readlink()) for path in links)
 
 
-def fail(*_: object, **__: object) -> None:
-    raise OSError(28, "No space left on device")
+def fail_to_open(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Let the disk be full when files of a name are opened or made."""
+    really_open = os.open
+
+    def refuse(path: str, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith(suffix):
+            raise OSError(28, "No space left on device")
+        return really_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
 
 
-def refuse(*_: object, **__: object) -> None:
-    raise InvalidArgumentError("engine", "uring", "an engine that this machine has")
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "instead", "error"),
-    [
-        (backend_module, "write_namespace", fail, BackendUnavailableError),
-        (ledger_module, "ProcessClaim", fail, BackendUnavailableError),
-        (backend_module, "Ledger", fail, BackendUnavailableError),
-        (backend_module, "open_engine", refuse, InvalidArgumentError),
-    ],
-)
+@pytest.mark.parametrize("suffix", [".safetensors.tmp", ".claim", "usage.ledger"])
 @pytest.mark.parametrize("engine", ["auto", "posix"])
 def test_a_backend_that_cannot_be_opened_leaves_nothing_open(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    module: object,
-    name: str,
-    instead: Callable[..., None],
-    error: type[KVXferError],
-    engine: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, engine: str
 ) -> None:
     before = open_descriptors()
-    monkeypatch.setattr(module, name, instead)
-    with pytest.raises(error):
+    fail_to_open(monkeypatch, suffix)
+    with pytest.raises(BackendUnavailableError, match="No space left"):
         open_store(tmp_path, one_page_memory().namespace(), engine=engine)
+    assert open_descriptors() == before
+    assert list(tmp_path.glob("*.claim")) == []
+
+
+def test_an_engine_that_the_machine_lacks_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    before = open_descriptors()
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(InvalidArgumentError, match="an engine that this machine has"):
+        open_store(tmp_path, one_page_memory().namespace(), engine="uring", direct="off")
     assert open_descriptors() == before
     assert list(tmp_path.glob("*.claim")) == []
 

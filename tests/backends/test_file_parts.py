@@ -2,30 +2,31 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.block_writer import BUSY
-from kvxfer.backends.file.file_index import file_ids
-from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
-from kvxfer.backends.file.io.file_io import IOVector, NamedFile, Result
-from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file import FileBackend, file_ids
+from kvxfer.backends.file.folders import Ledger
+from kvxfer.backends.file.io import IOVector, NamedFile, PosixFileIO, Result
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import (
+    Failing,
+    OtherEngine,
     bytes_on_disk,
+    config,
     counted_bytes,
+    fail_to_open,
     hashed_keys,
     load_verified,
     open_store,
     path_of,
     store,
     store_batch,
-    until_scanned,
 )
 
 CHUNK = 4
@@ -42,11 +43,16 @@ def one_page_chunks() -> BlockMemory:
     return BlockMemory([[4096]], num_blocks=32, blocks_per_chunk=CHUNK)
 
 
-class Unreadable(NamespaceFolder):
-    """I/O engine that fails like a bad sector."""
+class Watched(FileBackend):
+    """Backend that does something before the first lookup."""
 
-    def open_block(self, key: BlockKey, flags: int = 0) -> int:
-        raise OSError(5, os.strerror(5))
+    before_lookup: Callable[[], Awaitable[object]] | None = None
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        if self.before_lookup:
+            before, self.before_lookup = self.before_lookup, None
+            await before()
+        return await super().lookup(keys)
 
 
 class Swapping(PosixFileIO):
@@ -79,12 +85,12 @@ class Vanishing(PosixFileIO):
 async def test_a_part_that_is_replaced_is_counted_once(tmp_path: Path) -> None:
     memory, keys = one_page_chunks(), hashed_keys(2)
     async with open_store(tmp_path, memory.namespace(), capacity=2 * 5 * 4096) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         await store(backend, keys, memory.describe(0, [0, 1, 2, 3], first_block_index=3))
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == (2 + 4) * 4096
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == (2 + 4) * 4096
         outcomes = await store(backend, keys, memory.describe(0, range(8)), version=1)
         assert all(outcome.done for outcome in outcomes)
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 2 * 5 * 4096
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 2 * 5 * 4096
         target = memory.describe(0, range(8, 16))
         assert await load_verified(backend, keys, target, version=1) == [DONE] * 2
 
@@ -95,39 +101,39 @@ async def test_a_part_of_another_process_is_replaced(tmp_path: Path) -> None:
         open_store(tmp_path, memory.namespace()) as ours,
         open_store(tmp_path, memory.namespace()) as theirs,
     ):
-        await until_scanned(ours)
-        await until_scanned(theirs)
+        await ours.wait_indexed()
+        await theirs.wait_indexed()
         whole = memory.describe(0, range(4))
         batch = store_batch(ours, keys, whole)
-        batch._make_room()  # it is not there
+        batch.make_room()  # it is not there
         await store(theirs, keys, memory.describe(0, [8, 9]))
-        assert batch.write(0, 1) == [BUSY]
+        assert [each.reason for each in batch.write(0, 1) if each] == [
+            "another process is storing this block"
+        ]
         assert [outcome.done for outcome in await store(ours, keys, whole)] == [True]
         assert await load_verified(ours, keys, memory.describe(0, range(12, 16))) == [DONE]
 
 
 async def test_a_part_that_another_process_is_storing_is_waited_for_and_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     memory, keys = one_page_chunks(), hashed_keys(1)
     namespace = memory.namespace()
     async with (
-        open_store(tmp_path, namespace) as ours,
+        Watched(config(tmp_path), namespace) as ours,
         open_store(tmp_path, namespace) as theirs,
     ):
-        await until_scanned(ours)
-        await until_scanned(theirs)
-        claim = contextlib.ExitStack()
-        claim.enter_context(theirs._ledger.claimed(file_ids(namespace.fingerprint, keys)))
-        lookup = ours.lookup
+        await ours.wait_indexed()
+        await theirs.wait_indexed()
+        claim, ledger = contextlib.ExitStack(), Ledger(tmp_path)
+        claim.callback(ledger.close)
+        claim.enter_context(ledger.claimed(file_ids(namespace.fingerprint, keys)))
 
-        async def look_after_theirs_is_there(asked: Sequence[BlockKey]) -> list[bool]:
-            monkeypatch.undo()
+        async def let_theirs_store() -> None:
             claim.close()
             await store(theirs, keys, memory.describe(0, [8, 9]))
-            return await lookup(asked)
 
-        monkeypatch.setattr(ours, "lookup", look_after_theirs_is_there)
+        ours.before_lookup = let_theirs_store
         assert [each.done for each in await store(ours, keys, memory.describe(0, range(4)))] == [
             True
         ]
@@ -136,9 +142,13 @@ async def test_a_part_that_another_process_is_storing_is_waited_for_and_replaced
 
 async def test_while_stores_are_paused_a_part_does_not_pass_for_the_whole(tmp_path: Path) -> None:
     memory, keys = one_page_chunks(), hashed_keys(2)
-    async with open_store(tmp_path, memory.namespace()) as backend:
+    disk, now = OtherEngine(), 0.0
+    async with open_store(tmp_path, memory.namespace(), file_io=disk, clock=lambda: now) as backend:
         await store(backend, keys, memory.describe(0, range(6)))
-        backend._breaker.trip("hangs")
+        disk.engine = Failing()
+        for key in hashed_keys(5, first=2):
+            await store(backend, [key], memory.describe(0, range(4)))
+        disk.engine = PosixFileIO()
         outcomes = await store(backend, keys, memory.describe(0, range(8)))
         assert [outcome.status for outcome in outcomes] == [DONE, FAILED]
         assert "paused" in outcomes[1].reason
@@ -150,7 +160,7 @@ async def test_what_is_no_block_file_is_replaced(tmp_path: Path, damage: str) ->
     memory, keys = one_page_chunks(), hashed_keys(1)
     path = path_of(tmp_path, memory.namespace(), keys[0])
     async with open_store(tmp_path, memory.namespace()) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         await store(backend, keys, memory.describe(0, range(4)))
         data = path.read_bytes()
         path.write_bytes(
@@ -168,9 +178,9 @@ async def test_a_part_that_cannot_be_read_fails_the_store_of_the_whole(
     memory, keys = one_page_chunks(), hashed_keys(2)
     async with open_store(tmp_path, memory.namespace()) as backend:
         await store(backend, keys[:1], memory.describe(0, [0]))
-        unreadable = Unreadable(tmp_path, memory.namespace().fingerprint)
-        with unreadable as folder, monkeypatch.context() as patched:
-            patched.setattr(backend._files, "folder", folder)
+        with monkeypatch.context() as patched:
+            name = f"{keys[0].hex()}.safetensors"
+            fail_to_open(patched, name, OSError(5, os.strerror(5)))
             outcomes = await store(backend, keys, memory.describe(0, range(8)))
         assert [outcome.status for outcome in outcomes] == [FAILED, DONE]
         assert "Input/output error" in outcomes[0].reason
@@ -193,19 +203,20 @@ async def test_a_chunk_that_becomes_a_part_while_it_is_read_is_no_miss(tmp_path:
     memory, keys = large_pages(), hashed_keys(1)
     target = memory.describe(0, range(16, 20))
     namespace = memory.namespace()
-    async with open_store(tmp_path, namespace, direct="off", engine="posix") as backend:
+    disk = OtherEngine()
+    async with open_store(tmp_path, namespace, direct="off", file_io=disk) as backend:
         path = path_of(tmp_path, namespace, keys[0])
         await store(backend, keys, memory.describe(0, [0, 1], first_block_index=2))
         part = path.read_bytes()
         await backend.delete(keys)
         await store(backend, keys, memory.describe(0, range(4)))
         whole = path.read_bytes()
-        backend._files.file_io = Swapping(lambda: path.write_bytes(part))
+        disk.engine = Swapping(lambda: path.write_bytes(part))
         (outcome,) = await backend.load(keys, target)
         assert outcome.status is FAILED
         assert "replaced" in outcome.reason
         path.write_bytes(whole[:-1] + b"?")  # corrupt, and put away by another process meanwhile
-        backend._files.file_io = Vanishing(path.unlink)
+        disk.engine = Vanishing(path.unlink)
         (outcome,) = await backend.load(keys, target)
         assert outcome.status is FAILED
         assert "removed" in outcome.reason

@@ -3,7 +3,6 @@
 import asyncio
 import fcntl
 import json
-import math
 import os
 import subprocess
 import sys
@@ -15,24 +14,25 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import space
-from kvxfer.backends.file.block_writer import BUSY
-from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.format.header import padded
+from kvxfer.backends.file import BlockTree, FileBackend, Space
+from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.storage.backend import Status
+from kvxfer.storage.eviction import LRU
+from kvxfer.testing import BlockMemory
 from tests.backends.file_store import (
     bytes_on_disk,
     counted_bytes,
     flip_bit,
     hashed_keys,
     load_verified,
+    on_disk,
     one_page_memory,
     open_store,
     path_of,
     store,
     store_batch,
     temporary_files,
-    until_scanned,
+    unlock_as_if_dead,
 )
 from tests.backends.writer_process import shared_memory
 
@@ -42,13 +42,12 @@ REPOSITORY = Path(__file__).parents[2]
 SLOW = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-@pytest.fixture(autouse=True)
-def _rescans_are_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a scan is long, and the next one waits ten times as long."""
-    monkeypatch.setattr(space, "SHORT_SCAN_S", math.inf)
-
-
 pytestmark = pytest.mark.processes
+
+
+def open_small_store(root: Path, memory: BlockMemory) -> FileBackend:
+    """Open a store of four files that walks again at once, however busy the machine is."""
+    return open_store(root, memory.namespace(), capacity=4 * 8192, rescan_factor=0)
 
 
 @contextmanager
@@ -93,7 +92,7 @@ def bytes_at_one_moment(root: Path) -> int:
                         found = (Path(folder) / name).stat()
                     except FileNotFoundError:  # it has another name now
                         continue
-                    sizes[found.st_ino] = padded(found.st_size)
+                    sizes[found.st_ino] = on_disk(found.st_size)
         return sum(sizes.values())
 
 
@@ -130,8 +129,8 @@ async def test_two_processes_in_one_small_folder_never_err_and_keep_its_capacity
     assert num_full > 3, "the folder was never full"
     memory = shared_memory()
     async with open_store(root, memory.namespace(), capacity=capacity) as backend:
-        await until_scanned(backend)
-        assert counted_bytes(backend) == bytes_on_disk(root) <= capacity
+        await backend.wait_indexed()
+        assert counted_bytes(root) == bytes_on_disk(root) <= capacity
         assert temporary_files(root) == []
         keys = hashed_keys(NUM_KEYS)
         found = [k for k, there in zip(keys, await backend.lookup(keys), strict=True) if there]
@@ -161,16 +160,17 @@ async def test_a_block_stored_since_it_was_looked_for_is_not_written_again(tmp_p
         open_store(tmp_path, memory.namespace()) as ours,
         open_store(tmp_path, memory.namespace()) as theirs,
     ):
-        await until_scanned(ours)
-        await until_scanned(theirs)
+        await ours.wait_indexed()
+        await theirs.wait_indexed()
         batch = store_batch(ours, keys, memory.describe(0, [1]))
-        batch._make_room()  # it is not there
+        batch.make_room()  # it is not there
         await store(theirs, keys, memory.describe(0, [0]), version=1)
         inode = path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino
         (outcome,) = batch.write(0, 1)
-        assert outcome is BUSY, "to be asked for again: another process has it"
+        assert outcome, "to be asked for again: another process has it"
+        assert outcome.reason == "another process is storing this block"
         assert path_of(tmp_path, memory.namespace(), keys[0]).stat().st_ino == inode
-        assert counted_bytes(ours) == bytes_on_disk(tmp_path)
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
         assert temporary_files(tmp_path) == []
 
 
@@ -189,53 +189,61 @@ def test_a_file_is_claimed_by_one_living_process_at_a_time(tmp_path: Path) -> No
             assert taken_from(ours, "xy") == ""
         assert taken_from(theirs, "abcde") == ""
         with ours.claimed([b"c"]):
-            fcntl.flock(ours._claim._fd, fcntl.LOCK_UN)  # as if it had died
+            unlock_as_if_dead(tmp_path / f"{ours.owner}.claim")
             assert taken_from(theirs, "c") == ""
         with ours.claimed([b"c"]):  # it lives, and has seen that its file was removed
             assert taken_from(theirs, "c") == "c"
 
 
-async def test_what_another_process_reserved_outlives_a_recount(tmp_path: Path) -> None:
-    memory, keys = one_page_memory(), hashed_keys(4)
-    async with (
-        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as ours,
-        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as theirs,
-    ):
-        await until_scanned(ours)
-        await until_scanned(theirs)
-        assert theirs._space.reserve(keys[:3], [8192] * 3) == 3
-        ours._space.scan()
-        assert counted_bytes(ours) == 3 * 8192
-        assert ours._space.reserve(keys[3:], [8192]) == 1
-        assert ours._space.reserve(hashed_keys(1, first=9), [8192]) == 0
-        theirs._space.settle(keys[:3], stored=[False] * 3)
-        assert ours._space.reserve(hashed_keys(3, first=9), [8192] * 3) == 3
+def test_what_another_process_reserved_outlives_a_recount(tmp_path: Path) -> None:
+    ours, theirs = (
+        Space(
+            BlockTree(tmp_path),
+            NamespaceFolder(tmp_path, one_page_memory().namespace().fingerprint),
+            Ledger(tmp_path),
+            LRU(4),
+            capacity_bytes=4 * 8192,
+            min_free_bytes=0,
+            rescan_factor=0,
+        )
+        for _ in range(2)
+    )
+    keys = hashed_keys(4)
+    ours.scan()
+    theirs.scan()
+    assert theirs.reserve(keys[:3], [8192] * 3) == 3
+    ours.scan()
+    assert counted_bytes(tmp_path) == 3 * 8192
+    assert ours.reserve(keys[3:], [8192]) == 1
+    assert ours.reserve(hashed_keys(1, first=9), [8192]) == 0
+    theirs.settle(keys[:3], stored=[False] * 3)
+    assert ours.reserve(hashed_keys(3, first=9), [8192] * 3) == 3
 
 
 async def test_files_of_others_are_found_and_evicted_when_ours_are_gone(tmp_path: Path) -> None:
     memory, keys = one_page_memory(), hashed_keys(8)
     async with (
-        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as ours,
-        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as theirs,
+        open_small_store(tmp_path, memory) as ours,
+        open_small_store(tmp_path, memory) as theirs,
     ):
         await store(theirs, keys[:4], memory.describe(0, range(4)))
         outcomes = await store(ours, keys[4:], memory.describe(0, range(4)))
         assert all(outcome.done for outcome in outcomes)
         assert await theirs.lookup(keys) == [False] * 4 + [True] * 4
-        assert counted_bytes(ours) == bytes_on_disk(tmp_path) == 4 * 8192
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192
 
 
 async def test_what_others_put_in_quarantine_is_counted_and_goes_first(tmp_path: Path) -> None:
     memory, keys = one_page_memory(), hashed_keys(6)
     async with (
-        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as ours,
-        open_store(tmp_path, memory.namespace(), capacity=4 * 8192) as theirs,
+        open_small_store(tmp_path, memory) as ours,
+        open_small_store(tmp_path, memory) as theirs,
     ):
         await store(theirs, keys[:4], memory.describe(0, range(4)))
         flip_bit(path_of(tmp_path, memory.namespace(), keys[0]), 8 * 4100)
         assert await load_verified(ours, keys[:1], memory.describe(0, [5])) == [Status.CORRUPT]
-        assert counted_bytes(ours) == bytes_on_disk(tmp_path)
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
         outcomes = await store(ours, keys[4:5], memory.describe(0, [0]))
         assert all(outcome.done for outcome in outcomes)
         assert await ours.lookup(keys) == [False, True, True, True, True, False]
-        assert counted_bytes(ours) == bytes_on_disk(tmp_path) == 4 * 8192
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 4 * 8192

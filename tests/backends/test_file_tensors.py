@@ -14,8 +14,7 @@ import torch
 from safetensors import safe_open
 
 from kvxfer.backends.file import BlockFileError, BlockHeader, Digester, Integrity
-from kvxfer.backends.file.block_files import MIN_ZERO_COPY_BYTES
-from kvxfer.backends.file.io.selection import probe_direct
+from kvxfer.backends.file.io import EngineName, open_engine, probe_direct
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
@@ -30,6 +29,7 @@ from kvxfer.testing.payloads import (
 from tests.backends.file_store import (
     ENGINES,
     PAGE_BYTES,
+    Recording,
     bytes_on_disk,
     counted_bytes,
     flip_bit,
@@ -41,9 +41,9 @@ from tests.backends.file_store import (
     quarantine_of,
     store,
     temporary_files,
-    until_scanned,
 )
 
+MIN_ZERO_COPY_BYTES = 16 << 10
 FAST = Digester(Integrity.FAST)
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
 
@@ -94,7 +94,7 @@ def payload_of(values: dict[str, torch.Tensor]) -> bytes:
 )
 async def test_safetensors_shows_every_tensor_with_its_name_data_type_shape_and_values(
     tmp_path: Path,
-    engine: str,
+    engine: EngineName,
     direct: str,
     num_tensors: int,
     shape: tuple[int, ...],
@@ -108,9 +108,11 @@ async def test_safetensors_shows_every_tensor_with_its_name_data_type_shape_and_
     payloads = [payload_of(each) for each in values]
     source, target = describe_pages(payloads), describe_pages(payloads)
     write_payloads(source, payloads)
-    async with open_store(tmp_path, namespace, engine=engine, direct=direct) as backend:
-        assert backend._files.is_zero_copy(source) == (len(payloads[0]) > MIN_ZERO_COPY_BYTES)
+    file_io = Recording(open_engine(engine))
+    async with open_store(tmp_path, namespace, file_io=file_io, direct=direct) as backend:
         assert all(outcome.done for outcome in await backend.store(keys, source))
+        is_zero_copy = file_io.addresses.issuperset(source.addresses.tolist())
+        assert is_zero_copy == (len(payloads[0]) > MIN_ZERO_COPY_BYTES)
         assert all(outcome.done for outcome in await backend.load(keys, target))
     assert read_payloads(target) == payloads
     for key, expected in zip(keys, values, strict=True):
@@ -175,8 +177,8 @@ async def test_groups_with_headers_of_any_size_go_in_one_batch(tmp_path: Path, e
     async with open_store(tmp_path, namespace, engine=engine) as backend:
         assert all(outcome.done for outcome in await store(backend, mixed, sources))
         assert await load_verified(backend, mixed, targets) == [Status.DONE] * 6
-        await until_scanned(backend)
-        assert counted_bytes(backend) == bytes_on_disk(tmp_path)
+        await backend.wait_indexed()
+        assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path)
     sizes = [path_of(tmp_path, namespace, key).stat().st_size for key in mixed]
     assert sizes == [4796, 4615, 3 * 4096 + 5000, 4615, 3 * 4096 + 5000, 4796]
 
@@ -206,7 +208,7 @@ async def test_a_part_of_a_chunk_is_refused_and_leaves_nothing(tmp_path: Path) -
     memory, keys = BlockMemory([[512]], num_blocks=16, blocks_per_chunk=4), hashed_keys(2)
     namespace = listed(memory.namespace())
     async with open_store(tmp_path, namespace) as backend:
-        await until_scanned(backend)
+        await backend.wait_indexed()
         for _ in range(6):  # more often than an I/O error would be allowed to
             for source in (
                 memory.describe(0, [0, 1, 2, 3, 4, 5, 6], first_block_index=1),  # without its head
@@ -218,7 +220,7 @@ async def test_a_part_of_a_chunk_is_refused_and_leaves_nothing(tmp_path: Path) -
                 assert "a part of a chunk" in outcomes[part].reason
                 assert outcomes[1 - part].done
                 assert await backend.lookup(keys) == [part == 1, part == 0]
-                assert counted_bytes(backend) == bytes_on_disk(tmp_path) == 16384
+                assert counted_bytes(tmp_path) == bytes_on_disk(tmp_path) == 16384
                 assert not temporary_files(tmp_path)
                 assert await backend.delete(keys) == [part == 1, part == 0]
 
@@ -241,7 +243,8 @@ async def test_tensors_that_no_header_can_list_are_refused(tmp_path: Path) -> No
         StoredTensor(name=str(number).rjust(name_bytes), dtype="U8", shape=(1,))
         for number in range(11)
     )
-    open_store(tmp_path, namespace_of(tensors[:10]))._scan.result()
+    async with open_store(tmp_path, namespace_of(tensors[:10])):
+        pass
     with pytest.raises(InvalidArgumentError, match=r"groups\[0\]\.tensors is '11 tensors'"):
         open_store(tmp_path, namespace_of(tensors))
 

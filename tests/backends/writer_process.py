@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvxfer.backends.file.io.file_io import IOVector, Result
-from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
@@ -78,8 +77,8 @@ class Counting(PosixFileIO):
 async def store_once(root: Path, num_keys: int) -> None:
     """Store some keys on request, and report how many are stored and how many were written."""
     memory, keys = crash_memory(), hashed_keys(num_keys)
-    async with open_store(root, memory.namespace(), write_threads=1) as backend:
-        counting = backend._files.file_io = Counting()
+    counting = Counting()
+    async with open_store(root, memory.namespace(), file_io=counting, write_threads=1) as backend:
         print("ready", flush=True)
         await asyncio.to_thread(sys.stdin.readline)
         num_done = 0

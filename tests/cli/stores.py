@@ -4,13 +4,11 @@ import asyncio
 from pathlib import Path
 
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
-from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.names import file_name
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, write_payloads
 from kvxfer.units import ByteSize
-from tests.backends.file_store import listed
+from tests.backends.file_store import counted_bytes, listed, path_of
 
 PAGES = [[4096, 1000]]
 DATA_BYTES = 5096
@@ -77,8 +75,7 @@ class Store:
         return self.root / self.relative(namespace, key)
 
     def relative(self, namespace: Namespace, key: BlockKey) -> Path:
-        name = file_name(key)
-        return Path(namespace.fingerprint, name[:2], name)
+        return path_of(Path(), namespace, key)
 
     def quarantined(self) -> set[str]:
         return {path.name for path in self.root.glob("*/quarantine/*")}
@@ -90,9 +87,4 @@ class Store:
     @property
     def counted_bytes(self) -> int:
         """Read the bytes that the ledger counts."""
-        ledger = Ledger(self.root)
-        try:
-            with ledger.locked():
-                return ledger.used
-        finally:
-            ledger.close()
+        return counted_bytes(self.root)

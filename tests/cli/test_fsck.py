@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import Integrity
-from kvxfer.backends.file.folders.names import LEDGER_NAME, temporary_name
-from kvxfer.backends.file.folders.open_folders import open_folder
 from kvxfer.cli import main
+from tests.backends.file_store import fail_to_open
 from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
 from tests.cli.stores import flip as flip_bit
 
@@ -215,7 +214,7 @@ def test_repair_removes_temporary_files_of_the_dead_and_counts_anew(
 ) -> None:
     namespace = store.fill()
     path = store.path(namespace, store.keys[0])
-    abandoned = path.with_name(temporary_name("01" * 8, 0))
+    abandoned = path.with_name(f"{'01' * 8}-0.safetensors.tmp")
     abandoned.write_bytes(bytes(100))
     for key in store.keys[:2]:
         store.path(namespace, key).unlink()  # behind the back of the ledger
@@ -243,12 +242,7 @@ def test_a_folder_that_cannot_be_opened_is_bad(
 ) -> None:
     store.fill()
 
-    def refuse(name: str | Path, parent_fd: int | None = None) -> int:
-        if name == "03":  # as the tests may run as root, no mode refuses them anything
-            raise PermissionError(13, "Permission denied", name)
-        return open_folder(name, parent_fd)
-
-    monkeypatch.setattr("kvxfer.backends.file.folders.block_tree.open_folder", refuse)
+    fail_to_open(monkeypatch, "03", PermissionError(13, "Permission denied", "03"))
     assert main(["fsck", str(store.root)]) == 1
     assert "bad: 03: cannot be opened: Permission denied" in capsys.readouterr().out
 
@@ -262,7 +256,7 @@ def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
     assert printed.err.startswith(
         f"kvxfer fsck: path is '{tmp_path}'; expected the root of a store"
     )
-    assert not (tmp_path / LEDGER_NAME).exists()
+    assert not (tmp_path / "usage.ledger").exists()
 
 
 def test_control_sequences_in_a_file_do_not_reach_the_terminal(
@@ -291,7 +285,7 @@ def test_misuse_is_said_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     (tmp_path / "file").write_text("short")
-    (tmp_path / LEDGER_NAME).touch()
+    (tmp_path / "usage.ledger").touch()
     assert main(["fsck", *(argument.format(tmp_path) for argument in arguments)]) == 2
     printed = capsys.readouterr()
     assert not printed.out

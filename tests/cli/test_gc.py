@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.file.folders.ledger import Ledger
-from kvxfer.backends.file.folders.names import LEDGER_NAME, claim_path, temporary_name
+from kvxfer.backends.file.folders import Ledger
 from kvxfer.cli import main
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
@@ -95,7 +94,7 @@ def test_temporary_files_of_dead_writers_go_and_those_of_living_ones_stay(
     namespace = store.fill()
     folder = store.path(namespace, store.keys[0]).parent
     with contextlib.closing(Ledger(store.root)) as ledger:
-        dead, living = (folder / temporary_name(owner, 0) for owner in ("01" * 8, ledger.owner))
+        dead, living = (folder / f"{owner}-0.safetensors.tmp" for owner in ("01" * 8, ledger.owner))
         for path in (dead, living):
             path.write_bytes(b"half a block")
         assert main(["gc", str(store.root)]) == 0
@@ -151,7 +150,7 @@ def test_a_block_that_is_stored_meanwhile_keeps_its_folder_and_the_description(
             path.write_bytes(block)
         really_remove(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr("os.rmdir", store_first)
+    monkeypatch.setattr(os, "rmdir", store_first)
     assert main(["gc", str(store.root)]) == 0
     assert path.read_bytes() == block
     assert description.read_text() == before
@@ -190,7 +189,7 @@ def test_a_folder_that_holds_no_store_is_misuse_and_stays_as_it_is(
     assert not printed.out
     assert printed.err.startswith(f"kvxfer gc: path is '{tmp_path}'; expected the root of a store")
     assert [path.name for path in tmp_path.iterdir()] == ["file.tmp"]
-    assert not (tmp_path / LEDGER_NAME).exists()
+    assert not (tmp_path / "usage.ledger").exists()
 
 
 def everything(store: Store) -> dict[Path, bytes | None]:
@@ -220,8 +219,8 @@ def test_a_dry_run_removes_nothing_and_says_what_would_go(
     corrupt = store.path(first, store.keys[0])
     os.truncate(corrupt, 9000)
     main(["fsck", str(store.root), "--repair"])
-    (corrupt.parent / temporary_name("01" * 8, 0)).write_bytes(b"half a block")
-    claim_path(store.root, "01" * 8).write_bytes(b"of a process that died")
+    (corrupt.parent / f"{'01' * 8}-0.safetensors.tmp").write_bytes(b"half a block")
+    (store.root / f"{'01' * 8}.claim").write_bytes(b"of a process that died")
     capsys.readouterr()
     before = everything(store)
     assert main(["gc", str(store.root), *bounds, "--dry-run"]) == 0

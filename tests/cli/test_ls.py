@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.folders.names import LEDGER_NAME
 from kvxfer.cli import main
 from tests.cli.stores import FILE_BYTES, NUM_BLOCKS, Store
 
@@ -72,7 +71,7 @@ def test_a_model_cannot_give_orders_to_the_terminal(
 def test_a_store_without_blocks_has_a_total_of_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / LEDGER_NAME).touch()
+    (tmp_path / "usage.ledger").touch()
     assert main(["ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:5] == ["total:", "0", "0", "0", "B"]
 
@@ -93,7 +92,7 @@ def test_a_folder_that_holds_no_store_is_misuse(
 
 def test_a_store_is_known_by_its_blocks_alone(store: Store) -> None:
     namespace = store.fill(num_blocks=1)
-    (store.root / LEDGER_NAME).unlink()
+    (store.root / "usage.ledger").unlink()
     (store.root / namespace.fingerprint / "namespace.json").unlink()
     assert main(["ls", str(store.root)]) == 0
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.file import backend as backend_module
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.storage import threads
 from kvxfer.storage.backend import DONE, Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.tiers import TieredBackend
@@ -99,11 +97,9 @@ class HungMetadata:
 async def test_files_whose_metadata_hangs_hold_up_neither_host_memory_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(backend_module, "CLOSE_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.05)
     memory, keys = BlockMemory([[4096]], num_blocks=16), make_keys(6)
     namespace, server = memory.namespace(), HungMetadata(monkeypatch)
-    file = open_store(tmp_path / "store", namespace)
+    file = open_store(tmp_path / "store", namespace, close_timeout_s=0.05)
     host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
     tiers = TieredBackend([host, file], namespace, lookup_timeout_s=0.5)
     async with TransferEngine(memory.caches, tiers, timeout_s=LIMIT_S) as engine:

@@ -1,0 +1,1 @@
+"""Format of a block file: its header, its checksums, and their verification."""
