@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
+from kvxfer.backends.file.folders.ledger import MAX_CLAIMED
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.group_format import GroupFormat
@@ -30,9 +31,8 @@ Measured with 19 blocks of 180 fragments of 32 KiB, loaded straight in 45 ms and
 SHARE_BYTES = 16 << 20
 """Bytes that justify a second thread, where the number of files does not."""
 
-ROUND_FILES = 64
 ROUND_BYTES = 32 << 20
-"""Most files and bytes of a round: its files are open, and claimed, at one time."""
+"""Most bytes of a round, whose files are open at one time."""
 
 GATHERED_BYTES = 8 << 20
 """Bytes of a round whose data goes through scratch memory, of which every thread has its own."""
@@ -137,7 +137,7 @@ class BlockFiles:
         """Cut a batch into rounds: runs of blocks whose files are open at one time."""
         room = np.full(blocks.num_blocks, blocks.block_sizes.max())
         num_bytes = ROUND_BYTES if zero_copy else GATHERED_BYTES
-        return cut_runs(room, num_bytes, longest_run=ROUND_FILES)
+        return cut_runs(room, num_bytes, longest_run=MAX_CLAIMED)
 
     def shares(self, blocks: Descriptors, num_threads: int) -> Iterator[tuple[int, int]]:
         """Cut a batch into runs of blocks of about equal bytes, at most one per thread."""

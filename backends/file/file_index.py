@@ -47,7 +47,7 @@ class _Entry:
 
 
 @dataclass(slots=True)
-class _Journal:
+class _WalkChanges:
     """Changes that this process made to files during a walk through the tree."""
 
     stored: set[FileId] = field(default_factory=set)
@@ -71,7 +71,7 @@ class FileIndex:
         self._lock = threading.Lock()
         self._entries: dict[FileId, _Entry] = {}
         self._quarantined: dict[FileId, int] = {}
-        self._journal: _Journal | None = None
+        self._changes: _WalkChanges | None = None
         self._walked = False
 
     def hold(self, files: Iterable[FileId]) -> list[FileId]:
@@ -101,9 +101,9 @@ class FileIndex:
                     self._policy.remove(file)
                 self._entries[file] = _Entry(num_bytes, now, held=True)
                 self._policy.admit(file)
-            if self._journal is not None:
-                self._journal.stored.update(files)
-                self._journal.num_bytes_reserved += sum(sizes)
+            if self._changes is not None:
+                self._changes.stored.update(files)
+                self._changes.num_bytes_reserved += sum(sizes)
 
     def settle(self, files: Sequence[FileId], *, stored: Sequence[bool]) -> tuple[int, int]:
         """Keep files that were written, the first as the most recently used; drop the others.
@@ -149,24 +149,24 @@ class FileIndex:
                 num_bytes = self._entries.pop(file).num_bytes
             else:
                 return None
-            if self._journal is not None:
+            if self._changes is not None:
                 (
-                    self._journal.evicted_from_quarantine if quarantined else self._journal.removed
+                    self._changes.evicted_from_quarantine if quarantined else self._changes.removed
                 ).add(file)
         return Victim(file[:FINGERPRINT_BYTES].hex(), key_in(file), num_bytes, quarantined)
 
     def remove(self, file: FileId) -> None:
         """Drop a file that this process removed."""
         with self._lock:
-            if self._journal is not None:
-                self._journal.removed.add(file)
+            if self._changes is not None:
+                self._changes.removed.add(file)
             self._forget(file)
 
     def quarantine(self, file: FileId, num_bytes: int) -> int:
         """Move a file to quarantine; return the bytes of the one that it replaced there."""
         with self._lock:
-            if self._journal is not None:
-                self._journal.quarantined.add(file)
+            if self._changes is not None:
+                self._changes.quarantined.add(file)
             self._forget(file)
             replaced = self._quarantined.pop(file, 0)
             self._quarantined[file] = num_bytes
@@ -176,7 +176,7 @@ class FileIndex:
         """Begin to note this process's changes, until `end_walk`."""
         with self._lock:
             held = {file for file, entry in self._entries.items() if entry.held}
-            self._journal = _Journal(stored=held)
+            self._changes = _WalkChanges(stored=held)
 
     def end_walk(self, found: Sequence[FoundBlock]) -> tuple[int, int]:
         """Add the files that a walk through the tree found, and drop those that it did not find.
@@ -187,11 +187,11 @@ class FileIndex:
         """
         in_order = sorted(found, key=lambda block: block.used)
         with self._lock:
-            journal, self._journal = self._journal or _Journal(), None
-            total, present = 0, set(journal.stored)
+            changes, self._changes = self._changes or _WalkChanges(), None
+            total, present = 0, set(changes.stored)
             self._quarantined = {
                 file: self._quarantined[file]
-                for file in journal.quarantined & self._quarantined.keys()
+                for file in changes.quarantined & self._quarantined.keys()
             }
             learned: list[tuple[FileId, FoundBlock]] = []
             for block in in_order:
@@ -200,26 +200,26 @@ class FileIndex:
                     continue
                 (file,) = file_ids(block.fingerprint, [block.key])
                 if block.quarantined:
-                    if file not in journal.evicted_from_quarantine:
+                    if file not in changes.evicted_from_quarantine:
                         self._quarantined.setdefault(file, block.num_bytes_on_disk)
                     continue
                 entry = self._entries.get(file)
-                ours = file in journal.stored and entry is not None and not entry.held
-                gone = entry is None and file in (journal.removed | journal.quarantined)
+                ours = file in changes.stored and entry is not None and not entry.held
+                gone = entry is None and file in (changes.removed | changes.quarantined)
                 if not ours and not gone:
                     total += block.num_bytes_on_disk
                     present.add(file)
                     learned.append((file, block))
-            for file in journal.stored & self._entries.keys():
+            for file in changes.stored & self._entries.keys():
                 total += self._entries[file].num_bytes
             total += sum(self._quarantined.values())
             self._learn(learned, present)
-        return total, journal.num_bytes_reserved
+        return total, changes.num_bytes_reserved
 
     def abandon_walk(self) -> None:
         """Stop noting changes: the walk has failed."""
         with self._lock:
-            self._journal = None
+            self._changes = None
 
     def _learn(self, found: Sequence[tuple[FileId, FoundBlock]], present: set[FileId]) -> None:
         for file in [file for file in self._entries if file not in present]:

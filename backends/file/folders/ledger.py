@@ -23,7 +23,7 @@ from kvxfer.backends.file.folders.process_claim import (
 from kvxfer.backends.file.io.file_io import FILE_MODE
 
 MAX_CLAIMED = 64
-"""Most files that are claimed at one time."""
+"""Most files that a thread claims at one time: their names fit into its list in the claim."""
 
 MAX_COUNT = (1 << 64) - 1
 
