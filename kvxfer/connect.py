@@ -13,7 +13,7 @@ import msgspec
 from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.portable import PortableBackend

@@ -1,12 +1,24 @@
 """Public names of the package, each available as `kvxfer.NAME`."""
 
 from kvxfer.connect import connect
+from kvxfer.engine_side import (
+    LAYOUT_ZOO,
+    NULL_BLOCK_ID,
+    PAD_SLOT,
+    AttentionMetadataBuilder,
+    BatchOrderError,
+    BlockTable,
+    EngineLayout,
+    MultiGroupBlockTable,
+    MultiGroupMetadataBuilder,
+    TokenBatch,
+    TooManyGroupsError,
+    decodes_first,
+)
 from kvxfer.errors import (
-    AllocationRefusedError,
     AmbiguousLayoutError,
     AttestationError,
     BackendUnavailableError,
-    BatchOrderError,
     BlockIdError,
     BlockStateError,
     CapacityError,
@@ -28,40 +40,32 @@ from kvxfer.errors import (
     PeerTimeoutError,
     ProtocolError,
     SpecMergeError,
-    TooManyGroupsError,
     UnknownGroupError,
     UnknownLayoutError,
     UnsupportedEngineError,
 )
-from kvxfer.kvcache.allocation import CanonicalAllocation, allocate_canonical
-from kvxfer.kvcache.allocation_refusal import (
+from kvxfer.kvcache.allocation import (
     AllocationCondition,
     AllocationRefusal,
+    AllocationRefusedError,
+    AttentionBackend,
+    AttentionLayout,
+    CanonicalAllocation,
+    allocate_canonical,
     why_not_canonical,
 )
-from kvxfer.kvcache.attention_backend import AttentionBackend, AttentionLayout
-from kvxfer.kvcache.attention_metadata import (
-    AttentionMetadataBuilder,
-    MultiGroupMetadataBuilder,
-    TokenBatch,
-    decodes_first,
-)
-from kvxfer.kvcache.attestation import attest
-from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT, BlockTable
-from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    attest,
     canonicalize,
 )
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import Descriptors, describe
-from kvxfer.kvcache.engine_layout import EngineLayout
+from kvxfer.kvcache.describer import describe
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.layout import KVLayout
-from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
-from kvxfer.kvcache.page_mapping import CopyRun, PageMapping, verify_mappings
+from kvxfer.kvcache.portable import CopyRun, PageMapping, WorkerShard, map_caches, verify_mappings
 from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
     AttentionSpec,
@@ -75,7 +79,6 @@ from kvxfer.kvcache.spec import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvxfer.kvcache.worker_shard import WorkerShard
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import (
     BlockKey,

@@ -10,7 +10,7 @@ import torch
 
 import kvxfer
 from kvxfer import public
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.job import Direction
 

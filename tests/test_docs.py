@@ -26,7 +26,7 @@ FLOORS = (
     {"copy_engine"},
     {"storage"},
     {"transfer", "backends"},
-    {"connect"},
+    {"connect", "engine_side"},
     {"integrations", "cli", "bench", "testing"},
 )
 MIN_WORDS = 2

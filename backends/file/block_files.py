@@ -17,9 +17,8 @@ from kvxfer.backends.file.header import HeaderFrame
 from kvxfer.backends.file.integrity_record import IntegrityRecord
 from kvxfer.backends.file.pages import PAGE_BYTES, padded
 from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.fragments import cut_runs
-from kvxfer.kvcache.raw_memory import view_blocks
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 

@@ -10,7 +10,7 @@ import xxhash
 from kvxfer.errors import InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import DONE, Backend, Outcome
 from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key

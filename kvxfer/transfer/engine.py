@@ -19,10 +19,9 @@ from kvxfer.checks import (
     require_timeout,
 )
 from kvxfer.errors import DeviceError
-from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.descriptors import BlockDescriber
-from kvxfer.kvcache.memory_region import memory_regions
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.calls import Calls
 from kvxfer.storage.door import CallGuard

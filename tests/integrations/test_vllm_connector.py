@@ -10,7 +10,7 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.descriptors import describe
+from kvxfer.kvcache.describer import describe
 
 pytest.importorskip("vllm.v1.kv_offload", reason="needs vLLM")
 

@@ -25,7 +25,7 @@ from kvxfer.integrations.vllm.worker_pages import (
     unpack,
 )
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 from tests.integrations.test_vllm import make_config

@@ -14,9 +14,7 @@ from kvxfer.errors import (
     OverlapError,
     UnknownLayoutError,
 )
-from kvxfer.kvcache.canonical import (
-    canonicalize,
-)
+from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.spec import (
     KVCacheSpec,
     UniformTypeKVCacheSpecs,

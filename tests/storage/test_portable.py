@@ -27,8 +27,8 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
-from kvxfer.kvcache.stream_mark import StreamMark
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.portable import PortableBackend

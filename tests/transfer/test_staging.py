@@ -14,8 +14,9 @@ from kvxfer.errors import (
     DeviceLostError,
     InvalidArgumentError,
 )
+from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion, memory_regions
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig

@@ -16,12 +16,8 @@ from numpy.typing import NDArray
 from kvxfer.integrations.vllm.answers import Answers
 from kvxfer.integrations.vllm.moved import Moved
 from kvxfer.integrations.vllm.row_lookup import RowJob, RowLookup
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.engine import TransferEngine

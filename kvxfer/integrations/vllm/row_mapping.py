@@ -13,9 +13,14 @@ from kvxfer.integrations.vllm.interface import (
 )
 from kvxfer.integrations.vllm.worker_pages import WorkerPages
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping, verify_mappings
-from kvxfer.kvcache.portable_page import portable_page
-from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
+from kvxfer.kvcache.portable import (
+    OPAQUE,
+    PageMapping,
+    WorkerShard,
+    compile_mapping,
+    portable_page,
+    verify_mappings,
+)
 
 
 def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:

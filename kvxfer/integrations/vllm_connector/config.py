@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from kvxfer.engine_side import NULL_BLOCK_ID
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.block_table import NULL_BLOCK_ID
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import (
     ChunkedLocalAttentionSpec,

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
+from kvxfer.kvcache.canonical.registered import LayerPlace, RegisteredCache
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.registered import LayerPlace, RegisteredCache
 
 Axes = Iterable[tuple[str, int, int]]
 """Name, size and stride in elements of axes, merged ones such as `kv*dim` included."""

@@ -12,7 +12,7 @@ from kvxfer.errors import PageMappingError
 from kvxfer.kvcache.fragments import join, touch
 from kvxfer.kvcache.layout import same_bytes
 from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.portable_page import PortablePage, PortableTensor, tensor_names
+from kvxfer.kvcache.portable.page import PortablePage, PortableTensor, tensor_names
 
 DIVISIBLE_AXES = frozenset({"head", "token"})
 """Axes along which a worker's block may have another part than the portable page."""

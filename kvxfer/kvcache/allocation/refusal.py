@@ -12,7 +12,8 @@ from kvxfer.checks import (
     require_one_per_group,
     require_positive,
 )
-from kvxfer.kvcache.attention_backend import AttentionBackend, kernel_spec, memory_axes
+from kvxfer.errors import KVXferError
+from kvxfer.kvcache.allocation.attention_backend import AttentionBackend, kernel_spec, memory_axes
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.spec import AttentionSpec, KVCacheSpec
 
@@ -58,6 +59,18 @@ class AllocationRefusal:
         named = [f"{what} {place!r}" for what, place in places.items() if place is not None]
         where = f" ({', '.join(named)})" if named else ""
         return f"{self.condition.value}{where}: found {self.found}, expected {self.expected}"
+
+
+class AllocationRefusedError(KVXferError, ValueError):
+    """Canonical allocation that a model does not allow; register per-layer tensors instead.
+
+    Attributes:
+        refusals: Every condition that does not hold, as `why_not_canonical` lists them.
+    """
+
+    def __init__(self, refusals: Sequence[AllocationRefusal]) -> None:
+        self.refusals = tuple(refusals)
+        super().__init__("; ".join(map(str, self.refusals)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.fragments import Addresses, join, touch
-from kvxfer.kvcache.page_mapping import PageFragments, PageMapping
+from kvxfer.kvcache.portable.page_mapping import PageFragments, PageMapping
 
 
 class PageTemplate:

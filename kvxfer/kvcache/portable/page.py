@@ -12,7 +12,7 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.worker_shard import WorkerShard
+from kvxfer.kvcache.portable.worker_shard import WorkerShard
 
 _NUMBER = re.compile(r"(\d+)")
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.canonical.caches import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.fragments import Addresses, join, touch
 
 

@@ -7,19 +7,23 @@ from math import prod
 import torch
 
 from kvxfer.checks import require_flag
-from kvxfer.errors import AllocationRefusedError, InvalidArgumentError
-from kvxfer.kvcache.allocation_refusal import AllocationRequest, why_not_canonical
-from kvxfer.kvcache.attention_backend import AttentionBackend, kernel_spec, memory_axes
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.allocation.attention_backend import AttentionBackend, kernel_spec, memory_axes
+from kvxfer.kvcache.allocation.refusal import (
+    AllocationRefusedError,
+    AllocationRequest,
+    why_not_canonical,
+)
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    layer_boxes,
 )
 from kvxfer.kvcache.config import KVCacheConfig
-from kvxfer.kvcache.device_array import require_device
 from kvxfer.kvcache.layout import KVLayout, page_layout
+from kvxfer.kvcache.memory_region import require_device
 from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.page_contents import layer_boxes
 from kvxfer.kvcache.spec import AttentionSpec
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvxfer.checks import require_instance, require_positive
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.attention_backend import AttentionLayout
+from kvxfer.kvcache.allocation import AttentionLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

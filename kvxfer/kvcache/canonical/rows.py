@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from kvxfer.errors import LayoutError, OverlapError
-from kvxfer.kvcache.pages import Pages
+from kvxfer.kvcache.canonical.layer_pages import LayerPages
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Row: `size_bytes` bytes at `address + b * block_stride_bytes`, for every block b.
+    """Row of pages: `size_bytes` bytes at `address + b * block_stride_bytes`, for every block b.
 
     Attributes:
         members: Pages in the row; those of different groups may be the same bytes.
@@ -26,7 +26,7 @@ class Row:
     block_stride_bytes: int
     num_blocks: int
     storage: torch.UntypedStorage
-    members: tuple[Pages, ...]
+    members: tuple[LayerPages, ...]
 
     @property
     def end(self) -> int:
@@ -43,7 +43,7 @@ class Row:
         )
 
 
-def join_rows(pages: Sequence[Pages]) -> list[Row]:
+def join_rows(pages: Sequence[LayerPages]) -> list[Row]:
     """Join pages that touch or coincide in every block into rows; other pages are rows alone.
 
     Pages touch when they have one block stride and no undeclared byte between them; a gap may be
@@ -63,9 +63,9 @@ def join_rows(pages: Sequence[Pages]) -> list[Row]:
     return rows
 
 
-def _windows(pages: Sequence[Pages]) -> list[list[Pages]]:
+def _windows(pages: Sequence[LayerPages]) -> list[list[LayerPages]]:
     """Split pages, sorted by address, into those whose block 0 may lie in one row."""
-    windows: list[list[Pages]] = []
+    windows: list[list[LayerPages]] = []
     for each in pages:
         if windows and _in_window(windows[-1][0], each):
             windows[-1].append(each)
@@ -74,13 +74,13 @@ def _windows(pages: Sequence[Pages]) -> list[list[Pages]]:
     return windows
 
 
-def _in_window(first: Pages, other: Pages) -> bool:
+def _in_window(first: LayerPages, other: LayerPages) -> bool:
     same_storage = first.storage.data_ptr() == other.storage.data_ptr()
     inside = other.address < first.address + first.block_stride_bytes
     return inside and (same_storage or other.address == first.address)
 
 
-def _require_same_or_apart(window: Sequence[Pages]) -> None:
+def _require_same_or_apart(window: Sequence[LayerPages]) -> None:
     """Refuse pages of one window that are neither the same nor apart.
 
     Groups whose kernels use blocks of different sizes cut the same row differently: their
@@ -108,7 +108,7 @@ def _require_same_or_apart(window: Sequence[Pages]) -> None:
         reach.append((end, index))
 
 
-def _same_pages(page: Pages, other: Pages) -> bool:
+def _same_pages(page: LayerPages, other: LayerPages) -> bool:
     """Whether two pages may share their bytes: equal in one group, equal starts across groups.
 
     Two of one layer may not: keys are never values.
@@ -120,7 +120,7 @@ def _same_pages(page: Pages, other: Pages) -> bool:
     return page.address == other.address
 
 
-def _touching(window: Sequence[Pages]) -> list[Row]:
+def _touching(window: Sequence[LayerPages]) -> list[Row]:
     spans = sorted((start, end) for page in window for start, end in page.fragments())
     runs: list[tuple[int, int]] = []
     for start, end in spans:
@@ -131,7 +131,7 @@ def _touching(window: Sequence[Pages]) -> list[Row]:
     return [_row(window, start, end, alone=len(runs) == 1) for start, end in runs]
 
 
-def _row(window: Sequence[Pages], start: int, end: int, *, alone: bool) -> Row:
+def _row(window: Sequence[LayerPages], start: int, end: int, *, alone: bool) -> Row:
     members = tuple(page for page in window if start <= page.address < end)
     for page in members:
         if page.address + page.extent_bytes > end:

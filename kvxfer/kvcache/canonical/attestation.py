@@ -7,10 +7,10 @@ import torch
 
 from kvxfer.checks import require_instance
 from kvxfer.errors import AttestationError
-from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.canonical.caches import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.canonical.registered import KVCaches, Layouts, RegisteredCache, read_registered
 from kvxfer.kvcache.config import KVCacheConfig
 from kvxfer.kvcache.layout import LayoutReading
-from kvxfer.kvcache.registered import KVCaches, Layouts, RegisteredCache, read_registered
 
 SENTINELS = range(1, 60)
 """Byte values to write: never zero, and never the upper byte of a NaN in any float format."""

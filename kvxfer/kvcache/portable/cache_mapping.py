@@ -16,9 +16,9 @@ from kvxfer.checks import (
 from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping
-from kvxfer.kvcache.portable_page import PortablePage, natural_order, portable_page
-from kvxfer.kvcache.worker_shard import OPAQUE, WorkerShard
+from kvxfer.kvcache.portable.page import PortablePage, natural_order, portable_page
+from kvxfer.kvcache.portable.page_mapping import PageMapping, compile_mapping
+from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
 
 
 def map_caches(

@@ -1,6 +1,7 @@
 """Block tables: the blocks of each request, and the slot of each token."""
 
 from math import gcd
+from typing import Any
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.checks import require_flag, require_integer, require_integers, require_positive
 from kvxfer.errors import BlockIdError, InvalidArgumentError
-from kvxfer.kvcache.device_array import DeviceArray, require_device
+from kvxfer.kvcache.memory_region import HOST, require_device
 
 NULL_BLOCK_ID = 0
 """Id of the null block, a placeholder where a request has no block, e.g. outside of a window."""
@@ -25,7 +26,49 @@ ROW_ALIGNMENT_TOKENS = 128
 Source: `vllm/v1/worker/block_table.py`, `get_block_table_width`.
 """
 
-CPU = torch.device("cpu")
+
+class DeviceArray:
+    """Host array with a copy on a device, which changes at `commit` only.
+
+    A commit does not wait for the device: it copies to a pinned staging buffer, so the host array
+    may be changed at once, and the device copies from there in the order of its stream. A commit
+    waits only for the copy of the commit before it.
+
+    Args:
+        shape: Elements along each dimension.
+        dtype: Type of the elements.
+        device: Device of the copy.
+
+    Attributes:
+        host: The host array, zeroed.
+        device: The device's copy, zeroed; separate memory from `host` also on the CPU.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.device = torch.zeros(shape, dtype=dtype, device=device)
+        self._staged = self.device
+        self._copied: torch.Event | None = None
+        if device.type != "cpu":
+            self._staged = torch.zeros(shape, dtype=dtype, pin_memory=True)
+            self._copied = torch.Event(self.device.device)
+        self._staged_array: NDArray[Any] = self._staged.numpy()
+        self.host = np.zeros_like(self._staged_array)
+
+    def commit(self, stop: int) -> torch.Tensor:
+        """Copy `host[:stop]` to the device.
+
+        Returns:
+            `device[:stop]`, a view.
+        """
+        shown = self.device[:stop]
+        if self._copied is not None:
+            self._copied.synchronize()
+        # By numpy: torch wakes threads for 100 KB, which is slow on a busy machine.
+        np.copyto(self._staged_array[:stop], self.host[:stop])
+        if self._copied is not None:
+            shown.copy_(self._staged[:stop], non_blocking=True)
+            self._copied.record(torch.accelerator.current_stream(shown.device))
+        return shown
 
 
 class BlockTable:
@@ -69,7 +112,7 @@ class BlockTable:
         row_alignment_tokens: int = ROW_ALIGNMENT_TOKENS,
         tokens_have_slots: bool = True,
         group: int = 0,
-        device: torch.device = CPU,
+        device: torch.device = HOST,
     ) -> None:
         self.group = group = require_integer("group", group)
         self.num_blocks = num_blocks = require_positive("num_blocks", num_blocks)

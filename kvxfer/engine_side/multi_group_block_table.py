@@ -6,9 +6,10 @@ import torch
 from numpy.typing import ArrayLike
 
 from kvxfer.checks import require_instance, require_one_per_group, require_positive
+from kvxfer.engine_side.block_table import ROW_ALIGNMENT_TOKENS, BlockTable
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.block_table import CPU, ROW_ALIGNMENT_TOKENS, BlockTable
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.spec import MambaSpec
 
 
@@ -42,7 +43,7 @@ class MultiGroupBlockTable:
         max_num_batched_tokens: int,
         tokens_per_kernel_block: Sequence[int] | None = None,
         row_alignment_tokens: int = ROW_ALIGNMENT_TOKENS,
-        device: torch.device = CPU,
+        device: torch.device = HOST,
     ) -> None:
         require_instance("config", config, KVCacheConfig)
         groups = config.groups

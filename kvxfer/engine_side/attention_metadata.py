@@ -17,10 +17,51 @@ from kvxfer.checks import (
     require_one_per_group,
     require_sequence,
 )
-from kvxfer.errors import BatchOrderError, InvalidArgumentError, TooManyGroupsError
-from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
+from kvxfer.engine_side.multi_group_block_table import MultiGroupBlockTable
+from kvxfer.errors import InvalidArgumentError, KVXferError
 
 M = TypeVar("M")
+
+
+class BatchOrderError(KVXferError, ValueError):
+    """KV-cache group whose attention backend needs a batch in an order that it cannot get.
+
+    Attributes:
+        group: The group.
+        builder: Its metadata builder.
+        order: The required order: for each position the index of the request that belongs there.
+    """
+
+    def __init__(self, group: int, builder: str, order: Sequence[int], detail: str) -> None:
+        self.group = group
+        self.builder = builder
+        self.order = tuple(order)
+        super().__init__(
+            f"group {group}: {builder} wants the requests in the order {order!r}; {detail}"
+        )
+
+
+class TooManyGroupsError(InvalidArgumentError):
+    """Model with more KV-cache groups than an attention backend supports.
+
+    Attributes:
+        group: The group whose backend it is.
+        builder: The backend's metadata builder.
+        max_num_groups: Groups that the backend supports.
+        num_groups: Groups of the model.
+    """
+
+    def __init__(self, group: int, builder: str, max_num_groups: int, num_groups: int) -> None:
+        self.group = group
+        self.builder = builder
+        self.max_num_groups = max_num_groups
+        self.num_groups = num_groups
+        super().__init__(
+            "num_groups",
+            num_groups,
+            f"at most {max_num_groups}: that is all that {builder}, the "
+            f"metadata builder of group {group}, serves",
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,7 +1,7 @@
 """Layout zoo: the KV-cache layouts of engines, release by release. Data only."""
 
-from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.vllm_layouts import VLLM_LAYOUTS
+from kvxfer.engine_side.engine_layout import EngineLayout
+from kvxfer.engine_side.vllm_layouts import VLLM_LAYOUTS
 
 SGLANG_LAYOUTS = (
     EngineLayout(

@@ -1,4 +1,4 @@
-"""Pages: addresses, strides and sizes of each layer's part of a block, in bytes."""
+"""Pages of layers: addresses, strides and sizes of each layer's part of a block, in bytes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +7,14 @@ from itertools import pairwise, product
 import torch
 
 from kvxfer.errors import LayoutError, PageBoundsError
+from kvxfer.kvcache.canonical.layer_boxes import read_contents
+from kvxfer.kvcache.canonical.registered import LayerPlace, RegisteredCache
 from kvxfer.kvcache.layout import describe_tensor
 from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.page_contents import read_contents
-from kvxfer.kvcache.registered import LayerPlace, RegisteredCache
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class LayerPages:
     """Pages of all blocks at one place of a tensor, such as those of one layer.
 
     Block b's page is `num_fragments` fragments, the first of them at
@@ -71,7 +71,7 @@ class Pages:
             yield start, start + self.fragment_size_bytes
 
 
-def find_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
+def find_pages(cache: RegisteredCache, num_blocks: int) -> list[LayerPages]:
     """Find the pages of a registered cache, in layer order, K before V.
 
     Raises:
@@ -92,7 +92,7 @@ def find_pages(cache: RegisteredCache, num_blocks: int) -> list[Pages]:
     return pages
 
 
-def _tensor_pages(cache: RegisteredCache, index: int) -> list[Pages]:
+def _tensor_pages(cache: RegisteredCache, index: int) -> list[LayerPages]:
     tensor, reading = cache.tensors[index], cache.readings[index]
     item = tensor.element_size()
     outer = reading.layout.outer_axes
@@ -128,7 +128,7 @@ def _pages(
     places: Sequence[LayerPlace],
     last_position: int,
     address: int,
-) -> Pages:
+) -> LayerPages:
     tensor, reading = cache.tensors[index], cache.readings[index]
     item = tensor.element_size()
     ratio = reading.kernel_blocks_per_block
@@ -144,7 +144,7 @@ def _pages(
         unused = len(cache.positions) - 1 - last_position
         data_bytes -= unused * reading.strides[reading.layout.axes.index("layer")] * item
     whole = padded_bytes == step_bytes
-    pieces = Pages(
+    pieces = LayerPages(
         group=places[0].group,
         layer_names=tuple(place.layer_name for place in places),
         layout=str(reading),
@@ -218,7 +218,7 @@ def _spans(cache: RegisteredCache) -> list[tuple[int, int]]:
     )
 
 
-def _joined_pages(cache: RegisteredCache, num_blocks: int) -> Pages:
+def _joined_pages(cache: RegisteredCache, num_blocks: int) -> LayerPages:
     spec, (place,) = cache.spec, cache.positions[0]
     step = cache.readings[0].strides[0] * cache.tensors[0].element_size()
     address = _spans(cache)[0][0]
@@ -227,7 +227,7 @@ def _joined_pages(cache: RegisteredCache, num_blocks: int) -> Pages:
         for index, tensor in enumerate(cache.tensors)
         for box in read_contents(cache, index, {}, (place,))
     ]
-    return Pages(
+    return LayerPages(
         group=place.group,
         layer_names=(place.layer_name,),
         layout=" + ".join(map(str, cache.readings)),

@@ -1,6 +1,6 @@
 """Layouts of vLLM, release by release: the largest part of the layout zoo. Data only."""
 
-from kvxfer.kvcache.engine_layout import EngineLayout
+from kvxfer.engine_side.engine_layout import EngineLayout
 
 VLLM_LAYOUTS = (
     EngineLayout(

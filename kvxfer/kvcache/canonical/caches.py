@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -13,11 +14,12 @@ from kvxfer.checks import (
     set_counts,
 )
 from kvxfer.errors import InvalidArgumentError, LayoutError
+from kvxfer.kvcache.canonical.layer_pages import LayerPages, find_pages
+from kvxfer.kvcache.canonical.registered import KVCaches, Layouts, read_registered
+from kvxfer.kvcache.canonical.rows import Row, join_rows
 from kvxfer.kvcache.config import KVCacheConfig
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.kvcache.page_box import PageBox
-from kvxfer.kvcache.pages import Pages, find_pages
-from kvxfer.kvcache.registered import KVCaches, Layouts, read_registered
-from kvxfer.kvcache.rows import Row, join_rows
 from kvxfer.kvcache.spec import KVCacheSpec
 
 
@@ -171,23 +173,23 @@ def canonicalize(
     )
 
 
-def _in_order_of_use(rows: Sequence[Row], pages: Sequence[Pages]) -> list[Row]:
+def _in_order_of_use(rows: Sequence[Row], pages: Sequence[LayerPages]) -> list[Row]:
     order = {id(page): index for index, page in enumerate(pages)}
     return sorted(rows, key=lambda row: min(order[id(page)] for page in row.members))
 
 
 def _refs(
-    pages: Sequence[Pages], rows: Sequence[Row], group: int
+    pages: Sequence[LayerPages], rows: Sequence[Row], group: int
 ) -> tuple[CanonicalKVCacheRef, ...]:
     """Make one ref for each row that a group uses, in the order of its layers."""
     row_of = {id(page): index for index, row in enumerate(rows) for page in row.members}
-    used: dict[int, list[Pages]] = {}
+    used: dict[int, list[LayerPages]] = {}
     for page in (page for page in pages if page.group == group):
         used.setdefault(row_of[id(page)], []).append(page)
     return tuple(_ref(index, rows[index], members) for index, members in used.items())
 
 
-def _ref(tensor_idx: int, row: Row, members: Sequence[Pages]) -> CanonicalKVCacheRef:
+def _ref(tensor_idx: int, row: Row, members: Sequence[LayerPages]) -> CanonicalKVCacheRef:
     names = dict.fromkeys(name for page in members for name in page.layer_names)
     layouts = dict.fromkeys(page.layout for page in members)
     return CanonicalKVCacheRef(
@@ -199,7 +201,7 @@ def _ref(tensor_idx: int, row: Row, members: Sequence[Pages]) -> CanonicalKVCach
     )
 
 
-def _require_shared(pages: Sequence[Pages], config: KVCacheConfig) -> None:
+def _require_shared(pages: Sequence[LayerPages], config: KVCacheConfig) -> None:
     """Check that layers share tensors as the config demands.
 
     Groups whose kernels use blocks of different sizes cut the same row differently, so that their
@@ -239,3 +241,23 @@ def _lines(caches: CanonicalKVCaches) -> list[str]:
                 f"  tensor {ref.tensor_idx}, {ref.page_size_bytes} bytes: {layers}{layout}"
             )
     return lines
+
+
+def memory_regions(caches: CanonicalKVCaches) -> list[MemoryRegion]:
+    """List the memory regions of caches, each byte in one region."""
+    spans = sorted(
+        (str(tensor.device), start, start + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1])
+        for tensor in (each.tensor for each in caches.tensors)
+        for start in [tensor.data_ptr()]
+    )
+    regions = []
+    for device, on_device in groupby(spans, key=lambda span: span[0]):
+        joined: list[tuple[int, int]] = []
+        for _, start, stop in on_device:
+            if joined and start < joined[-1][1]:  # rows of several tensors interleave
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        place = torch.device(device)
+        regions += [MemoryRegion(start, stop - start, caches, place) for start, stop in joined]
+    return regions
