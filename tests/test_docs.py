@@ -99,7 +99,7 @@ def test_the_files_that_pages_name_exist() -> None:
 
 def test_the_metrics_that_pages_name_exist() -> None:
     named = {name for page in PAGES for name in METRIC.findall(page.read_text())}
-    reported = METRIC.findall((ROOT / "kvxfer/integrations/vllm/metrics.py").read_text())
+    reported = METRIC.findall((ROOT / "kvxfer/integrations/vllm/offloading/metrics.py").read_text())
     assert named == set(reported)
 
 

@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, spec
-from kvxfer.integrations.vllm.identity import (
+from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.offloading import spec
+from kvxfer.integrations.vllm.offloading.identity import (
     ModelIdentity,
     WorkerIdentity,
     identify_model,
@@ -22,8 +23,8 @@ from kvxfer.integrations.vllm.identity import (
     receive_identities,
     row_namespace,
 )
-from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
-from kvxfer.integrations.vllm.worker_pages import GroupPages, WorkerPages
+from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
+from kvxfer.integrations.vllm.offloading.worker_pages import GroupPages, WorkerPages
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config

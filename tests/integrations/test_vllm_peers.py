@@ -20,8 +20,8 @@ from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")
 
-from kvxfer.integrations.vllm import interface
-from kvxfer.integrations.vllm.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading import interface
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from tests.integrations.test_vllm_tier import HIT, MISS, NUM_CHUNKS, ROW_BYTES, Tiers, keys_of
 
 T = TypeVar("T")

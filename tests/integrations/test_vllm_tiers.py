@@ -17,7 +17,8 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, metrics, tiered_manager
+from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.offloading import metrics, tiered_manager
 from tests.integrations.two_tiers import (
     HIT,
     LIMIT_S,

@@ -21,8 +21,8 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
-from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, Timeouts
+from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 
 NUM_SLOTS = 4
 PART_BYTES = 4096

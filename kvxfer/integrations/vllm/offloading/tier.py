@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.integrations.vllm.identity import ModelIdentity, row_namespace
-from kvxfer.integrations.vllm.interface import (
+from kvxfer.integrations.vllm.offloading.identity import ModelIdentity, row_namespace
+from kvxfer.integrations.vllm.offloading.interface import (
     JobResult,
     LookupResult,
     Medium,
@@ -23,7 +23,7 @@ from kvxfer.integrations.vllm.interface import (
     TransferJob,
     require_tiering,
 )
-from kvxfer.integrations.vllm.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.job import JobId

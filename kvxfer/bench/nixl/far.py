@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.bench.nixl_raw import Indices, Operation, PlainServer, RawAgent, allocate
+from kvxfer.bench.nixl.raw import Indices, Operation, PlainServer, RawAgent, allocate
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
 

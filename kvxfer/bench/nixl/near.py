@@ -16,16 +16,9 @@ import xxhash
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.config import Integrity, Transport
-from kvxfer.bench.nixl_far import FarProcess
-from kvxfer.bench.nixl_kvcr import KVCRPool
-from kvxfer.bench.nixl_raw import (
-    TOTAL_BYTES,
-    Indices,
-    Operation,
-    PlainClient,
-    RawAgent,
-    allocate,
-)
+from kvxfer.bench.nixl.far import FarProcess
+from kvxfer.bench.nixl.kvcr import KVCRPool
+from kvxfer.bench.nixl.raw import TOTAL_BYTES, Indices, Operation, PlainClient, RawAgent, allocate
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome

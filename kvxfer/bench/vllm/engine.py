@@ -158,7 +158,7 @@ class EngineProcess:
             environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603 - ourselves
-                [sys.executable, "-m", "kvxfer.bench.engine_server", str(theirs.fileno())],
+                [sys.executable, "-m", "kvxfer.bench.vllm.engine_server", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,

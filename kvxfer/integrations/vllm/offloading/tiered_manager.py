@@ -8,16 +8,16 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvxfer.backends.host import HostPool
-from kvxfer.integrations.vllm import metrics
-from kvxfer.integrations.vllm.interface import (
+from kvxfer.integrations.vllm.offloading import metrics
+from kvxfer.integrations.vllm.offloading.interface import (
     LookupResult,
     PrepareStoreOutput,
     ReqContext,
     may_load_from_storage,
 )
-from kvxfer.integrations.vllm.lower_tier import LowerTier
-from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
-from kvxfer.integrations.vllm.moved import Moved
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.moved import Moved
 from kvxfer.storage.backend import DONE
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey, make_block_key

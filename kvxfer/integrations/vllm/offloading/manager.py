@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvxfer.backends.host import HostPool
-from kvxfer.integrations.vllm import metrics
-from kvxfer.integrations.vllm.interface import (
+from kvxfer.integrations.vllm.offloading import metrics
+from kvxfer.integrations.vllm.offloading.interface import (
     LoadStoreSpec,
     LookupResult,
     Medium,

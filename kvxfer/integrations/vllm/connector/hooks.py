@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvxfer.engine_side import NULL_BLOCK_ID
-from kvxfer.integrations.vllm_connector.config import convert_config
-from kvxfer.integrations.vllm_connector.layouts import LayerCache, cross_layer_layout, layer_cache
+from kvxfer.integrations.vllm.common.kv_config import convert_config
+from kvxfer.integrations.vllm.common.layouts import LayerCache, cross_layer_layout, layer_cache
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.interface import (
+from kvxfer.integrations.vllm.offloading.interface import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,

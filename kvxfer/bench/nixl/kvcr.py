@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl_module import import_nixl
-from kvxfer.bench.nixl_raw import TOTAL_BYTES, allocate
+from kvxfer.bench.nixl.raw import TOTAL_BYTES, allocate
 
 TIMEOUT_MS = 10_000
 

@@ -11,8 +11,8 @@ import xxhash
 
 from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.interface import (
+from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingConfig,
     current_platform,
     group_ids,
@@ -20,7 +20,7 @@ from kvxfer.integrations.vllm.interface import (
     installed_version,
     layout_name,
 )
-from kvxfer.integrations.vllm.worker_pages import WorkerPages
+from kvxfer.integrations.vllm.offloading.worker_pages import WorkerPages
 from kvxfer.storage.keys import GroupIdentity, Namespace
 
 VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")

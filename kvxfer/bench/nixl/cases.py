@@ -10,9 +10,9 @@ from functools import partial
 from typing import get_args
 
 from kvxfer.backends.nixl.config import Integrity
-from kvxfer.bench.nixl_far import FarProcess
-from kvxfer.bench.nixl_near import Contender, Near, in_turn
-from kvxfer.bench.nixl_raw import TOTAL_BYTES
+from kvxfer.bench.nixl.far import FarProcess
+from kvxfer.bench.nixl.near import Contender, Near, in_turn
+from kvxfer.bench.nixl.raw import TOTAL_BYTES
 from kvxfer.bench.report import Row, compare
 
 KIB = 1 << 10

@@ -10,16 +10,17 @@ from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PlacedBacken
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm import metrics
-from kvxfer.integrations.vllm.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.identity import (
+from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.connector.hooks import convert_caches
+from kvxfer.integrations.vllm.offloading import metrics
+from kvxfer.integrations.vllm.offloading.identity import (
     WorkerIdentity,
     identify_model,
     publish_identity,
     receive_identities,
     row_namespace,
 )
-from kvxfer.integrations.vllm.interface import (
+from kvxfer.integrations.vllm.offloading.interface import (
     CanonicalKVCaches,
     OffloadingConfig,
     OffloadingManager,
@@ -32,13 +33,12 @@ from kvxfer.integrations.vllm.interface import (
     layout_name,
     workers_keep_the_same,
 )
-from kvxfer.integrations.vllm.lower_tier import LowerTier
-from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
-from kvxfer.integrations.vllm.row_mapping import map_rows, num_copies
-from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
-from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker
-from kvxfer.integrations.vllm.worker_pages import describe_pages
-from kvxfer.integrations.vllm_connector.hooks import convert_caches
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
+from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
+from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
+from kvxfer.integrations.vllm.offloading.worker_pages import describe_pages
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex

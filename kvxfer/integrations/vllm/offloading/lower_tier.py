@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.integrations.vllm.answers import Answers
-from kvxfer.integrations.vllm.moved import Moved
-from kvxfer.integrations.vllm.row_lookup import RowJob, RowLookup
+from kvxfer.integrations.vllm.offloading.answers import Answers
+from kvxfer.integrations.vllm.offloading.moved import Moved
+from kvxfer.integrations.vllm.offloading.row_lookup import RowJob, RowLookup
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Status

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from kvxfer.bench.engine import EngineConfig, EngineProcess
 from kvxfer.bench.file import FOLDER_VARIABLE
 from kvxfer.bench.report import Row, compare
+from kvxfer.bench.vllm.engine import EngineConfig, EngineProcess
 
 MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
 DTYPE_VARIABLE = "KVXFER_BENCH_DTYPE"
@@ -38,7 +38,7 @@ CONNECTOR = {
 }
 PLAIN_CONNECTOR = {
     "spec_name": "PlainOffloadingSpec",
-    "spec_module_path": "kvxfer.bench.plain_spec",
+    "spec_module_path": "kvxfer.bench.vllm.plain_spec",
     "capacity": 1 << 30,
 }
 

@@ -5,7 +5,7 @@ Their names begin with `vllm:` because vLLM exports no others.
 
 from collections.abc import Mapping
 
-from kvxfer.integrations.vllm.interface import (
+from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingConnectorStats,
     OffloadingCounterMetadata,
     OffloadingGaugeMetadata,

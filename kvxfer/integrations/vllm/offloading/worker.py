@@ -10,8 +10,12 @@ from numpy.typing import NDArray
 from kvxfer.backends.host import place
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.integrations.vllm.interface import GPULoadStoreSpec, OffloadingWorker, TransferResult
-from kvxfer.integrations.vllm.manager import Placement
+from kvxfer.integrations.vllm.offloading.interface import (
+    GPULoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from kvxfer.integrations.vllm.offloading.manager import Placement
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId

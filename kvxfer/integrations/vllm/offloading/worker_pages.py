@@ -10,16 +10,16 @@ import msgspec
 import torch
 
 from kvxfer.errors import LayoutError, PageMappingError
-from kvxfer.integrations.vllm.cpu_packing import (
+from kvxfer.integrations.vllm.common.cpu_packing import (
     PackedPlane,
     cpu_attention_isa,
     cpu_kernels,
     cpu_packing,
     kernel_packs_as,
 )
-from kvxfer.integrations.vllm.interface import OffloadingConfig, installed_version
-from kvxfer.integrations.vllm_connector.config import convert_spec
-from kvxfer.integrations.vllm_connector.layouts import CPU_BACKEND, layer_cache
+from kvxfer.integrations.vllm.common.kv_config import convert_spec
+from kvxfer.integrations.vllm.common.layouts import CPU_BACKEND, layer_cache
+from kvxfer.integrations.vllm.offloading.interface import OffloadingConfig, installed_version
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import Digit, PageBox
