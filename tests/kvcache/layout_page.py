@@ -34,7 +34,8 @@ INTRODUCTION = """# Layouts
 
 How engines keep their KV caches, release by release, and what one block of all layers is in memory:
 in how many pieces, of how many bytes. A piece is one I/O, or one descriptor. The data behind this
-page is [`LAYOUT_ZOO`][kvxfer.LAYOUT_ZOO]; each entry is tested on real strides, element by element.
+page is [`LAYOUT_ZOO`][kvxfer.engine_side.LAYOUT_ZOO]; each entry is tested on real strides,
+element by element.
 
 The pictures show memory from left to right, one bar for each allocation, of a model with two
 layers, two heads and three blocks of two tokens. One block is coloured: K is blue, V is red, the

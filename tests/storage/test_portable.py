@@ -13,12 +13,10 @@ import torch
 from safetensors import safe_open
 
 from kvxfer import (
-    InvalidArgumentError,
     KVCacheConfig,
     KVCacheGroup,
     MambaSpec,
     MLASpec,
-    PageMappingError,
     Status,
     WorkerShard,
     canonicalize,
@@ -27,6 +25,7 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.errors import InvalidArgumentError, PageMappingError
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.storage.backend import Outcome
