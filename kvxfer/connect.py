@@ -1,11 +1,12 @@
 """Entry point `connect`: opens backends named by URLs or mappings, and an engine on top of them."""
 
 import asyncio
+import enum
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, get_args
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
@@ -144,7 +145,8 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
             parameters, backend_type.config_type, strict=False, dec_hook=_decode
         )
     except msgspec.ValidationError as exc:
-        raise InvalidArgumentError("backend", backend, f"a {name} backend: {exc}") from exc
+        wanted = f"a {name} backend: {exc}{_allowed_values(backend_type.config_type, str(exc))}"
+        raise InvalidArgumentError("backend", backend, wanted) from exc
     return backend_type, config
 
 
@@ -239,6 +241,18 @@ def _find_backend(name: str) -> BackendType:
         raise InvalidArgumentError("backend", name, f"one of: {known}")
     backend_type: BackendType = found[name].load()
     return backend_type
+
+
+def _allowed_values(config_type: type[msgspec.Struct], error: str) -> str:
+    """List the values of the parameter that an error of msgspec names; empty if it takes any."""
+    types = {
+        f"at `$.{each.encode_name}`": each.type for each in msgspec.structs.fields(config_type)
+    }
+    kind: Any = next((kind for place, kind in types.items() if error.endswith(place)), None)
+    is_enum = isinstance(kind, type) and issubclass(kind, enum.Enum)
+    values = [each.value for each in kind] if is_enum else get_args(kind)
+    allowed = ", ".join(repr(value) for value in values if isinstance(value, str))
+    return f"; expected one of {allowed}" if allowed else ""
 
 
 def _decode(kind: type, value: Any) -> Any:

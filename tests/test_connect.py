@@ -108,7 +108,14 @@ def test_the_mapping_is_left_as_it_was() -> None:
         ("host://?capacity=4MiB&eviction=random", "'random'"),
         ("host://?capacity=4MiB&integrity=perhaps", "'perhaps'"),
         ("host://?capacity=4MiB&integrity=keyed", "'keyed'; expected 'off' or 'fast'"),
-        ("nixl://127.0.0.1:1?integrity=keyed", "Invalid enum value .keyed."),
+        (
+            "nixl://127.0.0.1:1?integrity=keyed",
+            "Invalid enum value .keyed.*one of 'full', 'fenced'",
+        ),
+        (
+            "file:///x?capacity=4MiB&engine=nixl",
+            r"'nixl' - at `\$.engine`.*'auto', 'uring', 'posix'",
+        ),
         ("host://?capacity=4MiB&capacity=8MiB", "each parameter once"),
         ("host://here?capacity=4MiB&address=there", "each parameter once"),
         ("host:///here?capacity=4MiB&path=there", "each parameter once"),

@@ -2,9 +2,10 @@
 
 from kvxfer.backends.file.backend import FileBackend
 from kvxfer.backends.file.config import FileConfig
-from kvxfer.backends.file.digest import Digester
-from kvxfer.backends.file.header import BlockFileError, BlockHeader
-from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock, refuse_partial_walk
+from kvxfer.backends.file.folders.namespace_file import load_namespace
+from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
 from kvxfer.storage.integrity import Integrity
 
 __all__ = [
@@ -16,4 +17,6 @@ __all__ = [
     "FileConfig",
     "FoundBlock",
     "Integrity",
+    "load_namespace",
+    "refuse_partial_walk",
 ]

@@ -10,23 +10,24 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from kvxfer.backends.file.block_files import BlockFiles
-from kvxfer.backends.file.breaker import CircuitBreaker
+from kvxfer.backends.file.block_reader import BlockReader
+from kvxfer.backends.file.block_writer import BUSY, BlockWriter
+from kvxfer.backends.file.circuit_breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig, require_room, require_root
-from kvxfer.backends.file.digest import Digester
-from kvxfer.backends.file.direct import probe_direct
-from kvxfer.backends.file.engines import open_engine
-from kvxfer.backends.file.folder import BlockFolder, file_name
-from kvxfer.backends.file.integrity_record import IntegrityRecord
-from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.namespace_file import log_other_namespaces, write_namespace
-from kvxfer.backends.file.open_folders import FOLDER_MODE
-from kvxfer.backends.file.reader import BlockReader
-from kvxfer.backends.file.root import warn_of_other_writers
-from kvxfer.backends.file.shares import cut_shares
-from kvxfer.backends.file.space import Space, refuse_partial_walk
+from kvxfer.backends.file.folders.block_tree import (
+    BlockTree,
+    refuse_partial_walk,
+    warn_of_other_writers,
+)
+from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.names import FOLDER_MODE, file_name
+from kvxfer.backends.file.folders.namespace_file import log_other_namespaces, write_namespace
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.io.selection import open_engine, probe_direct
+from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
-from kvxfer.backends.file.tree import BlockTree
-from kvxfer.backends.file.writer import BUSY, BlockWriter
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -187,7 +188,7 @@ class FileBackend(Backend):
                 self._root.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
                 warn_of_other_writers(self._root)
                 alignment = probe_direct(self._root) if config.direct == "auto" else 0
-                self._folder = BlockFolder(self._root, namespace.fingerprint)
+                self._folder = NamespaceFolder(self._root, namespace.fingerprint)
                 opened.callback(self._folder.close)
                 write_namespace(self._folder, namespace)
                 self._ledger = Ledger(self._root)
@@ -248,7 +249,7 @@ class FileBackend(Backend):
         blocks: Descriptors,
     ) -> list[T]:
         """Move a batch on threads, a share each; return one result per block."""
-        cuts = cut_shares(blocks, num_threads, self._files.file_io.files_per_call)
+        cuts = self._files.shares(blocks, num_threads)
         async with asyncio.TaskGroup() as tasks:
             shares = [tasks.create_task(threads.run(move, *cut)) for cut in cuts]
         return [each for share in shares for each in share.result()]

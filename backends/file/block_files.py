@@ -9,16 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.file.digest import Digester
-from kvxfer.backends.file.file_io import IOV_MAX, FileIO, IOVector
-from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.group_format import GroupFormat
-from kvxfer.backends.file.header import HeaderFrame
-from kvxfer.backends.file.integrity_record import IntegrityRecord
-from kvxfer.backends.file.pages import PAGE_BYTES, padded
+from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.format.group_format import GroupFormat
+from kvxfer.backends.file.format.header import PAGE_BYTES, HeaderFrame, padded
+from kvxfer.backends.file.io.file_io import IOV_MAX, FileIO, IOVector
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
-from kvxfer.kvcache.fragments import cut_runs
+from kvxfer.kvcache.fragments import cut_evenly, cut_runs
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 
@@ -26,6 +25,9 @@ MIN_ZERO_COPY_BYTES = 16 << 10
 """Mean size of fragments from which on the kernel reads and writes the described memory itself.
 Smaller fragments are gathered first: hashing them one by one would cost more than copying them.
 Measured with 19 blocks of 180 fragments of 32 KiB, loaded straight in 45 ms and gathered in 120."""
+
+SHARE_BYTES = 16 << 20
+"""Bytes that justify a second thread, where the number of files does not."""
 
 ROUND_FILES = 64
 ROUND_BYTES = 32 << 20
@@ -87,7 +89,7 @@ class BlockFiles:
 
     def __init__(
         self,
-        folder: BlockFolder,
+        folder: NamespaceFolder,
         namespace: Namespace,
         digester: Digester,
         *,
@@ -133,6 +135,12 @@ class BlockFiles:
         room = np.full(blocks.num_blocks, blocks.block_sizes.max())
         num_bytes = ROUND_BYTES if zero_copy else GATHERED_BYTES
         return cut_runs(room, num_bytes, longest_run=ROUND_FILES)
+
+    def shares(self, blocks: Descriptors, num_threads: int) -> Iterator[tuple[int, int]]:
+        """Cut a batch into runs of blocks of about equal bytes, at most one per thread."""
+        num_calls = blocks.num_blocks // self.file_io.files_per_call
+        worth = max(num_calls, blocks.num_bytes // SHARE_BYTES)
+        return cut_evenly(blocks.block_sizes, max(1, min(num_threads, worth)))
 
     def is_zero_copy(self, blocks: Descriptors) -> bool:
         """Whether the kernel can use the described memory itself, without scratch memory."""

@@ -3,21 +3,18 @@
 import contextlib
 import os
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
-from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.group_format import GroupFormat
-from kvxfer.backends.file.writer import Durability
+from kvxfer.backends.file.block_writer import Durability
+from kvxfer.backends.file.format.group_format import GroupFormat
+from kvxfer.backends.file.format.header import padded
+from kvxfer.backends.file.io.selection import Direct, EngineName
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction import PolicyName
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
-
-EngineName = Literal["auto", "uring", "posix", "nixl"]
-Direct = Literal["auto", "off"]
 
 
 class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,8 +33,7 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         durability: With `fsync` a block counts as stored only once it would survive a power cut.
         direct: `auto` uses O_DIRECT where the file system has it.
         engine: Engine that moves the bytes: `uring` is io_uring, `posix` the kernel's vectored
-            calls, `nixl` the POSIX plug-in of NIXL. `auto` is the first one where the kernel
-            permits it, else the second.
+            calls. `auto` is the first one where the kernel permits it, else the second.
         read_threads: Threads that read; `uring` uses at most 4, with 64 files in flight each.
         write_threads: Threads that write, likewise.
     """
@@ -83,7 +79,7 @@ def require_room(config: FileConfig, namespace: Namespace) -> int:
         if getattr(config, name) < 1:
             raise InvalidArgumentError(name, getattr(config, name), "at least 1")
     formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
-    largest = max(size_on_disk(each.file_size_bytes) for each in formats)
+    largest = max(padded(each.file_size_bytes) for each in formats)
     if config.capacity < largest:
         raise InvalidArgumentError("capacity", config.capacity, f"{largest} bytes or more")
     return largest

@@ -1,7 +1,6 @@
 """Space of a store: its files and free bytes, reservations and evictions."""
 
 import contextlib
-import errno
 import logging
 import math
 import os
@@ -9,17 +8,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvxfer.backends.file.contents import (
-    FileId,
-    FileIndex,
-    Victim,
-    file_ids,
-    key_in,
-    size_on_disk,
-)
-from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.tree import BlockTree
+from kvxfer.backends.file.file_index import FileId, FileIndex, Victim, file_ids, key_in
+from kvxfer.backends.file.folders.block_tree import BlockTree
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.format.header import padded
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 
@@ -55,7 +48,7 @@ class Space:
     def __init__(
         self,
         tree: BlockTree,
-        folder: BlockFolder,
+        folder: NamespaceFolder,
         ledger: Ledger,
         policy: EvictionPolicy,
         *,
@@ -134,7 +127,7 @@ class Space:
         Raises:
             OSError: The file system does not answer.
         """
-        needed = [size_on_disk(size) for size in sizes]
+        needed = [padded(size) for size in sizes]
         with self._ledger.locked(), self._spared(spare):
             fitting = self._make_room(needed, 0, 0)
         self._must_rescan |= fitting < len(needed)
@@ -174,7 +167,7 @@ class Space:
             num_bytes = self._folder.quarantined_size(key)
             if num_bytes is not None:
                 (file,) = self._files([key])
-                replaced = self._index.quarantine(file, size_on_disk(num_bytes))
+                replaced = self._index.quarantine(file, padded(num_bytes))
                 self._ledger.remove(replaced)
         return was_there
 
@@ -190,7 +183,7 @@ class Space:
         with self._ledger.locked():
             was_there = self._folder.remove_open(key, fd)
             if was_there:
-                self._ledger.remove(size_on_disk(os.fstat(fd).st_size))
+                self._ledger.remove(padded(os.fstat(fd).st_size))
                 self._index.remove(*self._files([key]))
         return was_there
 
@@ -207,7 +200,7 @@ class Space:
             for index, (key, file, size) in enumerate(zip(keys, files, sizes, strict=True)):
                 if size is not None and self._folder.remove(key):
                     removed[index] = True
-                    self._ledger.remove(size_on_disk(size))
+                    self._ledger.remove(padded(size))
                     self._index.remove(file)
         return removed
 
@@ -232,7 +225,7 @@ class Space:
     def _reserve(
         self, keys: Sequence[BlockKey], sizes: Sequence[int], spare: Sequence[BlockKey]
     ) -> int:
-        needed, fitting = [size_on_disk(size) for size in sizes], 0
+        needed, fitting = [padded(size) for size in sizes], 0
         try:
             with self._ledger.locked():
                 if self._ledger.known:
@@ -303,17 +296,7 @@ class Space:
         return file_ids(self._folder.fingerprint, keys)
 
 
-def refuse_partial_walk(exc: OSError) -> None:
-    """End a walk whose count would be too low; folders without permission are just not counted.
-
-    Raises:
-        OSError: What is wrong with the folder.
-    """
-    if exc.errno not in {errno.EACCES, errno.EPERM}:
-        raise exc
-
-
-def _remove(folder: BlockFolder, victim: Victim) -> bool:
+def _remove(folder: NamespaceFolder, victim: Victim) -> bool:
     if victim.quarantined:
         return folder.remove_quarantined(victim.key)
     return folder.remove(victim.key)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvxfer.backends.file.block_files import BlockFiles, SystemFailure, failure
-from kvxfer.backends.file.breaker import FULL_ERRORS, MEDIUM_ERRORS
-from kvxfer.backends.file.check import read_extent
-from kvxfer.backends.file.integrity_record import OTHER_SECRET
+from kvxfer.backends.file.block_writer import BlockWriter
+from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
+from kvxfer.backends.file.format.verification import read_extent
+from kvxfer.backends.file.io.file_io import FULL_ERRORS, MEDIUM_ERRORS
 from kvxfer.backends.file.space import Space
-from kvxfer.backends.file.writer import BlockWriter
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey

@@ -8,13 +8,13 @@ from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.host.backend import HostBackend
 from kvxfer.backends.nixl.agents.base import TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.server import Server
-from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Backend

@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
-from kvxfer.backends.file.folder import file_name
 from kvxfer.bench import fio
 from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.kvcache.descriptors import Descriptors
@@ -330,8 +329,8 @@ def _measure_index(root: Path, num_blocks: int) -> list[Row]:
     config = FileConfig(path=str(root), capacity=ByteSize(1 << 40))
     _make_folders(root / namespace.fingerprint)
     for block in range(num_blocks):
-        name = file_name(make_block_key(hashlib.sha256(block.to_bytes(4, "big")).digest(), 0))
-        (root / namespace.fingerprint / name[:2] / name).touch(mode=0o600)
+        key = make_block_key(hashlib.sha256(block.to_bytes(4, "big")).digest(), 0)
+        _path(config, namespace, key).touch(mode=0o600)
 
     async def rebuild() -> None:
         async with FileBackend(config, namespace):
@@ -377,8 +376,12 @@ def _peak_rss() -> int:
 def _paths(config: FileConfig, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[Path]:
     """List the paths of blocks' files in a `FileBackend`."""
     for key in keys:
-        name = file_name(key)
-        yield Path(config.path, namespace.fingerprint, name[:2], name)
+        yield _path(config, namespace, key)
+
+
+def _path(config: FileConfig, namespace: Namespace, key: BlockKey) -> Path:
+    digits = key.hex()
+    return Path(config.path, namespace.fingerprint, digits[:2], f"{digits}.safetensors")
 
 
 def _make_folders(parent: Path) -> None:

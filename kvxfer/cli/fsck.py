@@ -13,8 +13,7 @@ from kvxfer.cli.text import exit_statuses
 from kvxfer.text import printable
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.check import Finding
-    from kvxfer.backends.file.fsck import StoreCheck
+    from kvxfer.backends.file.maintenance import Finding, StoreCheck
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -59,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print an object")
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file.check import BlockCheck
-    from kvxfer.backends.file.fsck import StoreCheck
+    from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck
     from kvxfer.storage.integrity import read_secret
 
     check = StoreCheck(arguments.path, BlockCheck(read_secret(arguments.secret_file)))
@@ -72,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
-    from kvxfer.backends.file.check import Verdict
+    from kvxfer.backends.file.maintenance import Verdict
 
     report = Report(quarantined=check.num_quarantined, remarks=list(check.namespace_problems()))
     counts: Counter[Verdict] = Counter()

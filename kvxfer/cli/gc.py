@@ -9,7 +9,7 @@ from kvxfer.cli.text import exit_statuses
 from kvxfer.units import ByteSize, Duration, format_size
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.gc import RemovedCounts
+    from kvxfer.backends.file.maintenance import RemovedCounts
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,9 +32,8 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file.gc import GarbageCollection
-    from kvxfer.backends.file.space import refuse_partial_walk
-    from kvxfer.backends.file.tree import BlockTree
+    from kvxfer.backends.file import BlockTree, refuse_partial_walk
+    from kvxfer.backends.file.maintenance import GarbageCollection
 
     collection = GarbageCollection(
         BlockTree(arguments.path, on_error=refuse_partial_walk),

@@ -11,7 +11,7 @@ from kvxfer.text import printable
 from kvxfer.units import format_size
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.inspection import Inspection
+    from kvxfer.backends.file.maintenance import Inspection
     from kvxfer.storage.keys import Namespace
 
 
@@ -32,9 +32,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--secret-file", default="", help="secret that the block is sealed with")
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file.check import BlockCheck
-    from kvxfer.backends.file.header import BlockFileError
-    from kvxfer.backends.file.inspection import inspect_file
+    from kvxfer.backends.file import BlockFileError
+    from kvxfer.backends.file.maintenance import BlockCheck, inspect_file
     from kvxfer.storage.integrity import read_secret
 
     check = BlockCheck(read_secret(arguments.secret_file))

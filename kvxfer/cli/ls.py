@@ -13,7 +13,7 @@ from kvxfer.text import printable
 from kvxfer.units import format_duration, format_size
 
 if TYPE_CHECKING:
-    from kvxfer.backends.file.usage import NamespaceUsage
+    from kvxfer.backends.file.maintenance import NamespaceUsage
 
 COLUMNS = ("NAMESPACE", "MODEL", "DTYPE", "BLOCKS", "SIZE", "OLDEST USE", "NEWEST USE", "BAD")
 
@@ -29,9 +29,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file.space import refuse_partial_walk
-    from kvxfer.backends.file.tree import BlockTree
-    from kvxfer.backends.file.usage import measure_usage
+    from kvxfer.backends.file import BlockTree, refuse_partial_walk
+    from kvxfer.backends.file.maintenance import measure_usage
 
     usages = measure_usage(BlockTree(arguments.path, on_error=refuse_partial_walk))
     if arguments.json:

@@ -128,7 +128,7 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
 
 
 def _open_peer(arguments: argparse.Namespace) -> "StandalonePeer":
-    from kvxfer.backends.file.namespace_file import load_namespace
+    from kvxfer.backends.file import load_namespace
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.nixl.standalone import StandalonePeer
     from kvxfer.connect import open_backend, parse_backend

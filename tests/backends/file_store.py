@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -16,11 +15,11 @@ import pytest
 import xxhash
 
 from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.folder import file_name
-from kvxfer.backends.file.group_format import GroupFormat
+from kvxfer.backends.file.folders.names import file_name
+from kvxfer.backends.file.format.group_format import GroupFormat
+from kvxfer.backends.file.format.header import padded
+from kvxfer.backends.file.io.uring import UringFileIO
 from kvxfer.backends.file.store_batch import StoreBatch
-from kvxfer.backends.file.uring_io import UringFileIO
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace, StoredTensor, make_block_key
@@ -43,13 +42,9 @@ def has_uring() -> bool:
     return True
 
 
-HAS_NIXL = bool(
-    importlib.util.find_spec("nixl") and importlib.util.find_spec("kvxfer.backends.file.nixl_io")
-)
 _NEEDS = {
     "posix": [],
     "uring": [pytest.mark.skipif(not has_uring(), reason="needs io_uring")],
-    "nixl": [pytest.mark.skipif(not HAS_NIXL, reason="needs nixl")],
 }
 ENGINES = [pytest.param(engine, marks=marks) for engine, marks in _NEEDS.items()]
 
@@ -83,7 +78,7 @@ def capacity_of(namespace: Namespace, num_blocks: int) -> ByteSize:
     """Compute the capacity in which exactly `num_blocks` chunks of the largest group fit."""
     groups = range(len(namespace.groups))
     file = max(GroupFormat(namespace, group).file_size_bytes for group in groups)
-    return ByteSize(num_blocks * size_on_disk(file))
+    return ByteSize(num_blocks * padded(file))
 
 
 def listed(namespace: Namespace, num_tensors: int = 160) -> Namespace:
@@ -135,7 +130,7 @@ def bytes_on_disk(root: Path) -> int:
         for name in names:
             if ".safetensors" in name:
                 with contextlib.suppress(FileNotFoundError):  # evicted meanwhile
-                    total += size_on_disk((Path(folder) / name).stat().st_size)
+                    total += padded((Path(folder) / name).stat().st_size)
     return total
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.storage.keys import BlockKey, Namespace
 
 import_nixl(otherwise="test with sockets only")  # processes are forked from one that has

@@ -13,7 +13,6 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from tests.backends.file_store import (
-    HAS_NIXL,
     capacity_of,
     flip_bit,
     hashed_keys,
@@ -49,7 +48,7 @@ class FileBackendTests(BackendTests):
 
 
 class TestFileBackend(FileBackendTests):
-    @pytest.fixture(autouse=True, params=places("posix-tmpfs", "uring-ext4", "nixl-ext4"))
+    @pytest.fixture(autouse=True, params=places("posix-tmpfs", "uring-ext4"))
     def _engine(self, request: pytest.FixtureRequest, _place: None) -> Iterator[None]:
         self.own_fields["engine"], file_system = request.param.split("-")
         with temporary_folder(file_system) as folder:
@@ -131,11 +130,6 @@ class PosixFileStateMachine(FileStateMachine):
     fields: ClassVar[dict[str, Any]] = {"engine": "posix", "direct": "off"}
 
 
-class NixlFileStateMachine(FileStateMachine):
-    place: ClassVar[str] = "/dev/shm"  # noqa: S108 - a tmpfs on purpose
-    fields: ClassVar[dict[str, Any]] = {"engine": "nixl"}
-
-
 # Every example opens backends, with their threads, in a folder of its own.
 _SETTINGS = examples(6, steps=20)
 
@@ -143,9 +137,6 @@ TestFileStateMachine = FileStateMachine.TestCase
 TestFileStateMachine.settings = _SETTINGS
 TestPosixFileStateMachine = PosixFileStateMachine.TestCase
 TestPosixFileStateMachine.settings = _SETTINGS
-if HAS_NIXL:
-    TestNixlFileStateMachine = NixlFileStateMachine.TestCase
-    TestNixlFileStateMachine.settings = _SETTINGS
 TestBoundedFileStateMachine = BoundedFileStateMachine.TestCase
 TestBoundedFileStateMachine.settings = _SETTINGS
 TestBoundedARCFileStateMachine = BoundedARCFileStateMachine.TestCase

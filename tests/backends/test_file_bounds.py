@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.contents import FileIndex, file_ids
-from kvxfer.backends.file.file_io import CREATE_FLAGS
-from kvxfer.backends.file.folder import BlockFolder, file_name
-from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file import BlockTree, FoundBlock
+from kvxfer.backends.file.file_index import FileIndex, file_ids
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.names import file_name
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.io.file_io import CREATE_FLAGS
 from kvxfer.backends.file.space import Space
 from kvxfer.backends.file.store_batch import NO_ROOM
-from kvxfer.backends.file.tree import BlockTree, FoundBlock
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import DONE, Status
 from kvxfer.storage.eviction import ARC, LRU, POLICIES, PolicyName
@@ -329,7 +330,7 @@ async def test_a_round_that_is_gathered_takes_8_mib_of_scratch_and_any_other_32_
 def make_space(root: Path, *, num_files: int, eviction: PolicyName = "lru") -> Space:
     space = Space(
         BlockTree(root),
-        BlockFolder(root, NAMESPACE),
+        NamespaceFolder(root, NAMESPACE),
         Ledger(root),
         POLICIES[eviction](num_files),
         capacity_bytes=num_files * FILE_BYTES,
@@ -371,7 +372,7 @@ def test_a_block_deleted_while_it_is_stored_is_forgotten(
     assert space.reserve(keys[:3], [FILE_BYTES] * 3) == 3
 
 
-class Stubborn(BlockFolder):
+class Stubborn(NamespaceFolder):
     """Folder from which nothing can be removed."""
 
     def remove(self, key: BlockKey) -> bool:

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from kvxfer.backends.file.breaker import MAX_ERRORS, PAUSE_S, CircuitBreaker
+from kvxfer.backends.file.circuit_breaker import MAX_ERRORS, PAUSE_S, CircuitBreaker
 
 
 class Clock:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend
-from kvxfer.backends.file.contents import file_ids
-from kvxfer.backends.file.file_io import CREATE_FLAGS
-from kvxfer.backends.file.folder import temporary_name
+from kvxfer.backends.file.file_index import file_ids
+from kvxfer.backends.file.folders.names import temporary_name
+from kvxfer.backends.file.io.file_io import CREATE_FLAGS
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from tests.backends.file_store import (

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import backend as backend_module
-from kvxfer.backends.file.breaker import CircuitBreaker
-from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
+from kvxfer.backends.file.circuit_breaker import CircuitBreaker
+from kvxfer.backends.file.io.file_io import IOVector, Result
+from kvxfer.backends.file.io.posix import PosixFileIO
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.testing import BlockMemory
@@ -195,13 +196,13 @@ SMALL_FILES_ONLY = """
 import asyncio, resource, signal, sys
 from pathlib import Path
 from kvxfer.testing import BlockMemory
-from tests.backends.file_store import HAS_NIXL, has_uring, hashed_keys, open_store, store
+from tests.backends.file_store import has_uring, hashed_keys, open_store, store
 from tests.backends.file_store import temporary_files
 
 async def main(root):
     memory, keys = BlockMemory([[100_000], [64]], num_blocks=4), hashed_keys(2)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    engines = ["posix", *["uring"] * has_uring(), *["nixl"] * HAS_NIXL]
+    engines = ["posix", *["uring"] * has_uring()]
     for engine in engines:
         async with open_store(root / engine, memory.namespace(), engine=engine) as backend:
             resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import BlockTree, FileBackend
-from kvxfer.backends.file.gc import GarbageCollection
+from kvxfer.backends.file.maintenance import GarbageCollection
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.file import BlockTree
-from kvxfer.backends.file.claim import claim_path
-from kvxfer.backends.file.folder import temporary_name
+from kvxfer.backends.file.folders.names import claim_path, temporary_name
 from kvxfer.cli import main
 from tests.backends.file_store import (
     hashed_keys,
@@ -125,7 +124,7 @@ async def test_a_description_is_written_though_its_temporary_file_is_collected(
             collected.append(BlockTree(tmp_path).collect())
         really_rename(source, target, **fds)
 
-    monkeypatch.setattr("kvxfer.backends.file.folder.os.rename", collect_first)
+    monkeypatch.setattr("os.rename", collect_first)
     await fill(tmp_path)
     assert collected == [1]
     assert description.read_text() == before

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.breaker import MAX_ERRORS
-from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
-from kvxfer.backends.file.gc import GarbageCollection
-from kvxfer.backends.file.tree import BlockTree
+from kvxfer.backends.file import BlockTree
+from kvxfer.backends.file.circuit_breaker import MAX_ERRORS
+from kvxfer.backends.file.io.file_io import IOVector, Result
+from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file.maintenance import GarbageCollection
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
     bytes_on_disk,
@@ -33,7 +34,7 @@ ONE_BY_ONE = {"engine": "posix", "write_threads": 1}
 DONE, FAILED = Status.DONE, Status.FAILED
 
 
-@pytest.mark.parametrize("place", places("posix-ext4", "uring-tmpfs", "nixl-tmpfs"))
+@pytest.mark.parametrize("place", places("posix-ext4", "uring-tmpfs"))
 async def test_files_are_evicted_where_there_can_be_no_more_of_them(
     tmp_path: Path, place: str
 ) -> None:

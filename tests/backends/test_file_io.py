@@ -1,14 +1,11 @@
 """The engines of the file backend move the same bytes and report the same failures."""
 
 import errno
-import importlib.util
 import mmap
 import os
-import platform
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,95 +16,22 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvxfer.backends.file.file_io import (
-    FileIO,
-    IOVector,
-    NamedFile,
-    NewFile,
-    PosixFileIO,
-    Result,
-)
-from kvxfer.backends.file.nixl_io import POOL_PIECES, QUEUES, NixlFileIO
-from kvxfer.backends.file.uring_io import UringFileIO
+from kvxfer.backends.file.io.file_io import FileIO, IOVector, NamedFile, NewFile, Result
+from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file.io.uring import UringFileIO
 from kvxfer.backends.host.segment import SHARED_MEMORY
-from kvxfer.errors import BackendUnavailableError
 from tests.backends.file_store import has_uring
 
 PAGE = 4096
 IOV_MAX = 1024
 
-needs_nixl = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None, reason="nixl is not installed"
-)
-
-needs_system_call_numbers = pytest.mark.skipif(
-    platform.machine() != "x86_64", reason="the numbers of system calls are those of x86-64"
-)
-
 OpenFile = Callable[..., int]
 
-# What a process of its own runs before the script of a test.
-CHILD = """
-import ctypes, struct, sys, tempfile
-import numpy as np
-from kvxfer.backends.file.nixl_io import NixlFileIO
-from kvxfer.errors import BackendUnavailableError
 
-NUMBERS = {"io_setup": 206, "io_submit": 209, "io_uring_setup": 425, "io_uring_enter": 426}
-
-def forbid(*calls):
-    # As container runtimes do it: a seccomp filter answers EPERM.
-    # Source: https://man7.org/linux/man-pages/man2/seccomp.2.html
-    code = struct.pack("HBBI", 0x20, 0, 0, 0)
-    for call in calls:
-        code += struct.pack("HBBIHBBI", 0x15, 0, 1, NUMBERS[call], 0x06, 0, 0, 0x00050001)
-    code += struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
-    program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(keep(code)))
-    libc = ctypes.CDLL(None)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0
-    assert libc.prctl(22, 2, keep(program), 0, 0) == 0
-
-kept = []
-
-def keep(code):
-    kept.append(ctypes.create_string_buffer(code, len(code)))
-    return kept[-1]
-
-def move(engine):
-    source, memory = np.arange(20, dtype=np.uint8), np.zeros(20, np.uint8)
-    with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
-        fds = [first.fileno(), second.fileno()]
-        vectors = [np.array([[array.ctypes.data + start, 10]], np.uint64)
-                   for array in (source, memory) for start in (0, 10)]
-        engine.write(fds, vectors[:2])
-        results = engine.read(fds, vectors[2:])
-    assert (source == memory).all()
-    return results
-
-"""
-
-
-def run_child(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", CHILD + script],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-@pytest.fixture(
-    params=["posix", "uring", *(pytest.param(queue, marks=needs_nixl) for queue in QUEUES)],
-)
+@pytest.fixture(params=["posix", "uring"])
 def engine(request: pytest.FixtureRequest) -> Iterator[FileIO]:
     try:
-        if request.param == "posix":
-            file_io: FileIO = PosixFileIO()
-        elif request.param == "uring":
-            file_io = UringFileIO()
-        else:
-            file_io = NixlFileIO([request.param])
+        file_io: FileIO = PosixFileIO() if request.param == "posix" else UringFileIO()
     except OSError as exc:
         pytest.skip(str(exc))
     yield file_io
@@ -202,8 +126,8 @@ def test_scattered_pieces_are_read_in_order_and_nothing_between_them_is_touched(
     assert (memory.bytes == expected).all()
 
 
-def test_more_pieces_than_one_transfer_holds(engine: FileIO, open_file: OpenFile) -> None:
-    num_pieces = POOL_PIECES + 100
+def test_more_pieces_than_one_call_holds(engine: FileIO, open_file: OpenFile) -> None:
+    num_pieces = 4 * IOV_MAX + 100
     source, memory = Memory(8 * num_pieces).fill(), Memory(8 * num_pieces)
     pieces = [(8 * index, 8) for index in reversed(range(num_pieces))]
     fds = [open_file(), open_file()]
@@ -345,7 +269,7 @@ def test_a_new_file_that_cannot_be_written_fails_alone_and_leaves_nothing(
         assert errors(results) == [None, errno.EFAULT, errno.ENOENT, None]
         assert sorted(path.name for path in folder.iterdir()) == ["0", "3"]
         assert (folder / "3").read_bytes() == memory.gather((20, 10))
-    assert num_fds() <= before  # NIXL lets go of an agent that failed
+    assert num_fds() == before
 
 
 def test_a_new_file_that_fits_on_the_disk_in_part_is_not_named(
@@ -549,140 +473,6 @@ def test_closed_engines_leave_no_descriptor_and_may_be_closed_again(engine: File
     assert num_fds() == before
 
 
-@needs_nixl
-@pytest.mark.processes
-class TestNixl:
-    def test_says_which_queue_it_uses(self) -> None:
-        engine = NixlFileIO()
-        assert any(repr(engine) == f"NixlFileIO(queue={queue!r})" for queue in QUEUES)
-        engine.close()
-
-    @pytest.mark.parametrize("queue", QUEUES)
-    @pytest.mark.parametrize("flags", [0, os.O_DIRECT], ids=["buffered", "direct"])
-    def test_moves_bytes_itself(
-        self, queue: str, flags: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Without this test NIXL could always fail, and `PosixFileIO` do all the work."""
-        engine = NixlFileIO([queue])
-        for name in ("read", "write"):
-            monkeypatch.delattr(PosixFileIO, name)
-        fd = open_or_skip(tmp_path / "file", os.O_RDWR | os.O_CREAT | flags)
-        try:
-            memory = Memory(6 * PAGE).fill()
-            assert engine.write([fd], [memory.vector((0, 3 * PAGE))]) == [3 * PAGE]
-            os.ftruncate(fd, 2 * PAGE + 5)
-            assert engine.read([fd], [memory.vector((3 * PAGE, 3 * PAGE))]) == [2 * PAGE + 5]
-            expected = memory.gather((0, 2 * PAGE + 5))
-            assert memory.gather((3 * PAGE, 2 * PAGE + 5)) == expected
-        finally:
-            os.close(fd)
-            engine.close()
-
-    @pytest.mark.parametrize("queue", QUEUES)
-    def test_an_interrupted_call_leaves_the_memory_quiet(
-        self, queue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        size, num_files = 2 << 20, 16
-        source, memory = Memory(size).fill(), Memory(size * num_files)
-        fds = []
-        for index in range(num_files):
-            (tmp_path / str(index)).write_bytes(source.bytes.tobytes())
-            fds.append(open_or_skip(tmp_path / str(index), os.O_RDONLY | os.O_DIRECT))
-
-        def interrupt(seconds: float) -> None:
-            raise KeyboardInterrupt
-
-        engine = NixlFileIO([queue])
-        monkeypatch.setattr(time, "sleep", interrupt)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                engine.read(fds, [memory.vector((i * size, size)) for i in range(num_files)])
-            assert (memory.bytes.reshape(num_files, size) == source.bytes).all()
-        finally:
-            engine.close()
-            for fd in fds:
-                os.close(fd)
-
-    def test_importing_and_using_nixl_leaves_the_process_as_it_was(self) -> None:
-        child = run_child("""
-import logging
-engine = NixlFileIO()
-assert move(engine) == [10, 10]
-assert logging.raiseExceptions
-engine.close()
-""")
-        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
-
-    def test_an_engine_that_is_not_closed_lets_the_process_end(self) -> None:
-        child = run_child("engine = NixlFileIO(); move(engine)")
-        assert (child.returncode, child.stdout, child.stderr) == (0, "", "")
-
-    @needs_system_call_numbers
-    def test_where_io_uring_is_forbidden_aio_takes_its_place(self) -> None:
-        child = run_child("""
-forbid("io_uring_setup")
-engine = NixlFileIO()
-print(engine, move(engine))
-""")
-        assert child.stdout == "NixlFileIO(queue='AIO') [10, 10]\n"
-
-    @needs_system_call_numbers
-    def test_without_a_queue_the_error_names_the_way_out(self) -> None:
-        child = run_child("""
-forbid("io_uring_setup", "io_setup")
-try:
-    NixlFileIO()
-except BackendUnavailableError as exc:
-    print(exc)
-""")
-        assert "io_uring" in child.stdout
-        assert "AIO" in child.stdout
-        assert "use engine=posix" in child.stdout
-
-    @needs_system_call_numbers
-    @pytest.mark.parametrize(
-        ("queue", "call"), [("io_uring", "io_uring_enter"), ("AIO", "io_submit")]
-    )
-    def test_files_are_moved_and_the_user_told_once_when_the_queue_breaks(
-        self, queue: str, call: str
-    ) -> None:
-        child = run_child(f"""
-import logging, os
-logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
-engine = NixlFileIO([{queue!r}])
-forbid({call!r})
-print(move(engine))
-before = len(os.listdir("/proc/self/fd"))
-print(*(move(engine) for _ in range(5)), len(os.listdir("/proc/self/fd")) - before)
-engine.close()
-""")
-        assert child.returncode == 0
-        warned, first, others = child.stdout.splitlines()
-        assert warned.startswith(f"WARNING NixlFileIO(queue={queue!r}) failed to move files")
-        assert first == "[10, 10]"
-        assert others == "[10, 10] " * 5 + "0"
-
-    def test_without_the_plug_in_the_error_names_the_way_out(self, tmp_path: Path) -> None:
-        child = run_child(
-            """
-try:
-    NixlFileIO()
-except BackendUnavailableError as exc:
-    print(exc)
-""",
-            NIXL_PLUGIN_DIR=str(tmp_path),
-        )
-        assert "POSIX plug-in is missing" in child.stdout
-        assert "use engine=posix" in child.stdout
-
-    def test_without_nixl_the_error_names_the_way_out(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "nixl", None)
-        with pytest.raises(BackendUnavailableError, match=r"install nixl, or use engine=posix"):
-            NixlFileIO()
-
-
 @pytest.mark.skipif(not has_uring(), reason="needs io_uring")
 def test_where_no_more_rings_can_be_had_plain_calls_take_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -691,7 +481,7 @@ def test_where_no_more_rings_can_be_had_plain_calls_take_over(
         raise OSError(errno.EMFILE, "no more descriptors")
 
     engine = UringFileIO()
-    monkeypatch.setattr("kvxfer.backends.file.uring_io.Ring", refuse)
+    monkeypatch.setattr("kvxfer.backends.file.io.uring.Ring", refuse)
     memory = np.frombuffer(bytearray(b"blocks in files "), np.uint8)
     vector = np.array([[memory.ctypes.data, len(memory)]], np.uint64)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.claim import claim_path
-from kvxfer.backends.file.ledger import LEDGER_NAME, Ledger
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.names import LEDGER_NAME, claim_path
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import backend as backend_module
-from kvxfer.backends.file import ledger as ledger_module
+from kvxfer.backends.file.folders import ledger as ledger_module
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, KVXferError
 from tests.backends.file_store import one_page_memory, open_store
 
@@ -29,7 +29,7 @@ def refuse(*_: object, **__: object) -> None:
     ("module", "name", "instead", "error"),
     [
         (backend_module, "write_namespace", fail, BackendUnavailableError),
-        (ledger_module, "Claim", fail, BackendUnavailableError),
+        (ledger_module, "ProcessClaim", fail, BackendUnavailableError),
         (backend_module, "Ledger", fail, BackendUnavailableError),
         (backend_module, "open_engine", refuse, InvalidArgumentError),
     ],

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.contents import file_ids
-from kvxfer.backends.file.file_io import IOVector, NamedFile, PosixFileIO, Result
-from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.writer import BUSY
+from kvxfer.backends.file.block_writer import BUSY
+from kvxfer.backends.file.file_index import file_ids
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.io.file_io import IOVector, NamedFile, Result
+from kvxfer.backends.file.io.posix import PosixFileIO
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
@@ -41,7 +42,7 @@ def one_page_chunks() -> BlockMemory:
     return BlockMemory([[4096]], num_blocks=32, blocks_per_chunk=CHUNK)
 
 
-class Unreadable(BlockFolder):
+class Unreadable(NamespaceFolder):
     """I/O engine that fails like a bad sector."""
 
     def open_block(self, key: BlockKey, flags: int = 0) -> int:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import space
-from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.writer import BUSY
+from kvxfer.backends.file.block_writer import BUSY
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.format.header import padded
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
     bytes_on_disk,
@@ -93,7 +93,7 @@ def bytes_at_one_moment(root: Path) -> int:
                         found = (Path(folder) / name).stat()
                     except FileNotFoundError:  # it has another name now
                         continue
-                    sizes[found.st_ino] = size_on_disk(found.st_size)
+                    sizes[found.st_ino] = padded(found.st_size)
         return sum(sizes.values())
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from kvxfer.backends.file import BlockFileError, BlockHeader, Digester, Integrity
 from kvxfer.backends.file.block_files import MIN_ZERO_COPY_BYTES
-from kvxfer.backends.file.direct import probe_direct
+from kvxfer.backends.file.io.selection import probe_direct
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status

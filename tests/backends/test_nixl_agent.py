@@ -24,10 +24,10 @@ from kvxfer.backends.nixl.agents import nixl_thread
 from kvxfer.backends.nixl.agents import socket as socket_agent
 from kvxfer.backends.nixl.agents.base import TransferAgent
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.agents.socket import SocketAgent
 from kvxfer.backends.nixl.regions import AgentMetadata
 from kvxfer.backends.nixl.wire.data import DataConnection
-from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import (
     BackendUnavailableError,
     DeviceUnavailableError,
@@ -274,7 +274,7 @@ print((time.process_time() - before[0]) / (time.perf_counter() - before[1]) / 2)
         child = run_child(
             """
 from kvxfer.backends.nixl.wire.data import DataConnection
-from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
+from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import BackendUnavailableError
 try:
     NixlAgent()

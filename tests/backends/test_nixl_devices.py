@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.errors import BackendUnavailableError, DeviceLostError, InvalidArgumentError
 from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.agents.nixl_peers import NUM_SLOTS
 from kvxfer.backends.nixl.regions import MAX_REGIONS, AgentMetadata
 from kvxfer.backends.nixl.wire.messages import (
@@ -28,7 +29,6 @@ from kvxfer.backends.nixl.wire.messages import (
     Reach,
     Region,
 )
-from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing.conformance.suite import make_keys

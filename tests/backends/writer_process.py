@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvxfer.backends.file.file_io import IOVector, PosixFileIO, Result
+from kvxfer.backends.file.io.file_io import IOVector, Result
+from kvxfer.backends.file.io.posix import PosixFileIO
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import kvxfer
-from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.errors import BackendUnavailableError, CapacityError
 from kvxfer.storage.backend import Outcome
 from kvxfer.transfer.engine import TransferEngine
@@ -114,7 +114,7 @@ def draw_url(tier: str, plan: Plan, shape: Shape, rng: random.Random) -> str:
     if tier == "file":
         options = {
             "eviction": rng.choice(("lru", "arc")),
-            "engine": rng.choice(("auto", "auto", "posix", "nixl")),
+            "engine": rng.choice(("auto", "auto", "posix")),
             "direct": rng.choice(("auto", "off")),
             "durability": rng.choice(("none", "none", "fsync")),
         }

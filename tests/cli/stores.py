@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
-from kvxfer.backends.file.folder import file_name
-from kvxfer.backends.file.ledger import Ledger
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.names import file_name
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, write_payloads

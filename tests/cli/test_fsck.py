@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import Integrity
-from kvxfer.backends.file.folder import temporary_name
-from kvxfer.backends.file.ledger import LEDGER_NAME
-from kvxfer.backends.file.open_folders import open_folder
+from kvxfer.backends.file.folders.names import LEDGER_NAME, temporary_name
+from kvxfer.backends.file.folders.open_folders import open_folder
 from kvxfer.cli import main
 from tests.cli.stores import DATA_BYTES, FILE_BYTES, NUM_BLOCKS, Store, break_seal
 from tests.cli.stores import flip as flip_bit
@@ -249,7 +248,7 @@ def test_a_folder_that_cannot_be_opened_is_bad(
             raise PermissionError(13, "Permission denied", name)
         return open_folder(name, parent_fd)
 
-    monkeypatch.setattr("kvxfer.backends.file.tree.open_folder", refuse)
+    monkeypatch.setattr("kvxfer.backends.file.folders.block_tree.open_folder", refuse)
     assert main(["fsck", str(store.root)]) == 1
     assert "bad: 03: cannot be opened: Permission denied" in capsys.readouterr().out
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
-from kvxfer.backends.file.claim import claim_path
-from kvxfer.backends.file.folder import temporary_name
-from kvxfer.backends.file.ledger import LEDGER_NAME, Ledger
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.names import LEDGER_NAME, claim_path, temporary_name
 from kvxfer.cli import main
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
@@ -152,7 +151,7 @@ def test_a_block_that_is_stored_meanwhile_keeps_its_folder_and_the_description(
             path.write_bytes(block)
         really_remove(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr("kvxfer.backends.file.folder.os.rmdir", store_first)
+    monkeypatch.setattr("os.rmdir", store_first)
     assert main(["gc", str(store.root)]) == 0
     assert path.read_bytes() == block
     assert description.read_text() == before

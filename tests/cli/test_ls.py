@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file.ledger import LEDGER_NAME
+from kvxfer.backends.file.folders.names import LEDGER_NAME
 from kvxfer.cli import main
 from tests.cli.stores import FILE_BYTES, NUM_BLOCKS, Store
 

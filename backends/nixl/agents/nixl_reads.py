@@ -12,7 +12,7 @@ import torch
 
 from kvxfer.backends.nixl.agents.base import Fragments
 from kvxfer.backends.nixl.agents.nixl_memory import describe
-from kvxfer.backends.nixl_module import nixl_errors
+from kvxfer.backends.nixl.agents.nixl_module import nixl_errors
 from kvxfer.errors import PeerLostError, TransferFailedError
 from kvxfer.kvcache.memory_region import HOST
 

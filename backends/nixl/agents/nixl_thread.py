@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl.agents.base import Fragments
 from kvxfer.backends.nixl.agents.nixl_connections import NixlConnections
 from kvxfer.backends.nixl.agents.nixl_memory import export_host_memory, register_memory
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl, nixl_errors
 from kvxfer.backends.nixl.agents.nixl_peers import BEACON_BYTES, NixlPeers, attempt
 from kvxfer.backends.nixl.agents.nixl_reads import (
     PIECE_BYTES,
@@ -28,7 +29,6 @@ from kvxfer.backends.nixl.agents.nixl_reads import (
 )
 from kvxfer.backends.nixl.carrier import choose_ucx_settings
 from kvxfer.backends.nixl.regions import AgentMetadata, Regions
-from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,

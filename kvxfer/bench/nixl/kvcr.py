@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.bench.nixl.raw import TOTAL_BYTES, allocate
 
 TIMEOUT_MS = 10_000

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.host.private_memory import PrivateMemory
-from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 
 TOTAL_BYTES = 64 << 20
 """Bytes of a batch, and of the memory on either side."""

@@ -1,12 +1,11 @@
-"""I/O between files and memory: the interface, and the engine with the kernel's vectored calls."""
+"""Interface of the engines that move bytes between files and memory."""
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +13,36 @@ from numpy.typing import NDArray
 
 IOV_MAX = os.sysconf("SC_IOV_MAX")
 
+READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
 CREATE_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_MODE = 0o600
+
+FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of a medium without room for more bytes or files."""
+
+MEDIUM_ERRORS = FULL_ERRORS | frozenset(
+    {
+        errno.EIO,
+        errno.EROFS,
+        errno.EUCLEAN,  # a damaged file system, as ext4 and XFS call it
+        errno.EBADMSG,  # the same, found by a checksum
+        errno.ENXIO,
+        errno.ENODEV,
+        errno.ENOMEDIUM,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.ESHUTDOWN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EREMOTEIO,
+    }
+)
+"""Errors of a whole disk, file system or server; all other errors concern one file."""
 
 IOVector = NDArray[np.uint64]
 """Pieces of memory in the order of the file's bytes, uint64 `(n, 2)`: address and length.
@@ -199,74 +226,3 @@ def _require_written(result: Result, vector: IOVector) -> None:
     num_bytes = int(vector[:, 1].sum())
     if result != num_bytes:
         raise OSError(errno.EIO, f"short write of {result} bytes of {num_bytes}")
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_Call = Callable[[int, int, int, int], int]
-
-
-def _bind(name: str) -> _Call:
-    function = getattr(_libc, name)
-    function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
-    function.restype = ctypes.c_ssize_t
-    bound: _Call = function
-    return bound
-
-
-# Not os.preadv: it wants an object per piece, and making those costs more than small pieces do.
-_preadv = _bind("preadv")
-_pwritev = _bind("pwritev")
-
-
-def sync_file_system(fd: int) -> None:
-    """Write everything of the file system of an open file to the disk; see syncfs(2).
-
-    Raises:
-        OSError: A write fails, or has failed since the last call.
-    """
-    if _libc.syncfs(fd):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-
-
-class PosixFileIO(FileIO):
-    """I/O engine with one `preadv` or `pwritev` per file, from and to the described memory."""
-
-    def read(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        """See `FileIO.read`."""
-        return [_move(_preadv, *each) for each in zip(fds, vectors, strict=True)]
-
-    def write(self, fds: Sequence[int], vectors: Sequence[IOVector]) -> list[Result]:
-        """See `FileIO.write`."""
-        return [_move(_pwritev, *each) for each in zip(fds, vectors, strict=True)]
-
-    def close(self) -> None:
-        """See `FileIO.close`."""
-
-
-def _move(call: _Call, fd: int, vector: IOVector) -> Result:
-    done = 0
-    while len(vector):
-        moved = call(fd, vector.ctypes.data, min(len(vector), IOV_MAX), done)
-        if moved < 0:
-            number = ctypes.get_errno()
-            if number == errno.EINTR:
-                continue
-            return OSError(number, os.strerror(number))
-        if moved == 0:
-            break
-        done += moved
-        vector = _rest(vector, moved)
-    return done
-
-
-def _rest(vector: IOVector, num_bytes: int) -> IOVector:
-    """Cut the leading `num_bytes` off the pieces."""
-    ends = np.cumsum(vector[:, 1])
-    first = int(np.searchsorted(ends, np.uint64(num_bytes), side="right"))
-    rest = vector[first:].copy()
-    if len(rest):
-        used = np.uint64(num_bytes) - (ends[first] - vector[first, 1])
-        rest[0] += np.array([used, 0], np.uint64)
-        rest[0, 1] -= used
-    return rest

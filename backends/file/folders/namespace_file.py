@@ -5,18 +5,17 @@ from pathlib import Path
 
 import msgspec
 
-from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.header import BlockFileError
-from kvxfer.backends.file.tree import BlockTree
+from kvxfer.backends.file.folders.block_tree import BlockTree
+from kvxfer.backends.file.folders.names import NAMESPACE_FILE
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.format.header import BlockFileError
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace
-
-NAMESPACE_FILE = "namespace.json"
 
 logger = logging.getLogger(__name__)
 
 
-def write_namespace(folder: BlockFolder, namespace: Namespace) -> None:
+def write_namespace(folder: NamespaceFolder, namespace: Namespace) -> None:
     """Write every field of a namespace into its folder.
 
     Raises:
@@ -40,7 +39,7 @@ def load_namespace(path: str) -> Namespace:
         raise InvalidArgumentError("namespace", path, wanted) from exc
 
 
-def read_namespace(folder: BlockFolder) -> Namespace:
+def read_namespace(folder: NamespaceFolder) -> Namespace:
     """Read the description of a folder's namespace.
 
     Raises:

@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-CLAIM_SUFFIX = ".claim"
-OWNER_BYTES = 8
-FILE_MODE = 0o600
-HEX_DIGITS = frozenset("0123456789abcdef")
+from kvxfer.backends.file.folders.names import CLAIM_SUFFIX, OWNER_BYTES, claim_path, is_owner
+from kvxfer.backends.file.io.file_io import CREATE_FLAGS, FILE_MODE, READ_FLAGS
+
 DIGEST_BYTES = 8
 
 _MAGIC = b"kvxclm02"
@@ -27,14 +26,12 @@ _LENGTH = struct.Struct("<I")
 _LIST_BYTES = 16 << 10
 _MAX_BYTES = _HEAD_BYTES + 256 * _LIST_BYTES  # more lists than a process has threads
 _READ_ATTEMPTS = 4
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _decoder = msgspec.msgpack.Decoder(list[bytes])
 
 logger = logging.getLogger(__name__)
 
 
-class Claim:
+class ProcessClaim:
     """Claim of this process: a file in the root, locked for as long as the process lives.
 
     It holds the number of reserved bytes, and lists of the files that are being written, one list
@@ -55,7 +52,7 @@ class Claim:
         self._root = root
         while True:
             self.owner = secrets.token_hex(OWNER_BYTES)
-            self._fd = os.open(claim_path(root, self.owner), _CREATE_FLAGS, FILE_MODE)
+            self._fd = os.open(claim_path(root, self.owner), CREATE_FLAGS, FILE_MODE)
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             # Until it was locked it looked like that of a dead process, and may have been removed.
             if self.is_there:
@@ -74,7 +71,7 @@ class Claim:
 
     def reserve(self, num_bytes: int) -> None:
         """Write the number of reserved bytes."""
-        os.pwrite(self._fd, seal(_HEAD.pack(_MAGIC, num_bytes)), 0)
+        os.pwrite(self._fd, add_checksum(_HEAD.pack(_MAGIC, num_bytes)), 0)
 
     def list_files(self, number: int, files: Sequence[bytes]) -> None:
         """Write the list of files that a thread is writing; empty when it has written them.
@@ -129,7 +126,7 @@ class OtherClaims:
                         yield owner, data
 
     def _reserved(self, owner: str, data: bytes) -> int:
-        head = unseal(data[:_HEAD_BYTES])
+        head = strip_checksum(data[:_HEAD_BYTES])
         if len(head) == _HEAD.size and head.startswith(_MAGIC):
             return int(_HEAD.unpack(head)[1])
         self._complain(owner)
@@ -154,11 +151,6 @@ class OtherClaims:
             logger.warning("%s is damaged: its reserved bytes and claimed files are unknown", path)
 
 
-def is_owner(name: str) -> bool:
-    """Whether a name can be that of an owner."""
-    return len(name) == 2 * OWNER_BYTES and set(name) <= HEX_DIGITS
-
-
 def is_alive(root: Path, owner: str) -> bool:
     """Whether the process that has claims under this name is alive; names are never reused.
 
@@ -170,18 +162,13 @@ def is_alive(root: Path, owner: str) -> bool:
         return True
 
 
-def claim_path(root: Path, owner: str) -> Path:
-    """Make the path of a process's claim."""
-    return root / f"{owner}{CLAIM_SUFFIX}"
-
-
-def seal(record: bytes) -> bytes:
+def add_checksum(record: bytes) -> bytes:
     """Add a checksum to a record."""
     return record + xxhash.xxh3_64_digest(record)
 
 
-def unseal(data: bytes) -> bytes:
-    """Get the record back from `seal`; empty when it is damaged."""
+def strip_checksum(data: bytes) -> bytes:
+    """Get the record back from `add_checksum`; empty when it is damaged."""
     record, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
     return record if record and xxhash.xxh3_64_digest(record) == digest else b""
 
@@ -196,7 +183,7 @@ def _read_claim(root: Path, owner: str, *, remove: bool = False) -> bytes:
     """
     path = claim_path(root, owner)
     try:
-        fd = os.open(path, _READ_FLAGS)
+        fd = os.open(path, READ_FLAGS)
     except OSError as exc:
         if exc.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
             return b""
@@ -225,6 +212,6 @@ def _read_whole(fd: int, num_bytes: int) -> bytes:
     """
     for _ in range(_READ_ATTEMPTS):
         data = os.pread(fd, num_bytes, 0)
-        if unseal(data[:_HEAD_BYTES]):
+        if strip_checksum(data[:_HEAD_BYTES]):
             break
-    return data or seal(_HEAD.pack(_MAGIC, 0))
+    return data or add_checksum(_HEAD.pack(_MAGIC, 0))

@@ -6,15 +6,12 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvxfer.backends.file.breaker import FULL_ERRORS
-from kvxfer.backends.file.census import recount_store, total_size
-from kvxfer.backends.file.contents import size_on_disk
-from kvxfer.backends.file.folder import BlockFolder, is_block_folder
-from kvxfer.backends.file.integrity_record import RECORDS
-from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.namespace_file import NAMESPACE_FILE
-from kvxfer.backends.file.root import require_store
-from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock, require_store
+from kvxfer.backends.file.folders.integrity_record import RECORDS
+from kvxfer.backends.file.folders.ledger import Ledger, recount_store
+from kvxfer.backends.file.folders.names import NAMESPACE_FILE, is_block_folder
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.io.file_io import FULL_ERRORS
 
 DESCRIPTIONS = {NAMESPACE_FILE, *RECORDS.values()}
 """Text files that are removed with the folder of a namespace."""
@@ -109,7 +106,7 @@ class GarbageCollection:
             num_old=len(old),
             num_excess=len(excess),
             num_folders=len(set(self._tree.fingerprints()) - kept),
-            num_bytes=total_size(found) - num_bytes_left,
+            num_bytes=sum(block.num_bytes_on_disk for block in found) - num_bytes_left,
             num_bytes_left=num_bytes_left,
         )
 
@@ -130,7 +127,7 @@ class GarbageCollection:
         with self._tree.folder(block.fingerprint) as folder:
             if folder.remove_found(block.key, block.folder):
                 setattr(self._removed, name, 1)
-                self._removed.num_bytes += size_on_disk(block.num_bytes)
+                self._removed.num_bytes += block.num_bytes_on_disk
         return Ledger(self._tree.root)
 
     def _choose_blocks(
@@ -138,12 +135,12 @@ class GarbageCollection:
     ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock], int]:
         """Choose blocks to remove: quarantined, old and excess ones; count the bytes that stay."""
         quarantined, old, in_use = self._sort(found)
-        num_bytes_left = total_size(in_use)
+        num_bytes_left = sum(block.num_bytes_on_disk for block in in_use)
         excess: list[FoundBlock] = []
         for block in in_use if self._capacity_bytes is not None else ():
             if num_bytes_left <= (self._capacity_bytes or 0):
                 break
-            num_bytes_left -= size_on_disk(block.num_bytes)
+            num_bytes_left -= block.num_bytes_on_disk
             excess.append(block)
         return quarantined, old, excess, num_bytes_left
 
@@ -180,7 +177,7 @@ class GarbageCollection:
         """Remove files, as long as there are more bytes than `down_to`; return how many."""
         waiting, num_removed = list(reversed(list(blocks))), 0
         with contextlib.ExitStack() as opened:
-            folders: dict[str, BlockFolder] = {}
+            folders: dict[str, NamespaceFolder] = {}
             while waiting:
                 with ledger.locked():
                     for _ in range(min(FILES_PER_LOCK, len(waiting))):
@@ -191,7 +188,7 @@ class GarbageCollection:
                         if name not in folders:
                             folders[name] = opened.enter_context(self._tree.folder(name))
                         if folders[name].remove_found(block.key, block.folder):
-                            num_bytes = size_on_disk(block.num_bytes)
+                            num_bytes = block.num_bytes_on_disk
                             ledger.remove(num_bytes)
                             self._removed.num_bytes += num_bytes
                             num_removed += 1

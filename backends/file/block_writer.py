@@ -14,11 +14,11 @@ from kvxfer.backends.file.block_files import (
     whole_vectors,
     zero_copy_vectors,
 )
-from kvxfer.backends.file.contents import file_ids
-from kvxfer.backends.file.file_io import IOVector, NewFile, Result
-from kvxfer.backends.file.folder import temporary_name
-from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.pages import padded
+from kvxfer.backends.file.file_index import file_ids
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.names import temporary_name
+from kvxfer.backends.file.format.header import padded
+from kvxfer.backends.file.io.file_io import IOVector, NewFile, Result
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey

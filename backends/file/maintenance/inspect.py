@@ -5,11 +5,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvxfer.backends.file.check import BlockCheck, check_data, read_data, read_header
-from kvxfer.backends.file.folder import READ_FLAGS, SUFFIX, BlockFolder
-from kvxfer.backends.file.header import BlockFileError, BlockHeader
-from kvxfer.backends.file.namespace_file import read_namespace
-from kvxfer.backends.file.tree import is_fingerprint
+from kvxfer.backends.file.folders.names import SUFFIX, is_fingerprint
+from kvxfer.backends.file.folders.namespace_file import read_namespace
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
+from kvxfer.backends.file.format.verification import check_data, read_data, read_header
+from kvxfer.backends.file.io.file_io import READ_FLAGS
+from kvxfer.backends.file.maintenance.fsck import BlockCheck
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 
@@ -92,7 +94,7 @@ def _read_namespace(path: Path) -> Namespace | None:
     if len(folders) > 2 and is_fingerprint(folders[1].name):
         with (
             contextlib.suppress(BlockFileError, OSError),
-            BlockFolder(folders[2], folders[1].name) as folder,
+            NamespaceFolder(folders[2], folders[1].name) as folder,
         ):
             return read_namespace(folder)
     return None

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.file.file_io import (
+from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     FILE_MODE,
     FileIO,
     IOVector,
     NamedFile,
     NewFile,
-    PosixFileIO,
     Result,
     discard,
 )
-from kvxfer.backends.file.ring import (
+from kvxfer.backends.file.io.posix import PosixFileIO
+from kvxfer.backends.file.io.ring import (
     CLOSE,
     FIXED_FILE,
     FSYNC,

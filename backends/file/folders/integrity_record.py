@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from kvxfer.backends.file.check import read_header
-from kvxfer.backends.file.digest import Digester
-from kvxfer.backends.file.folder import BlockFolder
-from kvxfer.backends.file.header import BlockFileError, BlockHeader, OtherIntegrityError
-from kvxfer.backends.file.ledger import Ledger
-from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.format.header import BlockFileError, BlockHeader, OtherIntegrityError
+from kvxfer.backends.file.format.verification import read_header
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.integrity import Integrity
@@ -52,7 +52,7 @@ class IntegrityRecord:
     """
 
     def __init__(
-        self, folder: BlockFolder, digester: Digester, tree: BlockTree, ledger: Ledger
+        self, folder: NamespaceFolder, digester: Digester, tree: BlockTree, ledger: Ledger
     ) -> None:
         self._folder = folder
         self._digester = digester
@@ -156,7 +156,9 @@ class IntegrityRecord:
         return _read_record(self._folder, kind)
 
 
-def require_secret(folder: BlockFolder, digester: Digester, blocks: Iterable[FoundBlock]) -> None:
+def require_secret(
+    folder: NamespaceFolder, digester: Digester, blocks: Iterable[FoundBlock]
+) -> None:
     """Check that the keyed blocks of a folder are sealed with the secret of a digester.
 
     The record proves it; where it is missing or differs, some blocks do.
@@ -181,7 +183,7 @@ def require_secret(folder: BlockFolder, digester: Digester, blocks: Iterable[Fou
         raise InvalidArgumentError("secret_file", "another secret", wanted)
 
 
-def _read_head(folder: BlockFolder, key: BlockKey, found_in: str = "") -> bytes:
+def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
     """Read the header of a block file; empty when there is none."""
     try:
         fd = folder.open_found(key, found_in or key.hex()[:2])
@@ -210,7 +212,7 @@ def _holds(head: bytes, digester: Digester) -> bool:
     return True
 
 
-def _make_record(folder: BlockFolder, digester: Digester) -> str:
+def _make_record(folder: NamespaceFolder, digester: Digester) -> str:
     if digester.integrity is not Integrity.KEYED:
         return f"{digester.integrity.value}\n"
     proof = digester.seal(f"secret of {folder.fingerprint}".encode())
@@ -223,7 +225,7 @@ def _proof_in(record: str | None) -> str:
     return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
 
 
-def _read_record(folder: BlockFolder, kind: Integrity) -> str | None:
+def _read_record(folder: NamespaceFolder, kind: Integrity) -> str | None:
     try:
         return folder.read_text(RECORDS[kind])
     except OSError:

@@ -3,63 +3,36 @@
 import contextlib
 import functools
 import os
-import re
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvxfer.backends.file.claim import OWNER_BYTES
-from kvxfer.backends.file.file_io import (
+from kvxfer.backends.file.folders.names import (
+    OWNER_BYTES,
+    QUARANTINE,
+    file_name,
+    is_block_folder,
+    temporary_name,
+)
+from kvxfer.backends.file.folders.open_folders import OWN, OpenFolders
+from kvxfer.backends.file.io.file_io import (
     CREATE_FLAGS,
     FILE_MODE,
+    READ_FLAGS,
     NamedFile,
     NewFile,
     regular_size,
-    sync_file_system,
 )
-from kvxfer.backends.file.header import MAX_KEY_BYTES
-from kvxfer.backends.file.open_folders import OWN, OpenFolders
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.backends.file.io.posix import sync_file_system
 from kvxfer.storage.keys import BlockKey
 
-SUFFIX = ".safetensors"
-TEMPORARY = ".tmp"
-QUARANTINE = "quarantine"
 MAX_TEXT_BYTES = 16 << 20
-HEX_DIGITS = frozenset("0123456789abcdef")
-_TEMPORARY_NAME = re.compile(
-    rf"([0-9a-f]{{{2 * OWNER_BYTES}}})-[0-9a-f]+{re.escape(SUFFIX + TEMPORARY)}"
-)
 _WRITE_ATTEMPTS = 8
 
-READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not hang
 
-
-def file_name(key: BlockKey) -> str:
-    """Name the file of a key: hexadecimal digits, so that no key can leave its folder.
-
-    Raises:
-        InvalidArgumentError: The key is too long for a file name.
-    """
-    if len(key) > MAX_KEY_BYTES:
-        raise InvalidArgumentError("key", key, f"at most {MAX_KEY_BYTES} bytes")
-    return key.hex() + SUFFIX
-
-
-def temporary_name(owner: str, number: int) -> str:
-    """Name an unfinished file: after the process that makes it, and its number there."""
-    return f"{owner}-{number:x}{SUFFIX}{TEMPORARY}"
-
-
-def owner_of(name: str) -> str:
-    """Get the owner from a `temporary_name`; empty for any other name."""
-    found = _TEMPORARY_NAME.fullmatch(name)
-    return found[1] if found else ""
-
-
-class BlockFolder:
+class NamespaceFolder:
     """Folder of a namespace: `<root>/<fingerprint>/<hh>/<key>.safetensors`.
 
     No link in the tree leads out of it: every folder is opened without following links and
@@ -319,11 +292,6 @@ class BlockFolder:
         except (FileNotFoundError, IsADirectoryError):  # such a folder is foreign
             return False
         return True
-
-
-def is_block_folder(name: str) -> bool:
-    """Whether a name is that of a folder for block files."""
-    return name == QUARANTINE or (len(name) == 2 and set(name) <= HEX_DIGITS)
 
 
 def _size_in(folder_fd: int | None, name: str) -> int | None:

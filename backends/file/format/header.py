@@ -5,11 +5,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvxfer.backends.file.digest import Digester
-from kvxfer.backends.file.pages import PAGE_BYTES, padded
+from kvxfer.backends.file.format.digest import Digester
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, StoredTensor
+
+PAGE_BYTES = 4096
+"""Bytes of a page: the unit in which disks, O_DIRECT and GDS move bytes."""
 
 LENGTH_BYTES = 8
 """Bytes of the length at the start of a file, little-endian, of the text after it."""
@@ -206,6 +208,11 @@ class HeaderFrame:
         seal = self._digester.seal(head + self._after_seal).encode()
         parts = (self._length, head, b',"seal":"', seal, b'"', self._after_seal)
         return b"".join(parts).ljust(self._num_bytes)
+
+
+def padded(num_bytes: int) -> int:
+    """Round bytes up to whole pages, as a file takes them on the disk."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def header_size(tensors: Sequence[StoredTensor]) -> int:

@@ -5,11 +5,9 @@ from collections import defaultdict
 
 import msgspec
 
-from kvxfer.backends.file.census import total_size
-from kvxfer.backends.file.header import BlockFileError
-from kvxfer.backends.file.namespace_file import read_namespace
-from kvxfer.backends.file.root import require_store
-from kvxfer.backends.file.tree import BlockTree, FoundBlock
+from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock, require_store
+from kvxfer.backends.file.folders.namespace_file import read_namespace
+from kvxfer.backends.file.format.header import BlockFileError
 from kvxfer.storage.keys import Namespace
 
 
@@ -63,9 +61,9 @@ def _measure(tree: BlockTree, fingerprint: str, found: list[FoundBlock]) -> Name
         fingerprint=fingerprint,
         namespace=namespace,
         num_blocks=len(blocks),
-        num_bytes=total_size(blocks),
+        num_bytes=sum(block.num_bytes_on_disk for block in blocks),
         oldest_use=min(uses, default=None),
         newest_use=max(uses, default=None),
         num_quarantined=len(quarantined),
-        quarantined_bytes=total_size(quarantined),
+        quarantined_bytes=sum(block.num_bytes_on_disk for block in quarantined),
     )

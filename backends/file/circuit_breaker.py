@@ -1,40 +1,12 @@
 """Circuit breaker for writes."""
 
 import enum
-import errno
 import logging
 import time
 from collections.abc import Callable
 
 MAX_ERRORS = 5
 PAUSE_S = 30.0
-
-FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of a medium without room for more bytes or files."""
-
-MEDIUM_ERRORS = FULL_ERRORS | frozenset(
-    {
-        errno.EIO,
-        errno.EROFS,
-        errno.EUCLEAN,  # a damaged file system, as ext4 and XFS call it
-        errno.EBADMSG,  # the same, found by a checksum
-        errno.ENXIO,
-        errno.ENODEV,
-        errno.ENOMEDIUM,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.ENOTCONN,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.ESHUTDOWN,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.EREMOTEIO,
-    }
-)
-"""Errors of a whole disk, file system or server; all other errors concern one file."""
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,10 @@ from kvxfer.backends.file.block_files import (
     whole_vectors,
     zero_copy_vectors,
 )
-from kvxfer.backends.file.check import check_data, check_header
-from kvxfer.backends.file.file_io import NamedFile, Result
-from kvxfer.backends.file.folder import READ_FLAGS
-from kvxfer.backends.file.header import BlockFileError, OtherIntegrityError
-from kvxfer.backends.file.integrity_record import OTHER_SECRET
-from kvxfer.backends.file.pages import PAGE_BYTES
+from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
+from kvxfer.backends.file.format.header import PAGE_BYTES, BlockFileError, OtherIntegrityError
+from kvxfer.backends.file.format.verification import check_data, check_header
+from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status

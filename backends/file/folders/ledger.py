@@ -11,14 +11,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvxfer.backends.file.claim import DIGEST_BYTES, FILE_MODE, Claim, OtherClaims, seal, unseal
-
-LEDGER_NAME = "usage.ledger"
+from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock
+from kvxfer.backends.file.folders.names import FOLDER_MODE, LEDGER_NAME
+from kvxfer.backends.file.folders.process_claim import (
+    DIGEST_BYTES,
+    OtherClaims,
+    ProcessClaim,
+    add_checksum,
+    strip_checksum,
+)
+from kvxfer.backends.file.io.file_io import FILE_MODE
 
 MAX_CLAIMED = 64
 """Most files that are claimed at one time."""
 
-FOLDER_MODE = 0o700
 MAX_COUNT = (1 << 64) - 1
 
 _RECORD = struct.Struct("<8sQQ")
@@ -33,8 +39,8 @@ class Ledger:
     Bytes are added before a file is written and subtracted after a file was removed. So a process
     that is killed leaves a count that is too high, never too low; a recount corrects it. A recount
     does not find bytes that are reserved and not written yet: every process notes their number in
-    its `Claim`, and there it lists the files that it is writing, so that no other process writes
-    them.
+    its `ProcessClaim`, and there it lists the files that it is writing, so that no other process
+    writes them.
 
     The count carries a checksum; a damaged one is unknown.
 
@@ -81,7 +87,7 @@ class Ledger:
             self._reopen_if_removed()
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:
-                record = unseal(os.pread(self._fd, _RECORD.size + DIGEST_BYTES, 0))
+                record = strip_checksum(os.pread(self._fd, _RECORD.size + DIGEST_BYTES, 0))
                 self.known = len(record) == _RECORD.size and record.startswith(_MAGIC)
                 _, self.used, self.added = _RECORD.unpack(record) if self.known else (b"", 0, 0)
                 reserved = self.reserved
@@ -92,7 +98,7 @@ class Ledger:
                         self._claim.reserve(self.reserved)
                     changed = _RECORD.pack(_MAGIC, _bounded(self.used), _bounded(self.added))
                     if self.known and changed != record:
-                        os.pwrite(self._fd, seal(changed), 0)
+                        os.pwrite(self._fd, add_checksum(changed), 0)
             finally:
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
 
@@ -127,7 +133,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def claimed(self, files: Sequence[bytes]) -> Iterator[set[bytes]]:
-        """Claim files in order to write them; blocks.
+        """ProcessClaim files in order to write them; blocks.
 
         Args:
             files: Names of at most `MAX_CLAIMED` files, which no thread of this process claims.
@@ -161,10 +167,10 @@ class Ledger:
             os.close(self._fd)
         self._fd = -1
 
-    def _open(self) -> tuple[int, Claim]:
+    def _open(self) -> tuple[int, ProcessClaim]:
         fd = _open_ledger(self._root / LEDGER_NAME)
         try:
-            return fd, Claim(self._root, self.reserved)
+            return fd, ProcessClaim(self._root, self.reserved)
         except OSError:
             os.close(fd)
             raise
@@ -176,6 +182,24 @@ class Ledger:
         fd, claim = self._open()
         self.close()
         self._fd, self._claim = fd, claim
+
+
+def recount_store(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
+    """Walk through the tree and correct the ledger's count of bytes; blocks.
+
+    Blocks that engines store or remove meanwhile may leave the count too high, never too low.
+
+    Raises:
+        OSError: The tree or the count cannot be read.
+    """
+    with ledger.locked():
+        added_before = ledger.added
+        num_bytes = ledger.reserved_by_others()
+    found = list(tree.blocks())
+    num_bytes += sum(block.num_bytes_on_disk for block in found)
+    with ledger.locked():
+        ledger.recount(num_bytes + ledger.added - added_before)
+    return found
 
 
 def _open_ledger(path: Path) -> int:

@@ -5,8 +5,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvxfer.backends.file.pages import padded
-from kvxfer.backends.file.tree import FoundBlock
+from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 
@@ -197,18 +196,18 @@ class FileIndex:
             learned: list[tuple[FileId, FoundBlock]] = []
             for block in in_order:
                 if block.misplaced:  # foreign: takes room, and is not ours to remove
-                    total += size_on_disk(block.num_bytes)
+                    total += block.num_bytes_on_disk
                     continue
                 (file,) = file_ids(block.fingerprint, [block.key])
                 if block.quarantined:
                     if file not in journal.evicted_from_quarantine:
-                        self._quarantined.setdefault(file, size_on_disk(block.num_bytes))
+                        self._quarantined.setdefault(file, block.num_bytes_on_disk)
                     continue
                 entry = self._entries.get(file)
                 ours = file in journal.stored and entry is not None and not entry.held
                 gone = entry is None and file in (journal.removed | journal.quarantined)
                 if not ours and not gone:
-                    total += size_on_disk(block.num_bytes)
+                    total += block.num_bytes_on_disk
                     present.add(file)
                     learned.append((file, block))
             for file in journal.stored & self._entries.keys():
@@ -230,7 +229,7 @@ class FileIndex:
         self._walked = True
         for file, block in found:
             if file not in self._entries:
-                num_bytes = size_on_disk(block.num_bytes)
+                num_bytes = block.num_bytes_on_disk
                 self._entries[file] = _Entry(num_bytes, block.used, held=False)
                 self._policy.admit(file)
                 self._policy.release(file)
@@ -267,8 +266,3 @@ def file_ids(fingerprint: str, keys: Iterable[BlockKey]) -> list[FileId]:
 def key_in(file: FileId) -> BlockKey:
     """Extract the key from the id of a file."""
     return BlockKey(file[FINGERPRINT_BYTES:])
-
-
-def size_on_disk(num_bytes: int) -> int:
-    """Round a file's size up to the whole pages that it takes on the disk."""
-    return padded(num_bytes)

@@ -2,28 +2,33 @@
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvxfer.backends.file.claim import is_alive
-from kvxfer.backends.file.folder import (
-    HEX_DIGITS,
+from kvxfer.backends.file.folders.names import (
+    LEDGER_NAME,
+    NAMESPACE_FILE,
     QUARANTINE,
-    SUFFIX,
-    BlockFolder,
     file_name,
     is_block_folder,
+    is_fingerprint,
+    key_in_name,
     owner_of,
 )
-from kvxfer.backends.file.header import MAX_KEY_BYTES
-from kvxfer.backends.file.open_folders import open_folder
-from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.folders.open_folders import open_folder
+from kvxfer.backends.file.folders.process_claim import is_alive
+from kvxfer.backends.file.format.header import padded
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import BlockKey
 
-FINGERPRINT_DIGITS = 32
 _NOT_A_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,11 @@ class FoundBlock:
         return not self.quarantined and not self.key.hex().startswith(self.folder)
 
     @property
+    def num_bytes_on_disk(self) -> int:
+        """Bytes that the file takes on the disk."""
+        return padded(self.num_bytes)
+
+    @property
     def path(self) -> str:
         """Path of the file below the root."""
         return f"{self.fingerprint}/{self.folder}/{file_name(self.key)}"
@@ -84,9 +94,9 @@ class BlockTree:
             os.close(root)
         return sorted(filter(is_fingerprint, folders))
 
-    def folder(self, fingerprint: str) -> BlockFolder:
+    def folder(self, fingerprint: str) -> NamespaceFolder:
         """Open the folder of a namespace; the caller closes it."""
-        return BlockFolder(self.root, fingerprint)
+        return NamespaceFolder(self.root, fingerprint)
 
     def blocks(self, fingerprint: str = "") -> Iterator[FoundBlock]:
         """Walk through every block file, those in quarantine included, in no order.
@@ -96,7 +106,7 @@ class BlockTree:
         """
         for namespace, folder, fd in self._folders(fingerprint):
             for name in os.listdir(fd):
-                key = _key_in(name)
+                key = key_in_name(name)
                 found = _stat_file(name, fd) if key else None
                 if found:
                     yield FoundBlock(namespace, folder, key, found.st_size, found.st_mtime)
@@ -166,18 +176,49 @@ class BlockTree:
                 os.close(fd)
 
 
-def is_fingerprint(name: str) -> bool:
-    """Whether a folder's name is that of a namespace."""
-    return len(name) == FINGERPRINT_DIGITS and set(name) <= HEX_DIGITS
+def require_store(tree: BlockTree) -> None:
+    """Check that a folder is the root of a store: it has a count, a namespace or a block.
+
+    Raises:
+        InvalidArgumentError: The folder is something else.
+        OSError: It is not a folder, or cannot be read.
+    """
+    has_block = any(True for _ in tree.blocks())  # first: reports a root that cannot be read
+    namespaces = (tree.root / name / NAMESPACE_FILE for name in tree.fingerprints())
+    if not has_block and not any(path.is_file() for path in (tree.root / LEDGER_NAME, *namespaces)):
+        wanted = f"the root of a store, the folder with {LEDGER_NAME}"
+        raise InvalidArgumentError("path", str(tree.root), wanted)
 
 
-def _key_in(name: str) -> BlockKey:
-    """Extract the key from a file's name; empty when it is not the name of a block file."""
-    digits = name.removesuffix(SUFFIX)
-    if digits == name or len(digits) % 2 or not set(digits) <= HEX_DIGITS:
-        return BlockKey(b"")
-    key = BlockKey(bytes.fromhex(digits))
-    return key if GROUP_INDEX_BYTES < len(key) <= MAX_KEY_BYTES else BlockKey(b"")
+def warn_of_other_writers(root: Path) -> None:
+    """Warn when other users can plant, replace and remove blocks in a root.
+
+    Raises:
+        OSError: The root does not exist.
+    """
+    found = root.stat()
+    if found.st_uid not in (os.geteuid(), 0):  # to root, every folder is open anyway
+        logger.warning(
+            "%s: user %d owns it, and can plant, replace and remove blocks: chown it, or use a "
+            "folder of your own",
+            root,
+            found.st_uid,
+        )
+    elif found.st_mode & stat.S_IWOTH:
+        logger.warning(
+            "%s: anybody can write to it, and plant, replace and remove blocks: chmod 700 it",
+            root,
+        )
+
+
+def refuse_partial_walk(exc: OSError) -> None:
+    """End a walk whose count would be too low; folders without permission are just not counted.
+
+    Raises:
+        OSError: What is wrong with the folder.
+    """
+    if exc.errno not in {errno.EACCES, errno.EPERM}:
+        raise exc
 
 
 def _stat_file(name: str, folder_fd: int) -> os.stat_result | None:

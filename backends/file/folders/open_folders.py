@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-FOLDER_MODE = 0o700
+from kvxfer.backends.file.folders.names import FOLDER_MODE
+
 OWN = "."
 """Name of the namespace's own folder; every other name is that of a folder in it."""
 

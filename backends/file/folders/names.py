@@ -1,0 +1,75 @@
+"""Names of the files and folders of a store, and the modes that they are made with."""
+
+import re
+from pathlib import Path
+
+from kvxfer.backends.file.format.header import MAX_KEY_BYTES
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey
+
+SUFFIX = ".safetensors"
+TEMPORARY = ".tmp"
+CLAIM_SUFFIX = ".claim"
+QUARANTINE = "quarantine"
+NAMESPACE_FILE = "namespace.json"
+LEDGER_NAME = "usage.ledger"
+
+FOLDER_MODE = 0o700
+
+FINGERPRINT_DIGITS = 32
+OWNER_BYTES = 8
+HEX_DIGITS = frozenset("0123456789abcdef")
+_TEMPORARY_NAME = re.compile(
+    rf"([0-9a-f]{{{2 * OWNER_BYTES}}})-[0-9a-f]+{re.escape(SUFFIX + TEMPORARY)}"
+)
+
+
+def file_name(key: BlockKey) -> str:
+    """Name the file of a key: hexadecimal digits, so that no key can leave its folder.
+
+    Raises:
+        InvalidArgumentError: The key is too long for a file name.
+    """
+    if len(key) > MAX_KEY_BYTES:
+        raise InvalidArgumentError("key", key, f"at most {MAX_KEY_BYTES} bytes")
+    return key.hex() + SUFFIX
+
+
+def temporary_name(owner: str, number: int) -> str:
+    """Name an unfinished file: after the process that makes it, and its number there."""
+    return f"{owner}-{number:x}{SUFFIX}{TEMPORARY}"
+
+
+def owner_of(name: str) -> str:
+    """Get the owner from a `temporary_name`; empty for any other name."""
+    found = _TEMPORARY_NAME.fullmatch(name)
+    return found[1] if found else ""
+
+
+def key_in_name(name: str) -> BlockKey:
+    """Extract the key from a file's name; empty when it is not the name of a block file."""
+    digits = name.removesuffix(SUFFIX)
+    if digits == name or len(digits) % 2 or not set(digits) <= HEX_DIGITS:
+        return BlockKey(b"")
+    key = BlockKey(bytes.fromhex(digits))
+    return key if GROUP_INDEX_BYTES < len(key) <= MAX_KEY_BYTES else BlockKey(b"")
+
+
+def is_fingerprint(name: str) -> bool:
+    """Whether a folder's name is that of a namespace."""
+    return len(name) == FINGERPRINT_DIGITS and set(name) <= HEX_DIGITS
+
+
+def is_block_folder(name: str) -> bool:
+    """Whether a name is that of a folder for block files."""
+    return name == QUARANTINE or (len(name) == 2 and set(name) <= HEX_DIGITS)
+
+
+def is_owner(name: str) -> bool:
+    """Whether a name can be that of an owner."""
+    return len(name) == 2 * OWNER_BYTES and set(name) <= HEX_DIGITS
+
+
+def claim_path(root: Path, owner: str) -> Path:
+    """Make the path of a process's claim."""
+    return root / f"{owner}{CLAIM_SUFFIX}"

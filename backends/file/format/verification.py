@@ -1,0 +1,96 @@
+"""Check of one block file against its name, its folder, its seal and its checksum."""
+
+import os
+import stat
+from collections.abc import Iterable, Iterator
+
+from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.format.header import (
+    LENGTH_BYTES,
+    BlockFileError,
+    BlockHeader,
+    header_size_in,
+)
+from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.keys import BlockKey
+
+READ_BYTES = 1 << 20
+
+
+def check_header(
+    head: bytes, digester: Digester, *, namespace: str, key: BlockKey, num_bytes: int
+) -> BlockHeader:
+    """Read a header and compare it with its seal and with where it was found.
+
+    Args:
+        head: The header.
+        digester: Makes the seal.
+        namespace: Fingerprint in the name of the folder.
+        key: Key in the name of the file.
+        num_bytes: Bytes of the file that follow the header.
+
+    Raises:
+        OtherIntegrityError: The block was stored with another integrity.
+        BlockFileError: The header changed, or it is another block's.
+    """
+    header = BlockHeader.verify(head, digester)
+    for name, said, expected in (
+        ("namespace", header.namespace, namespace),
+        ("key", header.key.hex(), key.hex()),
+        ("bytes", header.num_bytes, num_bytes),
+    ):
+        if said != expected:
+            raise BlockFileError(f"{name}: the file says {said}, expected {expected}")
+    return header
+
+
+def check_data(header: BlockHeader, digester: Digester, data: Iterable[memoryview]) -> None:
+    """Compare the data of a file with its checksum; do nothing when integrity is off.
+
+    Raises:
+        BlockFileError: A byte changed.
+    """
+    if digester.integrity is not Integrity.OFF:
+        found = digester.checksum(data)
+        if found != header.checksum:
+            raise BlockFileError(f"checksum of the data is {found}, stored {header.checksum}")
+
+
+def read_header(fd: int) -> tuple[bytes, int]:
+    """Read the header of an open file, and how many bytes follow it.
+
+    Raises:
+        BlockFileError: The file cannot be a block file.
+        OSError: The file cannot be read.
+    """
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise BlockFileError("not a block file: not a regular file")
+    size = header_size_in(os.pread(fd, LENGTH_BYTES, 0))
+    if found.st_size <= size:
+        raise BlockFileError(f"not a block file: {found.st_size} bytes are too few")
+    return os.pread(fd, size, 0), found.st_size - size
+
+
+def read_extent(fd: int) -> tuple[int, int]:
+    """Read from an open file's header which bytes of its chunk it has: start and stop.
+
+    `(0, 0)`, no bytes, when it is not a block file or was cut off.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    try:
+        head, num_bytes = read_header(fd)
+        header = BlockHeader.decode(head)
+    except BlockFileError:
+        return 0, 0
+    return (header.start, header.stop) if header.num_bytes == num_bytes else (0, 0)
+
+
+def read_data(fd: int, offset: int) -> Iterator[memoryview]:
+    """Read the data after the header, piece by piece; a piece is valid until the next."""
+    memory = memoryview(bytearray(READ_BYTES))
+    while num_read := os.preadv(fd, [memory], offset):
+        yield memory[:num_read]
+        offset += num_read
