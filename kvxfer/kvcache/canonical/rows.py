@@ -142,6 +142,11 @@ def _row(window: Sequence[LayerPages], start: int, end: int, *, alone: bool) -> 
             )
     longest = max(members, key=lambda page: page.address + page.extent_bytes)
     stride, num_blocks = longest.block_stride_bytes, longest.num_blocks
+    if end - start > stride:
+        raise OverlapError(
+            [page.layer_names[0] for page in members],
+            f"rows of {end - start} bytes in blocks of {stride}",
+        )
     storage = longest.storage
     whole_end = start + num_blocks * stride - storage.data_ptr()
     whole = alone and whole_end <= storage.nbytes()
