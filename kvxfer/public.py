@@ -85,7 +85,7 @@ from kvxfer.storage.keys import (
     group_of,
     make_block_key,
 )
-from kvxfer.storage.tiers import TieredBackend
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId
 

@@ -16,9 +16,9 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
 
 PAGES = [[96, 33], [64]]

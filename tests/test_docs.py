@@ -25,6 +25,7 @@ FLOORS = (
     {"kvcache"},
     {"copy_engine"},
     {"storage"},
+    {"tiering"},
     {"transfer", "backends"},
     {"connect"},
     {"integrations", "cli", "bench", "testing"},

@@ -3,7 +3,7 @@
 `KVXferOffloadingSpec` serves vLLM's OffloadingConnector, `KVXferTier` its TieringOffloadingSpec.
 """
 
+from kvxfer.integrations.vllm.secondary_tier import KVXferTier
 from kvxfer.integrations.vllm.spec import KVXferOffloadingSpec
-from kvxfer.integrations.vllm.tier import KVXferTier
 
 __all__ = ["KVXferOffloadingSpec", "KVXferTier"]

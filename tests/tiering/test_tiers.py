@@ -7,7 +7,6 @@ import pytest
 from kvxfer.backends.host import HostBackend
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,
@@ -17,9 +16,10 @@ from kvxfer.testing import (
     FaultyBackend,
     WrapperTests,
 )
+from kvxfer.tiering.tiered_backend import TieredBackend
 from tests.examples import examples
-from tests.storage.opened_tiers import open_dict, open_host, open_tiers
 from tests.testing.test_dict_backend import Blocks, KeptBackend
+from tests.tiering.opened_tiers import open_dict, open_host, open_tiers
 
 
 async def corrupt_everywhere(backend: Backend, key: BlockKey) -> None:

@@ -8,7 +8,6 @@ from kvxfer.backends.host import HostBackend, HostConfig, PoolShape
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -19,6 +18,7 @@ from kvxfer.testing import (
 )
 from kvxfer.testing.conformance.suite import make_keys, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
 
 BLOCK_SIZE_BYTES = 48 + 16

@@ -6,7 +6,6 @@ import logging
 import pytest
 
 from kvxfer.storage.backend import Status
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BlockMemory,
     FaultRates,
@@ -15,7 +14,8 @@ from kvxfer.testing import (
 )
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated, yield_to_loop
 from kvxfer.testing.payloads import read_payloads
-from tests.storage.opened_tiers import (
+from kvxfer.tiering.tiered_backend import TieredBackend
+from tests.tiering.opened_tiers import (
     KEYS,
     Recorder,
     load_from,
@@ -83,7 +83,7 @@ async def test_a_chunk_stored_anew_before_its_turn_is_carried_as_it_is_now() -> 
     memory = BlockMemory([[48, 16]], num_blocks=32, blocks_per_chunk=4)
     async with opened(memory) as tiers:
         await store_generated(tiers.backend, KEYS[:2], memory.describe(0, range(8)))
-        with tiers.backend._claims.hold(KEYS[:1]):  # its batch waits
+        with tiers.backend._locks.hold(KEYS[:1]):  # its batch waits
             await yield_to_loop(2)
             await tiers.first.delete(KEYS[1:2])
             tail = memory.describe(0, [8, 9], first_block_index=2)

@@ -1,4 +1,4 @@
-"""Tier: one of several backends, isolated so that its failures do not reach the others."""
+"""Isolated tier: one of several backends, called so that its failures do not reach the others."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Tier:
+class IsolatedTier:
     """Tier of a `TieredBackend`: every key is a miss while its backend fails or hangs.
 
     Errors of the backend are logged and not raised. After a missed deadline the backend is not

@@ -8,12 +8,9 @@ import pytest
 
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage import tier
-from kvxfer.storage import tiers as tiers_module
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -22,14 +19,16 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.conformance.suite import cancel, statuses, store_generated, yield_to_loop
-from tests.storage.opened_tiers import (
+from kvxfer.tiering import isolated_tier, tiered_backend
+from kvxfer.tiering.tiered_backend import TieredBackend
+from tests.testing.test_dict_backend import Blocks, KeptBackend
+from tests.tiering.opened_tiers import (
     KEYS,
     load_from,
     open_dict,
     open_host,
     opened,
 )
-from tests.testing.test_dict_backend import Blocks, KeptBackend
 
 
 @pytest.fixture
@@ -344,8 +343,8 @@ async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the deadlines of tiers, so that hanging calls are given up soon."""
-    monkeypatch.setattr(tier, "MOVE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(tier, "PAUSE_S", 0.05)
+    monkeypatch.setattr(isolated_tier, "MOVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(isolated_tier, "PAUSE_S", 0.05)
 
 
 HANGING = FaultRates(stuck=1.0, operations=frozenset(Operation))
@@ -369,7 +368,7 @@ async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended
 ) -> None:
     namespace = memory.namespace()
     hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
-    slow = tier.Tier(1, hanging, lookup_timeout_s=0.01)
+    slow = isolated_tier.IsolatedTier(1, hanging, lookup_timeout_s=0.01)
     assert await slow.lookup(KEYS) == set()
     assert not slow.is_available
     assert await slow.load(KEYS[:1], memory.describe(0, [0])) == [Outcome(Status.MISSING)]
@@ -419,8 +418,8 @@ async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: Bloc
 async def test_closing_leaves_behind_what_hangs_and_says_so(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(tiers_module, "SETTLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(isolated_tier, "CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(tiered_backend, "SETTLE_TIMEOUT_S", 0.5)
     namespace = memory.namespace()
     quiet = asyncio.Event()
 

@@ -9,10 +9,10 @@ from itertools import islice, takewhile
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.storage.calls import wait_despite_cancel
-from kvxfer.storage.claims import KeyClaims
+from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.storage.tier import Tier
+from kvxfer.tiering.isolated_tier import IsolatedTier
 
 MAX_PENDING = 1 << 16
 
@@ -53,14 +53,16 @@ class Cascade:
     Args:
         tiers: All tiers, fastest first.
         staging: Buffers that blocks pass through.
-        claims: Claims on keys; each key is claimed while it is written back.
+        locks: Locks of keys; each key is locked while it is written back.
 
     Attributes:
         queues: One for each tier below the first, in order.
     """
 
-    def __init__(self, tiers: Sequence[Tier], staging: StagingMemory, claims: KeyClaims) -> None:
-        self.queues = [WriteBackQueue(tiers, target, staging, claims) for target in tiers[1:]]
+    def __init__(
+        self, tiers: Sequence[IsolatedTier], staging: StagingMemory, locks: KeyLocks
+    ) -> None:
+        self.queues = [WriteBackQueue(tiers, target, staging, locks) for target in tiers[1:]]
 
     def add(
         self, source: int, keys: Sequence[BlockKey], blocks: Descriptors, *, is_new: bool
@@ -108,7 +110,7 @@ class WriteBackQueue:
         tiers: All tiers, fastest first.
         target: The tier to copy to.
         staging: See `Cascade`.
-        claims: See `Cascade`.
+        locks: See `Cascade`.
 
     Attributes:
         max_pending: Bound on the queue, in blocks.
@@ -116,14 +118,18 @@ class WriteBackQueue:
     """
 
     def __init__(
-        self, tiers: Sequence[Tier], target: Tier, staging: StagingMemory, claims: KeyClaims
+        self,
+        tiers: Sequence[IsolatedTier],
+        target: IsolatedTier,
+        staging: StagingMemory,
+        locks: KeyLocks,
     ) -> None:
         self.max_pending = MAX_PENDING
         self.first_pause_s = FIRST_PAUSE_S
         self._tiers = tiers
         self._target = target
         self._staging = staging
-        self._claims = claims
+        self._locks = locks
         self._pending: dict[BlockKey, _Pending] = {}
         self._num_failures = 0  # of the tier, in a row
         self._worker: asyncio.Task[None] | None = None
@@ -162,7 +168,7 @@ class WriteBackQueue:
         try:
             while self._pending:
                 batch = self._next_batch()
-                async with self._claims.acquire([block.key for block in batch]):
+                async with self._locks.acquire([block.key for block in batch]):
                     # A key that was stored again meanwhile is queued again, with its new bytes.
                     batch = [one for one in batch if self._pending.get(one.key) is one]
                     failed = await self._write_back(batch) if batch else []
