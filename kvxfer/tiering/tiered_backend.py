@@ -52,7 +52,8 @@ class TieredBackend(Backend):
     not written back yet. `flush` waits for them.
 
     Blocks of which only a part was stored under their key can be loaded from any tier, but
-    below the first a lookup does not find them.
+    below the first a lookup does not find them: it finds what it has verified, and can verify
+    whole chunks only. Neither its keys nor the answer of a backend say which part there is.
 
     Args:
         tiers: The backends, fastest first; closed with this one.

@@ -319,7 +319,7 @@ async def test_of_too_many_blocks_that_wait_the_oldest_are_not_carried(
 ) -> None:
     async with opened(memory) as tiers:
         [queue] = tiers.backend._cascade.queues
-        queue.max_pending = 3
+        queue.max_blocks = 3
         await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
         await tiers.backend._cascade.settle()
         assert tiers.lower.stored == KEYS[5:]
