@@ -12,6 +12,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import FaultRates
 from kvxfer.testing.faulty_backend import Operation
+from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.units import ByteSize
 
@@ -290,6 +291,22 @@ def test_a_lookup_that_hangs_is_a_miss_when_its_time_is_up(start: Start) -> None
     assert scheduler.lookup(keys_of(1)) == [RETRY]
     assert scheduler.resolve(keys_of(1)) == [MISS]
     assert scheduler.lookup(keys_of(1, first=1), "next") == [MISS], "the next one waits, too"
+
+
+def test_a_tier_that_missed_a_deadline_gets_no_chunks_until_its_pause_is_over(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = broken(Operation.LOOKUP, hang=1.0)
+    scheduler = start(backend, lookup=0.05)
+    assert scheduler.lookup(keys_of(1)) == [RETRY]
+    assert scheduler.resolve(keys_of(1)) == [MISS]
+    assert "the lower tier: lookup of 1 rows took longer than 0.05 s" in caplog.text
+    assert scheduler.store(keys_of(2, first=10)) == keys_of(2, first=10)
+    scheduler.step()
+    assert scheduler.index.num_evictable == 2, "a chunk is on its way to a tier that hangs"
+    scheduler.manager._tier._suspension = Suspension("the lower tier")
+    assert isinstance(backend.inner, KeepingBackend)
+    scheduler.until(lambda: len(backend.inner) == 2)  # type: ignore[arg-type]
 
 
 def test_a_promotion_that_hangs_is_a_miss_and_its_slot_stays_out_of_use_until_it_is_quiet(

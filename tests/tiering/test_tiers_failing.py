@@ -19,7 +19,7 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.conformance.suite import cancel, statuses, store_generated, yield_to_loop
-from kvxfer.tiering import isolated_tier, tiered_backend
+from kvxfer.tiering import isolated_tier, suspension, tiered_backend
 from kvxfer.tiering.tiered_backend import TieredBackend
 from tests.testing.test_dict_backend import Blocks, KeptBackend
 from tests.tiering.opened_tiers import (
@@ -344,7 +344,7 @@ async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the deadlines of tiers, so that hanging calls are given up soon."""
     monkeypatch.setattr(isolated_tier, "MOVE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(isolated_tier, "PAUSE_S", 0.05)
+    monkeypatch.setattr(suspension, "PAUSE_S", 0.05)
 
 
 HANGING = FaultRates(stuck=1.0, operations=frozenset(Operation))

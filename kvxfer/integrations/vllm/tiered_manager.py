@@ -17,7 +17,7 @@ from kvxfer.integrations.vllm.interface import (
 )
 from kvxfer.integrations.vllm.lower_tier import LowerTier
 from kvxfer.integrations.vllm.manager import KVXferOffloadingManager
-from kvxfer.integrations.vllm.moved import Moved
+from kvxfer.integrations.vllm.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
@@ -62,8 +62,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._tier = tier
         self._going_up: set[BlockKey] = set()
         self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
-        self._loaded: deque[Moved] = deque()
-        self._copied: deque[Moved] = deque()
+        self._loaded: deque[RowOutcome] = deque()
+        self._copied: deque[RowOutcome] = deque()
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
         self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._kept_out: dict[int, BlockKey] = {}
@@ -174,6 +174,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
 
     def _copy_down(self) -> None:
         """Begin to write back chunks that wait, up to the bound on chunks in flight."""
+        if self._tier.is_suspended:
+            return
         room = self._max_going_down - self._write_back.num_taken - len(self._copied)
         if chosen := list(self._write_back.take(time.monotonic(), room)):
             self._tier.submit_store(chosen, self._index.pin(chosen))
@@ -183,8 +185,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         if self._polled:
             return
         self._polled = True
-        copied: list[Moved] = []
-        failed: list[Moved] = []
+        copied: list[RowOutcome] = []
+        failed: list[RowOutcome] = []
         for moved in self._tier.poll():
             if moved.void:
                 self._index.finish_store([self._kept_out.pop(moved.row)], stored=False)
@@ -237,7 +239,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         super()._drop(key, outcome)
         self._write_back.forget([key])
 
-    def _drop_failed(self, loads: Sequence[Moved]) -> None:
+    def _drop_failed(self, loads: Sequence[RowOutcome]) -> None:
         self._counters.add(metrics.LOWER_LOADS_FAILED, len(loads))
         logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
         keys = [moved.key for moved in loads]
