@@ -20,8 +20,8 @@ from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.tiering.cascade import Cascade
 from kvxfer.tiering.isolated_tier import LOOKUP_TIMEOUT_S, IsolatedTier
+from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 
 DEFAULT_STAGING_BYTES = 64 << 20
 
@@ -103,7 +103,9 @@ class TieredBackend(Backend):
         ]
         self._first, self._lower = self._tiers[0], self._tiers[1:]
         self._locks = KeyLocks()
-        self._cascade = Cascade(self._tiers, self._staging, self._locks)
+        self._writers = [
+            TierWriter(self._tiers, tier, self._staging, self._locks) for tier in self._lower
+        ]
         self.attach([self._staging.region])
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -187,7 +189,8 @@ class TieredBackend(Backend):
 
     async def flush(self) -> None:
         """See `Backend.flush`: every tier has all stored blocks, and has flushed them."""
-        await self._cascade.flush()
+        for writer in self._writers:
+            await writer.flush()
         for tier in self.tiers:
             await tier.flush()
 
@@ -206,11 +209,13 @@ class TieredBackend(Backend):
             try:
                 async with asyncio.timeout(SETTLE_TIMEOUT_S):
                     await self._locks.wait_for_all()
-                    await self._cascade.settle()
+                    for writer in self._writers:
+                        await writer.settle()
             except TimeoutError:
                 logger.warning("blocks still move between tiers after %g s", SETTLE_TIMEOUT_S)
             finally:
-                await self._cascade.cancel()
+                for writer in self._writers:
+                    await writer.cancel()
 
     async def _close_staging(self) -> None:
         """Wait for buffers in use; the memory of one used for longer stays with its user."""
@@ -283,17 +288,18 @@ class TieredBackend(Backend):
         A block that the first tier had already may be absent below; its write-back looks it up.
         """
         outcomes = [MISSING] * len(keys)
+        starts, sizes = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
         left = list(range(len(keys)))
         for tier in self._tiers:
-            chosen = [keys[index] for index in left]
-            given = await tier.store(chosen, blocks.take(left))
+            given = await tier.store([keys[index] for index in left], blocks.take(left))
             _merge(outcomes, left, given)
             done = [index for index in left if outcomes[index].done]
-            for is_new in (True, False):
-                some = [index for index in done if (keys[index] not in there) == is_new]
-                if some:
-                    chosen = [keys[index] for index in some]
-                    self._cascade.add(tier.index, chosen, blocks.take(some), is_new=is_new)
+            stored = {}
+            for index in done:
+                is_new = keys[index] not in there
+                stored[keys[index]] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
+            for writer in self._writers[tier.index :]:
+                writer.add(stored)
             left = [index for index in left if _may_go_on(outcomes[index])]
             if not left:
                 break

@@ -116,6 +116,12 @@ async def opened(memory: BlockMemory, *, num_slots: int = 16) -> AsyncIterator[O
             faults.release()  # or a test that fails would wait for what hangs
 
 
+async def settle(backend: TieredBackend) -> None:
+    """Wait until every tier below has the queued blocks, or fails and waits for a retry."""
+    for writer in backend._writers:
+        await writer.settle()
+
+
 async def load_from(backend: Backend, memory: BlockMemory, keys: Sequence[BlockKey]) -> list[bytes]:
     """Load whole blocks, each of which must be there; return their bytes."""
     blocks = memory.describe(0, range(16, 16 + len(keys)))

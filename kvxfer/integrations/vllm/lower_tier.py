@@ -71,6 +71,9 @@ class LowerTier:
             stored unchanged.
         timeouts: Deadlines of the backend.
 
+    Attributes:
+        results: Results of `lookup`; those that were not asked are looked up by the next `flush`.
+
     Raises:
         BackendUnavailableError: The backend cannot start; it is closed.
     """
@@ -100,7 +103,7 @@ class LowerTier:
             self._engine.close()
             raise
         self._num_groups = num_groups
-        self._results = LookupResults()
+        self.results = LookupResults()
         self._lookups: list[RowLookup] = []
         self._jobs: dict[JobId, RowJob] = {}
         self._late: list[RowOutcome] = []
@@ -114,9 +117,9 @@ class LowerTier:
 
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
-        if self.is_suspended and not self._results.is_found(key):
+        if self.is_suspended and not self.results.is_found(key):
             return False
-        return self._results.get(key, req_id)
+        return self.results.get(key, req_id)
 
     @property
     def is_suspended(self) -> bool:
@@ -133,15 +136,6 @@ class LowerTier:
         """Rows that were given to `flush` and whose keys are still being looked up."""
         return sum(len(lookup.rows) for lookup in self._lookups)
 
-    @property
-    def wanted(self) -> list[BlockKey]:
-        """Keys that the next `flush` looks up, in the order in which they were wanted."""
-        return self._results.unasked
-
-    def waiting_for(self, key: BlockKey) -> set[str]:
-        """Requests that looked up a key and were not released."""
-        return self._results.waiting_for(key)
-
     def flush(self, rows: Mapping[BlockKey, int] | None = None) -> None:
         """Start one lookup in the backend of all keys that were wanted since the last call.
 
@@ -150,7 +144,7 @@ class LowerTier:
                 known. They belong to the tier until `poll` reports them; those whose keys the
                 backend does not have, until `take_missing` does.
         """
-        keys = self._results.take_unasked()
+        keys = self.results.take_unasked()
         known = dict(rows or {})
         unknown = {key: known.pop(key) for key in keys if key in known}
         self._load(known, self._jobs)
@@ -160,17 +154,9 @@ class LowerTier:
             lookup.call = self._engine.submit_call(self._look_up(lookup, names))
             self._lookups.append(lookup)
 
-    def deny(self, keys: Sequence[BlockKey]) -> None:
-        """Turn these keys into misses for the requests that looked them up."""
-        self._results.deny(keys)
-
-    def release(self, req_id: str) -> None:
-        """Forget lookup results that only this request wanted."""
-        self._results.release(req_id)
-
     def submit_store(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
         """Begin to store rows, which must not change until `poll` reports them."""
-        self._results.forget(keys)
+        self.results.forget(keys)
         return self._submit(Direction.STORE, keys, rows, self._jobs)
 
     def submit_load(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
@@ -205,7 +191,7 @@ class LowerTier:
                 each = RowOutcome(finished.job_id, job.direction, key, row, outcome, void=job.void)
                 (moved if outcome.memory_safe else self._late).append(each)
                 if job.direction is Direction.LOAD and not outcome.done and not job.void:
-                    self._results.deny([key])
+                    self.results.deny([key])
                     if outcome.status is Status.TIMED_OUT:
                         self._suspend("a load", self._timeouts.load)
         late, self._late = self._late, []
@@ -245,7 +231,7 @@ class LowerTier:
             self._engine.cancel(job_id)
         self._late = [replace(each, void=True) for each in self._late]
         self._missing.clear()
-        self._results.clear()
+        self.results.clear()
         self._salt = secrets.token_bytes(SALT_BYTES)
         self.drain(timeout_s=self._timeouts.reset)
         self.poll()
@@ -350,7 +336,7 @@ class LowerTier:
     def _end_lookup(self, lookup: RowLookup) -> None:
         self._jobs |= lookup.jobs
         self._missing += lookup.unused
-        self._results.tell(lookup.keys, lookup.found)
+        self.results.tell(lookup.keys, lookup.found)
 
     def _end_lookups(self) -> None:
         """End every lookup now: after this none begins to load a row."""

@@ -157,7 +157,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         chunks that were evicted for it are gone, but a missing chunk is computed and stored soon,
         and would evict them then. Chunks beyond this bound get slots when they were found.
         """
-        found, unknown = list(self._found), self._tier.wanted
+        found, unknown = list(self._found), self._tier.results.unasked
         if not found and not unknown:
             return {}
         self._found.clear()
@@ -167,7 +167,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._note_evicted(plan.evicted)
         if refused := [key for key in found if key in plan.refused]:
             self._counters.add(metrics.LOWER_LOADS_REFUSED, len(refused))
-            self._tier.deny(refused)  # or requests would look for room again and again
+            self._tier.results.deny(refused)  # or requests would look for room again and again
         self._pool.unseal(plan.slots)
         self._going_up.update(plan.keys)
         return dict(zip(plan.keys, plan.slots, strict=True))
@@ -253,13 +253,13 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._emit(keys, removed=False)
         self._going_up.difference_update(keys)
         for key in keys:
-            for req_id in self._tier.waiting_for(key):
+            for req_id in self._tier.results.waiting_for(key):
                 self._hold(key, req_id).outcome = DONE  # verified below, and sealed just now
 
     def _release(self, req_id: str) -> None:
         """Release the chunks that a request holds or waits for; running loads go on."""
         super()._release(req_id)
-        self._tier.release(req_id)
+        self._tier.results.release(req_id)
 
     def _keep_out(self, slots: Collection[int]) -> None:
         """Occupy slots of the empty index that a transfer may still write to or read from."""

@@ -1,4 +1,4 @@
-"""Write-back of stored blocks to the tiers below, in the background."""
+"""Writer of one tier: copies blocks of the tiers above there, in the background."""
 
 import asyncio
 import logging
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.key_locks import KeyLocks
@@ -20,11 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stored:
-    """Part of a chunk that a tier has stored, and that the tiers below are to get.
+class StoredBlock:
+    """Block that a tier has stored, and that the tiers below are to get.
 
     Attributes:
         source: Index of the tier.
+        start: Byte of its chunk at which the block begins.
+        num_bytes: Its bytes, maybe only a part of the chunk.
         is_new: Whether it is known that the tiers below do not have it.
     """
 
@@ -34,72 +35,16 @@ class _Stored:
     is_new: bool
 
 
-class Cascade:
-    """Write-back of blocks from the tier that stored them to every tier below.
-
-    Each tier below has a queue of its own, so that a tier that fails or hangs does not delay
-    another. Owned by one event loop.
-
-    Args:
-        tiers: All tiers, fastest first.
-        staging: Buffers that blocks pass through.
-        locks: Locks of keys; each key is locked while it is written back.
-
-    Attributes:
-        queues: One for each tier below the first, in order.
-    """
-
-    def __init__(
-        self, tiers: Sequence[IsolatedTier], staging: StagingMemory, locks: KeyLocks
-    ) -> None:
-        self._writers = [TierWriter(tiers, target, staging, locks) for target in tiers[1:]]
-        self.queues = [writer.queue for writer in self._writers]
-
-    def add(
-        self, source: int, keys: Sequence[BlockKey], blocks: Descriptors, *, is_new: bool
-    ) -> None:
-        """Queue blocks of tier `source` for write-back to every tier below it.
-
-        Args:
-            source: Index of the tier.
-            keys: Keys of the blocks.
-            blocks: The parts of their chunks that were stored.
-            is_new: Whether the blocks are known to be in no tier below.
-        """
-        starts, sizes = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
-        stored = {
-            key: _Stored(source, start, num_bytes, is_new)
-            for key, start, num_bytes in zip(keys, starts, sizes, strict=True)
-        }
-        for writer in self._writers[source:]:
-            writer.add(stored)
-
-    async def settle(self) -> None:
-        """Wait until every tier below has the queued blocks, or fails and waits for a retry."""
-        for writer in self._writers:
-            await writer.settle()
-
-    async def flush(self) -> None:
-        """Wait until every tier below has the queued blocks, however long one of them fails."""
-        for writer in self._writers:
-            await writer.flush()
-
-    async def cancel(self) -> None:
-        """Stop writing back; staging buffers in use are drained in the background."""
-        for writer in self._writers:
-            await writer.cancel()
-
-
 class TierWriter:
     """Writer of one tier: copies the blocks of its queue there, a staging buffer at a time.
 
-    Blocks that their tier evicts before their turn are not copied.
+    Blocks that their tier evicts before their turn are not copied. Owned by one event loop.
 
     Args:
         tiers: All tiers, fastest first.
         target: The tier to copy to.
-        staging: See `Cascade`.
-        locks: See `Cascade`.
+        staging: Buffers that blocks pass through.
+        locks: Locks of keys; each key is locked while it is copied.
 
     Attributes:
         queue: The blocks that are to be copied.
@@ -112,7 +57,7 @@ class TierWriter:
         staging: StagingMemory,
         locks: KeyLocks,
     ) -> None:
-        self.queue: WriteBackQueue[_Stored] = WriteBackQueue()
+        self.queue: WriteBackQueue[StoredBlock] = WriteBackQueue()
         self._tiers = tiers
         self._target = target
         self._staging = staging
@@ -121,7 +66,7 @@ class TierWriter:
         self._settled = asyncio.Event()
         self._settled.set()
 
-    def add(self, blocks: Mapping[BlockKey, _Stored]) -> None:
+    def add(self, blocks: Mapping[BlockKey, StoredBlock]) -> None:
         """Queue blocks; the oldest are dropped when there are too many."""
         if num_dropped := self.queue.add(blocks):
             text = "tier %d is too slow: %d blocks are not written back there"
@@ -140,7 +85,7 @@ class TierWriter:
             await asyncio.wait([self._worker])
 
     async def cancel(self) -> None:
-        """Stop copying and drop the queue."""
+        """Stop copying and drop the queue; staging buffers in use are drained in the background."""
         if len(self.queue):
             text = "tier %d: %d blocks were not written back there"
             logger.warning(text, self._target.index, len(self.queue))
@@ -164,7 +109,7 @@ class TierWriter:
         finally:
             self._settled.set()
 
-    async def _copy(self, batch: Mapping[BlockKey, _Stored]) -> None:
+    async def _copy(self, batch: Mapping[BlockKey, StoredBlock]) -> None:
         """Copy the blocks of a batch that their tier still has and the target does not have."""
         known = await self._target.lookup([k for k, block in batch.items() if not block.is_new])
         keys = [key for key in batch if key not in known]
