@@ -19,7 +19,7 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.portable import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
-from kvxfer.storage.tiers import TieredBackend
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
 from kvxfer.transfer.staging import DEFAULT_STAGING_BYTES, stage
 from kvxfer.units import ByteSize

@@ -29,8 +29,9 @@ from kvxfer.storage import (
     Status,
     make_block_key,
 )
-from kvxfer.storage.tiers import TieredBackend
-from kvxfer.transfer import FinishedJob, TransferEngine
+from kvxfer.tiering import TieredBackend
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import FinishedJob
 
 __all__ = [
     "Backend",

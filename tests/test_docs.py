@@ -25,6 +25,7 @@ FLOORS = (
     {"kvcache"},
     {"copy_engine"},
     {"storage"},
+    {"tiering"},
     {"transfer", "backends"},
     {"connect", "engine_side"},
     {"integrations", "cli", "bench", "testing"},

@@ -114,7 +114,9 @@ class Scheduler:
     def forget(self) -> None:
         """Evict everything from host memory, without telling the tier below."""
         self.settle()
-        assert len(self.index.remove(self.index.keys())) > 0
+        removed = self.index.remove(self.index.keys())
+        assert removed
+        self.manager._write_back.forget(removed)
 
     def bytes_of(self, key: BlockKey) -> list[bytes]:
         rows = self.pool.slot_bytes(self.index.slot_of(key))

@@ -13,18 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.integrations.vllm.offloading.answers import Answers
-from kvxfer.integrations.vllm.offloading.moved import Moved
-from kvxfer.integrations.vllm.offloading.row_lookup import RowJob, RowLookup
+from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.tiering.isolated_tier import CLOSE_TIMEOUT_S, LOOKUP_TIMEOUT_S, MOVE_TIMEOUT_S
+from kvxfer.tiering.lookup_results import LookupResults
+from kvxfer.tiering.suspension import Suspension
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
-PAUSE_S = 5.0
-"""Pause in the lookups of a backend that missed a deadline, since requests wait for lookups."""
 SALT_BYTES = 16
 JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
@@ -45,11 +44,11 @@ class Purgeable(Protocol):
 class Timeouts:
     """Deadlines in seconds; `reset` and `close` bound how long the calls of that name block."""
 
-    lookup: float = 2.0
-    load: float = 10.0
+    lookup: float = LOOKUP_TIMEOUT_S
+    load: float = MOVE_TIMEOUT_S
     store: float = 60.0
     reset: float = 5.0
-    close: float = 30.0
+    close: float = CLOSE_TIMEOUT_S
 
 
 class LowerTier:
@@ -67,6 +66,9 @@ class LowerTier:
         mappings: Page mapping of each group, by which rows are portable pages; by default rows are
             stored unchanged.
         timeouts: Deadlines of the backend.
+
+    Attributes:
+        results: Results of `lookup`; those that were not asked are looked up by the next `flush`.
 
     Raises:
         BackendUnavailableError: The backend cannot start; it is closed.
@@ -97,23 +99,28 @@ class LowerTier:
             self._engine.close()
             raise
         self._num_groups = num_groups
-        self._answers = Answers()
+        self.results = LookupResults()
         self._lookups: list[RowLookup] = []
         self._jobs: dict[JobId, RowJob] = {}
-        self._late: list[Moved] = []
+        self._late: list[RowOutcome] = []
         self._missing: list[BlockKey] = []
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
-        self._paused_until = 0.0
+        self._suspension = Suspension("the lower tier")
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
         """Whether the backend has a key; None while its lookup has not ended.
 
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
-        if time.monotonic() < self._paused_until and not self._answers.is_found(key):
+        if self.is_suspended and not self.results.is_found(key):
             return False
-        return self._answers.get(key, req_id)
+        return self.results.get(key, req_id)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the backend is not asked, since it missed a deadline."""
+        return self._suspension.is_on(time.monotonic())
 
     @property
     def is_asked(self) -> bool:
@@ -125,15 +132,6 @@ class LowerTier:
         """Rows that were given to `flush` and whose keys are still being looked up."""
         return sum(len(lookup.rows) for lookup in self._lookups)
 
-    @property
-    def wanted(self) -> list[BlockKey]:
-        """Keys that the next `flush` looks up, in the order in which they were wanted."""
-        return self._answers.unasked
-
-    def waiting_for(self, key: BlockKey) -> set[str]:
-        """Requests that looked up a key and were not released."""
-        return self._answers.waiting_for(key)
-
     def flush(self, rows: Mapping[BlockKey, int] | None = None) -> None:
         """Start one lookup in the backend of all keys that were wanted since the last call.
 
@@ -142,7 +140,7 @@ class LowerTier:
                 known. They belong to the tier until `poll` reports them; those whose keys the
                 backend does not have, until `take_missing` does.
         """
-        keys = self._answers.take_unasked()
+        keys = self.results.take_unasked()
         known = dict(rows or {})
         unknown = {key: known.pop(key) for key in keys if key in known}
         self._load(known, self._jobs)
@@ -152,17 +150,9 @@ class LowerTier:
             lookup.call = self._engine.submit_call(self._look_up(lookup, names))
             self._lookups.append(lookup)
 
-    def deny(self, keys: Sequence[BlockKey]) -> None:
-        """Turn these keys into misses for the requests that looked them up."""
-        self._answers.deny(keys)
-
-    def release(self, req_id: str) -> None:
-        """Forget lookup results that only this request wanted."""
-        self._answers.release(req_id)
-
     def submit_store(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
         """Begin to store rows, which must not change until `poll` reports them."""
-        self._answers.forget(keys)
+        self.results.forget(keys)
         return self._submit(Direction.STORE, keys, rows, self._jobs)
 
     def submit_load(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
@@ -186,20 +176,20 @@ class LowerTier:
             for each in self._late
         )
 
-    def poll(self) -> list[Moved]:
+    def poll(self) -> list[RowOutcome]:
         """Record lookup results; return the rows that were moved since the last call."""
         ended = self._engine.get_finished()  # first: loads of a lookup end after its answer
         self._take_answers()
-        moved: list[Moved] = []
+        moved: list[RowOutcome] = []
         for finished in ended:
             job = self._jobs.pop(finished.job_id)
             for key, row, outcome in zip(job.keys, job.rows, finished.outcomes, strict=True):
-                each = Moved(finished.job_id, job.direction, key, row, outcome, void=job.void)
+                each = RowOutcome(finished.job_id, job.direction, key, row, outcome, void=job.void)
                 (moved if outcome.memory_safe else self._late).append(each)
                 if job.direction is Direction.LOAD and not outcome.done and not job.void:
-                    self._answers.deny([key])
+                    self.results.deny([key])
                     if outcome.status is Status.TIMED_OUT:
-                        self._pause("a load was not done in time")
+                        self._suspend("a load", self._timeouts.load)
         late, self._late = self._late, []
         for each in late:
             (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
@@ -237,7 +227,7 @@ class LowerTier:
             self._engine.cancel(job_id)
         self._late = [replace(each, void=True) for each in self._late]
         self._missing.clear()
-        self._answers.clear()
+        self.results.clear()
         self._salt = secrets.token_bytes(SALT_BYTES)
         self.drain(timeout_s=self._timeouts.reset)
         self.poll()
@@ -334,7 +324,7 @@ class LowerTier:
                 self._end_lookup(lookup)
             elif now > lookup.deadline and lookup.give_up():
                 self._end_lookup(lookup)
-                self._pause("a lookup was not answered in time")
+                self._suspend(f"lookup of {len(lookup.keys)} rows", self._timeouts.lookup)
             else:
                 waiting.append(lookup)
         self._lookups = waiting
@@ -342,7 +332,7 @@ class LowerTier:
     def _end_lookup(self, lookup: RowLookup) -> None:
         self._jobs |= lookup.jobs
         self._missing += lookup.unused
-        self._answers.tell(lookup.keys, lookup.found)
+        self.results.tell(lookup.keys, lookup.found)
 
     def _end_lookups(self) -> None:
         """End every lookup now: after this none begins to load a row."""
@@ -352,11 +342,8 @@ class LowerTier:
             self._end_lookup(lookup)
         self._lookups.clear()
 
-    def _pause(self, reason: str) -> None:
-        now = time.monotonic()
-        if now >= self._paused_until:
-            logger.warning("the lower tier is not used for %g s: %s", PAUSE_S, reason)
-        self._paused_until = now + PAUSE_S
+    def _suspend(self, call: str, timeout_s: float) -> None:
+        self._suspension.begin(time.monotonic(), call, timeout_s)
 
 
 def _log_failure(call: Future[Any]) -> None:

@@ -97,7 +97,7 @@ class KVXferOffloadingManager(OffloadingManager):
             check.outcome = self._pool.verify(check.slot, key)
         if check.outcome.done:
             return LookupResult.HIT
-        self._drop(check, check.outcome)
+        self._drop(key, check.outcome)
         return LookupResult.MISS
 
     def prepare_load(
@@ -123,10 +123,9 @@ class KVXferOffloadingManager(OffloadingManager):
         """Find slots for the leading chunks that have room; None if there is no room at all."""
         self._release(req_context.req_id)
         plan = self._index.begin_store(list(keys))
-        self._counters.add(metrics.EVICTED, len(plan.evicted))
         self._counters.add(metrics.REFUSED, len(plan.refused))
         self._storing |= dict.fromkeys(plan.keys)
-        self._emit(plan.evicted, removed=True)
+        self._note_evicted(plan.evicted)
         if plan.refused and not plan.keys:
             return None
         return PrepareStoreOutput(
@@ -226,17 +225,21 @@ class KVXferOffloadingManager(OffloadingManager):
                 del self._checks[key]
                 self._index.unpin([key])
 
-    def _drop(self, check: _Check, outcome: Outcome) -> None:
+    def _drop(self, key: BlockKey, outcome: Outcome) -> None:
         """Quarantine a chunk that failed its check, and release it for every holder."""
         if outcome.status is Status.CORRUPT:
             self._counters.add(metrics.CORRUPT)
-        logger.warning("dropped chunk %s: %s", check.key.hex(), outcome)
+        logger.warning("dropped chunk %s: %s", key.hex(), outcome)
         for held in self._held.values():
-            held.discard(check.key)
-        del self._checks[check.key]
-        self._index.quarantine(check.key)
-        self._index.unpin([check.key])
-        self._emit([check.key], removed=True)
+            held.discard(key)
+        del self._checks[key]
+        self._index.quarantine(key)
+        self._index.unpin([key])
+        self._emit([key], removed=True)
+
+    def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
+        self._counters.add(metrics.EVICTED, len(keys))
+        self._emit(keys, removed=True)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
         """Free the slots of chunks whose store or load failed."""

@@ -56,7 +56,7 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
         documentation="Chunks that the tier below did not store."
     ),
     LOWER_STORES_DROPPED: OffloadingCounterMetadata(
-        documentation="Chunks not copied to the tier below because it does not keep up."
+        documentation="Chunks evicted from host memory before they were copied to the tier below."
     ),
     LOWER_LOADS_FAILED: OffloadingCounterMetadata(
         documentation="Chunks found in the tier below that were corrupt, gone, or not loaded in "

@@ -44,7 +44,7 @@ from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
-from kvxfer.storage.tiers import TieredBackend
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, TransferEngine
 
 

@@ -17,10 +17,11 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
-from kvxfer.integrations.vllm.offloading.moved import Moved
-from kvxfer.storage.backend import DONE
-from kvxfer.storage.index import BlockIndex, BlockState
+from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
+from kvxfer.storage.backend import DONE, Outcome
+from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.job import Direction
 
 MAX_SHARE_ON_THE_WAY_DOWN = 0.5
@@ -33,19 +34,15 @@ YIELD_S = 0.001
 """Sleep in a scheduling step that runs no model, while requests wait: in one process, vLLM polls
 in a tight loop, and the thread that moves chunks would get the interpreter lock only every 5 ms."""
 
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 30.0
-"""Pauses before a retry of chunks that the tier below failed to store; each is twice as long as the
-one before."""
-
 logger = logging.getLogger(__name__)
 
 
 class TieredOffloadingManager(KVXferOffloadingManager):
     """Offloading manager that also writes chunks of the host pool back to a lower tier.
 
-    A chunk is written back when every worker has stored it, pinned meanwhile. Chunks that the
-    lower tier fails to store are retried, as long as they are in host memory. A chunk that is
+    A chunk is written back when every worker has stored it, pinned meanwhile. Chunks beyond the
+    bound on those, and chunks that the lower tier fails to store, wait for their turn, as long as
+    they are in host memory; see `WriteBackQueue`. A chunk that is
     looked up and not in host memory is given a slot and looked up below (`RETRY`), loaded if it is
     there (`HIT_PENDING`), and then held for the requests that wait for it. Any failure below makes
     it a miss for those requests. While a load that was abandoned may still write to its slot, the
@@ -65,13 +62,10 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._tier = tier
         self._going_up: set[BlockKey] = set()
         self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
-        self._loaded: deque[Moved] = deque()
-        self._copied: deque[Moved] = deque()
+        self._loaded: deque[RowOutcome] = deque()
+        self._copied: deque[RowOutcome] = deque()
         self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
-        self._num_going_down = 0
-        self._not_taken: dict[BlockKey, None] = {}
-        self._pause_s = 0.0
-        self._next_offer_s = 0.0
+        self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
         self._kept_out: dict[int, BlockKey] = {}
         self._polled = False
         self._step_ended_s = 0.0
@@ -108,13 +102,16 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         wanted = set(keys)
         storing = [key for key in self._storing if key in wanted]
         super().complete_store(keys, req_context, *args, **kwargs)
-        self._copy_down([key for key in storing if self._index.state(key) is not None])
+        stored = [key for key in storing if self._index.state(key) is not None]
+        dropped = self._write_back.add(dict.fromkeys(stored))
+        self._counters.add(metrics.LOWER_STORES_DROPPED, dropped)
+        self._copy_down()
 
     def on_schedule_end(self, context: Any) -> None:
         """Start the lower tier's lookup of this step, and loads of the chunks that it has."""
         self._take_moved()
         self._end_stores()
-        self._offer_again()
+        self._copy_down()
         super().on_schedule_end(context)
         self._polled = False
         self._tier.flush(self._make_room())
@@ -133,13 +130,15 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._found.clear()
         self._loaded.clear()
         self._copied.clear()
-        self._not_taken.clear()
-        self._num_going_down = 0
+        self._write_back.clear()
         self._polled = False
         self._keep_out(set(in_use))
 
     def shutdown(self) -> None:
-        """Finish write-backs to the lower tier, as far as time allows, and close the pool."""
+        """Write all chunks back to the lower tier, as far as time allows, and close the pool."""
+        self._max_going_down = self._index.num_slots  # nothing else needs room any more
+        self._copy_down()
+        self._write_back.clear()
         self._tier.close()
         super().shutdown()
 
@@ -158,43 +157,49 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         chunks that were evicted for it are gone, but a missing chunk is computed and stored soon,
         and would evict them then. Chunks beyond this bound get slots when they were found.
         """
-        found, unknown = list(self._found), self._tier.wanted
+        found, unknown = list(self._found), self._tier.results.unasked
         if not found and not unknown:
             return {}
         self._found.clear()
         evictable = math.ceil(self._index.num_evictable * MAX_SHARE_FOR_UNKNOWN)
         room = self._index.num_free_slots - len(found) + evictable - self._tier.num_unknown
         plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
-        self._counters.add(metrics.EVICTED, len(plan.evicted))
-        self._emit(plan.evicted, removed=True)
+        self._note_evicted(plan.evicted)
         if refused := [key for key in found if key in plan.refused]:
             self._counters.add(metrics.LOWER_LOADS_REFUSED, len(refused))
-            self._tier.deny(refused)  # or requests would look for room again and again
+            self._tier.results.deny(refused)  # or requests would look for room again and again
         self._pool.unseal(plan.slots)
         self._going_up.update(plan.keys)
         return dict(zip(plan.keys, plan.slots, strict=True))
 
-    def _copy_down(self, stored: Sequence[BlockKey]) -> None:
-        """Begin to write back the first of these chunks, up to the bound on chunks in flight."""
-        room = self._max_going_down - self._num_going_down
-        self._counters.add(metrics.LOWER_STORES_DROPPED, max(0, len(stored) - room))
-        if chosen := list(stored[:room]):
+    def _copy_down(self) -> None:
+        """Begin to write back chunks that wait, up to the bound on chunks in flight."""
+        if self._tier.is_suspended:
+            return
+        room = self._max_going_down - self._write_back.num_taken - len(self._copied)
+        if chosen := list(self._write_back.take(time.monotonic(), room)):
             self._tier.submit_store(chosen, self._index.pin(chosen))
-            self._num_going_down += len(chosen)
 
     def _take_moved(self) -> None:
         """Finish loads that ended, once in a step, as many as may be hashed in it."""
         if self._polled:
             return
         self._polled = True
-        failed: list[Moved] = []
+        copied: list[RowOutcome] = []
+        failed: list[RowOutcome] = []
         for moved in self._tier.poll():
             if moved.void:
                 self._index.finish_store([self._kept_out.pop(moved.row)], stored=False)
             elif moved.direction is Direction.STORE:
-                self._copied.append(moved)
+                copied.append(moved)
             else:
                 (self._loaded if moved.outcome.done else failed).append(moved)
+        self._copied += copied
+        self._write_back.end(
+            time.monotonic(),
+            stored=[moved.key for moved in copied if moved.outcome.done],
+            failed=[moved.key for moved in copied if not moved.outcome.done],
+        )
         if failed:
             self._drop_failed(failed)
         missing = self._tier.take_missing()
@@ -217,9 +222,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """
         while self._copied and self._bytes_to_verify > 0:
             moved = self._copied.popleft()
-            self._num_going_down -= 1
             sound = moved.outcome.done
-            self._note_taken(moved.key, taken=sound)
             if sound:
                 self._bytes_to_verify -= self._pool.shape.slot_size_bytes
                 sound = self._pool.verify(moved.row, moved.key).done
@@ -228,32 +231,15 @@ class TieredOffloadingManager(KVXferOffloadingManager):
             self._counters.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
             self._index.unpin([moved.key])
 
-    def _note_taken(self, key: BlockKey, *, taken: bool) -> None:
-        """Remember a chunk that the lower tier failed to store, and when to retry."""
-        if taken:
-            self._not_taken.pop(key, None)
-            self._pause_s = 0.0
-            return
-        self._not_taken[key] = None
-        now = time.monotonic()
-        if now >= self._next_offer_s:  # not for each chunk of a batch
-            self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            self._next_offer_s = now + self._pause_s
+    def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
+        super()._note_evicted(keys)
+        self._counters.add(metrics.LOWER_STORES_DROPPED, self._write_back.forget(keys))
 
-    def _offer_again(self) -> None:
-        """Retry failed write-backs: one chunk as a probe, and the others once it was stored."""
-        room = self._max_going_down - self._num_going_down
-        if not self._not_taken or room < 1 or time.monotonic() < self._next_offer_s:
-            return
-        ready = {BlockState.READY, BlockState.LOADING}
-        there = [key for key in self._not_taken if self._index.state(key) in ready]
-        self._not_taken = dict.fromkeys(there)
-        offered = there[: 1 if self._pause_s else room]
-        for key in offered:
-            del self._not_taken[key]  # added again if the retry fails
-        self._copy_down(offered)
+    def _drop(self, key: BlockKey, outcome: Outcome) -> None:
+        super()._drop(key, outcome)
+        self._write_back.forget([key])
 
-    def _drop_failed(self, loads: Sequence[Moved]) -> None:
+    def _drop_failed(self, loads: Sequence[RowOutcome]) -> None:
         self._counters.add(metrics.LOWER_LOADS_FAILED, len(loads))
         logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
         keys = [moved.key for moved in loads]
@@ -267,13 +253,13 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._emit(keys, removed=False)
         self._going_up.difference_update(keys)
         for key in keys:
-            for req_id in self._tier.waiting_for(key):
+            for req_id in self._tier.results.waiting_for(key):
                 self._hold(key, req_id).outcome = DONE  # verified below, and sealed just now
 
     def _release(self, req_id: str) -> None:
         """Release the chunks that a request holds or waits for; running loads go on."""
         super()._release(req_id)
-        self._tier.release(req_id)
+        self._tier.results.release(req_id)
 
     def _keep_out(self, slots: Collection[int]) -> None:
         """Occupy slots of the empty index that a transfer may still write to or read from."""

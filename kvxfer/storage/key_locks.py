@@ -1,4 +1,4 @@
-"""Claims on keys: exclusive use of a key by one operation at a time."""
+"""Locks of keys: exclusive use of a key by one operation at a time."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager, contextmanager
 from kvxfer.storage.keys import BlockKey
 
 
-class KeyClaims:
-    """Exclusive claims on keys, held while blocks are moved between tiers.
+class KeyLocks:
+    """Exclusive locks of keys, held e.g. while blocks are moved between tiers.
 
-    Owned by one event loop. A batch is claimed as a whole or not at all, so that no two batches
+    Owned by one event loop. A batch is locked as a whole or not at all, so that no two batches
     ever wait for each other.
     """
 
@@ -24,19 +24,19 @@ class KeyClaims:
         return key in self._ends
 
     async def wait(self, keys: Iterable[BlockKey]) -> None:
-        """Wait until none of these keys is claimed."""
+        """Wait until none of these keys is locked."""
         keys = list(keys)
         while ends := [self._ends[key] for key in keys if key in self._ends]:
             await ends[0].wait()
 
     async def wait_for_all(self) -> None:
-        """Wait until no key is claimed."""
+        """Wait until no key is locked."""
         while self._ends:
             await self.wait(list(self._ends))
 
     @contextmanager
     def hold(self, keys: Sequence[BlockKey]) -> Iterator[None]:
-        """Claim unclaimed keys until the context ends."""
+        """Lock keys that are not locked, until the context ends."""
         assert not any(key in self._ends for key in keys)
         end = asyncio.Event()
         self._ends |= dict.fromkeys(keys, end)
@@ -49,7 +49,7 @@ class KeyClaims:
 
     @asynccontextmanager
     async def acquire(self, keys: Sequence[BlockKey]) -> AsyncIterator[None]:
-        """Wait until the keys are unclaimed, and claim them until the context ends."""
+        """Wait until the keys are not locked, and lock them until the context ends."""
         await self.wait(keys)
         with self.hold(keys):
             yield

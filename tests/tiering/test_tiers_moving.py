@@ -6,7 +6,6 @@ import logging
 import pytest
 
 from kvxfer.storage.backend import Status
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BlockMemory,
     FaultRates,
@@ -15,7 +14,8 @@ from kvxfer.testing import (
 )
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated, yield_to_loop
 from kvxfer.testing.payloads import read_payloads
-from tests.storage.opened_tiers import (
+from kvxfer.tiering.tiered_backend import TieredBackend
+from tests.tiering.opened_tiers import (
     KEYS,
     Recorder,
     load_from,
@@ -23,6 +23,7 @@ from tests.storage.opened_tiers import (
     open_dict,
     open_host,
     opened,
+    settle,
 )
 
 
@@ -39,7 +40,7 @@ async def test_what_the_first_tier_took_arrives_in_every_tier_below(memory: Bloc
     tiers = [open_host(namespace, 16), open_dict(namespace), open_dict(namespace)]
     async with TieredBackend(tiers, namespace) as backend:
         payloads = await store_generated(backend, KEYS, memory.describe(0, range(8)))
-        await backend._cascade.settle()
+        await settle(backend)
         for tier in tiers:
             assert await load_from(tier, memory, KEYS) == payloads
 
@@ -52,7 +53,7 @@ async def test_what_the_first_tier_refuses_goes_straight_to_the_next(memory: Blo
         direct = blocks.addresses[blocks.block_offsets[3:-1]].tolist()
         assert set(direct) <= set(tiers.lower.addresses)
         assert await load_from(tiers.backend, memory, KEYS) == payloads
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         assert sorted(tiers.lower.stored) == sorted(KEYS)
 
 
@@ -66,7 +67,7 @@ async def test_each_block_is_carried_from_the_tier_that_took_it(memory: BlockMem
         await last.until_waiting()  # what follows waits in one queue
         payloads += await store_generated(backend, KEYS[1:], memory.describe(0, range(1, 8)))
         last.release()
-        await backend._cascade.settle()
+        await settle(backend)
         for tier in tiers[1:]:
             assert await load_from(tier, memory, KEYS) == payloads
 
@@ -75,7 +76,7 @@ async def test_what_is_there_already_is_not_carried_again(memory: BlockMemory) -
     async with opened(memory) as tiers:
         for _ in range(2):
             await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
-            await tiers.backend._cascade.settle()
+            await settle(tiers.backend)
         assert tiers.lower.stored == KEYS
 
 
@@ -83,12 +84,12 @@ async def test_a_chunk_stored_anew_before_its_turn_is_carried_as_it_is_now() -> 
     memory = BlockMemory([[48, 16]], num_blocks=32, blocks_per_chunk=4)
     async with opened(memory) as tiers:
         await store_generated(tiers.backend, KEYS[:2], memory.describe(0, range(8)))
-        with tiers.backend._claims.hold(KEYS[:1]):  # its batch waits
+        with tiers.backend._locks.hold(KEYS[:1]):  # its batch waits
             await yield_to_loop(2)
             await tiers.first.delete(KEYS[1:2])
             tail = memory.describe(0, [8, 9], first_block_index=2)
             payloads = await store_generated(tiers.backend, KEYS[1:2], tail)
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         assert tiers.lower.stored == KEYS[:2]
         again = memory.describe(0, [10, 11], first_block_index=2)
         assert statuses(await tiers.lower.load(KEYS[1:2], again)) == [Status.DONE]
@@ -100,7 +101,7 @@ async def test_a_chunk_without_its_head_keeps_its_place_below() -> None:
     async with opened(memory) as tiers:
         source = memory.describe(0, [0, 1, 2, 3, 4, 5], first_block_index=1)
         payloads = await store_generated(tiers.backend, KEYS[:2], source)
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         await tiers.first.delete(KEYS[:2])
         again = memory.describe(0, range(8, 14), first_block_index=1)
         assert statuses(await tiers.backend.load(KEYS[:2], again)) == [Status.DONE] * 2
@@ -115,7 +116,7 @@ async def test_a_block_evicted_before_its_turn_is_silently_not_carried(
     async with opened(memory) as tiers:
         await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
         assert await tiers.first.delete(KEYS[:1]) == [True]
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         assert await tiers.lower.lookup(KEYS[:2]) == [False, True]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
@@ -222,7 +223,7 @@ async def test_what_was_verified_is_found_even_if_the_first_tier_has_no_room(
 async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         payloads = await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         tiers.first._pool.slot_bytes(tiers.first._index.slot_of(KEYS[3]))[0, 0] ^= 1
         assert await load_from(tiers.backend, memory, KEYS) == payloads
         assert await tiers.backend.lookup(KEYS) == [True] * 8
@@ -235,7 +236,7 @@ async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemo
 async def test_delete_says_of_each_key_whether_any_tier_had_it(memory: BlockMemory) -> None:
     async with opened(memory) as tiers:
         await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         await store_generated(tiers.lower, KEYS[2:4], memory.describe(0, [2, 3]))
         await store_generated(tiers.first, KEYS[5:6], memory.describe(0, [4]))
         expected = [True] * 4 + [False, True, False, False]
@@ -265,7 +266,7 @@ async def test_delete_waits_for_blocks_that_are_being_carried(memory: BlockMemor
         assert not delete.done()
         tiers.faults.release()
         assert await delete == [True, True, False]
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         assert await tiers.backend.lookup(KEYS[:2]) == [False, False]
 
 
@@ -273,7 +274,7 @@ async def test_what_is_deleted_before_its_turn_does_not_come_back(memory: BlockM
     async with opened(memory) as tiers:
         await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
         assert await tiers.backend.delete(KEYS[:1]) == [True]
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         assert tiers.lower.stored == KEYS[1:2]
         assert await tiers.backend.lookup(KEYS[:2]) == [False, True]
 
@@ -289,7 +290,7 @@ async def test_staging_memory_is_aligned_and_bounded() -> None:
     first, lower = open_host(namespace, 32), Recorder(namespace)
     async with TieredBackend([first, lower], namespace, staging_bytes=bound) as backend:
         await store_generated(backend, keys, memory.describe(0, range(16)))
-        await backend._cascade.settle()
+        await settle(backend)
         await first.delete(keys)
         # Eight lookups that could each fill a buffer, and four buffers.
         answers = await asyncio.gather(*(backend.lookup(keys[i : i + 2]) for i in range(0, 16, 2)))
@@ -308,7 +309,7 @@ async def test_a_staging_bound_below_one_block_is_raised_to_what_is_needed() -> 
     tiers = [open_host(namespace, 4), open_dict(namespace)]
     async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
         payloads = await store_generated(backend, KEYS[:4], memory.describe(0, range(4)))
-        await backend._cascade.settle()
+        await settle(backend)
         blocks = memory.describe(0, range(4, 8))
         assert statuses(await tiers[1].load(KEYS[:4], blocks)) == [Status.DONE] * 4
         assert read_payloads(blocks) == payloads
@@ -318,9 +319,9 @@ async def test_of_too_many_blocks_that_wait_the_oldest_are_not_carried(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(memory) as tiers:
-        [queue] = tiers.backend._cascade.queues
-        queue.max_pending = 3
+        [writer] = tiers.backend._writers
+        writer.queue.max_blocks = 3
         await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         assert tiers.lower.stored == KEYS[5:]
     assert "5 blocks are not written back" in caplog.text

@@ -1,9 +1,10 @@
-"""Lookup of rows in a lower tier, and the jobs that move them."""
+"""Jobs that move rows of host memory from and to a lower tier, and lookups that begin them."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.job import Direction, JobId
 
@@ -19,6 +20,27 @@ class RowJob:
     direction: Direction
     keys: list[BlockKey]
     rows: list[int]
+    void: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutcome:
+    """Outcome of moving one row; reported once, when nothing touches the row any more.
+
+    Attributes:
+        job_id: As returned when it was submitted.
+        direction: `STORE` from host memory, `LOAD` to it.
+        key: Key of the row.
+        row: Index of the row.
+        outcome: Outcome of the row.
+        void: Whether the tier was reset meanwhile: the row's bytes are of no use.
+    """
+
+    job_id: JobId
+    direction: Direction
+    key: BlockKey
+    row: int
+    outcome: Outcome
     void: bool = False
 
 

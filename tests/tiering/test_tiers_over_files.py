@@ -16,14 +16,14 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.storage import threads
 from kvxfer.storage.backend import DONE, Backend
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.file_store import flip_bit, open_store, path_of, places, temporary_folder
 from tests.examples import examples
-from tests.storage.opened_tiers import open_tiers
+from tests.tiering.opened_tiers import open_tiers
 
 MAX_LOOKUPS = 10_000
 LIMIT_S = 15.0

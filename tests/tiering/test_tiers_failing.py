@@ -8,12 +8,9 @@ import pytest
 
 from kvxfer.errors import ClosedError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage import tier
-from kvxfer.storage import tiers as tiers_module
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -22,14 +19,17 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.conformance.suite import cancel, statuses, store_generated, yield_to_loop
-from tests.storage.opened_tiers import (
+from kvxfer.tiering import isolated_tier, suspension, tiered_backend
+from kvxfer.tiering.tiered_backend import TieredBackend
+from tests.testing.test_dict_backend import Blocks, KeptBackend
+from tests.tiering.opened_tiers import (
     KEYS,
     load_from,
     open_dict,
     open_host,
     opened,
+    settle,
 )
-from tests.testing.test_dict_backend import Blocks, KeptBackend
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_dow
     async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
         idle = backend._staging.num_buffers
         await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
-        await backend._cascade.settle()
+        await settle(backend)
         assert len(backend._staging._idle) == idle - 1
         lower.quiet.set()
         await backend.drain()
@@ -153,7 +153,7 @@ async def test_a_lower_tier_that_raises_takes_nothing_down(
     async with opened(memory, num_slots=4) as tiers:
         tiers.fail(*Operation, error=1.0)
         payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         warnings = [record for record in caplog.records if "store of 4 blocks" in record.message]
         assert len(warnings) == 1
         assert await load_from(tiers.backend, memory, KEYS[:4]) == payloads
@@ -183,7 +183,7 @@ async def test_blocks_that_fail_on_their_way_down_are_logged_once(
     async with opened(memory) as tiers:
         tiers.fail(Operation.STORE, failure=1.0)
         await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
     warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 2
     assert "store of 8 of 8 blocks failed: injected failure" in warnings[0]
@@ -212,7 +212,7 @@ async def test_a_lower_tier_that_hangs_does_not_hold_up_the_first(memory: BlockM
         assert await tiers.backend.lookup(KEYS) == [True] * 8
         assert await load_from(tiers.backend, memory, KEYS) == payloads
         tiers.faults.release()
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         assert await load_from(tiers.lower, memory, KEYS) == payloads
 
 
@@ -344,8 +344,8 @@ async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the deadlines of tiers, so that hanging calls are given up soon."""
-    monkeypatch.setattr(tier, "MOVE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(tier, "PAUSE_S", 0.05)
+    monkeypatch.setattr(isolated_tier, "MOVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(suspension, "PAUSE_S", 0.05)
 
 
 HANGING = FaultRates(stuck=1.0, operations=frozenset(Operation))
@@ -369,7 +369,7 @@ async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended
 ) -> None:
     namespace = memory.namespace()
     hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
-    slow = tier.Tier(1, hanging, lookup_timeout_s=0.01)
+    slow = isolated_tier.IsolatedTier(1, hanging, lookup_timeout_s=0.01)
     assert await slow.lookup(KEYS) == set()
     assert not slow.is_available
     assert await slow.load(KEYS[:1], memory.describe(0, [0])) == [Outcome(Status.MISSING)]
@@ -408,7 +408,8 @@ async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: Bloc
         idle = backend._staging.num_buffers
         await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
         await late.until_waiting()
-        await backend._cascade.cancel()
+        for writer in backend._writers:
+            await writer.cancel()
         assert len(backend._staging._idle) == idle - 1
         late.release()
         await backend._staging.aclose()
@@ -419,8 +420,8 @@ async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: Bloc
 async def test_closing_leaves_behind_what_hangs_and_says_so(
     memory: BlockMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "CLOSE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(tiers_module, "SETTLE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(isolated_tier, "CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(tiered_backend, "SETTLE_TIMEOUT_S", 0.5)
     namespace = memory.namespace()
     quiet = asyncio.Event()
 
@@ -451,11 +452,11 @@ async def test_what_a_tier_missed_while_it_failed_is_carried_when_it_works_again
     memory: BlockMemory,
 ) -> None:
     async with opened(memory) as tiers:
-        [queue] = tiers.backend._cascade.queues
-        queue.first_pause_s = 0.0
+        [writer] = tiers.backend._writers
+        writer.queue.first_pause_s = 0.0
         tiers.fail(*Operation, error=1.0)
         payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
-        await tiers.backend._cascade.settle()
+        await settle(tiers.backend)
         payloads += await store_generated(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
         assert not tiers.lower.stored
         tiers.fail()
@@ -481,13 +482,13 @@ async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockM
     namespace = memory.namespace()
     lower = Picky(None, namespace)
     async with TieredBackend([open_host(namespace, 8), lower], namespace) as backend:
-        [queue] = backend._cascade.queues
-        queue.first_pause_s = 0.0
+        [writer] = backend._writers
+        writer.queue.first_pause_s = 0.0
         await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
-        await backend._cascade.settle()
+        await settle(backend)
         await store_generated(backend, KEYS[1:], memory.describe(0, range(1, 8)))
         while not all(await lower.lookup(KEYS[1:])):
-            await backend._cascade.settle()
+            await settle(backend)
             await asyncio.sleep(0)
 
 

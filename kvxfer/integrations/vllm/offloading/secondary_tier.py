@@ -134,7 +134,7 @@ class KVXferTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget lookup results that only this request wanted."""
-        self._tier.release(req_context.req_id)
+        self._tier.results.release(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM's signature
         """Start the backend lookup of the keys that were wanted in this step."""

@@ -1,4 +1,4 @@
-"""Tier: one of several backends, isolated so that its failures do not reach the others."""
+"""Isolated tier: one of several backends, called so that its failures do not reach the others."""
 
 import asyncio
 import logging
@@ -12,6 +12,7 @@ from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging import StagedBlocks, StagingMemory
+from kvxfer.tiering.suspension import Suspension
 
 LOOKUP_TIMEOUT_S = 2.0
 """Deadline of a lookup in a tier; after it every key is a miss there."""
@@ -23,20 +24,17 @@ still in time."""
 CLOSE_TIMEOUT_S = 30.0
 """Deadline of closing a tier; after it the call is abandoned."""
 
-PAUSE_S = 5.0
-"""Time that a tier is not called after it exceeded a deadline."""
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Tier:
+class IsolatedTier:
     """Tier of a `TieredBackend`: every key is a miss while its backend fails or hangs.
 
     Errors of the backend are logged and not raised. After a missed deadline the backend is not
-    called for `PAUSE_S`, nor before its abandoned calls have ended, so that a hanging tier does
-    not take the staging buffers that the others need.
+    called for a while, see `Suspension`, nor before its abandoned calls have ended, so that a
+    hanging tier does not take the staging buffers that the others need.
 
     Args:
         index: Position among the tiers, 0 for the fastest.
@@ -58,13 +56,13 @@ class Tier:
         self._lookup_timeout_s = lookup_timeout_s
         self._name = f"tier {index} ({type(backend).__name__})"
         self._calls = Calls()
-        self._suspended_until = 0.0
+        self._suspension = Suspension(self._name)
         self._share = asyncio.Semaphore(num_buffers)
 
     @property
     def is_available(self) -> bool:
-        """Whether the backend may be called: no late call runs, and `PAUSE_S` is over."""
-        return not self._calls.num_late and time.monotonic() >= self._suspended_until
+        """Whether the backend may be called: it is not suspended, and no late call runs."""
+        return not (self._calls.num_late or self._suspension.is_on(time.monotonic()))
 
     async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Look up which of `keys` are present; none when the backend fails or is late."""
@@ -124,7 +122,7 @@ class Tier:
             return await self._calls.wait_for(timeout_s, call)
         except Exception as exc:
             if timeout_s is not None and type(exc) is TimeoutError:
-                self._suspend(what, timeout_s)
+                self._suspension.begin(time.monotonic(), what, timeout_s)
             else:
                 logger.warning("%s: %s failed", self._name, what, exc_info=True)
         return None
@@ -135,7 +133,8 @@ class Tier:
         try:
             return list(await self._calls.wait_for(MOVE_TIMEOUT_S, move(keys, blocks)))
         except TimeoutError:
-            self._suspend(f"moving {len(keys)} blocks", MOVE_TIMEOUT_S)
+            call = f"moving {len(keys)} blocks"
+            self._suspension.begin(time.monotonic(), call, MOVE_TIMEOUT_S)
         reason = f"{self._name} took longer than {MOVE_TIMEOUT_S:g} s"
         return [Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)] * len(keys)
 
@@ -154,8 +153,3 @@ class Tier:
             text = "%s of %d of %d blocks failed: %s"
             logger.warning(text, name, len(reasons), len(keys), reasons[0])
         return outcomes
-
-    def _suspend(self, what: str, timeout_s: float) -> None:
-        self._suspended_until = time.monotonic() + PAUSE_S
-        text = "%s: %s took longer than %g s; the tier is not used for %g s"
-        logger.warning(text, self._name, what, timeout_s, PAUSE_S)

@@ -15,13 +15,13 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome
-from kvxfer.storage.cascade import Cascade
-from kvxfer.storage.claims import KeyClaims
 from kvxfer.storage.door import CallGuard
+from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.staging import StagingMemory
-from kvxfer.storage.tier import LOOKUP_TIMEOUT_S, Tier
+from kvxfer.tiering.isolated_tier import LOOKUP_TIMEOUT_S, IsolatedTier
+from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 
 DEFAULT_STAGING_BYTES = 64 << 20
 
@@ -52,7 +52,8 @@ class TieredBackend(Backend):
     not written back yet. `flush` waits for them.
 
     Blocks of which only a part was stored under their key can be loaded from any tier, but
-    below the first a lookup does not find them.
+    below the first a lookup does not find them: it finds what it has verified, and can verify
+    whole chunks only. Neither its keys nor the answer of a backend say which part there is.
 
     Args:
         tiers: The backends, fastest first; closed with this one.
@@ -91,7 +92,7 @@ class TieredBackend(Backend):
         self._staging = StagingMemory(staging_bytes, max(self._guard.chunk_sizes), self.drain)
         share = max(1, self._staging.num_buffers // max(1, len(tiers) - 1))
         self._tiers = [
-            Tier(
+            IsolatedTier(
                 index,
                 backend,
                 # Nothing works without the first tier, so its lookups have no deadline.
@@ -101,8 +102,10 @@ class TieredBackend(Backend):
             for index, backend in enumerate(tiers)
         ]
         self._first, self._lower = self._tiers[0], self._tiers[1:]
-        self._claims = KeyClaims()
-        self._cascade = Cascade(self._tiers, self._staging, self._claims)
+        self._locks = KeyLocks()
+        self._writers = [
+            TierWriter(self._tiers, tier, self._staging, self._locks) for tier in self._lower
+        ]
         self.attach([self._staging.region])
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
@@ -123,10 +126,10 @@ class TieredBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`. Blocks of lower tiers are verified and promoted first."""
         self._guard.check_batch(keys)
-        moving = {key for key in keys if key in self._claims}
+        moving = {key for key in keys if key in self._locks}
         found = await self._find(keys)
         if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:
-            await self._claims.wait(lost)
+            await self._locks.wait(lost)
             found |= await self._find(lost)
         return [key in found for key in keys]
 
@@ -134,13 +137,13 @@ class TieredBackend(Backend):
         """See `Backend.store`. A block is `FAILED` when no tier has room for it."""
         self._guard.check_batch(keys, blocks)
         there = await self._first.lookup(keys)
-        while moving := [key for key in keys if key in self._claims and key not in there]:
-            await self._claims.wait(moving)
+        while moving := [key for key in keys if key in self._locks and key not in there]:
+            await self._locks.wait(moving)
             there = await self._first.lookup(keys)
         outcomes = [MISSING] * len(keys)
-        free = [index for index, key in enumerate(keys) if key not in self._claims]
-        busy = [index for index, key in enumerate(keys) if key in self._claims]
-        with self._claims.hold([keys[index] for index in free]):
+        free = [index for index, key in enumerate(keys) if key not in self._locks]
+        busy = [index for index, key in enumerate(keys) if key in self._locks]
+        with self._locks.hold([keys[index] for index in free]):
             left = await self._store_where_found(keys, blocks, free, there, outcomes)
             # The first tier has the busy keys, e.g. those being written back, but maybe not whole.
             left = sorted(left + busy)
@@ -154,7 +157,7 @@ class TieredBackend(Backend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Each block is loaded from the first tier that has it intact."""
         self._guard.check_batch(keys, blocks)
-        moving = {key for key in keys if key in self._claims}
+        moving = {key for key in keys if key in self._locks}
         outcomes = await self._load_from_any(keys, blocks)
         lost = [
             index
@@ -163,7 +166,7 @@ class TieredBackend(Backend):
         ]
         if lost:
             lost_keys = [keys[index] for index in lost]
-            await self._claims.wait(lost_keys)
+            await self._locks.wait(lost_keys)
             again = await self._load_from_any(lost_keys, blocks.take(lost))
             for index, outcome in zip(lost, again, strict=True):
                 outcomes[index] = outcome
@@ -173,7 +176,7 @@ class TieredBackend(Backend):
         """See `Backend.delete`. Waits until these keys are not being moved between tiers."""
         self._guard.check_batch(keys)
         deleted = [False] * len(keys)
-        async with self._claims.acquire(keys):
+        async with self._locks.acquire(keys):
             for tier in self._tiers:
                 given = await tier.delete(keys)
                 deleted = [one or other for one, other in zip(deleted, given, strict=True)]
@@ -186,7 +189,8 @@ class TieredBackend(Backend):
 
     async def flush(self) -> None:
         """See `Backend.flush`: every tier has all stored blocks, and has flushed them."""
-        await self._cascade.flush()
+        for writer in self._writers:
+            await writer.flush()
         for tier in self.tiers:
             await tier.flush()
 
@@ -204,12 +208,14 @@ class TieredBackend(Backend):
                 stack.push_async_callback(tier.aclose)
             try:
                 async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                    await self._claims.wait_for_all()
-                    await self._cascade.settle()
+                    await self._locks.wait_for_all()
+                    for writer in self._writers:
+                        await writer.settle()
             except TimeoutError:
                 logger.warning("blocks still move between tiers after %g s", SETTLE_TIMEOUT_S)
             finally:
-                await self._cascade.cancel()
+                for writer in self._writers:
+                    await writer.cancel()
 
     async def _close_staging(self) -> None:
         """Wait for buffers in use; the memory of one used for longer stays with its user."""
@@ -227,20 +233,20 @@ class TieredBackend(Backend):
             found |= await self._promote(tier, [key for key in keys if key in below])
         return found
 
-    async def _promote(self, tier: Tier, keys: Sequence[BlockKey]) -> set[BlockKey]:
+    async def _promote(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Copy blocks to the first tier; return those that arrived in staging memory intact."""
         verified: set[BlockKey] = set()
         sizes = [self._chunk_size(key) for key in keys]
         for start, stop in self._staging.cut(sizes):
             batch = keys[start:stop]
-            async with self._claims.acquire(batch):
+            async with self._locks.acquire(batch):
                 promoted = await self._first.lookup(batch)  # by another call meanwhile
                 verified |= promoted
                 if wanted := [key for key in batch if key not in promoted]:
                     verified |= await self._promote_batch(tier, wanted)
         return verified
 
-    async def _promote_batch(self, tier: Tier, keys: Sequence[BlockKey]) -> set[BlockKey]:
+    async def _promote_batch(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
         sizes = [self._chunk_size(key) for key in keys]
         async with tier.hold(self._staging, sizes, [0] * len(keys)) as staged:
             loaded = await staged.move(tier.load_in_time, keys, staged.blocks)
@@ -282,17 +288,18 @@ class TieredBackend(Backend):
         A block that the first tier had already may be absent below; its write-back looks it up.
         """
         outcomes = [MISSING] * len(keys)
+        starts, sizes = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
         left = list(range(len(keys)))
         for tier in self._tiers:
-            chosen = [keys[index] for index in left]
-            given = await tier.store(chosen, blocks.take(left))
+            given = await tier.store([keys[index] for index in left], blocks.take(left))
             _merge(outcomes, left, given)
             done = [index for index in left if outcomes[index].done]
-            for is_new in (True, False):
-                some = [index for index in done if (keys[index] not in there) == is_new]
-                if some:
-                    chosen = [keys[index] for index in some]
-                    self._cascade.add(tier.index, chosen, blocks.take(some), is_new=is_new)
+            stored = {}
+            for index in done:
+                is_new = keys[index] not in there
+                stored[keys[index]] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
+            for writer in self._writers[tier.index :]:
+                writer.add(stored)
             left = [index for index in left if _may_go_on(outcomes[index])]
             if not left:
                 break
@@ -312,7 +319,7 @@ class TieredBackend(Backend):
 
     def _is_moving(self, key: BlockKey, moving: set[BlockKey]) -> bool:
         """Whether a key that was not found may have been moving between tiers."""
-        return key in moving or key in self._claims
+        return key in moving or key in self._locks
 
     def _chunk_size(self, key: BlockKey) -> int:
         return self._guard.chunk_sizes[group_of(key)]

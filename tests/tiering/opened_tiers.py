@@ -8,7 +8,6 @@ from kvxfer.backends.host import HostBackend, HostConfig, PoolShape
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -19,6 +18,7 @@ from kvxfer.testing import (
 )
 from kvxfer.testing.conformance.suite import make_keys, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
 
 BLOCK_SIZE_BYTES = 48 + 16
@@ -114,6 +114,12 @@ async def opened(memory: BlockMemory, *, num_slots: int = 16) -> AsyncIterator[O
             yield Opened(backend, first, lower, faults)
         finally:
             faults.release()  # or a test that fails would wait for what hangs
+
+
+async def settle(backend: TieredBackend) -> None:
+    """Wait until every tier below has the queued blocks, or fails and waits for a retry."""
+    for writer in backend._writers:
+        await writer.settle()
 
 
 async def load_from(backend: Backend, memory: BlockMemory, keys: Sequence[BlockKey]) -> list[bytes]:

@@ -7,7 +7,6 @@ import pytest
 from kvxfer.backends.host import HostBackend
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,
@@ -17,15 +16,16 @@ from kvxfer.testing import (
     FaultyBackend,
     WrapperTests,
 )
+from kvxfer.tiering.tiered_backend import TieredBackend
 from tests.examples import examples
-from tests.storage.opened_tiers import open_dict, open_host, open_tiers
 from tests.testing.test_dict_backend import Blocks, KeptBackend
+from tests.tiering.opened_tiers import open_dict, open_host, open_tiers, settle
 
 
 async def corrupt_everywhere(backend: Backend, key: BlockKey) -> None:
     """Change the bytes of a block in every tier, after it has arrived in every tier."""
     assert isinstance(backend, TieredBackend)
-    await backend._cascade.settle()
+    await settle(backend)
     for tier in backend.tiers:
         if not sum(await tier.lookup([key])):
             continue
