@@ -32,7 +32,7 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks

@@ -24,7 +24,7 @@ from kvxfer.storage.backend import (
     Outcome,
     Status,
 )
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity

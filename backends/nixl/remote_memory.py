@@ -16,7 +16,7 @@ from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
-from kvxfer.storage.staging import Drain, StagingMemory
+from kvxfer.storage.staging_memory import Drain, StagingMemory
 
 GRACE_S = 0.5
 """Time that a cancelled read has to end, before its memory is put in quarantine."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.text import exit_statuses
+from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.text import printable
 from kvxfer.units import format_size
 

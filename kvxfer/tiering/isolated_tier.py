@@ -11,7 +11,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.tiering.suspension import Suspension
 
 LOOKUP_TIMEOUT_S = 2.0

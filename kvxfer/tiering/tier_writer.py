@@ -11,7 +11,7 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging import StagingMemory
+from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 

@@ -14,12 +14,11 @@ from kvxfer.checks import (
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import MISSING, Backend, Outcome
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.backend import MISSING, Backend, Outcome, pick_outcome
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.outcomes import pick_outcome
-from kvxfer.storage.staging import StagingMemory
+from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.tiering.isolated_tier import LOOKUP_TIMEOUT_S, IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 

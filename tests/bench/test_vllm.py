@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.bench.file import FOLDER_VARIABLE
 from kvxfer.bench.vllm import cases
-from kvxfer.bench.vllm.engine import EngineConfig, Generation
+from kvxfer.bench.vllm.engine_process import EngineConfig, Generation
 
 COMPUTED_S, DEVICE_S, HOST_S, PLAIN_S, FILES_S = 8.0, 0.1, 0.2, 0.25, 0.15
 NUM_STEPS = {COMPUTED_S: 1, DEVICE_S: 1, HOST_S: 2, PLAIN_S: 3, FILES_S: 40}

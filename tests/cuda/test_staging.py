@@ -18,7 +18,7 @@ from kvxfer.errors import DeviceLostError, DeviceUnavailableError, InvalidArgume
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.engine import TransferEngine

@@ -15,7 +15,7 @@ from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.testing.payloads import make_payload
-from kvxfer.transfer.home import LoopThread
+from kvxfer.transfer.event_loop import LoopThread
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")

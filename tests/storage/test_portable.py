@@ -30,7 +30,7 @@ from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import DictBackend, FaultRates, FaultyBackend
 from kvxfer.testing.payloads import copy_blocks, read_payloads, write_payloads

@@ -22,7 +22,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer.staging import StagedBackend
+from kvxfer.transfer.staged_backend import StagedBackend
 from tests.transfer.pretended_device import DEVICE, PretendedCopyEngine, on_device
 
 BLOCK_BYTES = 4096

@@ -14,7 +14,7 @@ import torch
 
 from kvxfer.bench.file import FOLDER_VARIABLE
 from kvxfer.bench.report import Row, compare
-from kvxfer.bench.vllm.engine import EngineConfig, EngineProcess
+from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess
 
 MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
 DTYPE_VARIABLE = "KVXFER_BENCH_DTYPE"

@@ -1,4 +1,4 @@
-"""The side of `kvxfer.bench.vllm.engine` that runs vLLM, in the engine's process."""
+"""The side of `kvxfer.bench.vllm.engine_process` that runs vLLM, in the engine's process."""
 
 import socket
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.bench.vllm.engine import (
+from kvxfer.bench.vllm.engine_process import (
     SHUTDOWN_TIMEOUT_S,
     EngineConfig,
     Generate,

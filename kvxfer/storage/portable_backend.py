@@ -11,10 +11,9 @@ from kvxfer.errors import InvalidArgumentError, UnknownGroupError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.backend import DONE, Backend, Outcome
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.backend import DONE, Backend, Outcome, pick_outcome
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
-from kvxfer.storage.outcomes import pick_outcome
 from kvxfer.storage.portable_namespace import shard_groups
 
 _Ask = Callable[[Sequence[BlockKey]], Coroutine[Any, Any, list[bool]]]

@@ -12,8 +12,8 @@ from math import inf
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import Backend, Begun, ImmediateBackend, Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S, begin_call, poll_begun
+from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
-from kvxfer.transfer.memory import CacheMemory
 
 SLICE_BYTES = {Direction.LOAD: 256 << 20, Direction.STORE: 4 << 20}
 """Bytes within host memory that the engine's thread moves at a time. It waits for a load anyway; it

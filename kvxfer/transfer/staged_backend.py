@@ -15,9 +15,9 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.job import Direction
 
