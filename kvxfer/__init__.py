@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvxfer import errors, kvcache, storage, tiering, transfer  # noqa: F401
     from kvxfer.public import *  # noqa: F403
 
 

@@ -14,14 +14,14 @@ import msgspec
 from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
-from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
-from kvxfer.storage.tiers import TieredBackend
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
-from kvxfer.transfer.staging import DEFAULT_STAGING_BYTES, stage
+from kvxfer.transfer.staged_backend import DEFAULT_STAGING_BYTES, stage
 from kvxfer.units import ByteSize
 
 ENTRY_POINT_GROUP = "kvxfer.backends"

@@ -1,10 +1,6 @@
 """Errors of kvxfer: the data is in their fields; the message only repeats it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from kvxfer.kvcache.allocation_refusal import AllocationRefusal
 
 
 def _shown(value: object) -> str:
@@ -126,18 +122,6 @@ class PageMappingError(LayoutError):
         self.actual = actual
         self.expected = expected
         super().__init__(f"pages cannot be mapped along {axis!r}: {actual}; expected {expected}")
-
-
-class AllocationRefusedError(KVXferError, ValueError):
-    """Canonical allocation that a model does not allow; register per-layer tensors instead.
-
-    Attributes:
-        refusals: Every condition that does not hold, as `why_not_canonical` lists them.
-    """
-
-    def __init__(self, refusals: "Sequence[AllocationRefusal]") -> None:
-        self.refusals = tuple(refusals)
-        super().__init__("; ".join(map(str, self.refusals)))
 
 
 class SpecMergeError(KVXferError, ValueError):
@@ -384,45 +368,4 @@ class PageBoundsError(LayoutError):
         super().__init__(
             f"layer {layer_name!r}: pages end at byte {needed_bytes} of a storage of "
             f"{storage_bytes} bytes"
-        )
-
-
-class BatchOrderError(KVXferError, ValueError):
-    """KV-cache group whose attention backend needs a batch in an order that it cannot get.
-
-    Attributes:
-        group: The group.
-        builder: Its metadata builder.
-        order: The required order: for each position the index of the request that belongs there.
-    """
-
-    def __init__(self, group: int, builder: str, order: Sequence[int], detail: str) -> None:
-        self.group = group
-        self.builder = builder
-        self.order = tuple(order)
-        super().__init__(
-            f"group {group}: {builder} wants the requests in the order {order!r}; {detail}"
-        )
-
-
-class TooManyGroupsError(InvalidArgumentError):
-    """Model with more KV-cache groups than an attention backend supports.
-
-    Attributes:
-        group: The group whose backend it is.
-        builder: The backend's metadata builder.
-        max_num_groups: Groups that the backend supports.
-        num_groups: Groups of the model.
-    """
-
-    def __init__(self, group: int, builder: str, max_num_groups: int, num_groups: int) -> None:
-        self.group = group
-        self.builder = builder
-        self.max_num_groups = max_num_groups
-        self.num_groups = num_groups
-        super().__init__(
-            "num_groups",
-            num_groups,
-            f"at most {max_num_groups}: that is all that {builder}, the "
-            f"metadata builder of group {group}, serves",
         )

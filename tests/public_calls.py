@@ -9,8 +9,25 @@ import numpy as np
 import torch
 
 import kvxfer
-from kvxfer import public
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer import engine_side, kvcache, public, storage, transfer
+from kvxfer.engine_side import (
+    LAYOUT_ZOO,
+    AttentionMetadataBuilder,
+    BlockTable,
+    MultiGroupBlockTable,
+    MultiGroupMetadataBuilder,
+    TokenBatch,
+)
+from kvxfer.kvcache import (
+    AllocationCondition,
+    AttentionLayout,
+    CopyRun,
+    KVCacheSpec,
+    KVLayout,
+    UniformTypeKVCacheSpecs,
+)
+from kvxfer.kvcache.portable import PageMapping
+from kvxfer.storage import StoredTensor
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.job import Direction
 
@@ -22,14 +39,14 @@ SPEC = kvxfer.FullAttentionSpec(**ATTENTION)
 GROUP = kvxfer.KVCacheGroup(SPEC, ("a",))
 CONFIG = kvxfer.KVCacheConfig(NUM_BLOCKS, (GROUP,))
 LATENT = kvxfer.MLASpec(**ATTENTION)
-UNIFORM = kvxfer.UniformTypeKVCacheSpecs(tokens_per_block=TOKENS, layer_specs={"a": SPEC})
-LAYOUT = kvxfer.AttentionLayout("block kv token head dim", "block layer kv token head dim")
+UNIFORM = UniformTypeKVCacheSpecs(tokens_per_block=TOKENS, layer_specs={"a": SPEC})
+LAYOUT = AttentionLayout("block kv token head dim", "block layer kv token head dim")
 KV_CACHES = {"a": torch.zeros(NUM_BLOCKS, 2, TOKENS, 3, 8)}
 CACHES = kvxfer.canonicalize(KV_CACHES, CONFIG)
 SHARD = kvxfer.WorkerShard(num_kv_heads=3)
 KEYS = [kvxfer.make_block_key(b"a", 0)]
-BATCH = kvxfer.TokenBatch.of([[0, 1], [3]])
-TENSOR = kvxfer.StoredTensor(name="k", dtype="F32", shape=(2, 4))
+BATCH = TokenBatch.of([[0, 1], [3]])
+TENSOR = StoredTensor(name="k", dtype="F32", shape=(2, 4))
 IDENTITY = kvxfer.GroupIdentity(page_sizes_bytes=(SPEC.page_size_bytes,))
 NAMESPACE = kvxfer.Namespace(model="m", groups=(IDENTITY,))
 BOXES = list(CACHES.group_data_refs[0][0].boxes)
@@ -40,11 +57,11 @@ TABLE: dict[str, Any] = {
 }
 
 
-class Builder(kvxfer.AttentionMetadataBuilder[int]):
+class Builder(AttentionMetadataBuilder[int]):
     """Attention backend without requirements."""
 
     def build(
-        self, batch: kvxfer.TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor
+        self, batch: TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> int:
         return batch.num_requests + len(block_table) + len(slot_mapping)
 
@@ -53,22 +70,22 @@ def mapping() -> PageMapping:
     return kvxfer.map_caches(CACHES, SHARD)[0]
 
 
-def table() -> kvxfer.BlockTable:
-    made = kvxfer.BlockTable(TOKENS, num_blocks=NUM_BLOCKS, **TABLE)
+def table() -> BlockTable:
+    made = BlockTable(TOKENS, num_blocks=NUM_BLOCKS, **TABLE)
     for row in range(2):
         made.add_row([1 + row], row)
     return made
 
 
-def tables() -> kvxfer.MultiGroupBlockTable:
-    made = kvxfer.MultiGroupBlockTable(CONFIG, **TABLE)
+def tables() -> MultiGroupBlockTable:
+    made = MultiGroupBlockTable(CONFIG, **TABLE)
     for row in range(2):
         made.add_row([[1 + row]], row)
     return made
 
 
-def builders() -> kvxfer.MultiGroupMetadataBuilder[int]:
-    return kvxfer.MultiGroupMetadataBuilder([Builder()], tables())
+def builders() -> MultiGroupMetadataBuilder[int]:
+    return MultiGroupMetadataBuilder([Builder()], tables())
 
 
 def blocks() -> kvxfer.Descriptors:
@@ -123,7 +140,7 @@ VALID_SPECS = {
     "UniformTypeKVCacheSpecs": Valid({"tokens_per_block": TOKENS, "layer_specs": {"a": SPEC}}),
     "UniformTypeKVCacheSpecs.for_layer": Valid({"layer_name": "a"}, lambda: UNIFORM),
     "KVCacheSpec.for_layer": Valid({"layer_name": "a"}, lambda: SPEC),
-    "KVCacheSpec.merge": Valid({"specs": [SPEC]}, lambda: kvxfer.KVCacheSpec),
+    "KVCacheSpec.merge": Valid({"specs": [SPEC]}, lambda: KVCacheSpec),
     "KVCacheSpec.merge_alike": Valid({"specs": [LATENT]}, lambda: LATENT),
     "KVCacheConfig": Valid({"num_blocks": NUM_BLOCKS, "groups": (GROUP,)}),
     "KVCacheGroup": Valid({"spec": SPEC, "layer_names": ("a",)}),
@@ -137,10 +154,10 @@ VALID_LAYOUTS = {
     ),
     "EngineLayout.runs_per_block": Valid(
         {"sizes": dict.fromkeys(("layer", "kv", "token", "head", "dim", "kernel"), 2)},
-        lambda: next(layout for layout in kvxfer.LAYOUT_ZOO if layout.order[0] != "block"),
+        lambda: next(layout for layout in LAYOUT_ZOO if layout.order[0] != "block"),
     ),
     "KVLayout": Valid({"axes": ("block", "token")}),
-    "KVLayout.parse": Valid({"layout": "block token"}, lambda: kvxfer.KVLayout),
+    "KVLayout.parse": Valid({"layout": "block token"}, lambda: KVLayout),
 }
 
 VALID_TABLES = {
@@ -158,7 +175,7 @@ VALID_TABLES = {
     "MultiGroupMetadataBuilder.build": Valid({"batch": BATCH}, builders),
     "MultiGroupMetadataBuilder.reorder": Valid({"batch": BATCH}, builders),
     "TokenBatch": Valid({"query_start_loc": [0, 2], "positions": [0, 1]}),
-    "TokenBatch.of": Valid({"positions": [[0, 1]]}, lambda: kvxfer.TokenBatch),
+    "TokenBatch.of": Valid({"positions": [[0, 1]]}, lambda: TokenBatch),
     "TokenBatch.reorder": Valid({"order": np.array([1, 0])}, lambda: BATCH),
     "decodes_first": Valid({"batch": BATCH}),
     **{f"BlockTable.{name}": Valid(each, table) for name, each in OF_EVERY_TABLE.items()},
@@ -169,7 +186,7 @@ VALID_TABLES = {
 
 VALID_CACHES = {
     "AllocationRefusal": Valid(
-        {"condition": kvxfer.AllocationCondition.ATTENTION, "found": 1, "expected": 2}
+        {"condition": AllocationCondition.ATTENTION, "found": 1, "expected": 2}
     ),
     "CanonicalAllocation": Valid(
         {"buffer": torch.zeros(1), "kv_caches": KV_CACHES, "caches": CACHES}
@@ -181,7 +198,7 @@ VALID_CACHES = {
     "CanonicalKVCaches": Valid(
         {"tensors": CACHES.tensors, "group_data_refs": CACHES.group_data_refs}
     ),
-    "CopyRun": Valid(dict.fromkeys(inspect.signature(kvxfer.CopyRun).parameters, 1)),
+    "CopyRun": Valid(dict.fromkeys(inspect.signature(CopyRun).parameters, 1)),
     "Descriptors": Valid(
         {
             "addresses": np.array([8], np.uint64),
@@ -262,8 +279,9 @@ def public_callables() -> dict[str, Callable[..., Any]]:
     Not errors and enums, which the library makes itself, and not methods for implementors.
     """
     found: dict[str, Callable[..., Any]] = {}
-    for name in public.__all__:
-        value = getattr(kvxfer, name)
+    faces = (public, kvcache, storage, transfer, engine_side)
+    public_values = {name: getattr(face, name) for face in faces for name in face.__all__}
+    for name, value in public_values.items():
         if inspect.isfunction(value):
             found[name] = value
         if not inspect.isclass(value) or issubclass(value, (BaseException, Enum)):

@@ -16,10 +16,11 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import GroupIdentity, Namespace, make_block_key
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
+from tests.tiering.opened_tiers import settle
 
 PAGES = [[96, 33], [64]]
 KEYS = [make_block_key(f"block-{index}".encode(), 0) for index in range(3)]
@@ -297,7 +298,7 @@ async def test_several_urls_are_tiers_in_their_order(memory: BlockMemory) -> Non
         assert [type(tier) for tier in lower] == [DictBackend, DictBackend]
         write_payloads(memory.describe(0, [5, 0, 2]), payloads)
         assert all(outcome.done for outcome in await engine.store(KEYS, [[5, 0, 2], []]))
-        await engine.backend._cascade.settle()
+        await settle(engine.backend)
         assert [sum(await tier.lookup(KEYS)) for tier in lower] == [3, 2]
         await first.delete(KEYS)
         assert await engine.lookup(KEYS) == [True] * 3

@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
-from kvxfer.kvcache.descriptors import Descriptors, describe
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.describer import describe
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE
 from kvxfer.storage.keys import group_of, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig

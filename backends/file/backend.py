@@ -33,10 +33,10 @@ from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
-from kvxfer.storage.claims import KeyClaims
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
+from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.threads import Threads
 
@@ -112,7 +112,7 @@ class FileBackend(Backend):
         self._writers = Threads("kvxfer-file-write", self._num_writers)
         self._lookups = Threads("kvxfer-file-lookup", 1)
         self._removers = Threads("kvxfer-file-remove", 1)
-        self._stores = KeyClaims()
+        self._stores = KeyLocks()
         self._writing_since: list[float] = []
         self._num_corrupt = 0
         self._close_timeout_s = config.close_timeout_s

@@ -17,9 +17,8 @@ from kvxfer.backends.file.format.group_format import GroupFormat
 from kvxfer.backends.file.format.header import PAGE_BYTES, HeaderFrame, padded
 from kvxfer.backends.file.io.file_io import IOV_MAX, FileIO, IOVector
 from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.fragments import cut_evenly, cut_runs
-from kvxfer.kvcache.raw_memory import view_blocks
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
 

@@ -24,11 +24,11 @@ from kvxfer.storage.backend import (
     Outcome,
     Status,
 )
-from kvxfer.storage.claims import KeyClaims
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import (
     NOT_ARRIVED,
@@ -112,7 +112,7 @@ class HostBackend(LendingBackend, ImmediateBackend):
         )
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
-        self._stores = KeyClaims()
+        self._stores = KeyLocks()
         self._lock = threading.Lock()  # of the index, which `load` and `begin_store` use on threads
         self.regions = [self._pool.region, self._pool.generations.region]
 

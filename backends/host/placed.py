@@ -6,7 +6,7 @@ from kvxfer.backends.host.pool import HostPool
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import DONE, Begun, ImmediateBackend, Outcome
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 from kvxfer.storage.threads import Threads
 

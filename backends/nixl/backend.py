@@ -30,12 +30,11 @@ from kvxfer.backends.nixl.server import Server
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
-from kvxfer.storage.outcomes import pick_outcome
-from kvxfer.storage.staging import StagingMemory
+from kvxfer.storage.staging_memory import StagingMemory
 
 STAGING_BYTES = 64 << 20
 

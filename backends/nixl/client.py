@@ -33,7 +33,7 @@ from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel, wait_for_mark
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Fences
-from kvxfer.storage.staging import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 
 STAGED_BYTES = 16 << 20
 """Bytes of a piece of a load or store by way of staging memory."""

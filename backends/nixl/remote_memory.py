@@ -13,11 +13,10 @@ from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.quarantine import end_within
 from kvxfer.backends.nixl.regions import Regions
 from kvxfer.errors import ClosedError
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments
-from kvxfer.kvcache.raw_memory import view_memory
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
-from kvxfer.storage.staging import Drain, StagingMemory
+from kvxfer.storage.staging_memory import Drain, StagingMemory
 
 GRACE_S = 0.5
 """Time that a cancelled read has to end, before its memory is put in quarantine."""

@@ -21,7 +21,7 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
 from kvxfer.storage.threads import Threads
-from kvxfer.storage.tiers import DEFAULT_STAGING_BYTES, TieredBackend
+from kvxfer.tiering.tiered_backend import DEFAULT_STAGING_BYTES, TieredBackend
 from kvxfer.units import format_size
 
 STAGING_BYTES = 512 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from kvxfer.bench.report import Row
-from kvxfer.cli.text import exit_statuses
+from kvxfer.cli.exit_statuses import exit_statuses
 
 BENCHES = ("describe", "layout", "copy", "mapping", "engine-loop", "file", "nixl", "vllm")
 COLUMNS = Row.__struct_fields__

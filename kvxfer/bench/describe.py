@@ -4,12 +4,8 @@ import numpy as np
 import torch
 
 from kvxfer.bench.report import Row, compare, time_in_turn
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
-from kvxfer.kvcache.descriptors import BlockDescriber
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.describer import BlockDescriber
 
 NUM_BLOCKS = 4096
 NUM_REFS = 64

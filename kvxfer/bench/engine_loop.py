@@ -10,11 +10,7 @@ import torch
 
 from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.connect import connect
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.transfer.engine import TransferEngine

@@ -14,7 +14,7 @@ from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.kvcache.allocation import allocate_canonical
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import BlockDescriber, describe
+from kvxfer.kvcache.describer import BlockDescriber, describe
 
 NUM_TINY_BLOCKS = 3
 AS_PUBLISHED = "= 1 ± 0.02"

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import join, touch
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.kvcache.worker_shard import WorkerShard
 
 NUM_THREADS = 2
 NUM_KV_HEADS, HEAD_DIM = 8, 128

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvxfer.kvcache.attention_backend import AttentionLayout
+from kvxfer.kvcache.allocation import AttentionLayout
 from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, MLASpec
 
 KIB, MIB = 1 << 10, 1 << 20

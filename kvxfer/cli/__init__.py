@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from kvxfer.cli.text import exit_statuses
+from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.errors import KVXferError
 from kvxfer.text import printable
 

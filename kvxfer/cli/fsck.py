@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tqdm import tqdm
 
-from kvxfer.cli.text import exit_statuses
+from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.text import printable
 
 if TYPE_CHECKING:

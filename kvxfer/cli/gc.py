@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.text import exit_statuses
+from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.units import ByteSize, Duration, format_size
 
 if TYPE_CHECKING:

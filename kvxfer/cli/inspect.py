@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.text import exit_statuses
-from kvxfer.storage.keys import GROUP_INDEX_BYTES, Namespace, group_of
+from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.text import printable
 from kvxfer.units import format_size
 
 if TYPE_CHECKING:
     from kvxfer.backends.file.maintenance import Inspection
+    from kvxfer.storage.keys import Namespace
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,6 +48,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _lines(found: "Inspection") -> Iterator[tuple[str, str]]:
+    from kvxfer.storage.keys import GROUP_INDEX_BYTES, group_of
+
     header = found.header
     key, size = header.key.hex(), header.data_offset + found.num_bytes
     if len(header.key) > GROUP_INDEX_BYTES:
@@ -76,7 +78,7 @@ def _verdict(error: str, *, is_checked: bool) -> str:
     return "holds" if is_checked else "not verified: keyed, see --secret-file"
 
 
-def _describe(namespace: Namespace) -> Iterator[tuple[str, str]]:
+def _describe(namespace: "Namespace") -> Iterator[tuple[str, str]]:
     yield "model", namespace.model
     for name in ("revision", "dtype", "quantization", "layout", "instruction_set"):
         value: str = getattr(namespace, name)

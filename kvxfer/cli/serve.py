@@ -9,7 +9,7 @@ import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvxfer.cli.text import exit_statuses
+from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:

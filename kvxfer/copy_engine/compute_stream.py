@@ -9,7 +9,7 @@ import torch
 
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent, CudaStream
 from kvxfer.errors import DeviceError
-from kvxfer.kvcache.stream_mark import StreamMark
+from kvxfer.kvcache.descriptors import StreamMark
 
 
 class ComputeStream:

@@ -21,7 +21,7 @@ from kvxfer.copy_engine.cpu_methods import (
     CPUMethods,
 )
 from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.copy_engine.rows import SMALLEST_SHARE_BYTES, Bounce, Pieces, RowCopy, plan_rows
+from kvxfer.copy_engine.row_copies import SMALLEST_SHARE_BYTES, Bounce, Pieces, RowCopy, plan_rows
 from kvxfer.copy_engine.shared_tasks import SharedTasks, Task
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors

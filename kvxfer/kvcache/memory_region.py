@@ -1,11 +1,10 @@
-"""Memory regions: contiguous ranges of memory, to be registered with hardware."""
+"""Memory regions: contiguous ranges of a device's memory, to be registered with hardware."""
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
-from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.errors import InvalidArgumentError
 
 HOST = torch.device("cpu")
 
@@ -27,21 +26,16 @@ class MemoryRegion:
     device: torch.device = HOST
 
 
-def memory_regions(caches: CanonicalKVCaches) -> list[MemoryRegion]:
-    """List the memory regions of caches, each byte in one region."""
-    spans = sorted(
-        (str(tensor.device), start, start + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1])
-        for tensor in (each.tensor for each in caches.tensors)
-        for start in [tensor.data_ptr()]
-    )
-    regions = []
-    for device, on_device in groupby(spans, key=lambda span: span[0]):
-        joined: list[tuple[int, int]] = []
-        for _, start, stop in on_device:
-            if joined and start < joined[-1][1]:  # rows of several tensors interleave
-                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
-            else:
-                joined.append((start, stop))
-        place = torch.device(device)
-        regions += [MemoryRegion(start, stop - start, caches, place) for start, stop in joined]
-    return regions
+def require_device(name: str, device: torch.device | str) -> torch.device:
+    """Find the device that an argument names.
+
+    Raises:
+        InvalidArgumentError: The value is not a device, or this machine does not have it.
+    """
+    expected = "a device of this machine, such as 'cpu'"
+    if not isinstance(device, (str, torch.device)):
+        raise InvalidArgumentError(name, device, expected)
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, NotImplementedError) as exc:
+        raise InvalidArgumentError(name, device, expected) from exc

@@ -1,5 +1,6 @@
 """Interface of backends: the methods that store, look up, load and delete blocks in a medium."""
 
+import dataclasses
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -54,6 +55,24 @@ class Outcome:
 
 DONE = Outcome(Status.DONE)
 MISSING = Outcome(Status.MISSING)
+
+_RANKS = {
+    Status.MISSING: 0,
+    Status.CANCELLED: 1,
+    Status.TIMED_OUT: 1,
+    Status.FAILED: 1,
+    Status.CORRUPT: 2,
+    Status.DONE: 3,
+}
+
+
+def pick_outcome(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
+    """Return the more informative of two outcomes, with `memory_safe`; `one` if they rank alike.
+
+    A corrupt block ranks above a failed one, and that above a missing one; `DONE` ranks highest.
+    """
+    chosen = max(one, other, key=lambda outcome: _RANKS[outcome.status])
+    return dataclasses.replace(chosen, memory_safe=memory_safe)
 
 
 class Backend(ABC):

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from kvxfer.errors import DeviceLostError
-from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.stream_mark import StreamMark
+from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.storage.backend import Begun, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 

@@ -11,9 +11,8 @@ import xxhash
 
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.kvcache.raw_memory import view_blocks
 
 MAX_GATHERED_BYTES = 4 << 10
 """Mean fragment size up to which fragments are gathered before they are hashed: for larger ones,

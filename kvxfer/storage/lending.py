@@ -16,7 +16,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.integrity import checksum_blocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.staging import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
 
 GENERATION_BYTES = 8

@@ -7,8 +7,7 @@ import msgspec
 import torch
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.kvcache.page_mapping import PageMapping
-from kvxfer.kvcache.portable_page import PortableTensor
+from kvxfer.kvcache.portable import PageMapping, PortableTensor
 from kvxfer.storage.keys import GroupIdentity, Namespace, StoredTensor
 
 _SAFETENSORS_DTYPES = {

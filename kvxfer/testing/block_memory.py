@@ -5,12 +5,9 @@ from collections.abc import Sequence
 import torch
 from numpy.typing import ArrayLike
 
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
-from kvxfer.kvcache.descriptors import Descriptors, describe
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.describer import describe
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import GroupIdentity, Namespace
 
 

@@ -9,7 +9,7 @@ import xxhash
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing.payloads import read_payloads, write_payloads
 

@@ -8,7 +8,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvxfer.checks import require_integer, require_integers, require_one_per_group
 from kvxfer.errors import DuplicateError, InvalidArgumentError, LengthMismatchError
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.job import Direction
 

@@ -19,20 +19,19 @@ from kvxfer.checks import (
     require_timeout,
 )
 from kvxfer.errors import DeviceError
-from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.descriptors import BlockDescriber
-from kvxfer.kvcache.memory_region import memory_regions
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Calls
-from kvxfer.storage.door import CallGuard
 from kvxfer.storage.keys import BlockKey
 from kvxfer.transfer.batch import describe_batch
-from kvxfer.transfer.home import EngineLoop
+from kvxfer.transfer.cache_memory import CacheMemory
+from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId
-from kvxfer.transfer.memory import CacheMemory
 from kvxfer.transfer.mover import JobMover
-from kvxfer.transfer.staging import DEFAULT_STAGING_BYTES, stage
+from kvxfer.transfer.staged_backend import DEFAULT_STAGING_BYTES, stage
 from kvxfer.transfer.submissions import Submissions
 
 DEFAULT_TIMEOUT_S = 60.0

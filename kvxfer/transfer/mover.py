@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.calls import call_backend
 from kvxfer.transfer.admission import Admission
-from kvxfer.transfer.begun import BegunJobs
+from kvxfer.transfer.begun_jobs import BegunJobs
+from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
-from kvxfer.transfer.memory import CacheMemory
 
 PIECES_IN_FLIGHT = 4
 

@@ -10,7 +10,7 @@ from math import inf
 
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S
-from kvxfer.transfer.home import EngineLoop
+from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import FinishedJob, Job, JobId
 from kvxfer.transfer.mover import JobMover
 

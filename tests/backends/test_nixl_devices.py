@@ -11,8 +11,9 @@ import torch
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.errors import BackendUnavailableError, DeviceLostError, InvalidArgumentError
+from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion, memory_regions
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys

@@ -23,7 +23,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Pulled,
 )
 from kvxfer.errors import InvalidArgumentError, TransferFailedError
-from kvxfer.kvcache.memory_region import memory_regions
+from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import Fences

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvxfer.kvcache.memory_region import memory_regions
-from kvxfer.kvcache.raw_memory import view_memory
+from kvxfer.kvcache.canonical import memory_regions
+from kvxfer.kvcache.descriptors import view_memory
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, store_generated

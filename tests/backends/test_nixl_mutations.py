@@ -53,7 +53,7 @@ from kvxfer.backends.nixl.wire.messages import (
 from kvxfer.errors import KVXferError, PeerError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import make_block_key
-from kvxfer.storage.staging import StagingMemory
+from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.testing.conformance.suite import statuses
 from tests.backends.nixl_proven import (
     ANSWER,

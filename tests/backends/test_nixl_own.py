@@ -8,8 +8,9 @@ import pytest
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion, memory_regions
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import (

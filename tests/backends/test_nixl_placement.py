@@ -9,8 +9,9 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer import BlockKey, InvalidArgumentError, make_block_key
+from kvxfer import BlockKey, make_block_key
 from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers, rank
+from kvxfer.errors import InvalidArgumentError
 
 ENDPOINTS = st.lists(
     st.builds(

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.transfer.engine import TransferEngine
 from tests.backends.nixl_holders import HolderProcess, OpenHolder, open_client

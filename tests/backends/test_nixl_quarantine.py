@@ -11,14 +11,14 @@ import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import memory_regions
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import BlockMemory, DictBackend, FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, store_generated
 from kvxfer.testing.payloads import read_payloads, write_payloads
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
 
 KEYS = make_keys(4)

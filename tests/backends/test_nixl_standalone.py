@@ -18,11 +18,11 @@ from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.backends.nixl.wire.messages import Pin, Pinned
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace, make_block_key
-from kvxfer.storage.tiers import TieredBackend
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.units import ByteSize
-from tests.storage.opened_tiers import Recorder
+from tests.tiering.opened_tiers import Recorder
 
 LIMIT_S = 10.0
 CAPACITY = ByteSize(1 << 20)

@@ -9,19 +9,19 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvxfer import (
-    ClosedError,
-    InvalidArgumentError,
-    PeerClosedError,
-    PeerTimeoutError,
-    ProtocolError,
-)
 from kvxfer.backends.nixl.config import client_context, server_context
 from kvxfer.backends.nixl.wire import channel
 from kvxfer.backends.nixl.wire.channel import CLOSE_TIMEOUT_S, FrameChannel, RateLimit
 from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
 from kvxfer.backends.nixl.wire.handshake import Role, Session, greet_as_client
 from kvxfer.backends.nixl.wire.messages import Ping, Proof
+from kvxfer.errors import (
+    ClosedError,
+    InvalidArgumentError,
+    PeerClosedError,
+    PeerTimeoutError,
+    ProtocolError,
+)
 from tests.backends.nixl_wire import Authority, Ends, Offer, connected, hello
 
 PING: msgspec.msgpack.Decoder[Ping] = msgspec.msgpack.Decoder(Ping)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer import InvalidArgumentError
 from kvxfer.backends.nixl.config import SECRET_VARIABLE, NixlConfig
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.connect import parse_backend
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize
 
 GIB = ByteSize(1 << 30)

@@ -5,15 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvxfer import (
-    InvalidArgumentError,
-    PeerClosedError,
-)
 from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.wire.data import MAX_VIEWS
 from kvxfer.backends.nixl.wire.handshake import Role
 from kvxfer.backends.nixl.wire.messages import Reading
-from kvxfer.errors import TransferFailedError
+from kvxfer.errors import InvalidArgumentError, PeerClosedError, TransferFailedError
 from tests.backends.nixl_data import LIMIT_S, MEMORY_BYTES, Ends, address, both_ends, frames, words
 from tests.backends.nixl_wire import Authority
 

@@ -10,16 +10,12 @@ from typing import TypeAlias
 
 import pytest
 
-from kvxfer import (
-    InvalidArgumentError,
-    PeerClosedError,
-    ProtocolError,
-)
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.wire.data import DataConnection, describe
 from kvxfer.backends.nixl.wire.frames import MAX_FRAME_BYTES
 from kvxfer.backends.nixl.wire.handshake import Role
 from kvxfer.backends.nixl.wire.messages import Ping, Proof
+from kvxfer.errors import InvalidArgumentError, PeerClosedError, ProtocolError
 from tests.backends.nixl_data import (
     LIMIT_S,
     ONE,

@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer import (
+from kvxfer.backends.nixl.wire.channel import FrameChannel
+from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
+from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
+from kvxfer.backends.nixl.wire.messages import Ping
+from kvxfer.errors import (
     HandshakeError,
     NamespaceMismatchError,
     PeerClosedError,
@@ -17,10 +21,6 @@ from kvxfer import (
     PeerTimeoutError,
     ProtocolError,
 )
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
-from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
-from kvxfer.backends.nixl.wire.messages import Ping
 from tests.backends.nixl_wire import (
     FOUND,
     HOST,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer import InvalidArgumentError, ProtocolError, make_block_key
+from kvxfer import make_block_key
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -28,6 +28,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Reading,
     Request,
 )
+from kvxfer.errors import InvalidArgumentError, ProtocolError
 
 REQUEST: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 HANDSHAKE: msgspec.msgpack.Decoder[Handshake] = msgspec.msgpack.Decoder(Handshake)

@@ -5,11 +5,6 @@ import asyncio
 import msgspec
 import pytest
 
-from kvxfer import (
-    HandshakeError,
-    NamespaceMismatchError,
-    ProtocolError,
-)
 from kvxfer.backends.nixl.config import client_context, server_context
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.wire import messages
@@ -21,6 +16,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Reach,
     Refusal,
 )
+from kvxfer.errors import HandshakeError, NamespaceMismatchError, ProtocolError
 from tests.backends.nixl_wire import (
     FOUND,
     LOOKUP,

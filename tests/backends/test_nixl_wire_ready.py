@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvxfer import PeerClosedError, PeerTimeoutError, ProtocolError
 from kvxfer.backends.nixl import Endpoint, NixlConfig, connection
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.connection import Connection
@@ -14,6 +13,7 @@ from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.wire.channel import FrameChannel
 from kvxfer.backends.nixl.wire.handshake import greet_as_server
 from kvxfer.backends.nixl.wire.messages import Pong, Ready
+from kvxfer.errors import PeerClosedError, PeerTimeoutError, ProtocolError
 from tests.backends.nixl_wire import HOST, NAMESPACE, Offer, hello, listening
 
 TIMEOUT_S = 0.2

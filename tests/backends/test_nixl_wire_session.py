@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from kvxfer import HandshakeError
 from kvxfer.backends.nixl.wire.handshake import Role, Session
 from kvxfer.backends.nixl.wire.messages import Attach
+from kvxfer.errors import HandshakeError
 
 
 def sides(key: bytes = bytes(32)) -> tuple[Session, Session]:

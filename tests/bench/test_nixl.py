@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from kvxfer.bench.nixl import MODELS
-from kvxfer.bench.nixl_far import FarProcess
-from kvxfer.bench.nixl_near import Near
-from kvxfer.bench.nixl_raw import TOTAL_BYTES, PlainClient, PlainServer, allocate
+from kvxfer.bench.nixl.cases import MODELS
+from kvxfer.bench.nixl.far import FarProcess
+from kvxfer.bench.nixl.near import Near
+from kvxfer.bench.nixl.raw import TOTAL_BYTES, PlainClient, PlainServer, allocate
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 
 BLOCK_BYTES = 2 << 20

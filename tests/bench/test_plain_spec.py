@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
 )
 
-from kvxfer.bench.plain_spec import PlainManager, PlainWorker, Slots
+from kvxfer.bench.vllm.plain_spec import PlainManager, PlainWorker, Slots
 
 pytestmark = pytest.mark.timeout(120)  # importing vLLM takes ten seconds of a busy machine
 

@@ -6,9 +6,9 @@ from typing import Self
 
 import pytest
 
-from kvxfer.bench import vllm
-from kvxfer.bench.engine import EngineConfig, Generation
 from kvxfer.bench.file import FOLDER_VARIABLE
+from kvxfer.bench.vllm import cases
+from kvxfer.bench.vllm.engine_process import EngineConfig, Generation
 
 COMPUTED_S, DEVICE_S, HOST_S, PLAIN_S, FILES_S = 8.0, 0.1, 0.2, 0.25, 0.15
 NUM_STEPS = {COMPUTED_S: 1, DEVICE_S: 1, HOST_S: 2, PLAIN_S: 3, FILES_S: 40}
@@ -55,7 +55,7 @@ class PretendedEngine:
         self._device.add(prompt)
         self._host.add(prompt)
         self._steps = [0.0] * NUM_STEPS[seconds]
-        return [self._generation(seconds, 0 if seconds == COMPUTED_S else vllm.CACHED_TOKENS)]
+        return [self._generation(seconds, 0 if seconds == COMPUTED_S else cases.CACHED_TOKENS)]
 
     def step_times(self) -> list[float]:
         return self._steps
@@ -91,18 +91,18 @@ class PretendedEngine:
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[PretendedEngine]:
     (tmp_path / "config.json").touch()
-    monkeypatch.setenv(vllm.MODEL_VARIABLE, str(tmp_path))
-    monkeypatch.setenv(vllm.DTYPE_VARIABLE, "float16")
+    monkeypatch.setenv(cases.MODEL_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cases.DTYPE_VARIABLE, "float16")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "files"))
     state = {"started": [], "files": {}, "keeps_files": True}
     engines = type("Engines", (PretendedEngine,), state)
-    monkeypatch.setattr(vllm, "EngineProcess", engines)
+    monkeypatch.setattr(cases, "EngineProcess", engines)
     return engines
 
 
 def test_each_kind_of_hit_is_compared_with_its_own_baseline() -> None:
     first, steps = "first token of 2448 tokens in float16, ", "engine steps until the first token, "
-    rows = {row.case: (round(row.ratio, 4), row.goal) for row in vllm.run(quick=True)}
+    rows = {row.case: (round(row.ratio, 4), row.goal) for row in cases.run(quick=True)}
     assert rows == {
         f"{first}host hit against device hit": (2.0, ""),
         f"{first}host hit against 1.05 device hits + 5 ms": (1.8182, "<= 1.0"),
@@ -123,7 +123,7 @@ def test_each_kind_of_hit_is_compared_with_its_own_baseline() -> None:
 def test_files_that_an_engine_left_are_hit_by_the_next_one_and_deleted_at_the_end(
     engines: type[PretendedEngine], tmp_path: Path
 ) -> None:
-    vllm.run(quick=False)
+    cases.run(quick=False)
     tiers = [config.connector["backend"] for config in engines.started[3:] if config.connector]
     assert len(tiers) == 3
     assert tiers.count(tiers[0]) == 3
@@ -133,11 +133,11 @@ def test_files_that_an_engine_left_are_hit_by_the_next_one_and_deleted_at_the_en
 def test_a_prompt_that_is_not_in_the_files_is_an_error(engines: type[PretendedEngine]) -> None:
     engines.keeps_files = False
     with pytest.raises(RuntimeError, match="hit in files: 0 tokens of the prompt were cached"):
-        vllm.run(quick=True)
+        cases.run(quick=True)
 
 
 def test_every_engine_computes_in_the_same_data_type(engines: type[PretendedEngine]) -> None:
-    vllm.run(quick=True)
+    cases.run(quick=True)
     assert {config.dtype for config in engines.started} == {"float16"}
 
 
@@ -154,10 +154,10 @@ def test_a_processor_without_bfloat16_computes_in_float32(
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: flags)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert vllm._fast_dtype() == dtype
+    assert cases._fast_dtype() == dtype
 
 
 def test_a_missing_model_is_named_with_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(vllm.MODEL_VARIABLE, "/nowhere")
+    monkeypatch.setenv(cases.MODEL_VARIABLE, "/nowhere")
     with pytest.raises(FileNotFoundError, match=r"/nowhere.*KVXFER_BENCH_MODEL"):
-        vllm.run(quick=True)
+        cases.run(quick=True)

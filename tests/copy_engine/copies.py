@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
-from kvxfer.copy_engine.rows import (
+from kvxfer.copy_engine.row_copies import (
     Bounce,
     Gather,
     Pieces,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvxfer.copy_engine import cpu
 from kvxfer.copy_engine.cpu import SHARES_PER_THREAD, CPUCopyEngine
 from kvxfer.copy_engine.cpu_methods import ROUNDS, TRIAL_BYTES, CPUMethod, CPUMethods, Pattern
-from kvxfer.copy_engine.rows import (
+from kvxfer.copy_engine.row_copies import (
     CHUNK_BYTES,
     SMALLEST_SHARE_BYTES,
     Bounce,

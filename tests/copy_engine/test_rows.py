@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvxfer.copy_engine import cpu
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.copy_engine.rows import (
+from kvxfer.copy_engine.row_copies import (
     MOST_LOCKED_ROWS,
     Bounce,
     Gather,
@@ -197,7 +197,7 @@ def test_a_gather_takes_the_longest_rows_whose_places_are_multiples_of_their_len
         widths.append(view.itemsize)
         return take(view, *arguments, **named)
 
-    monkeypatch.setattr("kvxfer.copy_engine.rows.np.take", noting_take)
+    monkeypatch.setattr("kvxfer.copy_engine.row_copies.np.take", noting_take)
     lengths = [length * kib] * count
     gather(
         pieces(Side(source, starts), lengths),

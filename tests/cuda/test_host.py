@@ -10,7 +10,7 @@ import torch
 import kvxfer
 from kvxfer.backends.host import HostPool, PlacedBackend, PoolShape, place
 from kvxfer.copy_engine.devices import DeviceCopyEngine
-from kvxfer.errors import DeviceUnavailableError
+from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.transfer.engine import TransferEngine
 from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
@@ -146,7 +146,7 @@ async def test_how_small_fragments_are_copied_can_be_configured(
 
 
 def test_methods_that_are_none_are_refused_by_name(gpu: SimulatedGpu) -> None:
-    with pytest.raises(kvxfer.InvalidArgumentError, match="sideways=1KiB"):
+    with pytest.raises(InvalidArgumentError, match="sideways=1KiB"):
         kvxfer.connect(
             "host://?capacity=4MiB&methods=sideways=1KiB",
             EngineCaches(gpu).caches,

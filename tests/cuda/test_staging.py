@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 import kvxfer
 from kvxfer.connect import complete_namespace, open_backend
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaStream
-from kvxfer.errors import DeviceLostError, DeviceUnavailableError
+from kvxfer.errors import DeviceLostError, DeviceUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.engine import TransferEngine
@@ -404,6 +404,6 @@ def test_caches_that_are_not_on_their_device_leave_nothing_open(
     counts = "num_contexts", "registered_bytes", "num_live_streams", "num_live_events"
     before = list(map(gpu.get, counts))
     pages = kvxfer.map_caches(caches, kvxfer.WorkerShard(num_kv_heads=4)) if mappings else ()
-    with pytest.raises((DeviceUnavailableError, kvxfer.InvalidArgumentError), match=error):
+    with pytest.raises((DeviceUnavailableError, InvalidArgumentError), match=error):
         kvxfer.connect(url, replace(caches, tensors=elsewhere), namespace=NAMESPACE, mappings=pages)
     assert list(map(gpu.get, counts)) == before

@@ -16,7 +16,7 @@ from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests, DictBackend, DictConfig
 from kvxfer.testing.payloads import read_payloads, write_payloads
-from kvxfer.transfer.staging import StagedBackend
+from kvxfer.transfer.staged_backend import StagedBackend
 from tests.cuda.simulated_gpu import SimulatedGpu
 
 DEVICE = torch.device("cuda", 0)

@@ -28,9 +28,9 @@ from vllm.v1.kv_offload.base import (
 from kvxfer.backends.nixl import NixlBackend
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
-from kvxfer.integrations.vllm.interface import group_ids
-from kvxfer.integrations.vllm_connector.hooks import convert_caches
-from kvxfer.kvcache.descriptors import describe
+from kvxfer.integrations.vllm.connector.hooks import convert_caches
+from kvxfer.integrations.vllm.offloading.interface import group_ids
+from kvxfer.kvcache.describer import describe
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
 from tests.e2e.audit import DIE, DIRECTORY, HOOKS, Hook

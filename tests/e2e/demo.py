@@ -20,7 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvxfer.bench.engine import EngineConfig, EngineDiedError, EngineProcess, Generation
+from kvxfer.bench.vllm.engine_process import (
+    EngineConfig,
+    EngineDiedError,
+    EngineProcess,
+    Generation,
+)
 from tests.e2e import audit, models, oracle, text
 
 NUM_PROMPTS = 4

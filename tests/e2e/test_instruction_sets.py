@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvxfer.integrations.vllm.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from tests.e2e import instruction_set
 from tests.e2e.harness import AuditedEngine, random_prompts, require_same, run_engine
 

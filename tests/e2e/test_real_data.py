@@ -24,7 +24,7 @@ from kvxfer import (
     make_block_key,
     map_caches,
 )
-from kvxfer.bench.engine import ENVIRONMENT
+from kvxfer.bench.vllm.engine_process import ENVIRONMENT
 from kvxfer.storage.keys import BlockKey
 from tests.e2e import models, text
 from tests.e2e.harness import REPOSITORY, AuditedEngine, run_engine

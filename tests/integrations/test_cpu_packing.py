@@ -22,7 +22,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends import cpu_attn
 
-from kvxfer.integrations.vllm.cpu_packing import (
+from kvxfer.integrations.vllm.common.cpu_packing import (
     KERNEL_FEATURES,
     MEASURED_ITEMSIZES,
     TOKEN_UNITS,
@@ -201,7 +201,7 @@ TRY_BUILD = r"""
 import sys, re, torch
 for name in sys.argv[1].split():
     setattr(torch.cpu, f"_is_{name}_supported", lambda: False)
-from kvxfer.integrations.vllm.cpu_packing import *
+from kvxfer.integrations.vllm.common.cpu_packing import *
 from vllm.platforms import current_platform
 for isa, name in (each.split(":") for each in sys.argv[2].split()):
     dtype = getattr(torch, name)

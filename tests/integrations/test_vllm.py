@@ -40,10 +40,11 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, manager, metrics
-from kvxfer.integrations.vllm.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.manager import KVXferOffloadingManager, Placement
-from kvxfer.integrations.vllm.worker import KVXferOffloadingWorker
+from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.offloading import manager, metrics
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager, Placement
+from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 
 NUM_SLOTS = 4
 PAGE_BYTES = 64
@@ -442,7 +443,10 @@ def test_an_unsupported_vllm_is_named_with_the_supported_releases(tmp_path: Path
     (tmp_path / "vllm-0.9.1.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: vllm\nVersion: 0.9.1\n"
     (tmp_path / "vllm-0.9.1.dist-info" / "METADATA").write_text(metadata)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvxfer.integrations.vllm"
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+        "from kvxfer.integrations.vllm import KVXferOffloadingSpec"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )

@@ -10,7 +10,7 @@ import torch
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.descriptors import describe
+from kvxfer.kvcache.describer import describe
 
 pytest.importorskip("vllm.v1.kv_offload", reason="needs vLLM")
 
@@ -18,8 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading import worker as offloading
 from vllm.v1.attention.backends import utils as backend_utils
 
+from kvxfer.integrations.vllm.connector.hooks import convert_caches
 from kvxfer.integrations.vllm_connector import KVCacheHooks
-from kvxfer.integrations.vllm_connector.hooks import convert_caches
 from tests.integrations import vllm_tensors
 from tests.integrations.vllm_tensors import (
     FULL,

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvxfer.integrations.vllm.offloading import offloading_spec
+
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, spec
-from kvxfer.integrations.vllm.identity import (
+from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.offloading.identity import (
     ModelIdentity,
     WorkerIdentity,
     identify_model,
@@ -22,8 +24,8 @@ from kvxfer.integrations.vllm.identity import (
     receive_identities,
     row_namespace,
 )
-from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
-from kvxfer.integrations.vllm.worker_pages import GroupPages, WorkerPages
+from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
+from kvxfer.integrations.vllm.offloading.worker_pages import GroupPages, WorkerPages
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config
@@ -224,7 +226,7 @@ def test_the_scheduler_receives_what_every_worker_published() -> None:
 def test_an_engine_with_tiers_below_is_built_from_urls(
     vllm_config: Any, monkeypatch: pytest.MonkeyPatch, num_lower: int
 ) -> None:
-    monkeypatch.setattr(spec, "get_current_vllm_config_or_none", lambda: vllm_config)
+    monkeypatch.setattr(offloading_spec, "get_current_vllm_config_or_none", lambda: vllm_config)
     config = make_config(backend=["host://?capacity=1MiB"] * (1 + num_lower))
     memory = BlockMemory([[100, 28], [128]], num_blocks=32, blocks_per_chunk=2)
     worker = KVXferOffloadingSpec(config).get_worker(as_vllm_caches(memory))

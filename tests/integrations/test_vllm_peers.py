@@ -15,13 +15,13 @@ from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.testing.payloads import make_payload
-from kvxfer.transfer.home import LoopThread
+from kvxfer.transfer.event_loop import LoopThread
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")
 
-from kvxfer.integrations.vllm import interface
-from kvxfer.integrations.vllm.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading import interface
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from tests.integrations.test_vllm_tier import HIT, MISS, NUM_CHUNKS, ROW_BYTES, Tiers, keys_of
 
 T = TypeVar("T")

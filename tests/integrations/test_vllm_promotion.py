@@ -18,7 +18,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvxfer.integrations.vllm import lower_tier, metrics
+from kvxfer.integrations.vllm.offloading import lower_tier, metrics
 from tests.integrations.two_tiers import (
     HIT,
     LIMIT_S,

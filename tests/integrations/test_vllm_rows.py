@@ -14,10 +14,10 @@ from vllm import _custom_ops
 
 from kvxfer.backends.host import PoolShape
 from kvxfer.errors import NamespaceMismatchError
-from kvxfer.integrations.vllm.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.interface import group_ids
-from kvxfer.integrations.vllm.row_mapping import map_rows, num_copies
-from kvxfer.integrations.vllm.worker_pages import (
+from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.offloading.interface import group_ids
+from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
+from kvxfer.integrations.vllm.offloading.worker_pages import (
     CPU_AXES,
     GroupPages,
     WorkerPages,
@@ -25,7 +25,7 @@ from kvxfer.integrations.vllm.worker_pages import (
     unpack,
 )
 from kvxfer.kvcache.page_box import Digit, PageBox
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 from tests.integrations.test_vllm import make_config

@@ -28,8 +28,9 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier, interface
-from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
+from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
+from kvxfer.integrations.vllm.offloading import interface
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, Timeouts
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4

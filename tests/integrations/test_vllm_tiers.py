@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import FaultRates
 from kvxfer.testing.faulty_backend import Operation
+from kvxfer.tiering.suspension import Suspension
+from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
@@ -17,7 +21,8 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
-from kvxfer.integrations.vllm import KVXferOffloadingSpec, metrics, tiered_manager
+from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.offloading import metrics
 from tests.integrations.two_tiers import (
     HIT,
     LIMIT_S,
@@ -187,15 +192,65 @@ def test_a_promotion_goes_on_when_its_request_has_ended(start: Start) -> None:
     assert scheduler.index.num_evictable == 0, "held for the other request only"
 
 
-def test_more_copies_than_half_of_the_slots_are_dropped_and_counted(start: Start) -> None:
+def test_more_copies_than_half_of_the_slots_wait_for_room(start: Start) -> None:
     backend = broken(Operation.STORE, hang=1.0)
     scheduler = start(backend)
     assert scheduler.store(keys_of(NUM_SLOTS)) == keys_of(NUM_SLOTS)
-    assert scheduler.counts()[metrics.LOWER_STORES_DROPPED] == NUM_SLOTS / 2
-    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS // 2, first=10)
+    assert scheduler.index.num_evictable == NUM_SLOTS / 2
     backend.release()
+    scheduler.until(lambda: not len(scheduler.manager._write_back))
     scheduler.settle()
-    assert scheduler.counts()[metrics.LOWER_STORED] == NUM_SLOTS / 2
+    assert isinstance(backend.inner, KeepingBackend)
+    assert len(backend.inner) == NUM_SLOTS
+    counts = scheduler.counts()
+    assert counts[metrics.LOWER_STORED] == NUM_SLOTS
+    assert metrics.LOWER_STORES_DROPPED not in counts
+
+
+def test_chunks_that_are_evicted_before_they_were_copied_are_counted(start: Start) -> None:
+    backend = broken(Operation.STORE, hang=1.0)
+    scheduler = start(backend)
+    assert scheduler.store(keys_of(NUM_SLOTS)) == keys_of(NUM_SLOTS)
+    assert metrics.LOWER_STORES_DROPPED not in scheduler.counts()
+    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS // 2, first=10)
+    assert scheduler.counts()[metrics.LOWER_STORES_DROPPED] == NUM_SLOTS / 2
+    backend.release()
+    assert isinstance(backend.inner, KeepingBackend)
+    scheduler.until(lambda: len(backend.inner) == NUM_SLOTS)  # type: ignore[arg-type]
+    kept = [*keys_of(NUM_SLOTS // 2), *keys_of(NUM_SLOTS // 2, first=10)]
+    assert all(key in backend.inner for key in kept)
+
+
+def test_a_shutdown_copies_the_chunks_that_wait(start: Start) -> None:
+    backend = KeepingBackend()
+    scheduler = start(backend)
+    scheduler.store(keys_of(NUM_SLOTS))
+    scheduler.manager.shutdown()
+    assert len(backend) == NUM_SLOTS
+
+
+def test_a_chunk_that_alone_is_never_stored_is_given_up(start: Start) -> None:
+    num_attempts = 0
+
+    class PickyBackend(KeepingBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            if keys_of(1)[0] in keys:
+                nonlocal num_attempts
+                num_attempts += 1
+            failed = Outcome(Status.FAILED, reason="a folder has its name")
+            outcomes = await super().store(keys, blocks)
+            return [
+                failed if key == keys_of(1)[0] else outcome
+                for key, outcome in zip(keys, outcomes, strict=True)
+            ]
+
+    scheduler = start(PickyBackend(), num_slots=64)
+    scheduler.manager._write_back.first_pause_s = 0.0
+    for nth in range(MAX_ATTEMPTS):
+        scheduler.store(keys_of(1, first=nth))
+        scheduler.until(lambda: len(scheduler.manager._write_back) <= 1)
+    scheduler.until(lambda: not len(scheduler.manager._write_back))
+    assert num_attempts >= MAX_ATTEMPTS
 
 
 @pytest.mark.parametrize("rates", [{"error": 1.0}, {"failure": 1.0}])
@@ -216,11 +271,11 @@ def test_a_broken_lower_tier_leaves_host_memory_alone(
 
 
 def test_what_the_lower_tier_missed_while_it_failed_gets_there_when_it_works_again(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start,
 ) -> None:
-    monkeypatch.setattr(tiered_manager, "FIRST_PAUSE_S", 0.0)
     backend = broken(Operation.STORE, error=1.0)
     scheduler, keys = start(backend), keys_of(2)
+    scheduler.manager._write_back.first_pause_s = 0.0
     assert isinstance(backend.inner, KeepingBackend)
     scheduler.store(keys)
     scheduler.until(lambda: scheduler.counts().get(metrics.LOWER_STORES_FAILED))
@@ -237,6 +292,22 @@ def test_a_lookup_that_hangs_is_a_miss_when_its_time_is_up(start: Start) -> None
     assert scheduler.lookup(keys_of(1)) == [RETRY]
     assert scheduler.resolve(keys_of(1)) == [MISS]
     assert scheduler.lookup(keys_of(1, first=1), "next") == [MISS], "the next one waits, too"
+
+
+def test_a_tier_that_missed_a_deadline_gets_no_chunks_until_its_pause_is_over(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = broken(Operation.LOOKUP, hang=1.0)
+    scheduler = start(backend, lookup=0.05)
+    assert scheduler.lookup(keys_of(1)) == [RETRY]
+    assert scheduler.resolve(keys_of(1)) == [MISS]
+    assert "the lower tier: lookup of 1 rows took longer than 0.05 s" in caplog.text
+    assert scheduler.store(keys_of(2, first=10)) == keys_of(2, first=10)
+    scheduler.step()
+    assert scheduler.index.num_evictable == 2, "a chunk is on its way to a tier that hangs"
+    scheduler.manager._tier._suspension = Suspension("the lower tier")
+    assert isinstance(backend.inner, KeepingBackend)
+    scheduler.until(lambda: len(backend.inner) == 2)  # type: ignore[arg-type]
 
 
 def test_a_promotion_that_hangs_is_a_miss_and_its_slot_stays_out_of_use_until_it_is_quiet(

@@ -21,8 +21,8 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from kvxfer.integrations.vllm.lower_tier import LowerTier, Timeouts
-from kvxfer.integrations.vllm.tiered_manager import TieredOffloadingManager
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, Timeouts
+from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 
 NUM_SLOTS = 4
 PART_BYTES = 4096
@@ -114,7 +114,9 @@ class Scheduler:
     def forget(self) -> None:
         """Evict everything from host memory, without telling the tier below."""
         self.settle()
-        assert len(self.index.remove(self.index.keys())) > 0
+        removed = self.index.remove(self.index.keys())
+        assert removed
+        self.manager._write_back.forget(removed)
 
     def bytes_of(self, key: BlockKey) -> list[bytes]:
         rows = self.pool.slot_bytes(self.index.slot_of(key))

@@ -5,9 +5,7 @@ from typing import Any
 
 import torch
 
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCaches,
-)
+from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec
 

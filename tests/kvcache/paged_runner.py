@@ -13,17 +13,16 @@ import torch
 from numpy.typing import NDArray
 from transformers import AttentionInterface
 
-from kvxfer.kvcache.allocation import allocate_canonical
-from kvxfer.kvcache.attention_backend import AttentionLayout
-from kvxfer.kvcache.attention_metadata import (
+from kvxfer.engine_side import (
+    NULL_BLOCK_ID,
     AttentionMetadataBuilder,
+    MultiGroupBlockTable,
     MultiGroupMetadataBuilder,
     TokenBatch,
     decodes_first,
 )
-from kvxfer.kvcache.block_table import NULL_BLOCK_ID
+from kvxfer.kvcache.allocation import AttentionLayout, allocate_canonical
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.transfer.engine import TransferEngine

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvxfer.kvcache.engine_layout import EngineLayout
+from kvxfer.engine_side import EngineLayout
+from kvxfer.kvcache.portable import WorkerShard
 from kvxfer.kvcache.quantization import KVQuantization
-from kvxfer.kvcache.worker_shard import WorkerShard
 from tests.kvcache.page_worlds import World
 from tests.kvcache.world_engines import EngineOptions
 from tests.kvcache.zoo_engines import ZOO

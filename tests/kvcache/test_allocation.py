@@ -9,12 +9,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from kvxfer.kvcache.allocation import allocate_canonical
-from kvxfer.kvcache.attention_backend import AttentionLayout
-from kvxfer.kvcache.attestation import attest
-from kvxfer.kvcache.canonical import canonicalize
+from kvxfer.kvcache.allocation import AttentionLayout, allocate_canonical
+from kvxfer.kvcache.canonical import attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import describe
+from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.spec import (
     AttentionSpec,
     FullAttentionSpec,

@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from kvxfer.errors import AllocationRefusedError, InvalidArgumentError
-from kvxfer.kvcache.allocation import allocate_canonical
-from kvxfer.kvcache.allocation_refusal import (
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.allocation import (
     AllocationCondition,
     AllocationRefusal,
+    AllocationRefusedError,
+    AttentionBackend,
+    AttentionLayout,
+    allocate_canonical,
     why_not_canonical,
 )
-from kvxfer.kvcache.attention_backend import AttentionBackend, AttentionLayout
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import (
     AttentionSpec,

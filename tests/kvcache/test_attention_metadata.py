@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvxfer.errors import BatchOrderError, InvalidArgumentError, TooManyGroupsError
-from kvxfer.kvcache.attention_metadata import (
+from kvxfer.engine_side import (
     AttentionMetadataBuilder,
+    BatchOrderError,
+    MultiGroupBlockTable,
     MultiGroupMetadataBuilder,
     TokenBatch,
+    TooManyGroupsError,
     decodes_first,
 )
-from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.spec import FullAttentionSpec
 from tests.kvcache.engine_views import config_of
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kvxfer.errors import AttestationError, UnknownLayoutError
-from kvxfer.kvcache import attestation
-from kvxfer.kvcache.attestation import attest
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    attest,
+    attestation,
     canonicalize,
 )
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup

@@ -8,9 +8,8 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 
+from kvxfer.engine_side import NULL_BLOCK_ID, PAD_SLOT, BlockTable, MultiGroupBlockTable
 from kvxfer.errors import BlockIdError, InvalidArgumentError
-from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT, BlockTable
-from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
 from tests.kvcache.engine_views import config_of
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT
+from kvxfer.engine_side import NULL_BLOCK_ID, PAD_SLOT, MultiGroupBlockTable
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
 from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
 from tests.examples import examples
 

@@ -12,8 +12,7 @@ pytest.importorskip("vllm.v1.worker.block_table", reason="needs vLLM")
 
 from vllm.v1.worker import block_table as vllm_tables
 
-from kvxfer.kvcache.block_table import NULL_BLOCK_ID, PAD_SLOT
-from kvxfer.kvcache.multi_group_block_table import MultiGroupBlockTable
+from kvxfer.engine_side import NULL_BLOCK_ID, PAD_SLOT, MultiGroupBlockTable
 from kvxfer.kvcache.spec import FullAttentionSpec
 from tests.examples import examples
 from tests.kvcache.engine_views import config_of

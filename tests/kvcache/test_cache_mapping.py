@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvxfer.errors import InvalidArgumentError, PageMappingError
-from kvxfer.kvcache.cache_mapping import map_caches, payload_boxes
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -17,8 +16,15 @@ from kvxfer.kvcache.canonical import (
     canonicalize,
 )
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.page_mapping import PageMapping, compile_mapping, verify_mappings
-from kvxfer.kvcache.portable_page import portable_page
+from kvxfer.kvcache.portable import (
+    PageMapping,
+    WorkerShard,
+    compile_mapping,
+    map_caches,
+    payload_boxes,
+    portable_page,
+    verify_mappings,
+)
 from kvxfer.kvcache.spec import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -26,7 +32,6 @@ from kvxfer.kvcache.spec import (
     MLASpec,
     UniformTypeKVCacheSpecs,
 )
-from kvxfer.kvcache.worker_shard import WorkerShard
 
 NUM_BLOCKS, TOKENS, HEADS, DIM = 3, 8, 2, 4
 NHD = "block kv token head dim"

@@ -1,10 +1,13 @@
 """Canonicalizing: refuses tensors that fit no layout, or two."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from kvxfer.errors import (
     AmbiguousLayoutError,
@@ -14,9 +17,7 @@ from kvxfer.errors import (
     OverlapError,
     UnknownLayoutError,
 )
-from kvxfer.kvcache.canonical import (
-    canonicalize,
-)
+from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.spec import (
     KVCacheSpec,
     UniformTypeKVCacheSpecs,
@@ -229,6 +230,43 @@ def test_pages_that_touch_the_pages_of_others_are_apart() -> None:
     closer = storage.as_strided(shape, (8 * 768, *inner), 768 - 1)
     with pytest.raises(OverlapError):
         canonicalize({"a": near, "b": closer}, config_of((SPEC, "ab")))
+
+
+@st.composite
+def strided(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Draw the offset, the head dimension and the block stride of a layer's pages, in bytes."""
+    head_dim = draw(st.integers(1, 4))
+    return draw(st.integers(0, 30)), head_dim, 2 * head_dim + draw(st.integers(0, 6))
+
+
+@given(first=strided(), second=strided(), num_blocks=st.integers(1, 4))
+@example((0, 2, 8), (13, 2, 8), 3)  # by one byte into the next block
+@example((0, 2, 8), (12, 2, 8), 3)  # up to the next block
+@example((0, 2, 8), (13, 2, 8), 2)  # into a block that does not exist
+@example((0, 2, 8), (11, 2, 8), 2)  # by one byte into the last block
+@example((0, 2, 6), (3, 2, 7), 2)  # by one byte, other strides
+@example((0, 3, 7), (6, 3, 7), 2)  # a row of two that touch runs into its own next block
+def test_pages_are_refused_when_two_layers_share_a_byte(
+    first: tuple[int, int, int], second: tuple[int, int, int], num_blocks: int
+) -> None:
+    storage = torch.zeros(100, dtype=torch.int8)
+    kv_caches, specs, places = {}, {}, []
+    for name, (offset, dim, stride) in zip("ab", (first, second), strict=True):
+        shape, strides = (num_blocks, 2, 1, 1, dim), (stride, dim, dim, dim, 1)
+        kv_caches[name] = storage.as_strided(shape, strides, offset)
+        specs[name] = replace(
+            SPEC, tokens_per_block=1, num_kv_heads=1, head_dim=dim, dtype=torch.int8
+        )
+        starts = range(offset, offset + num_blocks * stride, stride)
+        places.append({start + byte for start in starts for byte in range(2 * dim)})
+    group = UniformTypeKVCacheSpecs(tokens_per_block=1, layer_specs=specs)
+    fine = places[0] == places[1] or places[0].isdisjoint(places[1])
+    with nullcontext() if fine else pytest.raises(OverlapError):
+        canonicalize(
+            kv_caches,
+            config_of((group, "ab"), num_blocks=num_blocks),
+            layouts=dict.fromkeys("ab", NHD),
+        )
 
 
 def keys_and_values(first: int, last: int) -> list[torch.Tensor]:

@@ -8,9 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.kvcache.canonical import (
-    canonicalize,
-)
+from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.spec import (
     FullAttentionSpec,
 )

@@ -9,9 +9,7 @@ from kvxfer.errors import (
     InvalidArgumentError,
     LayoutError,
 )
-from kvxfer.kvcache.canonical import (
-    canonicalize,
-)
+from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.spec import (
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,

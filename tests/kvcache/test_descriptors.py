@@ -14,12 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
-from kvxfer.kvcache.canonical import (
-    CanonicalKVCacheRef,
-    CanonicalKVCaches,
-    CanonicalKVCacheTensor,
-)
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors, describe
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.describer import BlockDescriber, describe
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import pair_fragments
 from kvxfer.testing.payloads import describe_buffer
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks

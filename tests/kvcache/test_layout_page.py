@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
+from kvxfer.engine_side import LAYOUT_ZOO
 from tests.kvcache.layout_page import DOCS, IMAGES, PAGE, in_pieces, layout_page, picture
 
 

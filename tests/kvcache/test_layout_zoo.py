@@ -12,15 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import DTypeLike, NDArray
 
+from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.errors import InvalidArgumentError, LayoutError, UnknownLayoutError
-from kvxfer.kvcache.allocation import allocate_canonical
-from kvxfer.kvcache.allocation_refusal import AllocationCondition, why_not_canonical
-from kvxfer.kvcache.attestation import attest
-from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
+from kvxfer.kvcache.allocation import AllocationCondition, allocate_canonical, why_not_canonical
+from kvxfer.kvcache.canonical import CanonicalKVCaches, attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import describe
-from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
+from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (
     AttentionSpec,

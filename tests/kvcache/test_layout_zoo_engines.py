@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvxfer.kvcache.attestation import attest
-from kvxfer.kvcache.canonical import canonicalize
+from kvxfer.engine_side import LAYOUT_ZOO
+from kvxfer.kvcache.canonical import attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import describe
-from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
+from kvxfer.kvcache.describer import describe
 from kvxfer.kvcache.spec import FullAttentionSpec
 
 cache_utils = pytest.importorskip("transformers.cache_utils")

@@ -6,8 +6,8 @@ from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
     CanonicalKVCacheTensor,
+    memory_regions,
 )
-from kvxfer.kvcache.memory_region import memory_regions
 
 
 def caches_of(*tensors: torch.Tensor) -> CanonicalKVCaches:

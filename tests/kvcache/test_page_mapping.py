@@ -9,15 +9,12 @@ import pytest
 import torch
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.kvcache.cache_mapping import map_caches
+from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import BlockDescriber
-from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
-from kvxfer.kvcache.page_mapping import verify_mappings
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.portable import WorkerShard, map_caches, verify_mappings
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.kvcache.worker_shard import WorkerShard
 from tests.kvcache.page_worlds import StateWorld, World
 from tests.kvcache.random_worlds import (
     divisors,

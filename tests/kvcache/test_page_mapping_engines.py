@@ -5,12 +5,11 @@ import pytest
 import torch
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import BlockDescriber
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.portable import WorkerShard, map_caches
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.kvcache.worker_shard import WorkerShard
 from tests.kvcache.world_engines import part_of_pages
 
 cache_utils = pytest.importorskip("transformers.cache_utils")

@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError
-from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.portable import WorkerShard, map_caches
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.kvcache.worker_shard import WorkerShard
 
 NUM_BLOCKS, TOKENS, HEADS, DIM = 12, 8, 2, 3
 SPEC = FullAttentionSpec(

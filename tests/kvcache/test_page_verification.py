@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from kvxfer.engine_side import EngineLayout
 from kvxfer.errors import PageMappingError
-from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.page_mapping import CopyRun, PageFragments, PageMapping, verify_mappings
-from kvxfer.kvcache.worker_shard import WorkerShard
+from kvxfer.kvcache.portable import (
+    CopyRun,
+    PageFragments,
+    PageMapping,
+    WorkerShard,
+    verify_mappings,
+)
 from tests.kvcache.page_worlds import World
 from tests.kvcache.random_worlds import layouts_of, random_options, random_page, random_world
 from tests.kvcache.world_engines import EngineOptions, MappedEngine, start_engine

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 
 from kvxfer.connect import connect
-from kvxfer.kvcache.attention_backend import AttentionLayout
-from kvxfer.kvcache.block_table import NULL_BLOCK_ID
+from kvxfer.engine_side import NULL_BLOCK_ID
+from kvxfer.kvcache.allocation import AttentionLayout
 from kvxfer.storage.keys import Namespace
 from kvxfer.transfer.engine import TransferEngine
 from tests.kvcache.paged_runner import (

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kvxfer.errors import InvalidArgumentError, SpecMergeError
-from kvxfer.kvcache.attestation import attest
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
-from kvxfer.kvcache.canonical import canonicalize
+from kvxfer.kvcache.canonical import attest, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.quantization import KVQuantization
 from kvxfer.kvcache.spec import (

@@ -11,7 +11,7 @@ from kvxfer.kvcache.canonical import (
 )
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.spec import FullAttentionSpec
-from kvxfer.kvcache.storages import CacheStorages
+from kvxfer.transfer.cache_memory import CacheStorages
 
 NUM_BLOCKS = 6
 

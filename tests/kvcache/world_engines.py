@@ -9,14 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.engine_side import EngineLayout
 from kvxfer.kvcache.allocation import allocate_canonical
-from kvxfer.kvcache.cache_mapping import map_caches
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
-from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.page_mapping import PageMapping
-from kvxfer.kvcache.worker_shard import WorkerShard
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
 from tests.kvcache.page_worlds import FIRST_LAYER, StateWorld, Values, World
 from tests.kvcache.zoo_engines import INTEGERS, AttentionEngine, ZooGroup, with_kernel_blocks
 from tests.kvcache.zoo_states import StateEngine

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.engine_layout import EngineLayout
-from kvxfer.kvcache.layout_zoo import LAYOUT_ZOO
 from kvxfer.kvcache.spec import AttentionSpec, FullAttentionSpec, KVCacheSpec, MLASpec
 
 ZOO = [entry for entry in LAYOUT_ZOO if entry.content != "states"]

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import torch
 
-from kvxfer.kvcache.engine_layout import EngineLayout
+from kvxfer.engine_side import EngineLayout
 from kvxfer.kvcache.spec import MambaSpec
 from tests.kvcache.zoo_engines import INTEGERS, ZooEngine, ZooGroup
 

@@ -15,7 +15,7 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.page_mapping import PageMapping
+from kvxfer.kvcache.portable import PageMapping
 
 LAYERS = ("model.layers.0.attn", "model.layers.1.attn")
 HEADS, DIM, TOKENS, PAGE = 4, 8, 64, 16

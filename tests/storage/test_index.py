@@ -73,6 +73,19 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head(index: BlockIndex) -> N
     assert store(index, E) == [D]
 
 
+def test_storing_a_prefix_again_leaves_its_tail_as_the_first_to_go(index: BlockIndex) -> None:
+    store(index, A, B, C, D)
+    assert index.begin_store([A, B, C, D]).present == [A, B, C, D]
+    assert store(index, E) == [D]
+
+
+def test_unpinning_a_prefix_leaves_its_tail_as_the_first_to_go(index: BlockIndex) -> None:
+    store(index, A, B, C, D)
+    index.pin([A, B, C, D])
+    index.unpin([A, B, C, D])
+    assert store(index, E) == [D]
+
+
 def test_touching_a_prefix_leaves_its_tail_as_the_first_to_go(index: BlockIndex) -> None:
     store(index, A, B, C, D)
     index.touch([A, B, C, D, F])

@@ -13,12 +13,10 @@ import torch
 from safetensors import safe_open
 
 from kvxfer import (
-    InvalidArgumentError,
     KVCacheConfig,
     KVCacheGroup,
     MambaSpec,
     MLASpec,
-    PageMappingError,
     Status,
     WorkerShard,
     canonicalize,
@@ -27,11 +25,12 @@ from kvxfer import (
     map_caches,
 )
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.kvcache.descriptors import BlockDescriber, Descriptors
-from kvxfer.kvcache.stream_mark import StreamMark
+from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors, StreamMark
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.portable import PortableBackend
+from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.testing import DictBackend, FaultRates, FaultyBackend
 from kvxfer.testing.payloads import copy_blocks, read_payloads, write_payloads

@@ -12,7 +12,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
 from kvxfer.storage.calls import Move
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging import StagingMemory
+from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.testing.conformance.suite import make_keys, yield_to_loop
 from kvxfer.testing.payloads import read_payloads, write_payloads
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
-from kvxfer.storage.door import CallGuard
+from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
 from kvxfer.testing.payloads import copy_blocks, flip_bit, read_payloads, write_payloads

@@ -12,7 +12,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.transfer.staging import StagedBackend
+from kvxfer.transfer.staged_backend import StagedBackend
 
 DEVICE = torch.device("cuda", 0)
 TIMEOUT_S = 10.0

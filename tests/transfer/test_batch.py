@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from kvxfer.errors import DuplicateError, InvalidArgumentError
-from kvxfer.kvcache.allocation import allocate_canonical
-from kvxfer.kvcache.attention_backend import AttentionLayout
+from kvxfer.kvcache.allocation import AttentionLayout, allocate_canonical
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -16,7 +15,7 @@ from kvxfer.kvcache.canonical import (
     canonicalize,
 )
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
-from kvxfer.kvcache.descriptors import BlockDescriber
+from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.spec import FullAttentionSpec
 from kvxfer.storage.backend import DONE
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key

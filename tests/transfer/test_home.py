@@ -301,7 +301,7 @@ FORK = """
         for number, call in enumerate(calls):
             try:
                 call()
-            except kvxfer.ForkedError as exc:
+            except kvxfer.errors.ForkedError as exc:
                 assert "fork" in str(exc), exc
             else:
                 print("call", number, "did not raise", flush=True)

@@ -16,7 +16,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import begun
+from kvxfer.transfer import begun_jobs
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, FinishedJob
 
@@ -179,8 +179,8 @@ def test_closing_waits_for_a_job_that_another_thread_moves(
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of one block, and no more of them after a long pause."""
-    monkeypatch.setattr(begun, "SLICE_BYTES", {Direction.LOAD: 8192, Direction.STORE: 4096})
-    monkeypatch.setattr(begun, "SHARE", 0)
+    monkeypatch.setattr(begun_jobs, "SLICE_BYTES", {Direction.LOAD: 8192, Direction.STORE: 4096})
+    monkeypatch.setattr(begun_jobs, "SHARE", 0)
 
 
 @pytest.mark.usefixtures("slices")
@@ -204,7 +204,7 @@ class TestLongJobs:
     def test_more_is_moved_after_a_long_pause(
         self, engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(begun, "SHARE", 1e6)
+        monkeypatch.setattr(begun_jobs, "SHARE", 1e6)
         engine.submit_store(KEYS, IDS)
         [job] = engine.get_finished()
         assert (job.done, backend.num_stored) == (True, [1, 1, 1, 1])

@@ -14,14 +14,15 @@ from kvxfer.errors import (
     DeviceLostError,
     InvalidArgumentError,
 )
+from kvxfer.kvcache.canonical import memory_regions
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import MemoryRegion, memory_regions
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer.staging import StagedBackend
+from kvxfer.transfer.staged_backend import StagedBackend
 from tests.transfer.pretended_device import DEVICE, PretendedCopyEngine, on_device
 
 BLOCK_BYTES = 4096

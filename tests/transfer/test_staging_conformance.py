@@ -18,7 +18,7 @@ from kvxfer.testing import (
 from kvxfer.units import ByteSize
 from tests.backends.file_store import capacity_of, flip_bit, open_store, path_of
 from tests.examples import examples
-from tests.storage.opened_tiers import open_tiers
+from tests.tiering.opened_tiers import open_tiers
 from tests.transfer.pretended_device import StagedFromDevice
 
 FEW_BYTES = 1  # two buffers of the largest block

@@ -8,7 +8,17 @@ import torch
 
 import kvxfer
 from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.engine_side import (
+    AttentionMetadataBuilder,
+    MultiGroupBlockTable,
+    MultiGroupMetadataBuilder,
+    TokenBatch,
+)
+from kvxfer.errors import NamespaceMismatchError
+from kvxfer.kvcache import CanonicalKVCacheRef, KVCacheSpec
+from kvxfer.storage import group_of
 from kvxfer.testing import BackendTests
+from kvxfer.transfer import JobId
 from kvxfer.units import ByteSize
 
 
@@ -19,8 +29,8 @@ def caches_are_canonical(
         tokens_per_block=16, num_kv_heads=8, head_dim=64, dtype=torch.bfloat16
     )
     assert_type(spec.page_size_bytes, int)
-    merged = kvxfer.KVCacheSpec.merge([spec, spec])
-    assert_type(merged, kvxfer.KVCacheSpec)
+    merged = KVCacheSpec.merge([spec, spec])
+    assert_type(merged, KVCacheSpec)
     config = kvxfer.KVCacheConfig(num_blocks=8, groups=(kvxfer.KVCacheGroup(spec, ("layer",)),))
     caches = kvxfer.canonicalize(kv_caches, config)
     assert_type(caches, kvxfer.CanonicalKVCaches)
@@ -29,7 +39,7 @@ def caches_are_canonical(
         kvxfer.CanonicalKVCaches,
     )
     assert_type(caches.tensors[0].tensor, torch.Tensor)
-    assert_type(caches.group_data_refs, Sequence[Sequence[kvxfer.CanonicalKVCacheRef]])
+    assert_type(caches.group_data_refs, Sequence[Sequence[CanonicalKVCacheRef]])
     return caches
 
 
@@ -43,7 +53,7 @@ def descriptors_are_arrays(caches: kvxfer.CanonicalKVCaches) -> None:
 def keys_are_not_just_bytes(content_hash: bytes) -> kvxfer.BlockKey:
     key = kvxfer.make_block_key(content_hash, 0)
     assert_type(key, kvxfer.BlockKey)
-    assert_type(kvxfer.group_of(key), int)
+    assert_type(group_of(key), int)
     return key
 
 
@@ -67,21 +77,21 @@ async def transfers_end_in_outcomes(
 
 def polling_gives_finished_jobs(engine: kvxfer.TransferEngine, keys: list[kvxfer.BlockKey]) -> None:
     job_id = engine.submit_store(keys, [[1]])
-    assert_type(job_id, kvxfer.JobId)
+    assert_type(job_id, JobId)
     assert_type(engine.wait([job_id], timeout_s=1.0), bool)
     assert_type(engine.get_finished(), list[kvxfer.FinishedJob])
 
 
-class Builder(kvxfer.AttentionMetadataBuilder[list[int]]):
+class Builder(AttentionMetadataBuilder[list[int]]):
     def build(
-        self, batch: kvxfer.TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor
+        self, batch: TokenBatch, block_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> list[int]:
         raise NotImplementedError
 
 
-def builders_say_what_they_build(tables: kvxfer.MultiGroupBlockTable) -> None:
-    builder = kvxfer.MultiGroupMetadataBuilder([Builder(), Builder()], tables)
-    batch, _ = builder.reorder(kvxfer.TokenBatch.of([[0, 1], np.arange(3)]))
+def builders_say_what_they_build(tables: MultiGroupBlockTable) -> None:
+    builder = MultiGroupMetadataBuilder([Builder(), Builder()], tables)
+    batch, _ = builder.reorder(TokenBatch.of([[0, 1], np.arange(3)]))
     assert_type(builder.build(batch), list[list[int]])
     assert_type(tables[0].compute_slot_mapping([0, 1], np.array([7])), torch.Tensor)
 
@@ -96,7 +106,7 @@ class TestsOfABackend(BackendTests):
         raise NotImplementedError
 
 
-def errors_carry_data(error: kvxfer.NamespaceMismatchError) -> None:
+def errors_carry_data(error: NamespaceMismatchError) -> None:
     assert_type(error.field, str)
     base: kvxfer.KVXferError = error
     builtin: ValueError = error

@@ -30,8 +30,8 @@ from kvxfer.errors import (
     ProtocolError,
     TransferFailedError,
 )
+from kvxfer.kvcache.descriptors import view_memory
 from kvxfer.kvcache.fragments import Addresses
-from kvxfer.kvcache.raw_memory import view_memory
 
 MAX_VIEWS = 1024
 """Most fragments of one system call. Source: IOV_MAX in limits.h."""

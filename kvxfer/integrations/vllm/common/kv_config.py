@@ -1,0 +1,154 @@
+"""Conversion of vLLM's KV-cache configs and specs to kvxfer's."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvxfer.engine_side import NULL_BLOCK_ID
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.spec import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLASpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+
+def convert_config(config: Any, kv_caches: Mapping[str, Any]) -> KVCacheConfig:
+    """Convert the plan of a release from 0.20 on.
+
+    Args:
+        config: A `vllm.v1.kv_cache_interface.KVCacheConfig`.
+        kv_caches: Tensors registered for each layer: from 0.27 on, the states of a recurrent layer
+            are one tensor of bytes.
+
+    Raises:
+        InvalidArgumentError: kvxfer has no spec for a layer's cache.
+    """
+    return KVCacheConfig(
+        num_blocks=config.num_blocks,
+        groups=tuple(
+            KVCacheGroup(
+                convert_spec(group.kv_cache_spec, kv_caches.get(group.layer_names[0])),
+                tuple(group.layer_names),
+            )
+            for group in config.kv_cache_groups
+        ),
+        # From 0.29 on a tensor lists its layers, but not the tensors that they share.
+        shared_tensors=tuple(
+            tuple(tensor.shared_by)
+            for tensor in config.kv_cache_tensors
+            if getattr(tensor, "shared_by", ())
+        ),
+        null_block_id=NULL_BLOCK_ID,
+    )
+
+
+def convert_spec(spec: Any, entry: Any = None) -> KVCacheSpec:
+    """Convert the spec of a layer, or of all layers of a group, and check its size.
+
+    Args:
+        spec: A `vllm.v1.kv_cache_interface.KVCacheSpec`.
+        entry: Tensors registered for a layer with this spec.
+
+    Raises:
+        InvalidArgumentError: kvxfer has no spec for it: a page has other bytes than keys and
+            values of this type would have, as packed or scaled ones do.
+    """
+    families = [base.__name__ for base in type(spec).__mro__]
+    family = next((name for name in families if name in _CONVERT), None)
+    if family is None:
+        raise InvalidArgumentError("kv_cache_spec", spec, f"one of {', '.join(_CONVERT)}")
+    converted = _CONVERT[family](spec, entry)
+    if converted.page_size_bytes != spec.page_size_bytes:
+        rule = f"{spec.page_size_bytes} bytes in a page, not {converted.page_size_bytes}"
+        raise InvalidArgumentError("kv_cache_spec", spec, rule)
+    return converted
+
+
+def _attention(spec: Any) -> dict[str, Any]:
+    return {
+        "tokens_per_block": spec.block_size,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_size,
+        "dtype": spec.dtype,
+        "page_size_padded": getattr(spec, "page_size_padded", None),
+    }
+
+
+def _split_attention(spec: Any) -> dict[str, Any]:
+    return _attention(spec) | {"head_dim_v": getattr(spec, "head_size_v", None)}
+
+
+def _full(spec: Any, _: Any) -> KVCacheSpec:
+    return FullAttentionSpec(
+        **_split_attention(spec),
+        sliding_window=spec.sliding_window,
+        attention_chunk_tokens=spec.attention_chunk_size,
+    )
+
+
+def _sliding(spec: Any, _: Any) -> KVCacheSpec:
+    return SlidingWindowSpec(**_split_attention(spec), sliding_window=spec.sliding_window)
+
+
+def _chunked(spec: Any, _: Any) -> KVCacheSpec:
+    chunk = spec.attention_chunk_size
+    return ChunkedLocalAttentionSpec(**_split_attention(spec), attention_chunk_tokens=chunk)
+
+
+def _cross(spec: Any, _: Any) -> KVCacheSpec:
+    return CrossAttentionSpec(**_split_attention(spec))
+
+
+def _latent(spec: Any, _: Any) -> KVCacheSpec:
+    return MLASpec(**_attention(spec))
+
+
+def _sliding_latent(spec: Any, _: Any) -> KVCacheSpec:
+    return SlidingWindowMLASpec(**_attention(spec), sliding_window=spec.sliding_window)
+
+
+def _recurrent(spec: Any, entry: Any) -> KVCacheSpec:
+    shapes, dtypes = tuple(spec.shapes), tuple(spec.dtypes)
+    whole = MambaSpec(
+        tokens_per_block=spec.block_size,
+        shapes=shapes,
+        dtypes=dtypes,
+        page_size_padded=spec.page_size_padded,
+    )
+    if not isinstance(entry, torch.Tensor):
+        return whole
+    return MambaSpec(
+        tokens_per_block=spec.block_size,
+        shapes=((whole.unpadded_page_size_bytes,),),
+        dtypes=(torch.int8,),
+        page_size_padded=spec.page_size_padded,
+    )
+
+
+def _per_layer(spec: Any, entry: Any) -> KVCacheSpec:
+    return UniformTypeKVCacheSpecs(
+        tokens_per_block=spec.block_size,
+        layer_specs={name: convert_spec(each, entry) for name, each in spec.kv_cache_specs.items()},
+    )
+
+
+_CONVERT = {
+    "UniformTypeKVCacheSpecs": _per_layer,
+    "MambaSpec": _recurrent,
+    "SlidingWindowMLASpec": _sliding_latent,
+    "MLAAttentionSpec": _latent,
+    "SlidingWindowSpec": _sliding,
+    "ChunkedLocalAttentionSpec": _chunked,
+    "CrossAttentionSpec": _cross,
+    "FullAttentionSpec": _full,
+}
+"""Conversions by the name of vLLM's class, or of its nearest base class."""

@@ -1,0 +1,6 @@
+"""Offloading under vLLM: the spec, both sides of it, and the tier for vLLM's own spec."""
+
+from kvxfer.integrations.vllm.offloading.offloading_spec import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.offloading.secondary_tier import KVXferTier
+
+__all__ = ["KVXferOffloadingSpec", "KVXferTier"]

@@ -1,0 +1,351 @@
+"""Lower tier under vLLM: stores rows of host memory in a backend and loads them, by polling."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+from kvxfer.kvcache.portable import PageMapping
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.tiering.isolated_tier import CLOSE_TIMEOUT_S, LOOKUP_TIMEOUT_S, MOVE_TIMEOUT_S
+from kvxfer.tiering.lookup_results import LookupResults
+from kvxfer.tiering.suspension import Suspension
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import Direction, JobId
+
+SALT_BYTES = 16
+JOB_BYTES = 16 << 20
+"""Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
+still read, and the threads of a backend get about equal shares."""
+
+logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Purgeable(Protocol):
+    """Backend that can delete every block of its namespace at once."""
+
+    async def purge(self) -> Any:
+        """Delete every block of the namespace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Deadlines in seconds; `reset` and `close` bound how long the calls of that name block."""
+
+    lookup: float = LOOKUP_TIMEOUT_S
+    load: float = MOVE_TIMEOUT_S
+    store: float = 60.0
+    reset: float = 5.0
+    close: float = CLOSE_TIMEOUT_S
+
+
+class LowerTier:
+    """Tier below host memory: stores rows in a backend and loads them; polled, from one thread.
+
+    A row is the memory of one key: the chunks of every worker. The backend moves it in one piece,
+    on the event loop of a `TransferEngine`, which bounds the bytes in flight and applies
+    deadlines. Only `drain`, `reset` and `close` block, and not beyond their timeouts, even if the
+    backend hangs.
+
+    Args:
+        rows: uint8, `(num_rows, row_size_bytes)`, contiguous; kept alive.
+        num_groups: One more than the largest group index of a key.
+        backend: Backend that stores the rows; closed with the tier.
+        mappings: Page mapping of each group, by which rows are portable pages; by default rows are
+            stored unchanged.
+        timeouts: Deadlines of the backend.
+
+    Attributes:
+        results: Results of `lookup`; those that were not asked are looked up by the next `flush`.
+
+    Raises:
+        BackendUnavailableError: The backend cannot start; it is closed.
+    """
+
+    def __init__(
+        self,
+        rows: NDArray[np.uint8],
+        num_groups: int,
+        backend: Backend,
+        *,
+        mappings: Sequence[PageMapping] = (),
+        timeouts: Timeouts | None = None,
+    ) -> None:
+        tensor = torch.from_numpy(rows).view(torch.int8)
+        row_size_bytes = rows.shape[1]
+        caches = CanonicalKVCaches(
+            tensors=[CanonicalKVCacheTensor(tensor, row_size_bytes)],
+            group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * num_groups,
+        )
+        self._timeouts = timeouts or Timeouts()
+        self._engine = TransferEngine(
+            caches, backend, mappings=mappings, timeout_s=self._timeouts.store
+        )
+        try:
+            self._engine.submit_call(backend.start()).result()
+        except BaseException:
+            self._engine.close()
+            raise
+        self._num_groups = num_groups
+        self.results = LookupResults()
+        self._lookups: list[RowLookup] = []
+        self._jobs: dict[JobId, RowJob] = {}
+        self._late: list[RowOutcome] = []
+        self._missing: list[BlockKey] = []
+        self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
+        self._salt = b""
+        self._suspension = Suspension("the lower tier")
+
+    def lookup(self, key: BlockKey, req_id: str) -> bool | None:
+        """Whether the backend has a key; None while its lookup has not ended.
+
+        Keys are looked up in batches, by `flush`; a result stays until the request is released.
+        """
+        if self.is_suspended and not self.results.is_found(key):
+            return False
+        return self.results.get(key, req_id)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the backend is not asked, since it missed a deadline."""
+        return self._suspension.is_on(time.monotonic())
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a lookup of the backend has not ended yet."""
+        return bool(self._lookups)
+
+    @property
+    def num_unknown(self) -> int:
+        """Rows that were given to `flush` and whose keys are still being looked up."""
+        return sum(len(lookup.rows) for lookup in self._lookups)
+
+    def flush(self, rows: Mapping[BlockKey, int] | None = None) -> None:
+        """Start one lookup in the backend of all keys that were wanted since the last call.
+
+        Args:
+            rows: Rows to load some of these keys to, if they are found, and keys of which that is
+                known. They belong to the tier until `poll` reports them; those whose keys the
+                backend does not have, until `take_missing` does.
+        """
+        keys = self.results.take_unasked()
+        known = dict(rows or {})
+        unknown = {key: known.pop(key) for key in keys if key in known}
+        self._load(known, self._jobs)
+        if keys:
+            lookup = RowLookup(keys, unknown, time.monotonic() + self._timeouts.lookup)
+            names = [self._name(key) for key in keys]
+            lookup.call = self._engine.submit_call(self._look_up(lookup, names))
+            self._lookups.append(lookup)
+
+    def submit_store(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
+        """Begin to store rows, which must not change until `poll` reports them."""
+        self.results.forget(keys)
+        return self._submit(Direction.STORE, keys, rows, self._jobs)
+
+    def submit_load(self, keys: Sequence[BlockKey], rows: Sequence[int]) -> JobId:
+        """Begin to load rows, which belong to the tier until `poll` reports them."""
+        return self._submit(Direction.LOAD, keys, rows, self._jobs)
+
+    def take_missing(self) -> list[BlockKey]:
+        """Return the keys that were not found, and whose rows nothing has touched; after `poll`."""
+        missing, self._missing = self._missing, []
+        return missing
+
+    def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Begin to delete keys."""
+        call = self._engine.backend.delete([self._name(key) for key in keys])
+        self._engine.submit_call(call).add_done_callback(_log_failure)
+
+    def is_late(self, key: BlockKey) -> bool:
+        """Whether a load of this key was abandoned while its memory is still in use."""
+        return any(
+            each.key == key and each.direction is Direction.LOAD and not each.void
+            for each in self._late
+        )
+
+    def poll(self) -> list[RowOutcome]:
+        """Record lookup results; return the rows that were moved since the last call."""
+        ended = self._engine.get_finished()  # first: loads of a lookup end after its answer
+        self._take_answers()
+        moved: list[RowOutcome] = []
+        for finished in ended:
+            job = self._jobs.pop(finished.job_id)
+            for key, row, outcome in zip(job.keys, job.rows, finished.outcomes, strict=True):
+                each = RowOutcome(finished.job_id, job.direction, key, row, outcome, void=job.void)
+                (moved if outcome.memory_safe else self._late).append(each)
+                if job.direction is Direction.LOAD and not outcome.done and not job.void:
+                    self.results.deny([key])
+                    if outcome.status is Status.TIMED_OUT:
+                        self._suspend("a load", self._timeouts.load)
+        late, self._late = self._late, []
+        for each in late:
+            (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
+        return moved
+
+    def drain(self, *, timeout_s: float | None = None) -> bool:
+        """Block until no transfer touches a row; the next `poll` reports the rows.
+
+        Returns:
+            Whether that happened before the timeout.
+        """
+        ended = self._engine.wait(list(self._jobs), timeout_s=timeout_s)
+        quiet = self._engine.submit_call(self._engine.drain())
+        try:
+            quiet.result(timeout_s if ended else 0)
+        except TimeoutError:
+            quiet.cancel()
+            return False
+        return ended
+
+    def reset(self) -> list[int]:
+        """Forget every row: none that was stored before will be found again.
+
+        A reset can mean that the weights were changed in memory. From here on rows are stored
+        under salted keys, known only to this process: so old rows are not found, not even those
+        that a hanging backend stores later, and the next engine does not take new rows for rows of
+        the weights on disk. Purging the backend as well only makes room.
+
+        Returns:
+            Rows whose memory is still in use; `poll` reports them later, as void.
+        """
+        self._end_lookups()
+        for job_id, job in self._jobs.items():
+            job.void = True
+            self._engine.cancel(job_id)
+        self._late = [replace(each, void=True) for each in self._late]
+        self._missing.clear()
+        self.results.clear()
+        self._salt = secrets.token_bytes(SALT_BYTES)
+        self.drain(timeout_s=self._timeouts.reset)
+        self.poll()
+        if isinstance(self._engine.backend, Purgeable):
+            self._engine.submit_call(self._engine.backend.purge()).add_done_callback(_log_failure)
+        unfinished = [row for job in self._jobs.values() for row in job.rows]
+        return unfinished + [each.row for each in self._late]
+
+    def close(self) -> bool:
+        """Finish stores, cancel loads, and close the backend.
+
+        Returns:
+            Whether that was done in time. If not, the backend may still touch rows.
+        """
+        deadline = time.monotonic() + self._timeouts.close
+        self._end_lookups()
+        stores = []
+        for job_id, job in self._jobs.items():
+            if job.direction is Direction.STORE:
+                stores.append(job_id)
+            else:
+                self._engine.cancel(job_id)
+        self._engine.wait(stores, timeout_s=self._timeouts.close)
+        closing = threading.Thread(target=self._close_engine, name="kvxfer-close", daemon=True)
+        closing.start()
+        closing.join(max(1.0, deadline - time.monotonic()))
+        if closing.is_alive():
+            logger.warning("the lower tier did not close in time; its unfinished stores are lost")
+        return not closing.is_alive()
+
+    def _close_engine(self) -> None:
+        try:
+            self._engine.close()
+        except Exception:
+            logger.exception("the lower tier cannot be closed")
+
+    async def _look_up(self, lookup: RowLookup, names: Sequence[BlockKey]) -> None:
+        """Look up keys and begin to load those that are found, on the engine's event loop."""
+        found = [False] * len(names)
+        try:
+            answer = await self._engine.backend.lookup(names)
+            found = [*answer] if len(answer) == len(names) else found
+        except Exception as exc:  # noqa: BLE001 - a backend that is gone has nothing
+            logger.warning("a lookup of %d keys failed: %r", len(names), exc)
+        if not lookup.answer.set_running_or_notify_cancel():
+            return
+        there = {key for key, is_there in zip(lookup.keys, found, strict=True) if is_there}
+        try:
+            rows = {key: row for key, row in lookup.rows.items() if key in there}
+            self._load(rows, lookup.jobs)
+        except Exception:
+            logger.exception("%d keys that were found cannot be loaded", len(there))
+            found = [False] * len(names)
+        lookup.answer.set_result(found)
+
+    def _load(self, rows: Mapping[BlockKey, int], jobs: dict[JobId, RowJob]) -> None:
+        """Begin to load rows, in jobs of about `JOB_BYTES`."""
+        keys = list(rows)
+        for start in range(0, len(keys), self._rows_per_job):
+            some = keys[start : start + self._rows_per_job]
+            self._submit(Direction.LOAD, some, [rows[key] for key in some], jobs)
+
+    def _submit(
+        self,
+        direction: Direction,
+        keys: Sequence[BlockKey],
+        rows: Sequence[int],
+        jobs: dict[JobId, RowJob],
+    ) -> JobId:
+        """Begin a job and add it to `jobs`."""
+        order = sorted(range(len(keys)), key=lambda index: group_of(keys[index]))
+        job = RowJob(direction, [keys[index] for index in order], [rows[index] for index in order])
+        of_groups: list[list[int]] = [[] for _ in range(self._num_groups)]
+        for key, row in zip(job.keys, job.rows, strict=True):
+            of_groups[group_of(key)].append(row)
+        names = [self._name(key) for key in job.keys]
+        if direction is Direction.LOAD:
+            job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.load)
+        else:
+            job_id = self._engine.submit_store(names, of_groups)
+        jobs[job_id] = job
+        return job_id
+
+    def _name(self, key: BlockKey) -> BlockKey:
+        """Make the backend's key: the salt of this process, and the key."""
+        return BlockKey(self._salt + key)
+
+    def _take_answers(self) -> None:
+        """End the lookups that were answered, and those that are late: all of their keys miss."""
+        now = time.monotonic()
+        waiting = []
+        for lookup in self._lookups:
+            if lookup.answer.done():
+                self._end_lookup(lookup)
+            elif now > lookup.deadline and lookup.give_up():
+                self._end_lookup(lookup)
+                self._suspend(f"lookup of {len(lookup.keys)} rows", self._timeouts.lookup)
+            else:
+                waiting.append(lookup)
+        self._lookups = waiting
+
+    def _end_lookup(self, lookup: RowLookup) -> None:
+        self._jobs |= lookup.jobs
+        self._missing += lookup.unused
+        self.results.tell(lookup.keys, lookup.found)
+
+    def _end_lookups(self) -> None:
+        """End every lookup now: after this none begins to load a row."""
+        for lookup in self._lookups:
+            if not lookup.give_up():
+                wait([lookup.answer])  # it is beginning its loads, which asks nothing of a backend
+            self._end_lookup(lookup)
+        self._lookups.clear()
+
+    def _suspend(self, call: str, timeout_s: float) -> None:
+        self._suspension.begin(time.monotonic(), call, timeout_s)
+
+
+def _log_failure(call: Future[Any]) -> None:
+    if not call.cancelled() and (error := call.exception()):
+        logger.warning("rows cannot be deleted: %r", error)

@@ -1,0 +1,212 @@
+"""Offloading spec: the class that vLLM's OffloadingConnector builds in scheduler and workers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import xxhash
+
+from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PlacedBackend, PoolShape
+from kvxfer.backends.host.segment import SharedSegment
+from kvxfer.connect import BackendType, parse_backend
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.connector.hooks import convert_caches
+from kvxfer.integrations.vllm.offloading import metrics
+from kvxfer.integrations.vllm.offloading.identity import (
+    WorkerIdentity,
+    identify_model,
+    publish_identity,
+    receive_identities,
+    row_namespace,
+)
+from kvxfer.integrations.vllm.offloading.interface import (
+    CanonicalKVCaches,
+    OffloadingConfig,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+    current_platform,
+    get_current_vllm_config_or_none,
+    group_ids,
+    layout_name,
+    workers_keep_the_same,
+)
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
+from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
+from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
+from kvxfer.integrations.vllm.offloading.worker_pages import describe_pages
+from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
+from kvxfer.storage.eviction import POLICIES
+from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, TransferEngine
+
+
+class KVXferOffloadingSpec(OffloadingSpec):
+    """Offloading spec that stores vLLM's KV cache in kvxfer's backends.
+
+    Configured by `kv_connector_extra_config`: `backend` is the URL (or mapping) of the host
+    pool, e.g. `host://?capacity=4GiB`, shared by all workers of the engine on this machine; or a
+    list of it and of the tiers below, e.g. `["host://?capacity=4GiB",
+    "file:///var/cache/kv?capacity=200GiB"]`.
+
+    Raises:
+        InvalidArgumentError: `backend` is missing or wrong, or there is a tier below and the
+            model cannot be identified.
+    """
+
+    @classmethod
+    def build_metric_definitions(
+        cls,
+        extra_config: Mapping[str, Any],  # noqa: ARG003 - vLLM's signature
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """Define the metrics that the manager reports."""
+        return dict(metrics.DEFINITIONS)
+
+    def __init__(self, config: OffloadingConfig, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.replicated_layout = workers_keep_the_same(config)  # vLLM: then only rank 0 stores
+        self._pool_config, self._lower = _parse_tiers(config.extra_config.get("backend"))
+        self._manager: OffloadingManager | None = None
+        self._worker: OffloadingWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        """Return the scheduler's side; the same object at every call."""
+        if self._manager is None:
+            world_size = self.config.parallel.world_size
+            workers = receive_identities(self._name, world_size) if self._lower else []
+            copies = num_copies(workers[0].pages if workers else None, self.config)
+            pool = self._open_pool(copies, claim=True)
+            try:
+                self._manager = self._make_manager(pool, workers)
+            except BaseException:
+                pool.close()
+                raise
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """Return the side of the worker with these caches; the same object at every call."""
+        if self._worker is None:
+            caches = convert_caches(kv_caches)
+            identity = self._identify(caches) if self._lower else None
+            copies = num_copies(identity.pages if identity else None, self.config)
+            part, turn = divmod(self.config.parallel.rank, copies)
+            backend = PlacedBackend(
+                self._open_pool(copies),
+                part=part,
+                num_writers=1 if self.replicated_layout else copies,
+                writer_index=0 if self.replicated_layout else turn,
+            )
+            engine = TransferEngine(
+                caches,
+                backend,
+                blocks_per_chunk=self.blocks_per_chunk,
+                max_bytes_in_flight=DEFAULT_MAX_BYTES_IN_FLIGHT,
+                timeout_s=None,  # host copies always end; a failed load would end the engine
+            )
+            self._worker = KVXferOffloadingWorker(
+                engine,
+                group_ids=group_ids(self.config),
+                blocks_per_chunk=self.blocks_per_chunk,
+                closes=[self._publish(identity)] if identity else [],
+            )
+        return self._worker
+
+    def _make_manager(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> OffloadingManager:
+        num_slots = pool.shape.num_slots
+        index = BlockIndex(num_slots, POLICIES[self._pool_config.eviction](num_slots))
+        emit_events = self.kv_events_config.enable_kv_cache_events
+        if not self._lower:
+            return KVXferOffloadingManager(pool, index, emit_events=emit_events)
+        tier = self._open_lower_tier(pool, workers)
+        return TieredOffloadingManager(pool, index, tier, emit_events=emit_events)
+
+    def _open_lower_tier(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> LowerTier:
+        rows = row_namespace(
+            self.config, workers[0].model, row_size_bytes=pool.shape.slot_size_bytes
+        )
+        pages = [worker.pages for worker in workers]
+        mappings = map_rows(pages, self.config, pool.shape, f"rows {rows.fingerprint}")
+        namespace = portable_namespace(rows, mappings)
+        backends = [backend_type(config, namespace) for backend_type, config in self._lower]
+        backend = backends[0] if len(backends) == 1 else TieredBackend(backends, namespace)
+        return LowerTier(pool.rows, len(namespace.groups), backend, mappings=mappings)
+
+    def _identify(self, caches: OurCaches) -> WorkerIdentity:
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None:
+            rule = "host:// alone, since vLLM does not tell its model's configuration"
+            raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
+        return WorkerIdentity(
+            model=identify_model(vllm_config),
+            pages=describe_pages(caches, self.config, vllm_config),
+        )
+
+    def _publish(self, identity: WorkerIdentity) -> SharedSegment:
+        return publish_identity(self._name, self.config.parallel.rank, identity)
+
+    @property
+    def _name(self) -> str:
+        """Name of this engine, the same in all its processes."""
+        engine_id = xxhash.xxh3_64_hexdigest(self.config.engine_id.encode())
+        return f"vllm-{engine_id}-{self.config.parallel.data_parallel_index}"
+
+    def _open_pool(self, copies: int, *, claim: bool = False) -> HostPool:
+        config = self.config
+        shape = PoolShape.fit(
+            capacity_bytes=self._pool_config.capacity,
+            num_parts=config.parallel.world_size // copies,
+            part_size_bytes=config.worker_kv_bytes_per_block * self.blocks_per_chunk,
+        )
+        return HostPool(
+            shape,
+            self._namespace(),
+            self._pool_config.open_copy_engine(),
+            name=self._name,
+            integrity=self._pool_config.integrity,
+            claim=claim,
+        )
+
+    def _namespace(self) -> Namespace:
+        """Make the pool's namespace of properties that scheduler and workers both know.
+
+        The pool is private to the engine, so properties that cannot differ within one are left out.
+        """
+        config = self.config
+        return Namespace(
+            model=config.model.name,
+            dtype=config.model.dtype,
+            layout=layout_name(config),
+            groups=tuple(
+                GroupIdentity(
+                    page_sizes_bytes=(), spec=f"tokens_per_block={group.tokens_per_block}"
+                )
+                for group in config.groups
+            ),
+            blocks_per_chunk=self.blocks_per_chunk,
+            parallel={
+                "world_size": config.parallel.world_size,
+                "tp_size": config.parallel.tp_size,
+                "pp_size": config.parallel.pp_size,
+                "pcp_size": config.parallel.pcp_size,
+                "dcp_size": config.parallel.dcp_size,
+            },
+            instruction_set=cpu_kernels() if current_platform.is_cpu() else "",
+        )
+
+
+def _parse_tiers(backend: Any) -> tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]:
+    """Parse the host pool's configuration, and those of the tiers below it."""
+    tiers = backend if isinstance(backend, Sequence) and not isinstance(backend, str) else [backend]
+    if not tiers or not all(isinstance(tier, (str, Mapping)) for tier in tiers):
+        raise InvalidArgumentError("backend", backend, "a URL such as 'host://?capacity=4GiB'")
+    (backend_type, config), *lower = [parse_backend(tier) for tier in tiers]
+    if backend_type is not HostBackend or not isinstance(config, HostConfig):
+        raise InvalidArgumentError("backend", backend, "a host:// pool in front")
+    return config, lower

@@ -1,0 +1,159 @@
+"""Row mappings: rows of host memory, the chunks of all workers, as portable pages."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from kvxfer.backends.host import PoolShape
+from kvxfer.errors import InvalidArgumentError, KVXferError, PageMappingError
+from kvxfer.integrations.vllm.offloading.interface import (
+    OffloadingConfig,
+    group_ids,
+    workers_keep_the_same,
+)
+from kvxfer.integrations.vllm.offloading.worker_pages import WorkerPages
+from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.portable import (
+    OPAQUE,
+    PageMapping,
+    WorkerShard,
+    compile_mapping,
+    portable_page,
+    verify_mappings,
+)
+
+
+def num_copies(pages: WorkerPages | None, config: OffloadingConfig) -> int:
+    """Count the workers that keep the same bytes, so that a row has one part for all of them.
+
+    Args:
+        pages: A worker's description of its blocks, None if it has none.
+        config: vLLM's plan of the offloading.
+    """
+    parallel = config.parallel
+    if workers_keep_the_same(config):
+        return int(parallel.world_size)
+    if pages is None or parallel.world_size != parallel.tp_size or parallel.dcp_size > 1:
+        return 1
+    boxes = [box for group in pages.groups for box in group.boxes]
+    if any(group.reason for group in pages.groups) or any("head" not in b.axes for b in boxes):
+        return 1  # pages without heads are divided in another way
+    return max(1, int(parallel.tp_size) // max(1, pages.num_kv_heads))
+
+
+def map_rows(
+    workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, encoding: str
+) -> list[PageMapping]:
+    """Make the page mapping of rows for every group that a key may name.
+
+    A row has a part for each worker, or one for all where they keep the same. A group that cannot
+    be mapped is stored as plain bytes: another engine reads it if it has the same `encoding`.
+
+    Args:
+        workers: Description of each worker's blocks, by rank.
+        config: vLLM's plan of the offloading.
+        shape: Shape of the pool.
+        encoding: Name that distinguishes this engine's plain bytes from other engines'.
+    """
+    position = {group_id: index for index, group_id in enumerate(group_ids(config))}
+    mappings = []
+    for group_id in range(max(position) + 1):
+        try:
+            if group_id not in position:
+                raise PageMappingError(OPAQUE, f"group {group_id}", "one that is offloaded")  # noqa: TRY301
+            mapping = _map_group(workers, config, shape, position[group_id])
+        except (PageMappingError, InvalidArgumentError) as exc:
+            mapping = _keep_row(
+                shape.slot_size_bytes, _say_why(workers, position.get(group_id), encoding, exc)
+            )
+        mappings.append(mapping)
+    return mappings
+
+
+def _say_why(
+    workers: Sequence[WorkerPages], position: int | None, encoding: str, error: KVXferError
+) -> str:
+    """Describe the contents of a row that is stored as plain bytes, and the reason."""
+    groups = [] if position is None else [worker.groups[position] for worker in workers]
+    packings = sorted({group.packing for group in groups if group.packing})
+    packed = f", packed for {' and '.join(packings)}" if packings else ""
+    return f"{encoding} ({error}){packed}"
+
+
+def _map_group(
+    workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
+) -> PageMapping:
+    """Make the page mapping of a group's rows.
+
+    Raises:
+        PageMappingError: The content of a row is not known, or not a whole page.
+        InvalidArgumentError: The workers cannot belong to one model.
+    """
+    boxes = list(_row_boxes(workers, config, shape, group))
+    tokens = config.groups[group].tokens_per_block * _num_blocks(config)
+    page = portable_page(
+        boxes,
+        _shard(workers, config, 0),
+        num_tokens=tokens,
+        axes=workers[0].groups[group].axes,
+    )
+    mapping = compile_mapping(
+        boxes, page, tokens_per_block=tokens, payload_sizes=[shape.slot_size_bytes]
+    )
+    verify_mappings([mapping])
+    return mapping
+
+
+def _keep_row(row_size_bytes: int, encoding: str) -> PageMapping:
+    """Make a page mapping that stores a row as plain bytes."""
+    box = PageBox(
+        layer_name="row",
+        part=OPAQUE,
+        dtype=torch.uint8,
+        digits=(Digit("byte", row_size_bytes, 1),),
+        encoding=encoding,
+    )
+    page = portable_page([box], WorkerShard(num_kv_heads=1), num_tokens=1)
+    return compile_mapping([box], page, tokens_per_block=1, payload_sizes=[row_size_bytes])
+
+
+def _row_boxes(
+    workers: Sequence[WorkerPages], config: OffloadingConfig, shape: PoolShape, group: int
+) -> Iterator[PageBox]:
+    """Yield the boxes of a group in a row, with the indices of the whole model.
+
+    Raises:
+        PageMappingError: The boxes are not known, or several parts of a row are the same.
+    """
+    if config.parallel.pp_size > 1:
+        raise PageMappingError("layer", f"{config.parallel.pp_size} stages", "one stage")
+    tokens = config.groups[group].tokens_per_block
+    copies = config.parallel.world_size // shape.num_parts
+    for part in range(shape.num_parts):
+        rank = part * copies
+        pages, shard = workers[rank].groups[group], _shard(workers, config, rank)
+        if pages.reason:
+            raise PageMappingError(OPAQUE, pages.reason, "named axes")
+        num_writers, _ = shard.writers(pages.boxes)
+        if num_writers != copies:
+            expected = f"{copies} for a part of a row"
+            raise PageMappingError("head", f"kept by {num_writers} workers", expected)
+        for block in range(_num_blocks(config)):
+            start = part * shape.part_size_bytes + block * pages.payload_size_bytes
+            for box in shard.place(pages.boxes):
+                yield box.moved(start).shifted("token", block * tokens)
+
+
+def _shard(workers: Sequence[WorkerPages], config: OffloadingConfig, rank: int) -> WorkerShard:
+    return WorkerShard(
+        num_kv_heads=max(1, workers[0].num_kv_heads),
+        rank=rank,
+        tp_size=config.parallel.tp_size,
+        pcp_size=config.parallel.pcp_size,
+        dcp_size=config.parallel.dcp_size,
+        interleave_tokens=workers[0].interleave_tokens,
+    )
+
+
+def _num_blocks(config: OffloadingConfig) -> int:
+    return int(config.cache.blocks_per_chunk)

@@ -1,0 +1,183 @@
+"""Secondary tier under vLLM's own CPU offloading, for its `TieringOffloadingSpec`."""
+
+import ctypes
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.connect import parse_backend
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.integrations.vllm.offloading.identity import ModelIdentity, row_namespace
+from kvxfer.integrations.vllm.offloading.interface import (
+    JobResult,
+    LookupResult,
+    Medium,
+    OffloadingSpec,
+    ReqContext,
+    RequestOffloadingContext,
+    SecondaryTierManager,
+    TransferJob,
+    require_tiering,
+)
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import BlockKey
+from kvxfer.transfer.job import JobId
+
+Submit = Callable[[Sequence[BlockKey], Sequence[int]], JobId]
+
+
+@dataclass(slots=True)
+class _Job:
+    """Job of vLLM with rows that are still being moved."""
+
+    job_id: int
+    num_left: int
+    done: list[BlockKey] = field(default_factory=list)
+    failed: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+
+class KVXferTier(SecondaryTierManager):
+    """Secondary tier that stores chunks of vLLM's CPU tier in a kvxfer backend, verified.
+
+    Configured as one of `secondary_tiers`: `{"type": "KVXferTier", "module_path":
+    "kvxfer.integrations.vllm", "backend": "file:///var/cache/kv?capacity=200GiB", "revision":
+    "..."}`. A chunk that is corrupt, gone or late is dropped from its promotion and recomputed.
+    A job is reported only when nothing touches its memory, even after its deadline: vLLM reuses
+    the memory then.
+
+    Args:
+        offloading_spec: vLLM's spec.
+        primary_kv_view: `(num_chunks, row_size_bytes)`; valid until `shutdown` returned.
+        tier_type: vLLM's name of the tier.
+        backpressure_detector: Passed on to vLLM's base class.
+        backend: URL or mapping of a backend, or an open one; closed on `shutdown`.
+        revision: Name of the model and of every property that changes its values at equal tokens:
+            weights, quantization, overrides of its configuration. vLLM does not tell its tiers.
+
+    Raises:
+        InvalidArgumentError: `backend` is wrong, or a `revision` is missing for it.
+        UnsupportedEngineError: vLLM is older than 0.31.
+    """
+
+    medium: ClassVar[Medium | None] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        backend: str | Mapping[str, Any] | Backend,
+        revision: str = "",
+    ) -> None:
+        require_tiering()
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        rows = _detached(primary_kv_view)
+        config = offloading_spec.config
+        namespace = row_namespace(
+            config, ModelIdentity(revision=revision), row_size_bytes=rows.shape[1]
+        )
+        if not isinstance(backend, Backend):
+            if not revision:
+                rule = "a name for this model: its commit, quantization, overrides"
+                raise InvalidArgumentError("revision", revision, rule)
+            backend_type, backend_config = parse_backend(backend)
+            backend = backend_type(backend_config, namespace)
+        self._tier = LowerTier(rows, len(namespace.groups), backend)
+        self._jobs: dict[JobId, _Job] = {}
+        self._empty: list[_Job] = []
+
+    def lookup(self, key: BlockKey, req_context: ReqContext) -> LookupResult:
+        """Look up a chunk in the backend; `RETRY` while the lookup has not ended."""
+        found = self._tier.lookup(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begin to copy chunks of the CPU tier to the backend."""
+        self._submit(self._tier.submit_store, job_metadata)
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begin to copy chunks of the backend to the CPU tier."""
+        self._submit(self._tier.submit_load, job_metadata)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the jobs that ended since the last call; a failed load with its loaded chunks."""
+        results = [self._result(job) for job in self._empty]
+        self._empty.clear()
+        for moved in self._tier.poll():
+            job = self._jobs[moved.job_id]
+            job.num_left -= 1
+            if moved.outcome.done:
+                job.done.append(moved.key)
+            else:
+                job.failed = True
+            if not job.num_left:
+                del self._jobs[moved.job_id]
+                results.append(self._result(job))
+        return results
+
+    def on_new_request(
+        self,
+        req_context: ReqContext,  # noqa: ARG002 - vLLM's signature
+    ) -> RequestOffloadingContext:
+        """Offload every new chunk of a request."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """Forget lookup results that only this request wanted."""
+        self._tier.results.release(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM's signature
+        """Start the backend lookup of the keys that were wanted in this step."""
+        self._tier.flush()
+
+    def drain_jobs(self) -> None:
+        """Block until every job ended and nothing touches the CPU tier's memory."""
+        self._tier.drain()
+
+    def shutdown(self) -> None:
+        """Finish the stores, as far as time allows, and close the backend; may be called again.
+
+        Raises:
+            BackendUnavailableError: The backend may still touch the CPU tier's memory, which
+                vLLM keeps then.
+        """
+        if not self._tier.close():
+            raise BackendUnavailableError(
+                f"{self.tier_type} did not close in time; its memory is still in use"
+            )
+
+    def _submit(self, submit: Submit, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        job = _Job(job_metadata.job_id, len(keys))
+        if keys:
+            self._jobs[submit(keys, job_metadata.chunk_ids.tolist())] = job
+        else:
+            self._empty.append(job)
+
+    def _result(self, job: _Job) -> JobResult:
+        successful: Collection[BlockKey] | None = job.done if job.failed and job.done else None
+        return JobResult(
+            job_id=job.job_id,
+            success=not job.failed,
+            successful_keys=successful,
+            transfer_time=time.monotonic() - job.started,
+            transfer_bytes=len(job.done) * self.block_size_bytes,
+        )
+
+
+def _detached(view: memoryview) -> NDArray[np.uint8]:
+    """View the same memory without a reference to the view, which vLLM releases at shutdown."""
+    array = np.asarray(view)
+    buffer = (ctypes.c_uint8 * array.nbytes).from_address(array.ctypes.data)
+    rows: NDArray[np.uint8] = np.frombuffer(memoryview(buffer), np.uint8)
+    return rows.reshape(array.shape)

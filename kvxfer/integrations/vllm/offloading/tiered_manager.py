@@ -1,0 +1,276 @@
+"""Tiered offloading manager, the scheduler's side: host memory with a lower tier below it."""
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from kvxfer.backends.host import HostPool
+from kvxfer.integrations.vllm.offloading import metrics
+from kvxfer.integrations.vllm.offloading.interface import (
+    LookupResult,
+    PrepareStoreOutput,
+    ReqContext,
+    may_load_from_storage,
+)
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
+from kvxfer.storage.backend import DONE, Outcome
+from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.tiering.write_back_queue import WriteBackQueue
+from kvxfer.transfer.job import Direction
+
+MAX_SHARE_ON_THE_WAY_DOWN = 0.5
+"""Largest share of slots that are copied to the tier below at one time: these cannot be evicted,
+and stores need room."""
+MAX_SHARE_FOR_UNKNOWN = 1 / 8
+"""Largest share of the chunks that may be evicted whose slots are given, at one time, to chunks
+of which the tier below is yet to say whether it has them."""
+YIELD_S = 0.001
+"""Sleep in a scheduling step that runs no model, while requests wait: in one process, vLLM polls
+in a tight loop, and the thread that moves chunks would get the interpreter lock only every 5 ms."""
+
+logger = logging.getLogger(__name__)
+
+
+class TieredOffloadingManager(KVXferOffloadingManager):
+    """Offloading manager that also writes chunks of the host pool back to a lower tier.
+
+    A chunk is written back when every worker has stored it, pinned meanwhile. Chunks beyond the
+    bound on those, and chunks that the lower tier fails to store, wait for their turn, as long as
+    they are in host memory; see `WriteBackQueue`. A chunk that is
+    looked up and not in host memory is given a slot and looked up below (`RETRY`), loaded if it is
+    there (`HIT_PENDING`), and then held for the requests that wait for it. Any failure below makes
+    it a miss for those requests. While a load that was abandoned may still write to its slot, the
+    chunk is a miss and the slot stays out of use.
+
+    Args:
+        pool: The pool, mapped by this process; closed on `shutdown`.
+        index: The index over its slots.
+        tier: Moves the rows of the pool; closed on `shutdown`.
+        emit_events: Whether to keep events for `take_events`.
+    """
+
+    def __init__(
+        self, pool: HostPool, index: BlockIndex, tier: LowerTier, *, emit_events: bool
+    ) -> None:
+        super().__init__(pool, index, emit_events=emit_events)
+        self._tier = tier
+        self._going_up: set[BlockKey] = set()
+        self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
+        self._loaded: deque[RowOutcome] = deque()
+        self._copied: deque[RowOutcome] = deque()
+        self._max_going_down = max(1, int(index.num_slots * MAX_SHARE_ON_THE_WAY_DOWN))
+        self._write_back: WriteBackQueue[None] = WriteBackQueue(max_blocks=index.num_slots)
+        self._kept_out: dict[int, BlockKey] = {}
+        self._polled = False
+        self._step_ended_s = 0.0
+
+    def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
+        """Look up a chunk in both tiers; `RETRY` while the lookup in the lower one runs."""
+        self._take_moved()
+        if self._tier.is_late(key):
+            return LookupResult.MISS
+        if key not in self._going_up:
+            result = super().lookup(key, req_context)
+            if result is not LookupResult.MISS:
+                return result
+        if not may_load_from_storage(req_context):
+            return LookupResult.MISS
+        found = self._tier.lookup(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        if found and key not in self._going_up:
+            self._found[key] = None
+        return LookupResult.HIT_PENDING if found else LookupResult.MISS
+
+    def prepare_store(
+        self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
+    ) -> PrepareStoreOutput | None:
+        """Find slots for chunks, after those of ended transfers were unpinned."""
+        self._take_moved()
+        return super().prepare_store(keys, req_context)
+
+    def complete_store(
+        self, keys: Collection[BlockKey], req_context: ReqContext, *args: Any, **kwargs: Any
+    ) -> None:
+        """Make chunks loadable, and begin to write them back to the lower tier."""
+        wanted = set(keys)
+        storing = [key for key in self._storing if key in wanted]
+        super().complete_store(keys, req_context, *args, **kwargs)
+        stored = [key for key in storing if self._index.state(key) is not None]
+        dropped = self._write_back.add(dict.fromkeys(stored))
+        self._counters.add(metrics.LOWER_STORES_DROPPED, dropped)
+        self._copy_down()
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Start the lower tier's lookup of this step, and loads of the chunks that it has."""
+        self._take_moved()
+        self._end_stores()
+        self._copy_down()
+        super().on_schedule_end(context)
+        self._polled = False
+        self._tier.flush(self._make_room())
+        self._yield()
+
+    def reset_cache(self) -> None:
+        """Forget every chunk in both tiers; slots that are still in use are kept out.
+
+        A worker may still write to slots that are free now, until vLLM calls `on_reset_flushed`
+        (0.33). No chunk is loaded from below into them before that: keys of the lower tier have
+        another salt after a reset, and the first chunk gets there when every worker has stored it.
+        """
+        in_use = self._tier.reset()
+        super().reset_cache()
+        self._going_up.clear()
+        self._found.clear()
+        self._loaded.clear()
+        self._copied.clear()
+        self._write_back.clear()
+        self._polled = False
+        self._keep_out(set(in_use))
+
+    def shutdown(self) -> None:
+        """Write all chunks back to the lower tier, as far as time allows, and close the pool."""
+        self._max_going_down = self._index.num_slots  # nothing else needs room any more
+        self._copy_down()
+        self._write_back.clear()
+        self._tier.close()
+        super().shutdown()
+
+    def _yield(self) -> None:
+        step_s = time.monotonic() - self._step_ended_s
+        if step_s < YIELD_S and (self._going_up or self._tier.is_asked):
+            time.sleep(YIELD_S)
+        self._step_ended_s = time.monotonic()
+
+    def _make_room(self) -> dict[BlockKey, int]:
+        """Give slots to chunks of the lower tier that were wanted in this step.
+
+        Also to chunks of which the lower tier is yet to be asked, so that it loads what it has
+        without another step: at one time, to as many as there are free slots, and to a share of
+        those that may be evicted. A chunk that turns out to be missing gives its slot back. The
+        chunks that were evicted for it are gone, but a missing chunk is computed and stored soon,
+        and would evict them then. Chunks beyond this bound get slots when they were found.
+        """
+        found, unknown = list(self._found), self._tier.results.unasked
+        if not found and not unknown:
+            return {}
+        self._found.clear()
+        evictable = math.ceil(self._index.num_evictable * MAX_SHARE_FOR_UNKNOWN)
+        room = self._index.num_free_slots - len(found) + evictable - self._tier.num_unknown
+        plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
+        self._note_evicted(plan.evicted)
+        if refused := [key for key in found if key in plan.refused]:
+            self._counters.add(metrics.LOWER_LOADS_REFUSED, len(refused))
+            self._tier.results.deny(refused)  # or requests would look for room again and again
+        self._pool.unseal(plan.slots)
+        self._going_up.update(plan.keys)
+        return dict(zip(plan.keys, plan.slots, strict=True))
+
+    def _copy_down(self) -> None:
+        """Begin to write back chunks that wait, up to the bound on chunks in flight."""
+        if self._tier.is_suspended:
+            return
+        room = self._max_going_down - self._write_back.num_taken - len(self._copied)
+        if chosen := list(self._write_back.take(time.monotonic(), room)):
+            self._tier.submit_store(chosen, self._index.pin(chosen))
+
+    def _take_moved(self) -> None:
+        """Finish loads that ended, once in a step, as many as may be hashed in it."""
+        if self._polled:
+            return
+        self._polled = True
+        copied: list[RowOutcome] = []
+        failed: list[RowOutcome] = []
+        for moved in self._tier.poll():
+            if moved.void:
+                self._index.finish_store([self._kept_out.pop(moved.row)], stored=False)
+            elif moved.direction is Direction.STORE:
+                copied.append(moved)
+            else:
+                (self._loaded if moved.outcome.done else failed).append(moved)
+        self._copied += copied
+        self._write_back.end(
+            time.monotonic(),
+            stored=[moved.key for moved in copied if moved.outcome.done],
+            failed=[moved.key for moved in copied if not moved.outcome.done],
+        )
+        if failed:
+            self._drop_failed(failed)
+        missing = self._tier.take_missing()
+        self._going_up.difference_update(missing)
+        self._index.finish_store(missing, stored=False)
+        landed: list[BlockKey] = []
+        while self._loaded and self._bytes_to_verify > 0:
+            moved = self._loaded.popleft()
+            self._bytes_to_verify -= self._pool.shape.slot_size_bytes
+            self._pool.seal([moved.row], [moved.key])
+            landed.append(moved.key)
+        if landed:
+            self._land(landed)
+
+    def _end_stores(self) -> None:
+        """Unpin chunks that were written back, and verify that the copies are of intact bytes.
+
+        A bit that flipped in host memory before it was read would be stored with a matching
+        checksum. Requests come first: this uses the bytes of the step that they left over.
+        """
+        while self._copied and self._bytes_to_verify > 0:
+            moved = self._copied.popleft()
+            sound = moved.outcome.done
+            if sound:
+                self._bytes_to_verify -= self._pool.shape.slot_size_bytes
+                sound = self._pool.verify(moved.row, moved.key).done
+                if not sound:
+                    self._tier.delete([moved.key])
+            self._counters.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
+            self._index.unpin([moved.key])
+
+    def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
+        super()._note_evicted(keys)
+        self._counters.add(metrics.LOWER_STORES_DROPPED, self._write_back.forget(keys))
+
+    def _drop(self, key: BlockKey, outcome: Outcome) -> None:
+        super()._drop(key, outcome)
+        self._write_back.forget([key])
+
+    def _drop_failed(self, loads: Sequence[RowOutcome]) -> None:
+        self._counters.add(metrics.LOWER_LOADS_FAILED, len(loads))
+        logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
+        keys = [moved.key for moved in loads]
+        self._going_up.difference_update(keys)
+        self._give_up(keys)
+
+    def _land(self, keys: Sequence[BlockKey]) -> None:
+        """Make chunks loadable, and hold them for the waiting requests, so as not to be evicted."""
+        self._index.finish_store(keys, stored=True)
+        self._counters.add(metrics.LOWER_LOADED, len(keys))
+        self._emit(keys, removed=False)
+        self._going_up.difference_update(keys)
+        for key in keys:
+            for req_id in self._tier.results.waiting_for(key):
+                self._hold(key, req_id).outcome = DONE  # verified below, and sealed just now
+
+    def _release(self, req_id: str) -> None:
+        """Release the chunks that a request holds or waits for; running loads go on."""
+        super()._release(req_id)
+        self._tier.results.release(req_id)
+
+    def _keep_out(self, slots: Collection[int]) -> None:
+        """Occupy slots of the empty index that a transfer may still write to or read from."""
+        if not slots:
+            self._kept_out = {}
+            return
+        num_slots = self._index.num_slots
+        names = [make_block_key(b"kept out %d" % index, 0) for index in range(num_slots)]
+        plan = self._index.begin_store(names)
+        self._kept_out = {
+            slot: key for key, slot in zip(plan.keys, plan.slots, strict=True) if slot in slots
+        }
+        kept = set(self._kept_out.values())
+        self._index.finish_store([key for key in plan.keys if key not in kept], stored=False)

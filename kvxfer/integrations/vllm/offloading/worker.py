@@ -1,0 +1,149 @@
+"""Offloading worker: moves blocks between a worker's caches and the slots of the host pool."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.backends.host import place
+from kvxfer.backends.host.segment import SharedSegment
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.integrations.vllm.offloading.interface import (
+    GPULoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from kvxfer.integrations.vllm.offloading.manager import Placement
+from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.job import Direction, JobId
+
+logger = logging.getLogger(__name__)
+
+
+class KVXferOffloadingWorker(OffloadingWorker):
+    """Offloading worker that moves blocks between its caches and its part of the pool.
+
+    A store that fails is reported as done: the scheduler finds its slots unfinished and drops
+    them. A load that fails cannot be told to vLLM without ending the engine; that is why chunks
+    are verified before the scheduler promises them.
+
+    Args:
+        engine: Engine that moves blocks to a `PlacedBackend`; closed on `shutdown`.
+        group_ids: Index in vLLM's keys of each group of the caches.
+        blocks_per_chunk: Blocks stored under one key.
+        closes: Segments that are closed on `shutdown`, too.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        *,
+        group_ids: Sequence[int],
+        blocks_per_chunk: int,
+        closes: Sequence[SharedSegment] = (),
+    ) -> None:
+        self._engine = engine
+        self._closes = closes
+        self._group_of_id = {group_id: group for group, group_id in enumerate(group_ids)}
+        self._blocks_per_chunk = blocks_per_chunk
+        self._vllm_ids: dict[JobId, int] = {}
+        self._ours: dict[int, JobId] = {}
+        self._results: list[TransferResult] = []
+
+    def submit_store(
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Placement, **_: Any
+    ) -> bool:
+        """Begin to copy blocks of the caches to their slots."""
+        try:
+            keys, block_ids, firsts = self._batch(src_spec, dst_spec)
+            self._require_whole_chunks(keys, block_ids, firsts)
+            ours = self._engine.submit_store(keys, block_ids, first_block_indices=firsts)
+        except KVXferError:
+            logger.exception("store job %d cannot be done; its chunks are dropped", job_id)
+            self._results.append(TransferResult(job_id=job_id, success=True))
+        else:
+            self._track(job_id, ours)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: Placement, dst_spec: GPULoadStoreSpec, **_: Any
+    ) -> bool:
+        """Begin to copy slots to blocks of the caches; loads go before stores, expedited or not."""
+        keys, block_ids, firsts = self._batch(dst_spec, src_spec)
+        if not keys:
+            self._results.append(TransferResult(job_id=job_id, success=True))
+            return True
+        ours = self._engine.submit_load(keys, block_ids, first_block_indices=firsts)
+        self._track(job_id, ours)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """Return the jobs that ended since the last call."""
+        results, self._results = self._results, []
+        for job in self._engine.get_finished():
+            job_id = self._vllm_ids.pop(job.job_id)
+            del self._ours[job_id]
+            if not job.done:
+                failed = [outcome for outcome in job.outcomes if not outcome.done]
+                name = job.direction.name.lower()
+                logger.error("%s job %d: %d blocks: %s", name, job_id, len(failed), failed[0])
+            results.append(
+                TransferResult(
+                    job_id=job_id,
+                    success=job.done or job.direction is Direction.STORE,
+                    transfer_size=job.num_bytes,
+                    transfer_time=job.seconds,
+                )
+            )
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Block until these jobs ended; unknown ones are ignored."""
+        self._engine.wait([self._ours[job_id] for job_id in job_ids if job_id in self._ours])
+
+    def shutdown(self) -> None:
+        """Wait for running transfers and close the pool."""
+        self._engine.close()
+        for segment in self._closes:
+            segment.close()
+
+    def _track(self, job_id: int, ours: JobId) -> None:
+        self._vllm_ids[ours] = job_id
+        self._ours[job_id] = ours
+
+    def _batch(
+        self, blocks: GPULoadStoreSpec, placement: Placement
+    ) -> tuple[list[BlockKey], list[NDArray[np.int32]], list[int]]:
+        """Convert a job to placed keys, and block ids and first block indices per group."""
+        keys = []
+        for key, slot in zip(placement.keys, placement.slots, strict=True):
+            keys.append(place(key, slot, self._group_of_id[group_of(key)]))
+        ends = np.cumsum(blocks.group_sizes)[:-1]
+        return (
+            keys,
+            np.split(blocks.block_ids, ends),
+            [int(index) for index in blocks.block_indices],
+        )
+
+    def _require_whole_chunks(
+        self,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[NDArray[np.int32]],
+        firsts: Sequence[int],
+    ) -> None:
+        """Check that blocks are missing only before the first one of each group.
+
+        vLLM leaves out null blocks; in the middle of a chunk that would shift all later blocks.
+        """
+        num_keys = [0] * len(block_ids)
+        for key in keys:
+            num_keys[group_of(key)] += 1
+        chunk = self._blocks_per_chunk
+        for group, (ids, first) in enumerate(zip(block_ids, firsts, strict=True)):
+            skip = first % chunk if len(ids) else 0
+            if len(ids) + skip != chunk * num_keys[group]:
+                expected = f"{chunk} in each of {num_keys[group]} chunks, less {skip}"
+                raise InvalidArgumentError(f"blocks of group {group}", len(ids), expected)

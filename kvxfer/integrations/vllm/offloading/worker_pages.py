@@ -1,0 +1,262 @@
+"""Worker pages: the meaning of the bytes of a worker's blocks, described for the scheduler."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from kvxfer.errors import LayoutError, PageMappingError
+from kvxfer.integrations.vllm.common.cpu_packing import (
+    PackedPlane,
+    cpu_attention_isa,
+    cpu_kernels,
+    cpu_packing,
+    kernel_packs_as,
+)
+from kvxfer.integrations.vllm.common.kv_config import convert_spec
+from kvxfer.integrations.vllm.common.layouts import CPU_BACKEND, layer_cache
+from kvxfer.integrations.vllm.offloading.interface import OffloadingConfig, installed_version
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, canonicalize
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.spec import AttentionSpec
+
+CPU_AXES: dict[str, tuple[str, ...]] = {"k": ("head", "dim", "token")}
+"""Portable order of the axes of keys, which the CPU attention stores transposed: in the usual order
+no two elements of a key would be neighbours on both sides. See `cpu_packing` for the evidence."""
+
+
+class GroupPages(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of one block of a group on one worker.
+
+    Attributes:
+        payload_size_bytes: Bytes of the block.
+        boxes: Boxes of elements in these bytes; empty when they are unknown.
+        axes: Portable order of the axes of some parts, where it is not the usual one.
+        packing: Name of the packing of the keys and values, empty where there is none.
+        reason: Reason why the boxes are unknown.
+    """
+
+    payload_size_bytes: int
+    boxes: tuple[PageBox, ...] = ()
+    axes: dict[str, tuple[str, ...]] = {}
+    packing: str = ""
+    reason: str = ""
+
+
+class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of the blocks of one worker.
+
+    Attributes:
+        groups: One for each group that is offloaded.
+        num_kv_heads: KV heads of the whole model.
+        interleave_tokens: Tokens that one worker keeps before the next one's turn.
+    """
+
+    groups: tuple[GroupPages, ...]
+    num_kv_heads: int
+    interleave_tokens: int = 1
+
+
+def describe_pages(
+    caches: CanonicalKVCaches, config: OffloadingConfig, vllm_config: Any
+) -> WorkerPages:
+    """Describe the bytes of this worker's caches.
+
+    Their layout is known from the tensors that vLLM bound to its layers. Each is canonicalized
+    again, and must lie within the blocks that vLLM handed over; else its group is opaque bytes.
+
+    Args:
+        caches: The caches that vLLM handed over, which are bytes.
+        config: vLLM's plan of the offloading.
+        vllm_config: A `vllm.config.VllmConfig`.
+    """
+    return WorkerPages(
+        groups=tuple(
+            _describe_group(refs, group, caches, config, vllm_config)
+            for refs, group in zip(caches.group_data_refs, config.groups, strict=True)
+        ),
+        num_kv_heads=int(vllm_config.model_config.get_total_num_kv_heads()),
+        interleave_tokens=int(
+            getattr(vllm_config.parallel_config, "cp_kv_cache_interleave_size", 1)
+        ),
+    )
+
+
+def _describe_group(
+    refs: Sequence[CanonicalKVCacheRef],
+    group: Any,
+    caches: CanonicalKVCaches,
+    config: OffloadingConfig,
+    vllm_config: Any,
+) -> GroupPages:
+    starts = list(accumulate((ref.page_size_bytes for ref in refs), initial=0))
+    size = starts.pop()
+    layer = _Layer([])
+    boxes: list[PageBox] = []
+    try:
+        if len(refs) not in (1, len(group.layer_names)):
+            expected = f"one for each of {len(group.layer_names)} layers, or for all"
+            raise PageMappingError("layer", f"{len(refs)} pieces", expected)  # noqa: TRY301
+        tokens = group.tokens_per_block // (config.parallel.pcp_size * config.parallel.dcp_size)
+        for index, name in enumerate(group.layer_names):
+            place = min(index, len(refs) - 1)
+            layer = _describe_layer(name, refs[place], caches, tokens, vllm_config)
+            boxes += [box.moved(starts[place]) for box in layer.boxes]
+    except Exception as exc:  # noqa: BLE001 - a group that is not understood is kept as bytes
+        return GroupPages(payload_size_bytes=size, reason=f"{type(exc).__name__}: {exc}")
+    return GroupPages(
+        payload_size_bytes=size,
+        boxes=tuple(boxes),
+        axes=dict(layer.axes),
+        packing=layer.packing,
+    )
+
+
+class _Layer(NamedTuple):
+    """Description of the page of one layer; see `GroupPages`."""
+
+    boxes: Sequence[PageBox]
+    axes: Mapping[str, tuple[str, ...]] = {}
+    packing: str = ""
+
+
+def _describe_layer(
+    name: str,
+    ref: CanonicalKVCacheRef,
+    caches: CanonicalKVCaches,
+    tokens_per_block: int,
+    vllm_config: Any,
+) -> _Layer:
+    """Find a layer's boxes in the page of a ref, its own or that of several layers.
+
+    Raises:
+        LayoutError: The layer's pages are not within the ref's pages.
+    """
+    theirs = caches.tensors[ref.tensor_idx].tensor
+    layer = _canonicalize_layer(name, tokens_per_block, len(theirs), vllm_config)
+    ours, page = layer.tensors[0].tensor, layer.group_data_refs[0][0]
+    offset = ours.data_ptr() - theirs.data_ptr()
+    is_inside = 0 <= offset <= ref.page_size_bytes - page.page_size_bytes
+    if not is_inside or len(layer.tensors) > 1 or ours.stride(0) != theirs.stride(0):
+        raise LayoutError(f"layer {name!r}: vLLM's block does not have {layer}")
+    found = _say_packing(name, page.boxes, layer, vllm_config)
+    return found._replace(boxes=[box.moved(offset) for box in found.boxes])
+
+
+def _canonicalize_layer(
+    name: str, tokens_per_block: int, num_blocks: int, vllm_config: Any
+) -> CanonicalKVCaches:
+    """Canonicalize the tensor that vLLM bound to a layer.
+
+    Raises:
+        PageMappingError: The layer keeps states.
+        KVXferError: The layout of the tensor is not understood.
+    """
+    layer = vllm_config.compilation_config.static_forward_context[name]
+    entry = layer.kv_cache
+    if not isinstance(entry, torch.Tensor) and len(entry) == 1:
+        (entry,) = entry
+    spec = convert_spec(layer.get_kv_cache_spec(vllm_config), entry)
+    if not isinstance(spec, AttentionSpec):
+        raise PageMappingError("head", f"states of {name!r}", "keys and values, or latents")
+    spec = replace(spec, tokens_per_block=tokens_per_block)
+    config = KVCacheConfig(num_blocks, (KVCacheGroup(spec, (name,)),))
+    cache = layer_cache(name, entry, config, vllm_config)
+    layouts = {name: cache.layout} if cache.layout else None
+    return canonicalize({name: cache.entry}, config, layouts=layouts)
+
+
+def _say_packing(
+    name: str, boxes: Sequence[PageBox], layer: CanonicalKVCaches, vllm_config: Any
+) -> _Layer:
+    """Describe a layer's keys and values in the order of the CPU's kernels, if those have one."""
+    attention = vllm_config.compilation_config.static_forward_context[name]
+    if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
+        return _Layer(boxes)
+    *_, token, _ = boxes[0].digits
+    (spec,) = layer.group_specs
+    assert isinstance(spec, AttentionSpec), "checked when it was canonicalized"
+    isa = _instruction_set(spec, token.size, vllm_config)
+    return _Layer(*unpack(boxes, isa), packing=str(isa))
+
+
+def unpack(
+    boxes: Sequence[PageBox], isa: str | None
+) -> tuple[Sequence[PageBox], Mapping[str, tuple[str, ...]]]:
+    """Describe keys and values that the CPU attention has packed.
+
+    Orders without rows, such as AMX's pairs, stay as they are: pages of named axes would have a
+    piece of two bytes for each element. Heads can still be divided among other workers.
+
+    Args:
+        boxes: Keys and values as they would be without a packing, digits of tokens and dimensions
+            last.
+        isa: vLLM's name of the instruction set that they are packed for, None if it is not known.
+
+    Returns:
+        What they are, and the portable order of their axes.
+
+    Raises:
+        PageMappingError: They stay as they are, and a head of a block is in several pieces.
+    """
+    *_, token, dim = boxes[0].digits
+    packing = isa and _seen_packing(isa, token.size, dim.size, boxes[0].dtype)
+    if not packing:
+        release = f"packed for {isa} by vLLM {installed_version()} on {cpu_kernels()}"
+        return [as_bytes(box, release) for box in boxes], {}
+    if not all(plane.has_rows for plane in packing):
+        return [as_bytes(box, f"packed for {isa}") for box in boxes], {}
+    planes = dict(zip(("k", "v"), packing, strict=True))
+    return [_as_packed(box, planes[box.part]) for box in boxes], CPU_AXES
+
+
+@functools.cache
+def _seen_packing(
+    isa: str, tokens_per_block: int, head_dim: int, dtype: torch.dtype
+) -> tuple[PackedPlane, PackedPlane] | None:
+    """Return `cpu_packing` if the kernel confirms it; tried once for all equal layers."""
+    planes = cpu_packing(
+        isa, tokens_per_block=tokens_per_block, head_dim=head_dim, itemsize=dtype.itemsize
+    )
+    return planes if planes and kernel_packs_as(planes, isa, dtype) else None
+
+
+def _as_packed(box: PageBox, plane: PackedPlane) -> PageBox:
+    *outer, _, _ = box.digits
+    stride, inner = box.dtype.itemsize, []
+    for axis, step, size in reversed(plane.digits):
+        inner.append(Digit(axis, size, stride, step))
+        stride *= size
+    return replace(box, digits=(*outer, *reversed(inner)))
+
+
+def as_bytes(box: PageBox, packing: str) -> PageBox:
+    """Turn keys or values of each head into bytes: heads can still be divided among workers.
+
+    Raises:
+        PageMappingError: A head of a block is in several pieces.
+    """
+    *outer, token, dim = box.digits
+    if [digit.axis for digit in outer] != ["head"]:
+        raise PageMappingError("token", f"{box.axes} of keys in an unknown order", "one piece")
+    num_bytes = token.size * dim.size * box.dtype.itemsize
+    return replace(
+        box,
+        dtype=torch.uint8,
+        digits=(*outer, Digit("byte", num_bytes, 1)),
+        encoding=f"{token.size} tokens of {box.dtype} {packing}",
+    )
+
+
+def _instruction_set(spec: AttentionSpec, tokens_per_block: int, vllm_config: Any) -> str | None:
+    return cpu_attention_isa(
+        dtype=vllm_config.model_config.dtype,
+        tokens_per_block=tokens_per_block,
+        head_dim=spec.head_dim,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+    )

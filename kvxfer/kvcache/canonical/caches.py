@@ -1,0 +1,263 @@
+"""Canonical KV caches: byte tensors of blocks and, per group, references into them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from kvxfer.checks import (
+    require_instance,
+    require_instances,
+    require_integer,
+    require_sequence,
+    set_counts,
+)
+from kvxfer.errors import InvalidArgumentError, LayoutError
+from kvxfer.kvcache.canonical.layer_pages import LayerPages, find_pages
+from kvxfer.kvcache.canonical.registered import KVCaches, Layouts, read_registered
+from kvxfer.kvcache.canonical.rows import Row, join_rows
+from kvxfer.kvcache.config import KVCacheConfig
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.spec import KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCacheTensor:
+    """Byte tensor of blocks, zero-copy over the engine's own storage.
+
+    Attributes:
+        tensor: int8, `(num_blocks, page_size_bytes)`; stride(1) is 1, stride(0) may exceed
+            the page.
+        page_size_bytes: The possibly padded page.
+    """
+
+    tensor: torch.Tensor
+    page_size_bytes: int
+
+    def __post_init__(self) -> None:
+        require_instance("tensor", self.tensor, torch.Tensor)
+        set_counts(self, "page_size_bytes")
+        shape, page = tuple(self.tensor.shape), self.page_size_bytes
+        if self.tensor.dtype != torch.int8:
+            raise InvalidArgumentError("tensor.dtype", self.tensor.dtype, "torch.int8")
+        if len(shape) != 2 or shape[1] != page or shape[0] <= 0:
+            raise InvalidArgumentError("tensor.shape", shape, f"(num_blocks, {page})")
+        if self.tensor.stride(1) != 1 or self.tensor.stride(0) < page:
+            raise InvalidArgumentError("tensor.stride", self.tensor.stride(), f"(>= {page}, 1)")
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCacheRef:
+    """Reference to the data of a layer, or of a group of layers, inside one canonical tensor.
+
+    Attributes:
+        tensor_idx: Index into `CanonicalKVCaches.tensors`.
+        page_size_bytes: The un-padded page: the first bytes of each row that carry data.
+        layer_names: Layers whose data this is; empty if unknown.
+        layout: Axes of the page as `KVLayout` writes them; empty if unknown.
+        boxes: Meaning of the bytes of the page, layer by layer; empty if unknown.
+    """
+
+    tensor_idx: int
+    page_size_bytes: int
+    layer_names: tuple[str, ...] = ()
+    layout: str = ""
+    boxes: tuple[PageBox, ...] = ()
+
+    def __post_init__(self) -> None:
+        set_counts(self, "page_size_bytes")
+        object.__setattr__(self, "tensor_idx", require_integer("tensor_idx", self.tensor_idx))
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalKVCaches:
+    """KV caches of one worker, in bytes.
+
+    Attributes:
+        tensors: Every distinct tensor exactly once.
+        group_data_refs: Refs of each KV-cache group, in layer order. The bytes of one block of
+            group g are the pages of its refs, in this order.
+        group_specs: Spec of each group, which with the layouts gives the bytes a meaning; empty if
+            unknown.
+        null_block_id: Id of the null block, which is never loaded into; None without one.
+
+    Raises:
+        InvalidArgumentError: A ref names a tensor, or bytes of one, that do not exist.
+    """
+
+    tensors: Sequence[CanonicalKVCacheTensor]
+    group_data_refs: Sequence[Sequence[CanonicalKVCacheRef]]
+    group_specs: Sequence[KVCacheSpec] = ()
+    null_block_id: int | None = None
+
+    def __post_init__(self) -> None:
+        require_instances("tensors", self.tensors, CanonicalKVCacheTensor)
+        require_sequence("group_data_refs", self.group_data_refs, "the refs of each group")
+        for group, refs in enumerate(self.group_data_refs):
+            require_instances(f"group_data_refs[{group}]", refs, CanonicalKVCacheRef)
+            for index, ref in enumerate(refs):
+                self._require_inside(f"group_data_refs[{group}][{index}]", ref)
+        require_instances("group_specs", self.group_specs, KVCacheSpec)
+        if self.null_block_id is not None:
+            null = require_integer("null_block_id", self.null_block_id)
+            object.__setattr__(self, "null_block_id", null)
+
+    def _require_inside(self, name: str, ref: CanonicalKVCacheRef) -> None:
+        """Check that a ref is within its tensor."""
+        if ref.tensor_idx >= len(self.tensors):
+            expected = f"one of {len(self.tensors)} tensors"
+            raise InvalidArgumentError(f"{name}.tensor_idx", ref.tensor_idx, expected)
+        padded = self.tensors[ref.tensor_idx].page_size_bytes
+        if ref.page_size_bytes > padded:
+            expected = f"at most {padded}, the page of its tensor"
+            raise InvalidArgumentError(f"{name}.page_size_bytes", ref.page_size_bytes, expected)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def canonicalize(
+    kv_caches: KVCaches, config: KVCacheConfig, *, layouts: Layouts | None = None
+) -> CanonicalKVCaches:
+    """View the KV caches that an engine registered as blocks of bytes; nothing is copied.
+
+    A layer's tensor may have its blocks, K/V or heads outermost, NHD or HND strides, packed K/V,
+    one latent per token, kernel blocks smaller than the block, down to slots for single tokens,
+    padded pages, or share its bytes with layers of other groups. Keys and values may have tensors
+    of their own. `LAYOUT_ZOO` lists the layouts of engines.
+
+    Layers that interleave inside a block become one tensor whose rows are whole blocks, and so
+    does one tensor of all layers, registered under any name or under every layer's; the steps of
+    its layer axis are `config.shared_tensors`, or the layers of the only group. A ref's page is
+    the leading bytes of the row up to the group's last one.
+
+    A tensor is matched with layouts by its strides, never by the order of its shape, and a tensor
+    that fits two layouts is refused. That is so also where both give the same pages, such as NHD
+    and HND with as many heads as tokens: workers that read their pages differently must not share
+    them, and only the refs' layouts distinguish them. Layouts that differ only in the position of
+    axes of size 1 are the same.
+
+    Args:
+        kv_caches: For each layer its tensor, its keys and its values or, for Mamba, its list of
+            states. The result views their memory and keeps it alive.
+        config: The blocks, groups and specs.
+        layouts: Layouts of some entries, given by the caller as axis strings; checked against
+            shape and strides as any other layout.
+
+    Raises:
+        InvalidArgumentError: An entry is missing, unknown or does not match its spec, tensors
+            are on several devices or on the meta device, or a layout names the wrong axes.
+        AmbiguousLayoutError: A tensor fits two layouts.
+        UnknownLayoutError: A tensor fits no layout of its spec; also when a page is not
+            contiguous, or the tensor is a view that conjugates or negates.
+        OverlapError: Pages of two layers share some bytes, but not all; or two tensors of one
+            layer, such as its keys and its values, share any.
+        PageBoundsError: Padded pages reach beyond the storage.
+        LayoutError: Pages do not add up to the spec's size, or layers do not share a tensor as
+            `config.shared_tensors` demands.
+    """
+    caches = read_registered(kv_caches, config, layouts)
+    pages = [each for cache in caches for each in find_pages(cache, config.num_blocks)]
+    _require_shared(pages, config)
+    rows = _in_order_of_use(join_rows(pages), pages)
+    device = caches[0].tensors[0].device
+    return CanonicalKVCaches(
+        tensors=tuple(
+            CanonicalKVCacheTensor(row.as_tensor(device), row.size_bytes) for row in rows
+        ),
+        group_data_refs=tuple(_refs(pages, rows, group) for group in range(len(config.groups))),
+        group_specs=tuple(group.spec for group in config.groups),
+        null_block_id=config.null_block_id,
+    )
+
+
+def _in_order_of_use(rows: Sequence[Row], pages: Sequence[LayerPages]) -> list[Row]:
+    order = {id(page): index for index, page in enumerate(pages)}
+    return sorted(rows, key=lambda row: min(order[id(page)] for page in row.members))
+
+
+def _refs(
+    pages: Sequence[LayerPages], rows: Sequence[Row], group: int
+) -> tuple[CanonicalKVCacheRef, ...]:
+    """Make one ref for each row that a group uses, in the order of its layers."""
+    row_of = {id(page): index for index, row in enumerate(rows) for page in row.members}
+    used: dict[int, list[LayerPages]] = {}
+    for page in (page for page in pages if page.group == group):
+        used.setdefault(row_of[id(page)], []).append(page)
+    return tuple(_ref(index, rows[index], members) for index, members in used.items())
+
+
+def _ref(tensor_idx: int, row: Row, members: Sequence[LayerPages]) -> CanonicalKVCacheRef:
+    names = dict.fromkeys(name for page in members for name in page.layer_names)
+    layouts = dict.fromkeys(page.layout for page in members)
+    return CanonicalKVCacheRef(
+        tensor_idx=tensor_idx,
+        page_size_bytes=max(p.address - row.address + p.data_size_bytes for p in members),
+        layer_names=tuple(names),
+        layout=" | ".join(layouts),
+        boxes=tuple(box.moved(p.address - row.address) for p in members for box in p.boxes),
+    )
+
+
+def _require_shared(pages: Sequence[LayerPages], config: KVCacheConfig) -> None:
+    """Check that layers share tensors as the config demands.
+
+    Groups whose kernels use blocks of different sizes cut the same row differently, so that their
+    pages at one position begin at different bytes.
+    """
+    starts: dict[str, set[int]] = {}
+    num_fragments = {name: page.num_fragments for page in pages for name in page.layer_names}
+    for page in pages:
+        for name in page.layer_names:
+            starts.setdefault(name, set()).add(page.address)
+    for names in config.shared_tensors:
+        for name in names[1:]:
+            first = names[0]
+            if num_fragments[name] == num_fragments[first] and starts[name] != starts[first]:
+                raise LayoutError(
+                    f"layers {first!r} and {name!r} share a tensor according to the config, "
+                    f"but begin at {sorted(starts[first])} and {sorted(starts[name])}"
+                )
+
+
+def _lines(caches: CanonicalKVCaches) -> list[str]:
+    """Format tensors, pages, groups, and the place of each layer, for `print`."""
+    lines = [f"{len(caches.tensors)} tensors, {len(caches.group_data_refs)} groups"]
+    for index, each in enumerate(caches.tensors):
+        num_blocks, page = each.tensor.shape
+        lines.append(
+            f"tensor {index}: {num_blocks} blocks, page {page} bytes, "
+            f"stride {each.tensor.stride(0)} bytes, {each.tensor.device}"
+        )
+    for group, refs in enumerate(caches.group_data_refs):
+        total = sum(ref.page_size_bytes for ref in refs)
+        lines.append(f"group {group}: {len(refs)} refs, {total} bytes per block")
+        for ref in refs:
+            layers = ", ".join(ref.layer_names) or "layers not named"
+            layout = f" ({ref.layout})" if ref.layout else ""
+            lines.append(
+                f"  tensor {ref.tensor_idx}, {ref.page_size_bytes} bytes: {layers}{layout}"
+            )
+    return lines
+
+
+def memory_regions(caches: CanonicalKVCaches) -> list[MemoryRegion]:
+    """List the memory regions of caches, each byte in one region."""
+    spans = sorted(
+        (str(tensor.device), start, start + (len(tensor) - 1) * tensor.stride(0) + tensor.shape[1])
+        for tensor in (each.tensor for each in caches.tensors)
+        for start in [tensor.data_ptr()]
+    )
+    regions = []
+    for device, on_device in groupby(spans, key=lambda span: span[0]):
+        joined: list[tuple[int, int]] = []
+        for _, start, stop in on_device:
+            if joined and start < joined[-1][1]:  # rows of several tensors interleave
+                joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+            else:
+                joined.append((start, stop))
+        place = torch.device(device)
+        regions += [MemoryRegion(start, stop - start, caches, place) for start, stop in joined]
+    return regions

@@ -1,0 +1,243 @@
+"""Pages of layers: addresses, strides and sizes of each layer's part of a block, in bytes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+
+import torch
+
+from kvxfer.errors import LayoutError, PageBoundsError
+from kvxfer.kvcache.canonical.layer_boxes import read_contents
+from kvxfer.kvcache.canonical.registered import LayerPlace, RegisteredCache
+from kvxfer.kvcache.layout import describe_tensor
+from kvxfer.kvcache.page_box import PageBox
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """Pages of all blocks at one place of a tensor, such as those of one layer.
+
+    Block b's page is `num_fragments` fragments, the first of them at
+    `address + b * block_stride_bytes`. There is one fragment unless kernel blocks are smaller
+    than blocks and the pages of several layers interleave.
+
+    Attributes:
+        group: Group of the layers.
+        layer_names: Layers whose data this is.
+        layout: Layout of a page.
+        storage: The storage that owns the bytes.
+        address: Address of block 0's page.
+        num_blocks: Number of blocks.
+        block_stride_bytes: Bytes from one block to the next.
+        num_fragments: Fragments of one page.
+        fragment_size_bytes: Bytes of one fragment, padding included.
+        fragment_stride_bytes: Bytes from one fragment to the next.
+        data_size_bytes: Bytes from the first to the last byte of a page that carries data.
+        boxes: Boxes of that data; offsets count from `address`.
+    """
+
+    group: int
+    layer_names: tuple[str, ...]
+    layout: str
+    storage: torch.UntypedStorage
+    address: int
+    num_blocks: int
+    block_stride_bytes: int
+    num_fragments: int
+    fragment_size_bytes: int
+    fragment_stride_bytes: int
+    data_size_bytes: int
+    boxes: tuple[PageBox, ...]
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes from the first to the last byte of a page, padding included."""
+        return (self.num_fragments - 1) * self.fragment_stride_bytes + self.fragment_size_bytes
+
+    @property
+    def geometry(self) -> tuple[int, int, int, int]:
+        """Geometry of a page, equal for two layers that alias the same bytes."""
+        return (
+            self.address,
+            self.num_fragments,
+            self.fragment_size_bytes,
+            self.fragment_stride_bytes,
+        )
+
+    def fragments(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and the end address of each fragment of block 0's page."""
+        for index in range(self.num_fragments):
+            start = self.address + index * self.fragment_stride_bytes
+            yield start, start + self.fragment_size_bytes
+
+
+def find_pages(cache: RegisteredCache, num_blocks: int) -> list[LayerPages]:
+    """Find the pages of a registered cache, in layer order, K before V.
+
+    Raises:
+        LayoutError: The tensors of one layer do not make up one page.
+        PageBoundsError: Pages reach beyond the storage.
+    """
+    if len(cache.tensors) > 1 and _make_up_one_page(cache, num_blocks):
+        pages = [_joined_pages(cache, num_blocks)]
+    else:
+        pages = [
+            page for index in range(len(cache.tensors)) for page in _tensor_pages(cache, index)
+        ]
+    for each in pages:
+        last = each.address + (each.num_blocks - 1) * each.block_stride_bytes + each.extent_bytes
+        needed_bytes = last - each.storage.data_ptr()
+        if needed_bytes > each.storage.nbytes():
+            raise PageBoundsError(each.layer_names[0], needed_bytes, each.storage.nbytes())
+    return pages
+
+
+def _tensor_pages(cache: RegisteredCache, index: int) -> list[LayerPages]:
+    tensor, reading = cache.tensors[index], cache.readings[index]
+    item = tensor.element_size()
+    outer = reading.layout.outer_axes
+    pages = []
+    for place in product(*(range(size) for size in reading.sizes[: len(outer)])):
+        at = dict(zip(outer, place, strict=True))
+        steps = zip(place, reading.strides[: len(outer)], strict=True)
+        offset_bytes = sum(i * stride for i, stride in steps) * item
+        if "layer" in reading.layout.axes and "layer" not in outer:
+            places = _places_of_groups(cache)
+        else:
+            places = [((p,), 0) for p in cache.positions[at.get("layer", 0)]]
+        for layers, last_position in places:
+            found = _pages(cache, index, layers, last_position, tensor.data_ptr() + offset_bytes)
+            pages.append(replace(found, boxes=read_contents(cache, index, at, layers)))
+    return pages
+
+
+def _places_of_groups(cache: RegisteredCache) -> list[tuple[tuple[LayerPlace, ...], int]]:
+    """List each group's layers inside a row of all layers, and the last position it uses."""
+    layers: dict[int, list[LayerPlace]] = {}
+    last: dict[int, int] = {}
+    for position, places in enumerate(cache.positions):
+        for place in places:
+            layers.setdefault(place.group, []).append(place)
+            last[place.group] = position
+    return [(tuple(layers[group]), last[group]) for group in sorted(layers)]
+
+
+def _pages(
+    cache: RegisteredCache,
+    index: int,
+    places: Sequence[LayerPlace],
+    last_position: int,
+    address: int,
+) -> LayerPages:
+    tensor, reading = cache.tensors[index], cache.readings[index]
+    item = tensor.element_size()
+    ratio = reading.kernel_blocks_per_block
+    step_bytes = reading.strides[reading.block_axis] * item
+    data_bytes = reading.kernel_page_elements * item
+    padded_bytes = _padded_kernel_page_bytes(cache, index)
+    if padded_bytes > step_bytes:
+        raise LayoutError(
+            f"layer {cache.name!r}: blocks are {step_bytes * ratio} bytes apart and need "
+            f"{padded_bytes * ratio} with padding ({describe_tensor(tensor)})"
+        )
+    if "layer" in reading.layout.axes[reading.block_axis :]:
+        unused = len(cache.positions) - 1 - last_position
+        data_bytes -= unused * reading.strides[reading.layout.axes.index("layer")] * item
+    whole = padded_bytes == step_bytes
+    pieces = LayerPages(
+        group=places[0].group,
+        layer_names=tuple(place.layer_name for place in places),
+        layout=str(reading),
+        storage=tensor.untyped_storage(),
+        address=address,
+        num_blocks=reading.sizes[reading.block_axis] // ratio,
+        block_stride_bytes=step_bytes * ratio,
+        num_fragments=1 if whole else ratio,
+        fragment_size_bytes=step_bytes * ratio if whole else padded_bytes,
+        fragment_stride_bytes=step_bytes * ratio if whole else step_bytes,
+        data_size_bytes=(ratio - 1) * step_bytes + data_bytes,
+        boxes=(),
+    )
+    if not reading.has_gaps:
+        return pieces
+    heads, stride = reading.sizes[1], reading.strides[1] * item
+    return replace(
+        pieces,
+        num_fragments=heads,
+        fragment_size_bytes=data_bytes - (heads - 1) * stride,
+        fragment_stride_bytes=stride,
+    )
+
+
+def _padded_kernel_page_bytes(cache: RegisteredCache, index: int) -> int:
+    """Compute the bytes of one step along the block axis, padding included, for all its layers."""
+    reading = cache.readings[index]
+    alone = len(cache.tensors) == 1
+    page_bytes = cache.spec.page_size_bytes if alone else cache.forms[index].page_size_bytes
+    page_bytes *= len(cache.positions)
+    for axis in range(reading.block_axis):
+        page_bytes //= reading.sizes[axis]
+    return page_bytes // reading.kernel_blocks_per_block
+
+
+def _make_up_one_page(cache: RegisteredCache, num_blocks: int) -> bool:
+    """Whether several tensors make up one page over one raw allocation.
+
+    Raises:
+        LayoutError: They do not, although they must because the page is padded as a whole.
+    """
+    spans = _spans(cache)
+    steps = {
+        reading.strides[reading.block_axis] * tensor.element_size()
+        for tensor, reading in zip(cache.tensors, cache.readings, strict=True)
+    }
+    follows = all(start + size == following for (start, size), (following, _) in pairwise(spans))
+    same_blocks = num_blocks == 1 or (len(steps) == 1 and min(steps) >= cache.spec.page_size_bytes)
+    one_storage = len({tensor.untyped_storage().data_ptr() for tensor in cache.tensors}) == 1
+    whole = all(
+        reading.block_axis == 0 and reading.kernel_blocks_per_block == 1
+        for reading in cache.readings
+    )
+    if follows and same_blocks and one_storage and whole:
+        return True
+    if cache.spec.page_size_bytes == cache.spec.unpadded_page_size_bytes:
+        return False
+    states = "; ".join(describe_tensor(tensor) for tensor in cache.tensors)
+    raise LayoutError(
+        f"layer {cache.name!r}: tensors ({states}) at byte offsets "
+        f"{[start - spans[0][0] for start, _ in spans]} do not make up pages of "
+        f"{cache.spec.page_size_bytes} bytes over one allocation"
+    )
+
+
+def _spans(cache: RegisteredCache) -> list[tuple[int, int]]:
+    """List the address and the bytes of block 0 in each tensor, in the order of memory."""
+    return sorted(
+        (tensor.data_ptr(), form.page_size_bytes)
+        for tensor, form in zip(cache.tensors, cache.forms, strict=True)
+    )
+
+
+def _joined_pages(cache: RegisteredCache, num_blocks: int) -> LayerPages:
+    spec, (place,) = cache.spec, cache.positions[0]
+    step = cache.readings[0].strides[0] * cache.tensors[0].element_size()
+    address = _spans(cache)[0][0]
+    boxes = [
+        box.moved(tensor.data_ptr() - address)
+        for index, tensor in enumerate(cache.tensors)
+        for box in read_contents(cache, index, {}, (place,))
+    ]
+    return LayerPages(
+        group=place.group,
+        layer_names=(place.layer_name,),
+        layout=" + ".join(map(str, cache.readings)),
+        storage=cache.tensors[0].untyped_storage(),
+        address=address,
+        num_blocks=num_blocks,
+        block_stride_bytes=spec.page_size_bytes if num_blocks == 1 else step,
+        num_fragments=1,
+        fragment_size_bytes=spec.page_size_bytes,
+        fragment_stride_bytes=spec.page_size_bytes,
+        data_size_bytes=spec.unpadded_page_size_bytes,
+        boxes=tuple(boxes),
+    )

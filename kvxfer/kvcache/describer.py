@@ -1,0 +1,200 @@
+"""Describer of blocks: block ids become descriptors."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kvxfer.checks import (
+    INT64_MAX,
+    require_instance,
+    require_instances,
+    require_integer,
+    require_integers,
+)
+from kvxfer.errors import BlockIdError, DuplicateError, InvalidArgumentError, UnknownGroupError
+from kvxfer.kvcache.canonical import BlockTemplate, CanonicalKVCaches
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.portable import PageMapping, PageTemplate
+
+
+class BlockDescriber:
+    """Describer of blocks: turns block ids into descriptors by precomputed templates.
+
+    Which pages of a block touch follows from the static layout, and which blocks touch from
+    runs of block ids: neighbours are merged by these, never by comparing descriptors.
+
+    Args:
+        caches: The canonical caches; kept alive by every descriptor.
+        blocks_per_chunk: Consecutive blocks of a request that are stored under one key.
+        mappings: Page mapping of each group; if given, a portable page is stored under each key.
+
+    Attributes:
+        overlaid_groups: Sets of groups that share memory: blocks of one id are the same bytes,
+            wholly or in part.
+
+    Raises:
+        InvalidArgumentError: `blocks_per_chunk` is not positive, or not 1 beside mappings; or
+            there is not one mapping per group.
+    """
+
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        *,
+        blocks_per_chunk: int = 1,
+        mappings: Sequence[PageMapping] = (),
+    ) -> None:
+        require_instance("caches", caches, CanonicalKVCaches)
+        require_instances("mappings", mappings, PageMapping)
+        if len(mappings) not in {0, len(caches.group_data_refs)}:
+            expected = f"one for each of {len(caches.group_data_refs)} groups"
+            raise InvalidArgumentError("mappings", len(mappings), expected)
+        self.caches = caches
+        self.overlaid_groups = _overlaid_groups(caches)
+        self._groups = tuple(BlockTemplate(caches, refs) for refs in caches.group_data_refs)
+        most = INT64_MAX // max(each.block_size_bytes for each in self._groups)
+        self.blocks_per_chunk = require_integer(
+            "blocks_per_chunk",
+            blocks_per_chunk,
+            minimum=1,
+            maximum=1 if mappings else most,
+            expected="1, since pages say how many blocks they have" if mappings else "",
+        )
+        self._pages = tuple(
+            PageTemplate(caches, refs, mapping)
+            for refs, mapping in zip(caches.group_data_refs, mappings, strict=False)
+        )
+
+    @property
+    def num_groups(self) -> int:
+        """KV-cache groups of the caches."""
+        return len(self._groups)
+
+    def block_size_bytes(self, group: int) -> int:
+        """Un-padded bytes of one block of `group`.
+
+        Raises:
+            UnknownGroupError: There is no such group.
+        """
+        return self._group(group).block_size_bytes
+
+    @property
+    def largest_chunk_bytes(self) -> int:
+        """Bytes of the largest chunk, or portable page, of any group."""
+        if self._pages:
+            return max(template.mapping.num_bytes for template in self._pages)
+        return self.blocks_per_chunk * max(each.block_size_bytes for each in self._groups)
+
+    def describe(
+        self,
+        group: int,
+        block_ids: ArrayLike,
+        *,
+        first_block_index: int = 0,
+        num_pages: int | None = None,
+    ) -> Descriptors:
+        """Describe consecutive blocks of a request, one batch entry per chunk or portable page.
+
+        Args:
+            group: KV-cache group of the blocks.
+            block_ids: Integers, `(n,)`, in request order, each at most once.
+            first_block_index: Index of the first block within its request, in blocks. Where it
+                is not a multiple of `blocks_per_chunk`, the first chunk lacks its leading blocks.
+                Portable pages are never stored in part.
+            num_pages: Portable pages to describe, where the last block is filled only in part.
+
+        Returns:
+            `ceil((n + skip) / blocks_per_chunk)` chunks, or the portable pages of the blocks.
+
+        Raises:
+            UnknownGroupError: There is no such group.
+            InvalidArgumentError: `block_ids` is empty, not one-dimensional or not integers,
+                `first_block_index` is negative, or the blocks are not those of whole pages.
+            BlockIdError: A block id is negative or past the end of the cache.
+            DuplicateError: A block id appears twice.
+        """
+        template = self._group(group)
+        ids = _checked_block_ids(group, block_ids, template.num_blocks)
+        first_block_index = require_integer("first_block_index", first_block_index)
+        if self._pages:
+            return self._describe_pages(group, ids, first_block_index, num_pages)
+        chunk = self.blocks_per_chunk
+        skip = first_block_index % chunk
+        num_chunks = -(-(len(ids) + skip) // chunk)
+        chunk_starts = np.arange(num_chunks + 1)
+        payload_starts = np.zeros(num_chunks, np.int64)
+        if chunk > 1:
+            chunk_starts = np.maximum(chunk_starts * chunk - skip, 0)
+            chunk_starts[-1] = len(ids)
+            payload_starts[0] = skip * template.block_size_bytes
+        addresses, lengths, firsts = template.expand(ids, chunk_starts)
+        return Descriptors(
+            addresses=addresses,
+            lengths=lengths,
+            block_offsets=firsts,
+            payload_starts=payload_starts,
+            device=template.device,
+            owners=(self.caches,),
+        )
+
+    def _describe_pages(
+        self, group: int, ids: NDArray[np.int64], first_block_index: int, num_pages: int | None
+    ) -> Descriptors:
+        template, mapping = self._pages[group], self._pages[group].mapping
+        if first_block_index % mapping.blocks_per_page:
+            expected = f"a multiple of {mapping.blocks_per_page}, the blocks of a page"
+            raise InvalidArgumentError("first_block_index", first_block_index, expected)
+        addresses, lengths, firsts = template.expand(ids, num_pages)
+        return Descriptors(
+            addresses=addresses,
+            lengths=lengths,
+            block_offsets=firsts,
+            payload_starts=np.zeros(len(firsts) - 1, np.int64),
+            device=self._groups[group].device,
+            owners=(self.caches,),
+        )
+
+    def _group(self, group: int) -> BlockTemplate:
+        index = require_integer("group", group, minimum=-INT64_MAX)
+        if not 0 <= index < len(self._groups):
+            raise UnknownGroupError(index, len(self._groups))
+        return self._groups[index]
+
+
+def describe(
+    caches: CanonicalKVCaches,
+    group: int,
+    block_ids: ArrayLike,
+    *,
+    blocks_per_chunk: int = 1,
+    first_block_index: int = 0,
+) -> Descriptors:
+    """Describe blocks once; keep a `BlockDescriber` for repeated use, see its `describe`."""
+    describer = BlockDescriber(caches, blocks_per_chunk=blocks_per_chunk)
+    return describer.describe(group, block_ids, first_block_index=first_block_index)
+
+
+def _overlaid_groups(caches: CanonicalKVCaches) -> tuple[frozenset[int], ...]:
+    """Find the largest sets of groups that have a tensor in common."""
+    users: dict[int, set[int]] = {}
+    for group, refs in enumerate(caches.group_data_refs):
+        for ref in refs:
+            users.setdefault(ref.tensor_idx, set()).add(group)
+    found = {frozenset(groups) for groups in users.values() if len(groups) > 1}
+    return tuple(each for each in found if not any(each < other for other in found))
+
+
+def _checked_block_ids(group: int, block_ids: ArrayLike, num_blocks: int) -> NDArray[np.int64]:
+    argument = f"block_ids[{group}]"
+    ids = require_integers(argument, block_ids)
+    if not ids.size:
+        raise InvalidArgumentError(argument, block_ids, "at least one block id")
+    outside = ids.view(np.uint64) >= num_blocks  # negative ones, too
+    if outside.any():
+        raise BlockIdError(group, int(ids[outside.argmax()]), num_blocks)
+    if len(ids) > 1:
+        used = np.bincount(ids)
+        if used.max() > 1:
+            raise DuplicateError(argument, int(used.argmax()))
+    return ids

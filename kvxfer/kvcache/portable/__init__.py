@@ -1,0 +1,38 @@
+"""Portable pages: blocks of a whole model in one fixed order, and the workers' parts of them."""
+
+from kvxfer.kvcache.portable.cache_mapping import map_caches, opaque_boxes, payload_boxes
+from kvxfer.kvcache.portable.page import (
+    PortablePage,
+    PortableTensor,
+    natural_order,
+    portable_page,
+    tensor_names,
+)
+from kvxfer.kvcache.portable.page_mapping import (
+    CopyRun,
+    PageFragments,
+    PageMapping,
+    compile_mapping,
+    verify_mappings,
+)
+from kvxfer.kvcache.portable.page_template import PageTemplate
+from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
+
+__all__ = [
+    "OPAQUE",
+    "CopyRun",
+    "PageFragments",
+    "PageMapping",
+    "PageTemplate",
+    "PortablePage",
+    "PortableTensor",
+    "WorkerShard",
+    "compile_mapping",
+    "map_caches",
+    "natural_order",
+    "opaque_boxes",
+    "payload_boxes",
+    "portable_page",
+    "tensor_names",
+    "verify_mappings",
+]

@@ -1,0 +1,166 @@
+"""Mappings of whole caches: one page mapping for every group of a worker."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from kvxfer.checks import (
+    require_instance,
+    require_positive,
+    require_sequence,
+    require_text,
+    require_texts,
+)
+from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches
+from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.portable.page import PortablePage, natural_order, portable_page
+from kvxfer.kvcache.portable.page_mapping import PageMapping, compile_mapping
+from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
+
+
+def map_caches(
+    caches: CanonicalKVCaches,
+    shard: WorkerShard,
+    *,
+    tokens_per_page: int | None = None,
+    num_shards: int = 1,
+    state_heads: Sequence[str | None] = (),
+    axes: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    opaque: str = "",
+) -> tuple[PageMapping, ...]:
+    """Map the blocks of every group of a worker's caches to portable pages.
+
+    Args:
+        caches: Caches from `canonicalize` or `allocate_canonical`, whose refs have boxes.
+        shard: Position of this worker in the model.
+        tokens_per_page: Tokens of a portable page: a divisor or a multiple of a block's, over all
+            workers that share its tokens; by default the same.
+        num_shards: Equal shares of the heads, stored under separate keys. A worker must hold whole
+            shares, so choose the largest number of workers that will divide the heads.
+        state_heads: For each state of a recurrent layer the axis, `s0` or `s1`, ..., along which
+            workers divide it; by default states can be mapped on a single worker only.
+        axes: See `portable_page`; all engines that share pages must give the same.
+        opaque: If given, groups that cannot be mapped are stored as plain bytes, for equal workers
+            only. The text names all that must be equal besides the rank, such as engine, release
+            and layout. The reason is added to the encoding of the stored tensors.
+
+    Returns:
+        One mapping per group.
+
+    Raises:
+        PageMappingError: A group cannot be mapped, with the reason; never with `opaque`.
+        InvalidArgumentError: The caches have no specs, or the heads cannot be divided into
+            `num_shards`.
+    """
+    require_instance("caches", caches, CanonicalKVCaches)
+    require_instance("shard", shard, WorkerShard)
+    num_shards = require_positive("num_shards", num_shards)
+    require_sequence("state_heads", state_heads, "an axis, or None, for each state")
+    require_instance("axes", axes, Mapping)
+    for part, names in axes.items():
+        require_texts(f"axes[{part!r}]", names)
+    opaque = require_text("opaque", opaque)
+    if tokens_per_page is not None:
+        tokens_per_page = require_positive("tokens_per_page", tokens_per_page)
+    if not caches.group_specs and not opaque:
+        raise InvalidArgumentError("caches", "no specs", "caches made by canonicalize")
+    mappings = []
+    for group, refs in enumerate(caches.group_data_refs):
+        try:
+            boxes = shard.place(_name_heads(payload_boxes(refs), state_heads))
+            tokens_per_block = caches.group_specs[group].tokens_per_block * shard.num_token_shares
+            page = portable_page(
+                boxes,
+                shard,
+                num_tokens=tokens_per_page or tokens_per_block,
+                num_shards=num_shards,
+                axes=axes,
+            )
+            mappings.append(_map(refs, boxes, page, shard, tokens_per_block))
+        except PageMappingError as exc:
+            if not opaque:
+                raise
+            encoding = f"{opaque}, worker {shard.rank} of {shard.num_workers} ({exc})"
+            boxes = opaque_boxes(refs, encoding)
+            page = portable_page(boxes, shard, num_tokens=1)
+            mappings.append(_map(refs, boxes, page, shard, 1))
+    return tuple(mappings)
+
+
+def _map(
+    refs: Sequence[CanonicalKVCacheRef],
+    boxes: Sequence[PageBox],
+    page: PortablePage,
+    shard: WorkerShard,
+    tokens_per_block: int,
+) -> PageMapping:
+    num_writers, writer_index = shard.writers(boxes)
+    return compile_mapping(
+        boxes,
+        page,
+        tokens_per_block=tokens_per_block,
+        payload_sizes=[ref.page_size_bytes for ref in refs],
+        num_writers=num_writers,
+        writer_index=writer_index,
+    )
+
+
+def payload_boxes(refs: Sequence[CanonicalKVCacheRef]) -> list[PageBox]:
+    """List the boxes of the payload of a group's block: the pages of its refs, one by one.
+
+    Layers that share the same bytes appear once: as the first by the number in its name.
+
+    Raises:
+        PageMappingError: A ref has no boxes: the engine did not tell its layout.
+    """
+    boxes: list[PageBox] = []
+    start = 0
+    for ref in refs:
+        if not ref.boxes:
+            raise PageMappingError("layout", f"bytes of {list(ref.layer_names)}", "named axes")
+        boxes += [box.moved(start) for box in ref.boxes]
+        start += ref.page_size_bytes
+    boxes.sort(key=lambda box: natural_order(box.layer_name))
+    distinct: dict[PageBox, PageBox] = {}
+    for box in boxes:
+        distinct.setdefault(replace(box, layer_name=""), box)
+    return list(distinct.values())
+
+
+def opaque_boxes(refs: Sequence[CanonicalKVCacheRef], encoding: str) -> tuple[PageBox, ...]:
+    """Describe the payload of a block as plain bytes, for equal workers only.
+
+    Args:
+        refs: Refs of the group.
+        encoding: Name of all that must be equal: engine, layout, rank.
+    """
+    boxes, start = [], 0
+    for index, ref in enumerate(refs):
+        name = ref.layer_names[0] if len(ref.layer_names) == 1 else "row"
+        digits = (Digit("byte", ref.page_size_bytes, 1),)
+        boxes.append(
+            PageBox(
+                layer_name=name,
+                part=f"{OPAQUE}{index}",
+                dtype=torch.uint8,
+                digits=digits,
+                offset_bytes=start,
+                encoding=encoding,
+            )
+        )
+        start += ref.page_size_bytes
+    return tuple(boxes)
+
+
+def _name_heads(boxes: Sequence[PageBox], state_heads: Sequence[str | None]) -> list[PageBox]:
+    named = []
+    for box in boxes:
+        axis = None
+        if box.part.startswith("state") and int(box.part.removeprefix("state")) < len(state_heads):
+            axis = state_heads[int(box.part.removeprefix("state"))]
+        digits = tuple(replace(d, axis="head") if d.axis == axis else d for d in box.digits)
+        named.append(replace(box, digits=digits))
+    return named

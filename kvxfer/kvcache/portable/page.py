@@ -1,0 +1,184 @@
+"""Portable pages: a block of the whole model in one fixed order, the same for all workers."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import prod
+from types import MappingProxyType
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.portable.worker_shard import WorkerShard
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PortableTensor:
+    """Tensor of a portable page, contiguous, row-major.
+
+    Attributes:
+        name: Name of the tensor, e.g. `layers.3.k`.
+        dtype: Type of the elements.
+        axes: Axes, outermost first, e.g. `("head", "token", "dim")`.
+        shape: Size of each axis.
+        first: Index of the first element along each axis: not all zero in a shard.
+        encoding: See `PageBox`.
+    """
+
+    name: str
+    dtype: torch.dtype
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+    encoding: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def strides_bytes(self) -> tuple[int, ...]:
+        """Bytes from one index to the next, per axis."""
+        inner = accumulate(reversed(self.shape[1:]), int.__mul__, initial=self.dtype.itemsize)
+        return tuple(reversed(list(inner)))
+
+
+@dataclass(frozen=True, slots=True)
+class PortablePage:
+    """Portable page: a block's tokens for all heads and layers, in shards with keys of their own.
+
+    Attributes:
+        shards: The tensors of each shard, in the order of their bytes.
+    """
+
+    shards: tuple[tuple[PortableTensor, ...], ...]
+
+    @property
+    def tensors(self) -> tuple[PortableTensor, ...]:
+        """The tensors of all shards."""
+        return tuple(tensor for shard in self.shards for tensor in shard)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the page."""
+        return sum(self.shard_sizes)
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Bytes of each shard."""
+        return tuple(sum(tensor.num_bytes for tensor in shard) for shard in self.shards)
+
+    @property
+    def offsets_bytes(self) -> tuple[int, ...]:
+        """Offset of each tensor in the page, one shard after the other."""
+        sizes = [tensor.num_bytes for tensor in self.tensors]
+        return tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of the page; None when it has only states.
+
+        Raises:
+            PageMappingError: Its tensors have different numbers of tokens.
+        """
+        counts = {t.shape[t.axes.index("token")] for t in self.tensors if "token" in t.axes}
+        if len(counts) > 1:
+            raise PageMappingError("token", sorted(counts), "one number of tokens")
+        return next(iter(counts), None)
+
+
+def portable_page(
+    boxes: Sequence[PageBox],
+    shard: WorkerShard,
+    *,
+    num_tokens: int,
+    num_shards: int = 1,
+    axes: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> PortablePage:
+    """Derive the portable page of the whole model from the boxes of one worker.
+
+    Tensors are in the order of the numbers in their names. In every tensor the heads come first,
+    then tokens, then the inner axes, so that the heads of any worker are one piece of it.
+
+    Args:
+        boxes: Boxes of one block, with their indices in the whole model.
+        shard: The worker.
+        num_tokens: Tokens of a portable page.
+        num_shards: Equal shares of the heads, stored under separate keys: the largest number of
+            workers that will divide the heads. Tensors without heads are in the first.
+        axes: Order of the axes of some parts where all engines agree on another one, e.g.
+            `{"k": ("head", "dim", "token")}`.
+
+    Raises:
+        InvalidArgumentError: A part has other axes than its order in `axes`, or the heads of some
+            tensor cannot be divided into `num_shards`.
+    """
+    parts: dict[str, list[PageBox]] = {}
+    for name, box in zip(tensor_names(boxes), boxes, strict=True):
+        parts.setdefault(name, []).append(box)
+    shards: list[list[PortableTensor]] = [[] for _ in range(num_shards)]
+    for name in sorted(parts, key=natural_order):
+        same, box = parts[name], parts[name][0]
+        sizes = {axis: max(b.first_index(axis) + b.extent(axis) for b in same) for axis in box.axes}
+        sizes |= {"head": shard.total_heads(same), "token": num_tokens}
+        order = tuple(axes.get(box.part) or _usual_axes(box))
+        if sorted(order) != sorted(box.axes) or "head" in order[1:]:
+            expected = f"the axes {box.axes}, heads first"
+            raise InvalidArgumentError(f"axes of {box.part!r}", order, expected)
+        tensor = PortableTensor(
+            name=name,
+            dtype=box.dtype,
+            axes=order,
+            shape=tuple(sizes[axis] for axis in order),
+            first=(0,) * len(order),
+            encoding=box.encoding,
+        )
+        for each, share in zip(shards, _share_heads(tensor, num_shards), strict=False):
+            each.append(share)
+    return PortablePage(tuple(tuple(each) for each in shards if each))
+
+
+def _usual_axes(box: PageBox) -> tuple[str, ...]:
+    outer = [axis for axis in ("head", "token") if axis in box.axes]
+    return (*outer, *sorted(set(box.axes) - set(outer)))
+
+
+def _share_heads(tensor: PortableTensor, num_shards: int) -> Iterator[PortableTensor]:
+    if "head" not in tensor.axes:
+        yield tensor
+        return
+    heads = tensor.shape[0]
+    if heads % num_shards:
+        rule = f"a divisor of {heads}, the heads of {tensor.name!r}"
+        raise InvalidArgumentError("num_shards", num_shards, rule)
+    share = heads // num_shards
+    for start in range(0, heads, share):
+        yield replace(tensor, shape=(share, *tensor.shape[1:]), first=(start, *tensor.first[1:]))
+
+
+def tensor_names(boxes: Sequence[PageBox]) -> list[str]:
+    """Name the tensors of boxes in the same way for all engines: `layers.3.k`.
+
+    A layer is called by the number in its name, or by its name if that has no or several numbers,
+    or if another layer has the same number.
+    """
+    layers = dict.fromkeys(box.layer_name for box in boxes)
+    numbers = {name: [int(found) for found in _NUMBER.findall(name)] for name in layers}
+    count = Counter(found[0] for found in numbers.values() if len(found) == 1)
+    called = {
+        name: f"layers.{found[0]}" if len(found) == 1 and count[found[0]] == 1 else name
+        for name, found in numbers.items()
+    }
+    return [f"{called[box.layer_name]}.{box.part}" for box in boxes]
+
+
+def natural_order(name: str) -> tuple[list[str | int], str]:
+    """Make a sort key by which layer 9 comes before layer 10."""
+    pieces = _NUMBER.split(name)
+    return [int(piece) if index % 2 else piece for index, piece in enumerate(pieces)], name

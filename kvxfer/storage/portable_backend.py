@@ -1,0 +1,165 @@
+"""Portable backend: a wrapper that stores portable pages in another backend, shard by shard."""
+
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvxfer.errors import InvalidArgumentError, UnknownGroupError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.kvcache.portable import PageMapping
+from kvxfer.storage.backend import DONE, Backend, Outcome, pick_outcome
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
+from kvxfer.storage.portable_namespace import shard_groups
+
+_Ask = Callable[[Sequence[BlockKey]], Coroutine[Any, Any, list[bool]]]
+_Move = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
+
+
+class PortableBackend(Backend):
+    """Backend for one worker's shards of portable pages, which workers of another shape can load.
+
+    A block is the shards of a portable page that the worker holds, one after the other, as
+    `BlockDescriber` describes them with the same mappings. Each is stored under the key of its
+    page and its own group. Workers that hold the same bytes take turns, by key: a store by a
+    worker whose turn it is not is `DONE` without writing any byte.
+
+    Args:
+        backend: Opened with `portable_namespace`; closed with this one.
+        mappings: One per group of this worker's caches.
+
+    Raises:
+        PageMappingError: The worker holds only a part of some shard.
+    """
+
+    def __init__(self, backend: Backend, mappings: Sequence[PageMapping]) -> None:
+        self._guard = CallGuard("portable backend")
+        self._backend = backend
+        self._mappings = tuple(mappings)
+        self._groups = shard_groups(mappings)
+        self._sizes = [
+            [mapping.page.shard_sizes[shard] for shard in mapping.shards] for mapping in mappings
+        ]
+        self.memory_kinds = backend.memory_kinds
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`."""
+        self._backend.attach(memory)
+
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        await self._backend.start()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Return for each key whether every shard that this worker holds is present."""
+        self._guard.check_batch(keys)
+        return [all(shards) for shards in await self._ask(self._backend.lookup, keys)]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`; a page that another worker stores is `DONE` at once."""
+        self._guard.check_batch(keys, blocks)
+        outcomes = [DONE] * len(keys)
+        ours = [index for index, key in enumerate(keys) if self._is_turn(key)]
+        if ours:
+            chosen = [keys[index] for index in ours]
+            stored = await self._move(self._backend.store, chosen, blocks.take(ours))
+            for index, outcome in zip(ours, stored, strict=True):
+                outcomes[index] = outcome
+        return outcomes
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        self._guard.check_batch(keys, blocks)
+        return await self._move(self._backend.load, keys, blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`: whether any shard that this worker holds was removed."""
+        self._guard.check_batch(keys)
+        return [any(shards) for shards in await self._ask(self._backend.delete, keys)]
+
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self._backend.flush()
+
+    async def drain(self) -> None:
+        """See `Backend.drain`."""
+        await self._backend.drain()
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`."""
+        await self._backend.aclose()
+
+    async def _ask(self, ask: _Ask, keys: Sequence[BlockKey]) -> Iterator[list[bool]]:
+        """Ask the backend about all shards; return the answers grouped by page."""
+        names, counts = self._names(keys)
+        answers = iter(await ask(names))
+        return (list(islice(answers, count)) for count in counts)
+
+    async def _move(
+        self, move: _Move, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        names, counts = self._names(keys)
+        sizes = [size for key in keys for size in self._sizes[group_of(key)]]
+        found = await move(names, _split(blocks, sizes))
+        outcomes, start = [], 0
+        for count in counts:
+            shards = found[start : start + count]
+            outcomes.append(_worst(shards))
+            start += count
+        return outcomes
+
+    def _names(self, keys: Sequence[BlockKey]) -> tuple[list[BlockKey], list[int]]:
+        """Return the keys of all shards, and the number of shards of each page."""
+        names, counts = [], []
+        for key in keys:
+            shards = self._groups[self._known_group(key)]
+            names += [make_block_key(key[:-GROUP_INDEX_BYTES], shard) for shard in shards]
+            counts.append(len(shards))
+        return names, counts
+
+    def _is_turn(self, key: BlockKey) -> bool:
+        return self._mappings[self._known_group(key)].writes(xxhash.xxh3_64_intdigest(key))
+
+    def _known_group(self, key: BlockKey) -> int:
+        if (group := group_of(key)) >= len(self._groups):
+            raise UnknownGroupError(group, len(self._groups))
+        return group
+
+
+def _split(blocks: Descriptors, sizes: Sequence[int]) -> Descriptors:
+    """Cut blocks into shards of these sizes, as blocks of their own."""
+    bounds, ends = np.cumsum(sizes), np.cumsum(blocks.lengths.astype(np.int64))
+    if bounds[-1] != ends[-1]:
+        raise InvalidArgumentError("blocks", blocks.block_sizes.tolist(), f"shards of {sizes}")
+    addresses, lengths, cuts = blocks.addresses, blocks.lengths, ends
+    if not np.isin(bounds, ends).all():  # several shards lie in one piece of memory
+        cuts = np.union1d(ends, bounds)
+        starts = np.concatenate(([0], cuts[:-1]))
+        piece = np.searchsorted(ends, starts, side="right")
+        within = starts - (ends[piece] - blocks.lengths[piece].astype(np.int64))
+        addresses = blocks.addresses[piece] + within.astype(np.uint64)
+        lengths = (cuts - starts).astype(np.uint64)
+    return Descriptors(
+        addresses=addresses,
+        lengths=lengths,
+        block_offsets=np.concatenate(([0], np.searchsorted(cuts, bounds) + 1)),
+        payload_starts=np.zeros(len(sizes), np.int64),
+        device=blocks.device,
+        owners=blocks.owners,
+        after=blocks.after,
+    )
+
+
+def _worst(outcomes: Sequence[Outcome]) -> Outcome:
+    """Combine the outcomes of a page's shards into that of the page."""
+    missed = [outcome for outcome in outcomes if not outcome.done]
+    if not missed:
+        return DONE
+    safe, worst = all(outcome.memory_safe for outcome in outcomes), missed[0]
+    for outcome in missed:
+        worst = pick_outcome(worst, outcome, memory_safe=safe)
+    return worst

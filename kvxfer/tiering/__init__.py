@@ -1,0 +1,5 @@
+"""Tiers: a fast backend with larger, slower ones below it, and the policy between them."""
+
+from kvxfer.tiering.tiered_backend import TieredBackend
+
+__all__ = ["TieredBackend"]

@@ -1,0 +1,155 @@
+"""Isolated tier: one of several backends, called so that its failures do not reach the others."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TypeVar
+
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
+from kvxfer.storage.calls import Calls, Move, call_backend
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.tiering.suspension import Suspension
+
+LOOKUP_TIMEOUT_S = 2.0
+"""Deadline of a lookup in a tier; after it every key is a miss there."""
+
+MOVE_TIMEOUT_S = 10.0
+"""Deadline of moving one staging buffer of blocks, or of a delete. A disk that writes 2 MB/s is
+still in time."""
+
+CLOSE_TIMEOUT_S = 30.0
+"""Deadline of closing a tier; after it the call is abandoned."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class IsolatedTier:
+    """Tier of a `TieredBackend`: every key is a miss while its backend fails or hangs.
+
+    Errors of the backend are logged and not raised. After a missed deadline the backend is not
+    called for a while, see `Suspension`, nor before its abandoned calls have ended, so that a
+    hanging tier does not take the staging buffers that the others need.
+
+    Args:
+        index: Position among the tiers, 0 for the fastest.
+        backend: The backend.
+        lookup_timeout_s: Deadline of a lookup; None for no limit.
+        num_buffers: Staging buffers that the tier may use at one time.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        backend: Backend,
+        *,
+        lookup_timeout_s: float | None = LOOKUP_TIMEOUT_S,
+        num_buffers: int = 1,
+    ) -> None:
+        self.index = index
+        self.backend = backend
+        self._lookup_timeout_s = lookup_timeout_s
+        self._name = f"tier {index} ({type(backend).__name__})"
+        self._calls = Calls()
+        self._suspension = Suspension(self._name)
+        self._share = asyncio.Semaphore(num_buffers)
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the backend may be called: it is not suspended, and no late call runs."""
+        return not (self._calls.num_late or self._suspension.is_on(time.monotonic()))
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Look up which of `keys` are present; none when the backend fails or is late."""
+        if not keys or not self.is_available:
+            return set()
+        what = f"lookup of {len(keys)} blocks"
+        found = await self._ask(what, self._lookup_timeout_s, self.backend.lookup(keys))
+        if found is None or len(found) != len(keys):
+            return set()
+        return {key for key, there in zip(keys, found, strict=True) if there}
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`; every block is `FAILED` when the backend fails."""
+        return await self._move("store", keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`; every block is `FAILED` when the backend fails."""
+        return await self._move("load", keys, blocks)
+
+    async def store_in_time(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Store with a deadline: every block is `TIMED_OUT` after `MOVE_TIMEOUT_S`."""
+        return await self._move_in_time(self.store, keys, blocks)
+
+    async def load_in_time(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Load with a deadline: every block is `TIMED_OUT` after `MOVE_TIMEOUT_S`."""
+        return await self._move_in_time(self.load, keys, blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`; False for every key when the backend fails or is late."""
+        deleted = None
+        if self.is_available:
+            what = f"delete of {len(keys)} blocks"
+            deleted = await self._ask(what, MOVE_TIMEOUT_S, self.backend.delete(keys))
+        return deleted or [False] * len(keys)
+
+    async def drain(self) -> None:
+        """See `Backend.drain`; also waits for abandoned calls."""
+        await self._calls.drain()
+        await self.backend.drain()
+
+    async def aclose(self) -> None:
+        """Close the backend; after `CLOSE_TIMEOUT_S` the call is abandoned."""
+        try:
+            await self._calls.wait_for(CLOSE_TIMEOUT_S, self.backend.aclose())
+        except TimeoutError:
+            logger.warning("%s: not closed after %g s", self._name, CLOSE_TIMEOUT_S)
+
+    def hold(
+        self, staging: StagingMemory, sizes: Sequence[int], starts: Sequence[int]
+    ) -> AbstractAsyncContextManager[StagedBlocks]:
+        """Hold a staging buffer for blocks on their way from or to this tier."""
+        return staging.hold(sizes, starts, share=self._share)
+
+    async def _ask(self, what: str, timeout_s: float | None, call: Awaitable[T]) -> T | None:
+        """Await an answer; None when the backend fails or is late."""
+        try:
+            return await self._calls.wait_for(timeout_s, call)
+        except Exception as exc:
+            if timeout_s is not None and type(exc) is TimeoutError:
+                self._suspension.begin(time.monotonic(), what, timeout_s)
+            else:
+                logger.warning("%s: %s failed", self._name, what, exc_info=True)
+        return None
+
+    async def _move_in_time(
+        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        try:
+            return list(await self._calls.wait_for(MOVE_TIMEOUT_S, move(keys, blocks)))
+        except TimeoutError:
+            call = f"moving {len(keys)} blocks"
+            self._suspension.begin(time.monotonic(), call, MOVE_TIMEOUT_S)
+        reason = f"{self._name} took longer than {MOVE_TIMEOUT_S:g} s"
+        return [Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)] * len(keys)
+
+    async def _move(
+        self, verb: str, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Move a batch and log its failures once; after a missed deadline every load is a miss."""
+        if not self.is_available:
+            unavailable = Outcome(Status.TIMED_OUT, reason=f"{self._name} does not answer")
+            return [MISSING if verb == "load" else unavailable] * len(keys)
+        name = f"{self._name}: {verb}"
+        move: Move = self.backend.store if verb == "store" else self.backend.load
+        outcomes = await call_backend(move, keys, blocks, name=name)
+        reasons = [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]
+        if reasons:
+            text = "%s of %d of %d blocks failed: %s"
+            logger.warning(text, name, len(reasons), len(keys), reasons[0])
+        return outcomes

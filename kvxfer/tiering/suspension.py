@@ -1,0 +1,32 @@
+"""Suspension of a tier that missed a deadline."""
+
+import logging
+from math import inf
+
+PAUSE_S = 5.0
+"""Time that a tier is not used after it missed a deadline: whoever asks it waits for the answer."""
+
+logger = logging.getLogger(__name__)
+
+
+class Suspension:
+    """Suspension of a tier: for `PAUSE_S` after a missed deadline every key is a miss there.
+
+    Args:
+        name: Name of the tier in the log.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._until = -inf
+
+    def is_on(self, now: float) -> bool:
+        """Whether the tier is not to be used."""
+        return now < self._until
+
+    def begin(self, now: float, call: str, timeout_s: float) -> None:
+        """Suspend the tier, or suspend it for longer, since a call took longer than its timeout."""
+        if not self.is_on(now):
+            text = "%s: %s took longer than %g s; the tier is not used for %g s"
+            logger.warning(text, self._name, call, timeout_s, PAUSE_S)
+        self._until = now + PAUSE_S

@@ -1,0 +1,145 @@
+"""Writer of one tier: copies blocks of the tiers above there, in the background."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from kvxfer.storage.backend import Status
+from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.key_locks import KeyLocks
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.staging_memory import StagingMemory
+from kvxfer.tiering.isolated_tier import IsolatedTier
+from kvxfer.tiering.write_back_queue import WriteBackQueue
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredBlock:
+    """Block that a tier has stored, and that the tiers below are to get.
+
+    Attributes:
+        source: Index of the tier.
+        start: Byte of its chunk at which the block begins.
+        num_bytes: Its bytes, maybe only a part of the chunk.
+        is_new: Whether it is known that the tiers below do not have it.
+    """
+
+    source: int
+    start: int
+    num_bytes: int
+    is_new: bool
+
+
+class TierWriter:
+    """Writer of one tier: copies the blocks of its queue there, a staging buffer at a time.
+
+    Blocks that their tier evicts before their turn are not copied. Owned by one event loop.
+
+    Args:
+        tiers: All tiers, fastest first.
+        target: The tier to copy to.
+        staging: Buffers that blocks pass through.
+        locks: Locks of keys; each key is locked while it is copied.
+
+    Attributes:
+        queue: The blocks that are to be copied.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[IsolatedTier],
+        target: IsolatedTier,
+        staging: StagingMemory,
+        locks: KeyLocks,
+    ) -> None:
+        self.queue: WriteBackQueue[StoredBlock] = WriteBackQueue()
+        self._tiers = tiers
+        self._target = target
+        self._staging = staging
+        self._locks = locks
+        self._worker: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    def add(self, blocks: Mapping[BlockKey, StoredBlock]) -> None:
+        """Queue blocks; the oldest are dropped when there are too many."""
+        if num_dropped := self.queue.add(blocks):
+            text = "tier %d is too slow: %d blocks are not written back there"
+            logger.warning(text, self._target.index, num_dropped)
+        if len(self.queue) and (self._worker is None or self._worker.done()):
+            self._settled.clear()
+            self._worker = asyncio.create_task(self._copy_all())
+
+    async def settle(self) -> None:
+        """Wait until the queue is empty, or the tier failed and its retry is due later."""
+        await self._settled.wait()
+
+    async def flush(self) -> None:
+        """Wait until the queue is empty and nothing is being copied."""
+        while self._worker is not None and not self._worker.done():
+            await asyncio.wait([self._worker])
+
+    async def cancel(self) -> None:
+        """Stop copying and drop the queue; staging buffers in use are drained in the background."""
+        if len(self.queue):
+            text = "tier %d: %d blocks were not written back there"
+            logger.warning(text, self._target.index, len(self.queue))
+        self.queue.clear()
+        if self._worker is not None:
+            self._worker.cancel()
+            await wait_despite_cancel(asyncio.gather(self._worker, return_exceptions=True))
+
+    async def _copy_all(self) -> None:
+        try:
+            while len(self.queue):
+                taken = self.queue.take(time.monotonic(), self._num_fitting())
+                try:
+                    async with self._locks.acquire(list(taken)):
+                        # A key that was stored again meanwhile waits again, with its new bytes.
+                        await self._copy({k: v for k, v in taken.items() if k not in self.queue})
+                finally:
+                    self.queue.skip(taken)
+                if self.queue.is_failing:
+                    await self._pause()
+        finally:
+            self._settled.set()
+
+    async def _copy(self, batch: Mapping[BlockKey, StoredBlock]) -> None:
+        """Copy the blocks of a batch that their tier still has and the target does not have."""
+        known = await self._target.lookup([k for k, block in batch.items() if not block.is_new])
+        keys = [key for key in batch if key not in known]
+        if not keys:
+            return
+        if not self._target.is_available:
+            self.queue.give_back(time.monotonic(), keys)
+            return
+        blocks = [batch[key] for key in keys]
+        source = self._tiers[blocks[0].source]
+        sizes, starts = [one.num_bytes for one in blocks], [one.start for one in blocks]
+        async with self._target.hold(self._staging, sizes, starts) as staged:
+            loaded = await staged.move(source.load_in_time, keys, staged.blocks)
+            there = [index for index, outcome in enumerate(loaded) if outcome.done]
+            if not there:
+                return
+            keys, found = [keys[index] for index in there], staged.blocks.take(there)
+            outcomes = await staged.move(self._target.store_in_time, keys, found)
+        failures = {Status.FAILED, Status.TIMED_OUT}
+        failed = {k for k, each in zip(keys, outcomes, strict=True) if each.status in failures}
+        stored = [key for key in keys if key not in failed]
+        self.queue.end(time.monotonic(), stored=stored, failed=failed)
+
+    async def _pause(self) -> None:
+        self._settled.set()
+        await asyncio.sleep(self.queue.pause_s(time.monotonic()))
+        if len(self.queue):
+            self._settled.clear()
+
+    def _num_fitting(self) -> int:
+        """Count the oldest blocks of one source tier that fit into a buffer."""
+        _, oldest = next(groupby(self.queue.waiting(), lambda block: block.source))
+        return self._staging.num_fitting(block.num_bytes for block in oldest)

@@ -1,0 +1,335 @@
+"""Tiered backend: a fast backend with larger, slower ones below it."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from kvxfer.checks import (
+    require_instance,
+    require_instances,
+    require_positive,
+    require_timeout,
+)
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.backend import MISSING, Backend, Outcome, pick_outcome
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.key_locks import KeyLocks
+from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.staging_memory import StagingMemory
+from kvxfer.tiering.isolated_tier import LOOKUP_TIMEOUT_S, IsolatedTier
+from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
+
+DEFAULT_STAGING_BYTES = 64 << 20
+
+SETTLE_TIMEOUT_S = 30.0
+"""Time that `TieredBackend.aclose` goes on writing blocks back, and then waits for staging buffers
+that a tier still uses."""
+
+logger = logging.getLogger(__name__)
+
+
+class TieredBackend(Backend):
+    """Backend of several tiers: blocks in the first, and copies of them in the tiers below.
+
+    A store ends when one tier has the block: the first, or the next one that has room. From
+    there it is written back to the tiers below in the background, through staging buffers, unless
+    it is evicted before its turn. A load tries one tier after the other, each straight into the
+    described memory, so a corrupt copy is no loss where another tier has an intact one.
+
+    A key that any tier has is not stored again: no two tiers hold different bytes of one key,
+    as long as every tier answers lookups.
+
+    While a tier raises, or a lower tier hangs, every key is a miss there, and the others work on.
+    A lookup in a hanging tier ends after `lookup_timeout_s`, and the tier is not used for a while.
+    Blocks that a tier missed meanwhile are written back when it works again, as long as the tier
+    above still has them.
+
+    A store is `DONE` when one tier has the block: a machine that stops loses the blocks that were
+    not written back yet. `flush` waits for them.
+
+    Blocks of which only a part was stored under their key can be loaded from any tier, but
+    below the first a lookup does not find them: it finds what it has verified, and can verify
+    whole chunks only. Neither its keys nor the answer of a backend say which part there is.
+
+    Args:
+        tiers: The backends, fastest first; closed with this one.
+        namespace: Namespace of the tiers; gives the size of a chunk.
+        staging_bytes: Bound on the staging buffers between tiers; raised to two of the largest
+            chunk.
+        lookup_timeout_s: Deadline of a lookup in a lower tier; None for no limit.
+
+    Attributes:
+        memory_kinds: Device types whose memory every tier reads and writes directly.
+
+    Raises:
+        InvalidArgumentError: There is no tier, one cannot reach host memory, the namespace
+            has no groups, or `staging_bytes` is not positive.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Backend],
+        namespace: Namespace,
+        *,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        lookup_timeout_s: float | None = LOOKUP_TIMEOUT_S,
+    ) -> None:
+        require_instances("tiers", tiers, Backend)
+        require_instance("namespace", namespace, Namespace)
+        staging_bytes = require_positive("staging_bytes", staging_bytes)
+        lookup_timeout_s = require_timeout("lookup_timeout_s", lookup_timeout_s)
+        if not len(tiers):
+            raise InvalidArgumentError("tiers", tiers, "at least one backend")
+        self._guard = CallGuard("tiered backend", namespace)
+        self.memory_kinds = frozenset.intersection(*(tier.memory_kinds for tier in tiers))
+        if "cpu" not in self.memory_kinds:
+            kinds = [sorted(tier.memory_kinds) for tier in tiers]
+            raise InvalidArgumentError("memory_kinds of the tiers", kinds, "'cpu' in each")
+        self._staging = StagingMemory(staging_bytes, max(self._guard.chunk_sizes), self.drain)
+        share = max(1, self._staging.num_buffers // max(1, len(tiers) - 1))
+        self._tiers = [
+            IsolatedTier(
+                index,
+                backend,
+                # Nothing works without the first tier, so its lookups have no deadline.
+                lookup_timeout_s=lookup_timeout_s if index else None,
+                num_buffers=share,
+            )
+            for index, backend in enumerate(tiers)
+        ]
+        self._first, self._lower = self._tiers[0], self._tiers[1:]
+        self._locks = KeyLocks()
+        self._writers = [
+            TierWriter(self._tiers, tier, self._staging, self._locks) for tier in self._lower
+        ]
+        self.attach([self._staging.region])
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`."""
+        for tier in self.tiers:
+            tier.attach(memory)
+
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        for tier in self.tiers:
+            await tier.start()
+
+    @property
+    def tiers(self) -> list[Backend]:
+        """The backends, fastest first."""
+        return [tier.backend for tier in self._tiers]
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`. Blocks of lower tiers are verified and promoted first."""
+        self._guard.check_batch(keys)
+        moving = {key for key in keys if key in self._locks}
+        found = await self._find(keys)
+        if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:
+            await self._locks.wait(lost)
+            found |= await self._find(lost)
+        return [key in found for key in keys]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`. A block is `FAILED` when no tier has room for it."""
+        self._guard.check_batch(keys, blocks)
+        there = await self._first.lookup(keys)
+        while moving := [key for key in keys if key in self._locks and key not in there]:
+            await self._locks.wait(moving)
+            there = await self._first.lookup(keys)
+        outcomes = [MISSING] * len(keys)
+        free = [index for index, key in enumerate(keys) if key not in self._locks]
+        busy = [index for index, key in enumerate(keys) if key in self._locks]
+        with self._locks.hold([keys[index] for index in free]):
+            left = await self._store_where_found(keys, blocks, free, there, outcomes)
+            # The first tier has the busy keys, e.g. those being written back, but maybe not whole.
+            left = sorted(left + busy)
+            if left:
+                stored = await self._store_in_first_with_room(
+                    [keys[index] for index in left], blocks.take(left), there
+                )
+                _merge(outcomes, left, stored)
+        return outcomes
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`. Each block is loaded from the first tier that has it intact."""
+        self._guard.check_batch(keys, blocks)
+        moving = {key for key in keys if key in self._locks}
+        outcomes = await self._load_from_any(keys, blocks)
+        lost = [
+            index
+            for index, key in enumerate(keys)
+            if outcomes[index] == MISSING and self._is_moving(key, moving)
+        ]
+        if lost:
+            lost_keys = [keys[index] for index in lost]
+            await self._locks.wait(lost_keys)
+            again = await self._load_from_any(lost_keys, blocks.take(lost))
+            for index, outcome in zip(lost, again, strict=True):
+                outcomes[index] = outcome
+        return outcomes
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`. Waits until these keys are not being moved between tiers."""
+        self._guard.check_batch(keys)
+        deleted = [False] * len(keys)
+        async with self._locks.acquire(keys):
+            for tier in self._tiers:
+                given = await tier.delete(keys)
+                deleted = [one or other for one, other in zip(deleted, given, strict=True)]
+        return deleted
+
+    async def drain(self) -> None:
+        """See `Backend.drain`."""
+        for tier in self._tiers:
+            await tier.drain()
+
+    async def flush(self) -> None:
+        """See `Backend.flush`: every tier has all stored blocks, and has flushed them."""
+        for writer in self._writers:
+            await writer.flush()
+        for tier in self.tiers:
+            await tier.flush()
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`. First writes back the queued blocks, unless cancelled.
+
+        Ends within `SETTLE_TIMEOUT_S` and the time that each tier may take to close. Blocks that
+        were not written back are logged.
+        """
+        if not self._guard.close():
+            return
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._close_staging)  # last, after all tiers are closed
+            for tier in reversed(self._tiers):
+                stack.push_async_callback(tier.aclose)
+            try:
+                async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                    await self._locks.wait_for_all()
+                    for writer in self._writers:
+                        await writer.settle()
+            except TimeoutError:
+                logger.warning("blocks still move between tiers after %g s", SETTLE_TIMEOUT_S)
+            finally:
+                for writer in self._writers:
+                    await writer.cancel()
+
+    async def _close_staging(self) -> None:
+        """Wait for buffers in use; the memory of one used for longer stays with its user."""
+        try:
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                await self._staging.aclose()
+        except TimeoutError:
+            logger.warning("staging memory is still in use after %g s", SETTLE_TIMEOUT_S)
+
+    async def _find(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Find the keys that the first tier has, or that were verified in a lower one."""
+        found = await self._first.lookup(keys)
+        for tier in self._lower:
+            below = await tier.lookup([key for key in keys if key not in found])
+            found |= await self._promote(tier, [key for key in keys if key in below])
+        return found
+
+    async def _promote(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        """Copy blocks to the first tier; return those that arrived in staging memory intact."""
+        verified: set[BlockKey] = set()
+        sizes = [self._chunk_size(key) for key in keys]
+        for start, stop in self._staging.cut(sizes):
+            batch = keys[start:stop]
+            async with self._locks.acquire(batch):
+                promoted = await self._first.lookup(batch)  # by another call meanwhile
+                verified |= promoted
+                if wanted := [key for key in batch if key not in promoted]:
+                    verified |= await self._promote_batch(tier, wanted)
+        return verified
+
+    async def _promote_batch(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
+        sizes = [self._chunk_size(key) for key in keys]
+        async with tier.hold(self._staging, sizes, [0] * len(keys)) as staged:
+            loaded = await staged.move(tier.load_in_time, keys, staged.blocks)
+            intact = [index for index, outcome in enumerate(loaded) if outcome.done]
+            verified = [keys[index] for index in intact]
+            if intact:  # verified, also if the first tier has no room for them
+                blocks = staged.blocks.take(intact)
+                await staged.move(self._first.store_in_time, verified, blocks)
+        return set(verified)
+
+    async def _store_where_found(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        free: Sequence[int],
+        there: set[BlockKey],
+        outcomes: list[Outcome],
+    ) -> list[int]:
+        """Store each block in the lower tier that has its key already, perhaps only a part of it.
+
+        Returns:
+            Indices of `free` that no lower tier has, or could store.
+        """
+        left = list(free)
+        for tier in self._lower:
+            found = await tier.lookup([keys[index] for index in left if keys[index] not in there])
+            held = [index for index in left if keys[index] in found]
+            if held:
+                given = await tier.store([keys[index] for index in held], blocks.take(held))
+                _merge(outcomes, held, given)
+                left = [index for index in left if _may_go_on(outcomes[index])]
+        return left
+
+    async def _store_in_first_with_room(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, there: set[BlockKey]
+    ) -> list[Outcome]:
+        """Store blocks in the first tier, those it refuses in the next, and so on.
+
+        A block that the first tier had already may be absent below; its write-back looks it up.
+        """
+        outcomes = [MISSING] * len(keys)
+        starts, sizes = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
+        left = list(range(len(keys)))
+        for tier in self._tiers:
+            given = await tier.store([keys[index] for index in left], blocks.take(left))
+            _merge(outcomes, left, given)
+            done = [index for index in left if outcomes[index].done]
+            stored = {}
+            for index in done:
+                is_new = keys[index] not in there
+                stored[keys[index]] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
+            for writer in self._writers[tier.index :]:
+                writer.add(stored)
+            left = [index for index in left if _may_go_on(outcomes[index])]
+            if not left:
+                break
+        return outcomes
+
+    async def _load_from_any(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Load blocks from the first tier, those it does not have from the next, and so on."""
+        outcomes = [MISSING] * len(keys)
+        left = list(range(len(keys)))
+        for tier in self._tiers:
+            given = await tier.load([keys[index] for index in left], blocks.take(left))
+            _merge(outcomes, left, given)
+            left = [index for index in left if _may_go_on(outcomes[index])]
+            if not left:
+                break
+        return outcomes
+
+    def _is_moving(self, key: BlockKey, moving: set[BlockKey]) -> bool:
+        """Whether a key that was not found may have been moving between tiers."""
+        return key in moving or key in self._locks
+
+    def _chunk_size(self, key: BlockKey) -> int:
+        return self._guard.chunk_sizes[group_of(key)]
+
+
+def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
+    """Keep each block's more informative outcome, with the memory safety of its last tier."""
+    for index, outcome in zip(indices, given, strict=True):
+        outcomes[index] = pick_outcome(outcomes[index], outcome, memory_safe=outcome.memory_safe)
+
+
+def _may_go_on(outcome: Outcome) -> bool:
+    """Whether the next tier may be tried: the block is not done and its memory is safe."""
+    return not outcome.done and outcome.memory_safe

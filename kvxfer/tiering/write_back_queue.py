@@ -1,0 +1,160 @@
+"""Write-back queue of a tier: which blocks are copied to it now, which later, and which never."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from typing import Generic, TypeVar
+
+from kvxfer.storage.keys import BlockKey
+
+MAX_BLOCKS = 1 << 16
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
+"""Pauses before a retry on a tier that failed; each is twice as long as the one before."""
+
+MAX_ATTEMPTS = 10
+"""Attempts to copy one block while its tier works for other blocks."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[T]):
+    """Block of the queue.
+
+    Attributes:
+        num_failures: Failures while the tier worked for other blocks.
+        is_forgotten: Whether the block is not to be retried.
+    """
+
+    block: T
+    num_failures: int = 0
+    is_forgotten: bool = False
+
+
+class WriteBackQueue(Generic[T]):
+    """Write-back queue of one tier: blocks that the tiers above have and this one is to get.
+
+    Policy only: the queue copies nothing, never waits, and is told the time. The caller takes
+    blocks, copies them, and then says of each what became of it.
+
+    - A full queue drops its oldest blocks, which are the next to be evicted anyway.
+    - When all blocks that end together failed, the tier has failed: after a pause, twice as long
+      each time, a single block is tried, and the others go on once it was stored.
+    - A block that fails waits at the end, so that it delays no other. One that fails while its
+      tier works is given up after `MAX_ATTEMPTS`.
+    - A block that is added anew while an earlier copy of it is being made waits for the end of it.
+
+    Args:
+        max_blocks: Bound on the blocks that wait or are being copied.
+        first_pause_s: Pause after the first of a row of failures.
+    """
+
+    def __init__(
+        self, *, max_blocks: int = MAX_BLOCKS, first_pause_s: float = FIRST_PAUSE_S
+    ) -> None:
+        self.max_blocks = max_blocks
+        self.first_pause_s = first_pause_s
+        self._waiting: dict[BlockKey, _Entry[T]] = {}  # oldest first
+        self._taken: dict[BlockKey, _Entry[T]] = {}
+        self._num_failures = 0  # of the tier, in a row
+        self._retry_at = -inf
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._taken)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a block waits; also one that was added anew while it is being copied."""
+        return key in self._waiting
+
+    @property
+    def num_taken(self) -> int:
+        """Blocks that are being copied."""
+        return len(self._taken)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the tier has failed, and stored nothing since."""
+        return self._num_failures > 0
+
+    def pause_s(self, now: float) -> float:
+        """Seconds until blocks may be taken again."""
+        return max(0.0, self._retry_at - now)
+
+    def waiting(self) -> Iterator[T]:
+        """Iterate over the blocks that may be taken, oldest first."""
+        return (entry.block for key, entry in self._waiting.items() if key not in self._taken)
+
+    def add(self, blocks: Mapping[BlockKey, T]) -> int:
+        """Add blocks, in place of earlier ones of their keys; return how many were dropped."""
+        self._waiting |= {key: _Entry(block) for key, block in blocks.items()}
+        dropped = list(islice(self._waiting, max(0, len(self) - self.max_blocks)))
+        for key in dropped:
+            del self._waiting[key]
+        return len(dropped)
+
+    def forget(self, keys: Iterable[BlockKey]) -> int:
+        """Forget blocks that the tiers above lost; return how many of them waited."""
+        num_waiting = 0
+        for key in keys:
+            num_waiting += self._waiting.pop(key, None) is not None
+            if key in self._taken:
+                self._taken[key].is_forgotten = True
+        return num_waiting
+
+    def take(self, now: float, limit: int) -> dict[BlockKey, T]:
+        """Take the oldest blocks to copy them now: at most `limit`, one if the tier has failed.
+
+        Each is to be ended by one of `end`, `give_back` and `skip`.
+        """
+        if now < self._retry_at:
+            return {}
+        if self.is_failing:
+            limit = min(limit, 1 - self.num_taken)
+        free = (key for key in self._waiting if key not in self._taken)
+        keys = list(islice(free, max(0, limit)))
+        self._taken |= {key: self._waiting.pop(key) for key in keys}
+        return {key: self._taken[key].block for key in keys}
+
+    def end(self, now: float, *, stored: Iterable[BlockKey], failed: Iterable[BlockKey]) -> None:
+        """End blocks that were tried together; those that failed are retried."""
+        was_failing, stored, failed = self.is_failing, list(stored), list(failed)
+        if stored:
+            self._num_failures, self._retry_at = 0, -inf
+        elif failed:
+            self._pause(now)
+        self.skip(stored)
+        for key in failed:
+            if key in self._taken:
+                self._taken[key].num_failures += not was_failing
+            self._retry(key)
+
+    def give_back(self, now: float, keys: Iterable[BlockKey]) -> None:
+        """End blocks that were not tried since the tier is not available; they are retried."""
+        self._pause(now)
+        for key in keys:
+            self._retry(key)
+
+    def skip(self, keys: Iterable[BlockKey]) -> None:
+        """End blocks that need no copy any more; those that ended already stay as they are."""
+        for key in keys:
+            self._taken.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget every block, also those that are being copied."""
+        self._waiting.clear()
+        self._taken.clear()
+
+    def _retry(self, key: BlockKey) -> None:
+        entry = self._taken.pop(key, None)
+        if entry and not entry.is_forgotten and entry.num_failures < MAX_ATTEMPTS:
+            self._waiting.setdefault(key, entry)
+
+    def _pause(self, now: float) -> None:
+        """Pause after a failure of the tier, unless it was tried before the present pause."""
+        if now >= self._retry_at:
+            doublings = min(self._num_failures, 10)
+            self._num_failures += 1
+            self._retry_at = now + min(self.first_pause_s * 2**doublings, LONGEST_PAUSE_S)

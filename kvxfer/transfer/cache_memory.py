@@ -1,0 +1,115 @@
+"""Cache memory: guards against freed caches, and orders transfers after GPU work."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+
+from kvxfer.copy_engine.compute_stream import ComputeStream
+from kvxfer.copy_engine.cuda_driver import CudaDriver
+from kvxfer.errors import DeviceError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.descriptors import Descriptors
+
+
+class CacheMemory:
+    """Memory of caches: detects that it was freed or moved, and orders transfers after GPU work.
+
+    Args:
+        caches: The caches; kept alive.
+
+    Raises:
+        DeviceUnavailableError: The caches are on a GPU that cannot be used.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches) -> None:
+        self._storages = CacheStorages(caches)
+        devices = {each.tensor.device for each in caches.tensors}
+        with ExitStack() as stack:
+            self._streams = {
+                device: _open_stream(device.index, stack)
+                for device in devices
+                if device.type == "cuda"
+            }
+            self._opened = stack.pop_all()
+
+    def order(self, blocks: Descriptors) -> Descriptors:
+        """Order a transfer of blocks after the work on the current stream.
+
+        To be called on the thread whose current stream computes with the blocks.
+
+        Returns:
+            The same blocks, with the mark that the transfer has to wait for.
+
+        Raises:
+            DeviceError: The driver refused.
+        """
+        if (stream := self._streams.get(blocks.device)) is None:
+            return blocks
+        return dataclasses.replace(blocks, after=stream.mark())
+
+    def describe_change(self) -> str:
+        """See `CacheStorages.describe_change`."""
+        return self._storages.describe_change()
+
+    def close(self) -> None:
+        """Release the devices; may be called again."""
+        self._opened.close()
+
+
+def _open_stream(device_index: int, stack: ExitStack) -> ComputeStream:
+    driver = CudaDriver(device_index)
+    stack.callback(_close, driver)
+    stream = ComputeStream(driver, torch.device("cuda", device_index))
+    stack.callback(stream.close)
+    return stream
+
+
+def _close(driver: CudaDriver) -> None:
+    with contextlib.suppress(DeviceError):  # a lost device has released everything
+        driver.close()
+
+
+class CacheStorages:
+    """Storages of caches, compared with their first addresses and sizes to detect changes.
+
+    The storages are kept alive, but the engine can still resize or empty them: addresses that were
+    computed before then point to memory in other use, or unmapped.
+
+    Args:
+        caches: The caches, as they are now.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches) -> None:
+        self._caches = caches
+        self._storages = [each.tensor.untyped_storage() for each in caches.tensors]
+        self._places = list(self._find())
+
+    def describe_change(self) -> str:
+        """Describe the first tensor whose storage was freed or resized; empty if there is none."""
+        places = list(self._find())
+        if places == self._places:
+            return ""
+        pairs = enumerate(zip(self._places, places, strict=True))
+        index, before, now = next((index, *pair) for index, pair in pairs if pair[0] != pair[1])
+        layers = ", ".join(self._layer_names(index))
+        name = f"tensor {index} of the caches" + (f" ({layers})" if layers else "")
+        (address, num_bytes), (new_address, new_num_bytes) = before, now
+        if not new_address or not new_num_bytes:
+            return f"{name}: its storage of {num_bytes} bytes was freed"
+        return (
+            f"{name}: its storage was resized from {num_bytes} bytes at {address:#x} to "
+            f"{new_num_bytes} bytes at {new_address:#x}"
+        )
+
+    def _find(self) -> Iterator[tuple[int, int]]:
+        """List the address and the bytes of each storage."""
+        addresses = map(torch.UntypedStorage.data_ptr, self._storages)
+        return zip(addresses, map(torch.UntypedStorage.nbytes, self._storages), strict=True)
+
+    def _layer_names(self, tensor_idx: int) -> list[str]:
+        refs = (ref for refs in self._caches.group_data_refs for ref in refs)
+        names = (name for ref in refs if ref.tensor_idx == tensor_idx for name in ref.layer_names)
+        return list(dict.fromkeys(names))

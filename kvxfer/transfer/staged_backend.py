@@ -1,0 +1,267 @@
+"""Staging for GPUs: host buffers between device memory and a backend that cannot reach it."""
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from itertools import chain
+from typing import Any
+
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgumentError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.threads import Threads
+from kvxfer.transfer.job import Direction
+
+DEFAULT_STAGING_BYTES = 64 << 20
+
+logger = logging.getLogger(__name__)
+
+_MovePart = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
+
+
+class StagedBackend(Backend):
+    """Backend for blocks in GPU memory, on top of a backend that reaches only host memory.
+
+    Batches are cut into parts of a staging buffer each. Every part is copied to its buffer and
+    then stored, or loaded and then copied, on its own: while one waits for the medium, others
+    are copied. All calls share the buffers, loads before stores. To the inner backend each part is
+    a batch of its own. Blocks in memory that it reaches itself are passed on unchanged.
+
+    Of a load only blocks that arrived are copied: the memory of the others stays as it was.
+    Where the inner backend reports unsafe memory, that is a staging buffer, which is not used
+    again before the backend is drained; no transfer touches the device's memory then.
+
+    A lost device ends staging, because the process cannot use the device any more: blocks that
+    were being copied are `FAILED` with memory that is not safe, later ones `FAILED` at once.
+
+    Args:
+        inner: Backend that reads and writes host memory; closed with this one.
+        copy_engine: Copies between host and device; closed with this backend.
+        largest_block_bytes: Bytes of the largest block that will be moved.
+        staging_bytes: Bound on the memory of all buffers; raised to two of the largest block.
+
+    Attributes:
+        inner: As given.
+        memory_kinds: Those of `inner`, and "cuda".
+
+    Raises:
+        InvalidArgumentError: `inner` cannot reach host memory, or a bound is not positive.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        copy_engine: CopyEngine,
+        largest_block_bytes: int,
+        *,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+    ) -> None:
+        if "cpu" not in inner.memory_kinds:
+            kinds = sorted(inner.memory_kinds)
+            raise InvalidArgumentError("memory_kinds of the backend", kinds, "'cpu' among them")
+        for name, value in (
+            ("largest_block_bytes", largest_block_bytes),
+            ("staging_bytes", staging_bytes),
+        ):
+            if value < 1:
+                raise InvalidArgumentError(name, value, "at least 1")
+        self.inner = inner
+        self.memory_kinds = inner.memory_kinds | {"cuda"}
+        self._copy_engine = copy_engine
+        self._staging = StagingMemory(staging_bytes, largest_block_bytes, inner.drain)
+        self._threads = Threads("kvxfer-stage", self._staging.num_buffers)
+        self._pinned = False
+        self._lost = ""
+        self._guard = CallGuard("staged backend")
+        inner.attach([self._staging.region])
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """See `Backend.attach`. The staging buffers are pinned once there is a device.
+
+        Raises:
+            DeviceUnavailableError: Memory is on a device that cannot be used.
+        """
+        direct = [region for region in memory if self._is_direct(region.device.type)]
+        staged = [region for region in memory if not self._is_direct(region.device.type)]
+        if direct:
+            self.inner.attach(direct)
+        if staged:
+            self._copy_engine.attach(staged if self._pinned else [*staged, self._staging.region])
+            self._pinned = True
+
+    async def start(self) -> None:
+        """See `Backend.start`."""
+        await self.inner.start()
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`."""
+        self._guard.check()
+        return await self.inner.lookup(keys)
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`."""
+        self._check(keys, blocks)
+        if self._is_direct(blocks.device.type):
+            return await self.inner.store(keys, blocks)
+        return await self._move(self._store_part, keys, blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`."""
+        self._check(keys, blocks)
+        if self._is_direct(blocks.device.type):
+            return await self.inner.load(keys, blocks)
+        return await self._move(self._load_part, keys, blocks)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`."""
+        self._guard.check()
+        return await self.inner.delete(keys)
+
+    async def flush(self) -> None:
+        """See `Backend.flush`."""
+        await self.inner.flush()
+
+    async def drain(self) -> None:
+        """See `Backend.drain`. Does not wait for a lost device, which never ends its work."""
+        await self.inner.drain()
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`. Closes the backend, and then the copy engine."""
+        if not self._guard.close():
+            return
+        self._staging.withdraw()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, self._copy_engine.close)
+            stack.push_async_callback(self._threads.aclose)
+            stack.push_async_callback(self._staging.aclose)
+            stack.push_async_callback(self.inner.aclose)
+
+    async def _move(
+        self, move_part: _MovePart, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        """Move all parts; return or raise only when none of them touches memory any more."""
+        parts = [
+            asyncio.create_task(move_part(keys[start:stop], blocks.select(start, stop)))
+            for start, stop in self._staging.cut(blocks.block_sizes.tolist())
+        ]
+        moved = await asyncio.gather(*parts, return_exceptions=True)
+        return list(chain.from_iterable(_result(part) for part in moved))
+
+    async def _store_part(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        try:
+            async with self._hold(blocks, Direction.STORE) as staged:
+                copied = await self._copy(blocks, staged.blocks)
+                if not copied.done:
+                    return [copied] * len(keys)
+                return _safe(await staged.move(self.inner.store, keys, staged.blocks))
+        except ClosedError:
+            return [self._refusal()] * len(keys)
+
+    async def _load_part(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        try:
+            async with self._hold(blocks, Direction.LOAD) as staged:
+                outcomes = _safe(await staged.move(self.inner.load, keys, staged.blocks))
+                arrived = [index for index, outcome in enumerate(outcomes) if outcome.done]
+                if arrived:
+                    copied = await self._copy(staged.blocks.take(arrived), blocks.take(arrived))
+                    for index in arrived:
+                        outcomes[index] = copied
+                return outcomes
+        except ClosedError:
+            return [self._refusal()] * len(keys)
+
+    def _hold(
+        self, blocks: Descriptors, direction: Direction
+    ) -> AbstractAsyncContextManager[StagedBlocks]:
+        sizes, starts = blocks.block_sizes.tolist(), blocks.payload_starts.tolist()
+        return self._staging.hold(sizes, starts, priority=direction)
+
+    async def _copy(self, source: Descriptors, destination: Descriptors) -> Outcome:
+        """Copy on a thread, to the end; return the one outcome of all the blocks."""
+        try:
+            await self._threads.run(self._copy_blocking, source, destination)
+        except DeviceLostError as exc:
+            return Outcome(Status.FAILED, memory_safe=False, reason=str(exc))
+        except DeviceError as exc:
+            return Outcome(Status.FAILED, reason=str(exc))
+        except Exception as exc:
+            logger.exception("copy of %d blocks failed", source.num_blocks)
+            return Outcome(Status.FAILED, reason=repr(exc))
+        finally:
+            if self._lost:  # checked here since a cancelled call does not see the error
+                self._staging.withdraw()
+        return DONE
+
+    def _copy_blocking(self, source: Descriptors, destination: Descriptors) -> None:
+        try:
+            self._copy_engine.copy(source, destination)
+        except DeviceLostError as exc:
+            self._lost = self._lost or str(exc)
+            raise
+
+    def _refusal(self) -> Outcome:
+        return Outcome(Status.FAILED, reason=self._lost or "the backend is closed")
+
+    def _is_direct(self, device_type: str) -> bool:
+        return device_type in self.inner.memory_kinds
+
+    def _check(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
+        self._guard.check_batch(keys, blocks)
+        largest, most = int(blocks.block_sizes.max()), self._staging.buffer_bytes
+        if not self._is_direct(blocks.device.type) and largest > most:
+            raise InvalidArgumentError("bytes of a block", largest, f"at most {most}")
+
+
+def stage(
+    backend: Backend,
+    caches: CanonicalKVCaches,
+    largest_block_bytes: int,
+    opened: ExitStack,
+    *,
+    staging_bytes: int = DEFAULT_STAGING_BYTES,
+) -> Backend:
+    """Wrap a backend in staging buffers, unless it reaches the memory of caches itself.
+
+    Args:
+        backend: The backend.
+        caches: The caches.
+        largest_block_bytes: See `StagedBackend`.
+        opened: Exit stack that closes the copy engine opened here; not the backend.
+        staging_bytes: See `StagedBackend`.
+
+    Returns:
+        A `StagedBackend`, or `backend` itself.
+
+    Raises:
+        InvalidArgumentError: The backend reaches the caches neither way, or a bound is not
+            positive.
+    """
+    kinds = {each.tensor.device.type for each in caches.tensors}
+    if kinds <= backend.memory_kinds:
+        return backend
+    if kinds - backend.memory_kinds != {"cuda"} or "cpu" not in backend.memory_kinds:
+        reachable = ", ".join(sorted(backend.memory_kinds))
+        raise InvalidArgumentError("device of caches", sorted(kinds), f"one of {reachable}")
+    copy_engine = DeviceCopyEngine()
+    opened.callback(copy_engine.close)
+    return StagedBackend(backend, copy_engine, largest_block_bytes, staging_bytes=staging_bytes)
+
+
+def _safe(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Mark outcomes as memory-safe: only the staging buffer may still be touched."""
+    return [dataclasses.replace(outcome, memory_safe=True) for outcome in outcomes]
+
+
+def _result(part: list[Outcome] | BaseException) -> list[Outcome]:
+    if isinstance(part, BaseException):
+        raise part
+    return part

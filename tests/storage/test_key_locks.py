@@ -1,0 +1,57 @@
+"""KeyLocks: only one task at a time holds a key."""
+
+import asyncio
+
+import pytest
+
+from kvxfer.storage.key_locks import KeyLocks
+from kvxfer.testing.conformance.suite import make_keys, yield_to_loop
+
+KEYS = make_keys(4)
+
+
+async def test_a_batch_is_locked_as_a_whole_when_its_last_key_is_free() -> None:
+    locks = KeyLocks()
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        async with locks.acquire(KEYS[1:]):
+            entered.set()
+
+    with locks.hold(KEYS[:1]), locks.hold(KEYS[3:]):
+        with locks.hold(KEYS[1:2]):
+            task = asyncio.create_task(work())
+            await yield_to_loop(5)
+        await yield_to_loop(5)
+        assert not entered.is_set()
+        assert KEYS[1] not in locks, "part of a batch was locked"
+    await task
+    assert entered.is_set()
+    assert len(locks) == 0
+
+
+async def test_locks_end_with_their_context_however_it_ends() -> None:
+    locks = KeyLocks()
+    with pytest.raises(OSError, match="disk"), locks.hold(KEYS):
+        raise OSError("disk")
+    await locks.wait_for_all()
+    assert len(locks) == 0
+
+
+async def test_overlapping_batches_never_wait_for_each_other() -> None:
+    locks = KeyLocks()
+    holders = dict.fromkeys(KEYS, 0)
+
+    async def work(worker: int) -> None:
+        for turn in range(20):
+            first = (worker + turn) % 3
+            batch = KEYS[first : first + 2][:: 1 if worker % 2 else -1]
+            async with locks.acquire(batch):
+                for key in batch:
+                    holders[key] += 1
+                    assert holders[key] == 1
+                await yield_to_loop(worker % 3)
+                for key in batch:
+                    holders[key] -= 1
+
+    await asyncio.gather(*(work(worker) for worker in range(8)))

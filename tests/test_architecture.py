@@ -1,0 +1,77 @@
+"""The floors of docs/architecture.md: imports go down, in no circle, and faces are true."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = (
+    {"checks", "errors", "text", "units"},
+    {"kvcache"},
+    {"copy_engine"},
+    {"storage"},
+    {"tiering", "backends"},
+    {"transfer"},
+    {"connect", "engine_side"},
+    {"integrations", "cli", "bench", "testing"},
+    {"public", "kvxfer"},
+)
+MAX_LINES = 400
+FACES = ("kvxfer", "kvxfer.kvcache", "kvxfer.storage", "kvxfer.tiering", "kvxfer.transfer")
+
+
+def name_of(path: Path) -> str:
+    """Name of a module by its path, such as `kvxfer.storage.keys`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "kvxfer" else ("kvxfer", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = [path for folder in ("kvxfer", "backends") for path in (ROOT / folder).rglob("*.py")]
+MODULES = {name_of(path): path for path in FILES}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Find the modules of kvxfer that a file imports, also for its types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvxfer"):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in MODULES else node.module or ""
+
+
+def floor_of(module: str) -> int:
+    """Number of the floor of a module, from below."""
+    room = [*module.split(".")[1:], "kvxfer"][0]
+    return next(number for number, names in enumerate(FLOORS) if room in names)
+
+
+def test_modules_import_from_their_own_floor_and_those_below_only() -> None:
+    upwards = [
+        (module, imported)
+        for module, path in MODULES.items()
+        for imported in imports_of(path)
+        if floor_of(imported) > floor_of(module)
+    ]
+    assert not upwards
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: {*imports_of(path)} - {module} for module, path in MODULES.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in FILES}
+    assert not {path for path, length in lengths.items() if length > MAX_LINES}
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_what_a_face_lists_is_there(face: str) -> None:
+    module = importlib.import_module(face)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+    assert len(set(module.__all__)) == len(module.__all__)

@@ -1,0 +1,505 @@
+"""Tiers that fail, hang or return wrong bytes, and the closing of all of them."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from kvxfer.errors import ClosedError, InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
+from kvxfer.testing import (
+    BlockMemory,
+    DictBackend,
+    FaultRates,
+    FaultyBackend,
+    Operation,
+)
+from kvxfer.testing.conformance.suite import cancel, statuses, store_generated, yield_to_loop
+from kvxfer.tiering import isolated_tier, suspension, tiered_backend
+from kvxfer.tiering.tiered_backend import TieredBackend
+from tests.testing.test_dict_backend import Blocks, KeptBackend
+from tests.tiering.opened_tiers import (
+    KEYS,
+    load_from,
+    open_dict,
+    open_host,
+    opened,
+    settle,
+)
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[48, 16]], num_blocks=32)
+
+
+# Outcomes
+
+
+class Answering(DictBackend):
+    """Backend that answers every load with one outcome."""
+
+    def __init__(self, namespace: Namespace, outcome: Outcome) -> None:
+        super().__init__(None, namespace)
+        self.outcome = outcome
+        self.num_loads = 0
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        self.num_loads += 1
+        return [self.outcome] * len(keys)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("missing failed", "failed"),
+        ("failed missing", "failed"),
+        ("timed_out missing", "timed_out"),
+        ("failed corrupt", "corrupt"),
+        ("corrupt timed_out", "corrupt"),
+        ("corrupt failed missing", "corrupt"),
+        ("missing failed done", "done"),
+        ("corrupt done", "done"),
+    ],
+)
+async def test_of_several_outcomes_the_most_telling_one_is_given(
+    memory: BlockMemory, given: str, expected: str
+) -> None:
+    namespace = memory.namespace()
+    tiers = [Answering(namespace, Outcome(Status(status))) for status in given.split()]
+    async with TieredBackend(tiers, namespace) as backend:
+        [outcome] = await backend.load(KEYS[:1], memory.describe(0, [0]))
+        assert outcome == Outcome(Status(expected))
+
+
+async def test_memory_that_is_not_safe_is_not_given_to_another_tier(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    unsafe = Outcome(Status.TIMED_OUT, memory_safe=False)
+    answers = [Outcome(Status.CORRUPT), unsafe, Outcome(Status.DONE)]
+    tiers = [Answering(namespace, answer) for answer in answers]
+    async with TieredBackend(tiers, namespace) as backend:
+        outcomes = await backend.load(KEYS[:1], memory.describe(0, [0]))
+        assert outcomes == [Outcome(Status.CORRUPT, memory_safe=False)]
+        assert [tier.num_loads for tier in tiers] == [1, 1, 0]
+
+
+class Unsafe(DictBackend):
+    """Backend that leaves memory in use until the test ends its transfers."""
+
+    def __init__(self, config: None, namespace: Namespace) -> None:
+        super().__init__(config, namespace)
+        self.quiet = asyncio.Event()
+        self.addresses: set[int] = set()
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return self._leave(blocks)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return self._leave(blocks)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [True] * len(keys)
+
+    async def drain(self) -> None:
+        await self.quiet.wait()
+
+    def _leave(self, blocks: Descriptors) -> list[Outcome]:
+        self.addresses |= set(blocks.addresses.tolist())
+        return [Outcome(Status.TIMED_OUT, memory_safe=False)] * blocks.num_blocks
+
+
+async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_down(
+    memory: BlockMemory,
+) -> None:
+    class Cold(Unsafe):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            return [False] * len(keys)
+
+    namespace = memory.namespace()
+    lower = Cold(None, namespace)
+    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
+        idle = backend._staging.num_buffers
+        await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await settle(backend)
+        assert len(backend._staging._idle) == idle - 1
+        lower.quiet.set()
+        await backend.drain()
+        await backend._staging.aclose()
+        assert len(backend._staging._idle) == idle
+
+
+async def test_staging_memory_that_is_not_safe_is_not_used_again_for_the_way_up(
+    memory: BlockMemory,
+) -> None:
+    namespace = memory.namespace()
+    lower = Unsafe(None, namespace)
+    async with TieredBackend([open_dict(namespace), lower], namespace) as backend:
+        assert await backend.lookup(KEYS[:1]) == [False]
+        assert await backend.lookup(KEYS[1:2]) == [False]
+        assert len(lower.addresses) == 2, "the same buffer twice"
+        lower.quiet.set()
+
+
+# Failures
+
+
+async def test_a_lower_tier_that_raises_takes_nothing_down(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(memory, num_slots=4) as tiers:
+        tiers.fail(*Operation, error=1.0)
+        payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        await settle(tiers.backend)
+        warnings = [record for record in caplog.records if "store of 4 blocks" in record.message]
+        assert len(warnings) == 1
+        assert await load_from(tiers.backend, memory, KEYS[:4]) == payloads
+        assert await tiers.backend.lookup(KEYS[:5]) == [True] * 4 + [False]
+        outcomes = await tiers.backend.load(KEYS[3:5], memory.describe(0, [3, 4]))
+        assert statuses(outcomes) == [Status.DONE, Status.FAILED]
+        assert "injected error" in outcomes[1].reason
+        outcomes = await tiers.backend.store(KEYS, memory.describe(0, range(8)))
+        assert statuses(outcomes) == [Status.DONE] * 4 + [Status.FAILED] * 4
+        assert await tiers.backend.delete(KEYS) == [True] * 4 + [False] * 4
+
+
+async def test_a_first_tier_that_raises_leaves_the_lower_one_in_use(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    rates = FaultRates(error=1.0, operations=frozenset(Operation))
+    first = FaultyBackend(open_dict(namespace), seed=0, rates=rates)
+    async with TieredBackend([first, open_dict(namespace)], namespace) as backend:
+        payloads = await store_generated(backend, KEYS, memory.describe(0, range(8)))
+        assert await backend.lookup(KEYS) == [True] * 8
+        assert await load_from(backend, memory, KEYS) == payloads
+        assert await backend.delete(KEYS) == [True] * 8
+
+
+async def test_blocks_that_fail_on_their_way_down_are_logged_once(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(memory) as tiers:
+        tiers.fail(Operation.STORE, failure=1.0)
+        await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await settle(tiers.backend)
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert "store of 8 of 8 blocks failed: injected failure" in warnings[0]
+    assert "tier 1: 8 blocks were not written back there" in warnings[1]  # when it is closed
+
+
+async def test_a_lower_tier_that_gives_too_few_outcomes_has_failed(memory: BlockMemory) -> None:
+    class Terse(DictBackend):
+        async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            return (await super().load(keys, blocks))[1:]
+
+    namespace = memory.namespace()
+    async with TieredBackend([open_dict(namespace), Terse(None, namespace)], namespace) as backend:
+        outcomes = await backend.load(KEYS[:2], memory.describe(0, [0, 1]))
+        assert statuses(outcomes) == [Status.FAILED] * 2
+
+
+async def test_a_lower_tier_that_hangs_does_not_hold_up_the_first(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        tiers.fail(Operation.STORE, hang=1.0)
+        payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        await tiers.faults.until_waiting()
+        payloads += await store_generated(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
+        outcomes = await tiers.backend.store(KEYS, memory.describe(0, range(8)))
+        assert statuses(outcomes) == [Status.DONE] * 8
+        assert await tiers.backend.lookup(KEYS) == [True] * 8
+        assert await load_from(tiers.backend, memory, KEYS) == payloads
+        tiers.faults.release()
+        await settle(tiers.backend)
+        assert await load_from(tiers.lower, memory, KEYS) == payloads
+
+
+async def test_a_lookup_that_hangs_below_does_not_hold_up_another(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        await store_generated(tiers.lower, KEYS, memory.describe(0, range(8)))
+        tiers.fail(Operation.LOAD, hang=1.0)
+        hanging = asyncio.create_task(tiers.backend.lookup(KEYS[:4]))
+        await tiers.faults.until_waiting()
+        tiers.fail(Operation.LOAD)
+        assert await tiers.backend.lookup(KEYS[4:]) == [True] * 4
+        tiers.faults.release()
+        assert await hanging == [True] * 4
+
+
+async def test_a_cancelled_load_waits_for_the_lower_tier_to_let_go(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        await store_generated(tiers.lower, KEYS, memory.describe(0, range(8)))
+        tiers.fail(Operation.LOAD, stuck=1.0)
+        load = asyncio.ensure_future(tiers.backend.load(KEYS, memory.describe(0, range(8, 16))))
+        await tiers.faults.until_waiting()
+        load.cancel()
+        await yield_to_loop(10)
+        assert not load.done()
+        tiers.faults.release()
+        await cancel(load)
+        assert load.cancelled()
+
+
+# The end
+
+
+async def test_closing_carries_down_what_still_waits(memory: BlockMemory) -> None:
+    shelf: dict[str, Blocks] = {}
+    namespace = memory.namespace()
+    tiers = [open_host(namespace, 8), KeptBackend(shelf, namespace)]
+    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
+        await store_generated(backend, KEYS, memory.describe(0, range(8)))
+    assert sorted(shelf[namespace.fingerprint]) == sorted(KEYS)
+
+
+async def test_closing_waits_for_calls_and_for_what_they_stored(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        blocks = memory.describe(0, range(8))
+        store = asyncio.create_task(store_generated(tiers.backend, KEYS, blocks))
+        await yield_to_loop(3)
+        await tiers.backend.aclose()
+        await store
+        assert tiers.lower.stored == KEYS
+
+
+async def test_a_cancelled_close_gives_up_what_hangs_and_still_closes(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        tiers.fail(Operation.STORE, hang=1.0)
+        await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await tiers.faults.until_waiting()
+        close = asyncio.create_task(tiers.backend.aclose())
+        await yield_to_loop(10)
+        assert not close.done()
+        close.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await close
+        for tier in (tiers.first, tiers.lower):
+            with pytest.raises(ClosedError):
+                await tier.lookup(KEYS)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert others == set()
+
+
+async def test_every_tier_is_closed_even_if_one_cannot_be(memory: BlockMemory) -> None:
+    class Unclosable(DictBackend):
+        async def aclose(self) -> None:
+            await super().aclose()
+            raise OSError(self)
+
+    namespace = memory.namespace()
+    tiers = [Unclosable(None, namespace) for _ in range(3)]
+    backend = TieredBackend(tiers, namespace)
+    with pytest.raises(OSError, match="Unclosable"):
+        await backend.aclose()
+    assert all(tier._guard.closed for tier in tiers)
+
+
+# Misuse
+
+
+def test_tiers_that_cannot_be_are_refused(memory: BlockMemory) -> None:
+    class OnlyCuda(DictBackend):
+        memory_kinds = frozenset({"cuda"})
+
+    namespace = memory.namespace()
+    tier = open_dict(namespace)
+    with pytest.raises(InvalidArgumentError, match="at least one backend"):
+        TieredBackend([], namespace)
+    with pytest.raises(InvalidArgumentError, match=r"namespace\.groups"):
+        TieredBackend([tier], Namespace(model="model"))
+    with pytest.raises(InvalidArgumentError, match="'cpu' in each"):
+        TieredBackend([tier, OnlyCuda(None, namespace)], namespace)
+    with pytest.raises(InvalidArgumentError, match="staging_bytes"):
+        TieredBackend([tier], namespace, staging_bytes=0)
+    with pytest.raises(InvalidArgumentError, match="lookup_timeout_s is '5'"):
+        TieredBackend([tier], namespace, lookup_timeout_s="5")  # type: ignore[arg-type]
+
+
+def test_memory_is_reached_directly_when_every_tier_does(memory: BlockMemory) -> None:
+    class Both(DictBackend):
+        memory_kinds = frozenset({"cpu", "cuda"})
+
+    namespace = memory.namespace()
+    both, only_host = Both(None, namespace), open_dict(namespace)
+    assert TieredBackend([both, both], namespace).memory_kinds == {"cpu", "cuda"}
+    assert TieredBackend([both, only_host], namespace).memory_kinds == {"cpu"}
+
+
+async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
+    memory: BlockMemory,
+) -> None:
+    larger = BlockMemory([[1000]], num_blocks=8)
+    async with opened(memory) as tiers:
+        with pytest.raises(InvalidArgumentError, match="1000"):
+            await tiers.backend.store(KEYS[:1], larger.describe(0, [0]))
+        with pytest.raises(InvalidArgumentError, match="group"):
+            await tiers.backend.lookup([make_block_key(b"block", 1)])
+
+
+# Hanging
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the deadlines of tiers, so that hanging calls are given up soon."""
+    monkeypatch.setattr(isolated_tier, "MOVE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(suspension, "PAUSE_S", 0.05)
+
+
+HANGING = FaultRates(stuck=1.0, operations=frozenset(Operation))
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_lower_tier_that_answers_nothing_is_a_miss_there(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
+    tiers = [open_host(namespace, 8), hanging]
+    async with TieredBackend(tiers, namespace, lookup_timeout_s=0.05) as backend:
+        payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        assert await backend.lookup(KEYS[:3]) == [True, True, False]
+        assert await load_from(backend, memory, KEYS[:2]) == payloads
+        assert await backend.delete(KEYS[:2]) == [True, True]
+        hanging.release()
+
+
+async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended(
+    memory: BlockMemory,
+) -> None:
+    namespace = memory.namespace()
+    hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
+    slow = isolated_tier.IsolatedTier(1, hanging, lookup_timeout_s=0.01)
+    assert await slow.lookup(KEYS) == set()
+    assert not slow.is_available
+    assert await slow.load(KEYS[:1], memory.describe(0, [0])) == [Outcome(Status.MISSING)]
+    [outcome] = await slow.store(KEYS[:1], memory.describe(0, [0]))
+    assert outcome.status is Status.TIMED_OUT
+    assert outcome.memory_safe, "it was not asked"
+    assert [fault.operation for fault in hanging.injected] == [Operation.LOOKUP]
+    hanging.release()
+    await slow.drain()
+    await slow.aclose()
+
+
+@pytest.mark.usefixtures("short")
+async def test_a_tier_that_hangs_keeps_no_more_than_its_share_of_staging_memory(
+    memory: BlockMemory,
+) -> None:
+    namespace = memory.namespace()
+    inner, healthy = open_dict(namespace), open_dict(namespace)
+    hanging = FaultyBackend(inner, seed=0, rates=FaultRates())
+    payloads = await store_generated(inner, KEYS[:4], memory.describe(0, range(4)))
+    payloads += await store_generated(healthy, KEYS[4:], memory.describe(0, range(4, 8)))
+    tiers = [open_host(namespace, 8), hanging, healthy]
+    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
+        hanging.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.LOAD}))
+        assert await backend.lookup(KEYS[:1]) == [False]
+        lookups = (backend.lookup([key]) for key in KEYS[1:])
+        assert await asyncio.gather(*lookups) == [[False]] * 3 + [[True]] * 4
+        assert await load_from(backend, memory, KEYS[4:]) == payloads[4:]
+        hanging.release()
+
+
+async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: BlockMemory) -> None:
+    namespace = memory.namespace()
+    late = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates(late=1.0))
+    async with TieredBackend([open_host(namespace, 8), late], namespace) as backend:
+        idle = backend._staging.num_buffers
+        await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await late.until_waiting()
+        for writer in backend._writers:
+            await writer.cancel()
+        assert len(backend._staging._idle) == idle - 1
+        late.release()
+        await backend._staging.aclose()
+        assert len(backend._staging._idle) == idle
+
+
+@pytest.mark.usefixtures("short")
+async def test_closing_leaves_behind_what_hangs_and_says_so(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isolated_tier, "CLOSE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(tiered_backend, "SETTLE_TIMEOUT_S", 0.5)
+    namespace = memory.namespace()
+    quiet = asyncio.Event()
+
+    class Unclosable(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            await wait_despite_cancel(asyncio.ensure_future(quiet.wait()))
+            return await super().store(keys, blocks)
+
+        async def aclose(self) -> None:
+            await quiet.wait()
+            await super().aclose()
+
+    backend = TieredBackend([open_host(namespace, 8), Unclosable(None, namespace)], namespace)
+    await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+    await yield_to_loop(3)
+    await backend.aclose()
+    assert "1 blocks were not written back" in caplog.text
+    assert "not closed after 0.5 s" in caplog.text
+    assert "staging memory is still in use" in caplog.text
+    quiet.set()
+    await backend._staging.aclose()
+
+
+# Recovery
+
+
+async def test_what_a_tier_missed_while_it_failed_is_carried_when_it_works_again(
+    memory: BlockMemory,
+) -> None:
+    async with opened(memory) as tiers:
+        [writer] = tiers.backend._writers
+        writer.queue.first_pause_s = 0.0
+        tiers.fail(*Operation, error=1.0)
+        payloads = await store_generated(tiers.backend, KEYS[:4], memory.describe(0, range(4)))
+        await settle(tiers.backend)
+        payloads += await store_generated(tiers.backend, KEYS[4:], memory.describe(0, range(4, 8)))
+        assert not tiers.lower.stored
+        tiers.fail()
+        await tiers.backend.flush()
+        assert await load_from(tiers.lower, memory, KEYS) == payloads
+
+
+async def test_what_is_stored_again_is_carried_where_it_is_missing(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        payloads = await store_generated(tiers.first, KEYS[:2], memory.describe(0, [0, 1]))
+        await store_generated(tiers.backend, KEYS[:2], memory.describe(0, [0, 1]))
+        await tiers.backend.flush()
+        assert await load_from(tiers.lower, memory, KEYS[:2]) == payloads
+
+
+async def test_a_block_that_never_can_be_stored_holds_up_no_other(memory: BlockMemory) -> None:
+    class Picky(DictBackend):
+        async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+            outcomes = await super().store(keys, blocks)
+            failed = Outcome(Status.FAILED, reason="a folder has its name")
+            return [failed if k == KEYS[0] else o for k, o in zip(keys, outcomes, strict=True)]
+
+    namespace = memory.namespace()
+    lower = Picky(None, namespace)
+    async with TieredBackend([open_host(namespace, 8), lower], namespace) as backend:
+        [writer] = backend._writers
+        writer.queue.first_pause_s = 0.0
+        await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
+        await settle(backend)
+        await store_generated(backend, KEYS[1:], memory.describe(0, range(1, 8)))
+        while not all(await lower.lookup(KEYS[1:])):
+            await settle(backend)
+            await asyncio.sleep(0)
+
+
+async def test_flushing_waits_for_every_tier(memory: BlockMemory) -> None:
+    async with opened(memory) as tiers:
+        tiers.fail(Operation.STORE, hang=1.0)
+        await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
+        await tiers.faults.until_waiting()
+        flush = asyncio.ensure_future(tiers.backend.flush())
+        await yield_to_loop(10)
+        assert not flush.done()
+        tiers.faults.release()
+        await flush
+        assert await tiers.lower.lookup(KEYS) == [True] * 8
