@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from kvxfer.backends.nixl.wire.messages import Hello
+from kvxfer.backends.nixl.wire import (
+    Hello,
+)
 from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import BackendUnavailableError
 

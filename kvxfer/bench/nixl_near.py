@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.config import Integrity, Transport
+from kvxfer.backends.nixl import Integrity, NixlBackend, NixlConfig, Transport
 from kvxfer.bench.nixl_far import FarProcess
 from kvxfer.bench.nixl_kvcr import KVCRPool
 from kvxfer.bench.nixl_raw import (

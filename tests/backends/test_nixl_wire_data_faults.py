@@ -18,11 +18,13 @@ from kvxfer import (
     PeerTimeoutError,
     ProtocolError,
 )
-from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.wire import data
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES
-from kvxfer.backends.nixl.wire.handshake import Role
-from kvxfer.backends.nixl.wire.messages import Reading
+from kvxfer.backends.nixl.wire import (
+    HEADER_BYTES,
+    Reading,
+    Regions,
+    Role,
+    data,
+)
 from tests.backends.nixl_data import (
     LIMIT_S,
     MEMORY_BYTES,

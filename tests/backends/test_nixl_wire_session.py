@@ -4,8 +4,11 @@ import msgspec
 import pytest
 
 from kvxfer import HandshakeError
-from kvxfer.backends.nixl.wire.handshake import Role, Session
-from kvxfer.backends.nixl.wire.messages import Attach
+from kvxfer.backends.nixl.wire import (
+    Attach,
+    Role,
+    Session,
+)
 
 
 def sides(key: bytes = bytes(32)) -> tuple[Session, Session]:

@@ -4,7 +4,9 @@ import contextlib
 import hashlib
 from typing import Any
 
-from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+)
 from kvxfer.backends.nixl_module import nixl_errors
 from kvxfer.errors import InvalidArgumentError, PeerLostError
 
