@@ -28,7 +28,11 @@ from kvxfer.backends.nixl.agents.nixl_reads import (
     Reads,
 )
 from kvxfer.backends.nixl.carrier import choose_ucx_settings
-from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+    Regions,
+)
+from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,
