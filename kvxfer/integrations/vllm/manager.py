@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Placement(LoadStoreSpec):
+class ChunkSlots(LoadStoreSpec):
     """Slots of chunks in the pool, sent from the scheduler to the workers.
 
     Attributes:
@@ -102,12 +102,12 @@ class KVXferOffloadingManager(OffloadingManager):
 
     def prepare_load(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
-    ) -> Placement:
+    ) -> ChunkSlots:
         """Pin chunks until `complete_load`; they were hits in this step, so they are present."""
         slots = self._index.pin(list(keys))
         self._release(req_context.req_id)
         self._counters.add(metrics.LOADED, len(slots))
-        return Placement(list(keys), slots)
+        return ChunkSlots(list(keys), slots)
 
     def touch(self, keys: Collection[BlockKey], *_: Any, **__: Any) -> None:
         """Mark chunks as recently used."""
@@ -130,7 +130,7 @@ class KVXferOffloadingManager(OffloadingManager):
             return None
         return PrepareStoreOutput(
             keys_to_store=plan.keys,
-            store_spec=Placement(plan.keys, plan.slots),
+            store_spec=ChunkSlots(plan.keys, plan.slots),
             evicted_keys=plan.evicted,
         )
 
