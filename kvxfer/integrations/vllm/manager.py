@@ -152,9 +152,8 @@ class KVXferOffloadingManager(OffloadingManager):
             (stored if whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
         self._give_up(lost)
-        self._counters.add(metrics.STORED, len(stored))
         self._counters.add(metrics.LOST, len(lost))
-        self._emit(stored, removed=False)
+        self._note_stored(stored)
 
     def on_new_request(
         self,
@@ -236,6 +235,10 @@ class KVXferOffloadingManager(OffloadingManager):
         self._index.quarantine(key)
         self._index.unpin([key])
         self._emit([key], removed=True)
+
+    def _note_stored(self, keys: Sequence[BlockKey]) -> None:
+        self._counters.add(metrics.STORED, len(keys))
+        self._emit(keys, removed=False)
 
     def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
         self._counters.add(metrics.EVICTED, len(keys))
