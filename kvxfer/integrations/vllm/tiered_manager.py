@@ -126,6 +126,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """Write all chunks back to the lower tier, as far as time allows, and close the pool."""
         self._max_going_down = self._index.num_slots  # nothing else needs room any more
         self._copy_down()
+        if num_left := len(self._write_back) - self._write_back.num_taken:
+            logger.warning("the lower tier: %d blocks were not written back there", num_left)
         self._write_back.clear()
         self._tier.close()
         super().shutdown()
