@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire import (
     Hello,
 )
-from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import BackendUnavailableError
 
 Carrier = Literal["cma", "rdma", "socket"]

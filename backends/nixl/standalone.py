@@ -10,6 +10,7 @@ from kvxfer.backends.nixl.agents import (
     NixlAgent,
     TransferAgent,
 )
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.hashing import BlockHasher

@@ -13,7 +13,9 @@ from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
-    from kvxfer.backends.nixl import Endpoint, StandalonePeer, Transport
+    from kvxfer.backends.nixl.config import Transport
+    from kvxfer.backends.nixl.peers import Endpoint
+    from kvxfer.backends.nixl.standalone import StandalonePeer
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
@@ -27,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     """Hold blocks for other processes until SIGTERM or SIGINT; return 0."""
     arguments = _parser().parse_args(argv)
 
-    from kvxfer.backends.nixl import Endpoint
+    from kvxfer.backends.nixl.peers import Endpoint
 
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
     logging.getLogger("kvxfer").setLevel(arguments.log_level.upper())
@@ -126,8 +128,9 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
 
 
 def _open_peer(arguments: argparse.Namespace) -> "StandalonePeer":
-    from kvxfer.backends.file.namespace_file import load_namespace
-    from kvxfer.backends.nixl import NixlConfig, StandalonePeer
+    from kvxfer.backends.file import load_namespace
+    from kvxfer.backends.nixl.config import NixlConfig
+    from kvxfer.backends.nixl.standalone import StandalonePeer
     from kvxfer.connect import open_backend, parse_backend
 
     for tier in arguments.tier:

@@ -14,7 +14,7 @@ from kvxfer.checks import (
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import MISSING, Backend, Outcome
+from kvxfer.storage.backend import MISSING, Backend, Outcome, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
 from kvxfer.storage.key_locks import KeyLocks

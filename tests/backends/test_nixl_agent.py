@@ -27,11 +27,11 @@ from kvxfer.backends.nixl.agents import (
     nixl_thread,
 )
 from kvxfer.backends.nixl.agents import socket as socket_agent
+from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
     DataConnection,
 )
-from kvxfer.backends.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.errors import (
     BackendUnavailableError,
     DeviceUnavailableError,

@@ -15,7 +15,7 @@ from kvxfer.backends.nixl.agents import (
     NixlAgent,
     TransferAgent,
 )
-from kvxfer.backends.nixl_module import import_nixl
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.backends.agent_contract import Pool, words

@@ -12,6 +12,7 @@ import pytest
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.agents.nixl_peers import NUM_SLOTS
 from kvxfer.backends.nixl.wire import (
     MAX_REGIONS,

@@ -15,10 +15,10 @@ from kvxfer.backends.nixl.agents import (
     nixl_connections,
     nixl_peers,
 )
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
 )
-from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import PeerLostError
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, store_generated

@@ -13,11 +13,11 @@ from kvxfer.backends.nixl.agents import (
     NixlAgent,
     TransferAgent,
 )
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.wire import (
     Regions,
 )
-from kvxfer.backends.nixl_module import import_nixl
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status

@@ -17,10 +17,6 @@ from kvxfer.backends.nixl.wire import (
     greet_as_client,
     greet_as_server,
 )
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
-from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
-from kvxfer.backends.nixl.wire.messages import Ping
 from kvxfer.errors import (
     HandshakeError,
     NamespaceMismatchError,

@@ -4,10 +4,10 @@ import contextlib
 import hashlib
 from typing import Any
 
+from kvxfer.backends.nixl.agents.nixl_module import nixl_errors
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
 )
-from kvxfer.backends.nixl_module import nixl_errors
 from kvxfer.errors import InvalidArgumentError, PeerLostError
 
 MAX_KEPT = 1024

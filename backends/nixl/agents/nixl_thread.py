@@ -32,7 +32,6 @@ from kvxfer.backends.nixl.wire import (
     AgentMetadata,
     Regions,
 )
-from kvxfer.backends.nixl_module import import_nixl, nixl_errors
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,
