@@ -9,7 +9,7 @@ from kvxfer.backends.nixl.agents import (
     SocketAgent,
     TransferAgent,
 )
-from kvxfer.backends.nixl.carrier import choose_carrier, identify_host
+from kvxfer.backends.nixl.agents.carrier import choose_carrier, identify_host
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
 from kvxfer.backends.nixl.wire import (

@@ -12,7 +12,7 @@ from kvxfer.backends.nixl.agents import (
     Fragments,
     TransferAgent,
 )
-from kvxfer.backends.nixl.carrier import Carrier
+from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.quarantine import end_within
 from kvxfer.backends.nixl.wire import (

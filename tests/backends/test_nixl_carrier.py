@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import carrier, choose_carrier, identify_host
+from kvxfer.backends.nixl import choose_carrier, identify_host
+from kvxfer.backends.nixl.agents import carrier
 from kvxfer.backends.nixl.wire import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
