@@ -19,9 +19,10 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
-from kvxfer.transfer.staged_backend import DEFAULT_STAGING_BYTES, stage
+from kvxfer.transfer.staged_backend import stage
 from kvxfer.units import ByteSize
 
 ENTRY_POINT_GROUP = "kvxfer.backends"

@@ -42,6 +42,7 @@ from kvxfer.storage.threads import Threads
 from kvxfer.units import ByteSize
 
 NUM_THREADS = 2
+"""Threads for batches: one stores while another loads; the copy engine adds its own."""
 
 INLINE_BYTES = 2 << 20
 """Most bytes of lent parts of blocks to hash on the event loop itself: that takes less time than

@@ -23,6 +23,8 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
 
 FORMAT_VERSION = 1
+"""Version of the layout of a segment; processes of another version do not share it."""
+
 RUN_BYTES = 4 << 20
 """Bytes of blocks that are verified and then copied, while they are in the processor's cache."""
 

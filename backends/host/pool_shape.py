@@ -8,6 +8,7 @@ from kvxfer.backends.host.segment import HEADER_BYTES
 from kvxfer.errors import InvalidArgumentError
 
 ALIGNMENT = 4096
+"""Alignment of parts and tags, in bytes: a page, as O_DIRECT and registration want it."""
 
 TAG = np.dtype([("key", "<u8"), ("start", "<u8"), ("stop", "<u8"), ("checksum", "<u8")])
 """Tag of one part of a slot: digest of the key (0: empty), start and stop of the payload bytes in

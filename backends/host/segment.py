@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared-memory file system
 PREFIX = "kvxfer-"
-HEADER_BYTES = 4096
+HEADER_BYTES = 4096  # a page, so that what follows is aligned to pages
 # Source: Linux, include/uapi/asm-generic/mman-common.h.
 MADV_POPULATE_WRITE = 23
 

@@ -22,8 +22,9 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.storage.threads import Threads
-from kvxfer.tiering.tiered_backend import DEFAULT_STAGING_BYTES, TieredBackend
+from kvxfer.tiering import TieredBackend
 from kvxfer.units import format_size
 
 STAGING_BYTES = 512 << 20

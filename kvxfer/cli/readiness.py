@@ -13,7 +13,10 @@ from kvxfer.errors import BackendUnavailableError
 
 PATH = "/ready"
 REQUEST_TIMEOUT_S = 5.0
+"""Deadline of one request: probes of Kubernetes give up after 1 s by default."""
+
 MAX_REQUEST_BYTES = 8192
+"""Bytes of a request at most, the limit of nginx and Apache for its head."""
 
 logger = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from kvxfer.kvcache.fragments import Addresses
 from kvxfer.kvcache.memory_region import MemoryRegion
 
 TABLE_FRAGMENTS = 1 << 16
+"""Fragments of one launch of the kernel: 1.5 MiB of pinned memory for their addresses."""
 
 
 class FragmentTable:

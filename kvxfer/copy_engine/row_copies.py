@@ -20,6 +20,7 @@ from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
 # Measured by `kvxfer bench mapping`: smaller chunks cost more calls, each of which passes the
 # interpreter lock on; larger ones get fresh memory, which the system zeroes, in every call.
 CHUNK_BYTES = 1 << 20
+# A cache line. Fragments without a common length of as many bytes are left to other methods.
 SMALLEST_ROW_BYTES = 64
 # Measured by `kvxfer bench copy`: `numpy.take` needs rows whose places are multiples of their
 # length. It is faster than an index even with rows of this length that are parts of longer ones.

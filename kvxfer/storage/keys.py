@@ -21,6 +21,8 @@ from kvxfer.checks import (
 from kvxfer.errors import InvalidArgumentError, NamespaceMismatchError, UnknownGroupError
 
 GROUP_INDEX_BYTES = 4
+"""Bytes of the group's index at the end of a key, which vLLM's chunk keys have, too."""
+
 KEY_FORM = "a content hash and a 4-byte group index"
 
 MAX_AXES = 64

@@ -20,6 +20,7 @@ from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
 
 GENERATION_BYTES = 8
+"""Bytes of a slot's generation: a uint64, which one read fetches whole."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,14 @@ from kvxfer.storage.keys import BlockKey
 ALIGNMENT_BYTES = 4096
 """Block size of media and page size of memory: the alignment that O_DIRECT and DMA require."""
 
+DEFAULT_STAGING_BYTES = 64 << 20
+"""Bound on staging memory where the user names no other."""
+
 NUM_BUFFERS = 4
-MIN_BUFFERS = 2  # while one buffer waits for a slow medium, another can be filled
+"""Buffers of a staging memory, if they are large enough: some are filled while others are emptied."""
+
+MIN_BUFFERS = 2
+"""Buffers where memory is short: one waits for a slow medium, another can be filled."""
 
 Buffer = NDArray[np.uint8]
 Drain = Callable[[], Awaitable[object]]

@@ -19,11 +19,9 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.staging_memory import StagingMemory
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
 from kvxfer.tiering.isolated_tier import LOOKUP_TIMEOUT_S, IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
-
-DEFAULT_STAGING_BYTES = 64 << 20
 
 SETTLE_TIMEOUT_S = 30.0
 """Time that `TieredBackend.aclose` goes on writing blocks back, and then waits for staging buffers

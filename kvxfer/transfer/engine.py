@@ -26,12 +26,13 @@ from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Calls
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId
 from kvxfer.transfer.mover import JobMover
-from kvxfer.transfer.staged_backend import DEFAULT_STAGING_BYTES, stage
+from kvxfer.transfer.staged_backend import stage
 from kvxfer.transfer.submissions import Submissions
 
 DEFAULT_TIMEOUT_S = 60.0

@@ -12,6 +12,8 @@ from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 
 PIECES_IN_FLIGHT = 4
+"""Pieces that the bound on the bytes in flight has room for: a load waits for one piece of a large
+store, not for all of it."""
 
 
 class JobMover:

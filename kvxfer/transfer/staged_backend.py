@@ -17,11 +17,9 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.job import Direction
-
-DEFAULT_STAGING_BYTES = 64 << 20
 
 logger = logging.getLogger(__name__)
 

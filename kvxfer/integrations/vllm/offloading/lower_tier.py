@@ -25,6 +25,8 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
 SALT_BYTES = 16
+"""Random bytes in the keys after a reset, so that no chunk of before is found: as long as a UUID."""
+
 JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
 still read, and the threads of a backend get about equal shares."""
