@@ -25,7 +25,7 @@ DEFAULT_STAGING_BYTES = 64 << 20
 """Bound on staging memory where the user names no other."""
 
 NUM_BUFFERS = 4
-"""Buffers of a staging memory, if they are large enough: some are filled while others are emptied."""
+"""Buffers of a staging memory, if large enough: some are filled while others are emptied."""
 
 MIN_BUFFERS = 2
 """Buffers where memory is short: one waits for a slow medium, another can be filled."""

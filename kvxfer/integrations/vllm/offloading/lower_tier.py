@@ -25,7 +25,7 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
 SALT_BYTES = 16
-"""Random bytes in the keys after a reset, so that no chunk of before is found: as long as a UUID."""
+"""Random bytes in the keys after a reset, as many as in a UUID: no chunk of before is found."""
 
 JOB_BYTES = 16 << 20
 """Bytes of rows that are loaded in one job: the first have landed, and are hashed, while others are
