@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,19 @@ def test_modules_import_from_their_own_floor_and_those_below_only() -> None:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {module: {*imports_of(path)} - {module} for module, path in MODULES.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    rooms: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for module, path in MODULES.items():
+        for imported in imports_of(path):
+            ours, theirs = module.split("."), imported.split(".")
+            pairs = zip(ours, theirs, strict=False)
+            depth = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if depth < min(len(ours), len(theirs)):  # not a room and its own face
+                rooms[".".join(ours[:depth])][ours[depth]].add(theirs[depth])
+    for graph in rooms.values():
+        TopologicalSorter(graph).prepare()
 
 
 def test_no_file_is_too_long_to_read() -> None:

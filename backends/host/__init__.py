@@ -1,9 +1,9 @@
 """Host memory backend."""
 
 from kvxfer.backends.host.backend import HostBackend, HostConfig
-from kvxfer.backends.host.placed import PlacedBackend, place
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
+from kvxfer.backends.host.slots import SlotBackend, slot_key
 from kvxfer.storage.integrity import Integrity
 
 __all__ = [
@@ -11,7 +11,7 @@ __all__ = [
     "HostConfig",
     "HostPool",
     "Integrity",
-    "PlacedBackend",
     "PoolShape",
-    "place",
+    "SlotBackend",
+    "slot_key",
 ]

@@ -1,7 +1,38 @@
 """NIXL backend: blocks at peers, in other processes and on other machines."""
 
+from kvxfer.backends.nixl.agents.carrier import choose_carrier, has_active_port, identify_host
 from kvxfer.backends.nixl.backend import NixlBackend
-from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers
+from kvxfer.backends.nixl.client_session import BlockStore
+from kvxfer.backends.nixl.config import (
+    SECRET_VARIABLE,
+    Integrity,
+    NixlConfig,
+    Transport,
+    client_context,
+    server_context,
+)
+from kvxfer.backends.nixl.connection import Connection
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers, rank
+from kvxfer.backends.nixl.standalone import StandalonePeer
 
-__all__ = ["Endpoint", "NixlBackend", "NixlConfig", "PeerDirectory", "StaticPeers"]
+__all__ = [
+    "SECRET_VARIABLE",
+    "BlockStore",
+    "Connection",
+    "Endpoint",
+    "Integrity",
+    "LocalNode",
+    "NixlBackend",
+    "NixlConfig",
+    "PeerDirectory",
+    "StandalonePeer",
+    "StaticPeers",
+    "Transport",
+    "choose_carrier",
+    "client_context",
+    "has_active_port",
+    "identify_host",
+    "rank",
+    "server_context",
+]

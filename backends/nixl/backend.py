@@ -9,8 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.host.backend import HostBackend, HostConfig
-from kvxfer.backends.nixl.agents.base import TransferAgent
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+    TransferAgent,
+)
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig, client_context

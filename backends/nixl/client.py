@@ -12,9 +12,8 @@ from kvxfer.backends.nixl.peers import PeerStatistics
 from kvxfer.backends.nixl.places import Proofs, read_proofs
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
-from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.remote_memory import MAX_GENERATIONS
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl.wire import (
     Delete,
     Deleted,
     Ending,
@@ -25,6 +24,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Publish,
     Pull,
     Pulled,
+    Regions,
 )
 from kvxfer.errors import InvalidArgumentError, KVXferError, PeerLostError, ProtocolError
 from kvxfer.kvcache.descriptors import Descriptors

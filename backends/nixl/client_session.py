@@ -14,13 +14,11 @@ import msgspec
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.data import DataConnection
-from kvxfer.backends.nixl.wire.handshake import Greeting
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl.wire import (
     Answer,
     Attach,
     Cancel,
+    DataConnection,
     Delete,
     Deleted,
     Ending,
@@ -28,6 +26,8 @@ from kvxfer.backends.nixl.wire.messages import (
     Failed,
     Fencing,
     Found,
+    FrameChannel,
+    Greeting,
     Lookup,
     Pin,
     Ping,

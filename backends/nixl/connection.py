@@ -11,18 +11,22 @@ from typing import Self, TypeVar
 
 import msgspec
 
-from kvxfer.backends.nixl.agents.socket_lines import MAX_CONNECTIONS
+from kvxfer.backends.nixl.agents import (
+    MAX_LINES,
+)
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
-from kvxfer.backends.nixl.wire.channel import STREAM_BUFFER_BYTES, FrameChannel
-from kvxfer.backends.nixl.wire.data import DataConnection, describe
-from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, Greeting, greet_as_client
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl.wire import (
+    HANDSHAKE_TIMEOUT_S,
+    STREAM_BUFFER_BYTES,
     Answer,
     Cancel,
+    DataConnection,
     Failed,
+    FrameChannel,
+    Greeting,
     Hello,
     Message,
     NumberedRequest,
@@ -32,6 +36,8 @@ from kvxfer.backends.nixl.wire.messages import (
     Pulled,
     Reach,
     Ready,
+    describe_error,
+    greet_as_client,
 )
 from kvxfer.errors import (
     KVXferError,
@@ -202,10 +208,10 @@ class Connection:
         Raises:
             PeerError: The holder cannot be reached.
         """
-        if not self._needs_data or len(self._lending) == MAX_CONNECTIONS:
+        if not self._needs_data or len(self._lending) == MAX_LINES:
             return
         async with self._letting:  # each connection is opened within a deadline
-            while len(self._lending) < MAX_CONNECTIONS:
+            while len(self._lending) < MAX_LINES:
                 data = await self._open_data(reads=False)
                 lending = asyncio.create_task(self._lend(data))
                 self._lending.add(lending)
@@ -348,5 +354,5 @@ async def _connect(endpoint: Endpoint, tls: ssl.SSLContext | None) -> FrameChann
     except TimeoutError as exc:
         raise PeerTimeoutError(str(endpoint), "connecting", HANDSHAKE_TIMEOUT_S) from exc
     except OSError as exc:  # ssl.SSLError is one
-        raise PeerClosedError(str(endpoint), f"cannot connect: {describe(exc)}") from exc
+        raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
     return FrameChannel(reader, writer)

@@ -9,7 +9,9 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from kvxfer.backends.nixl.agents.base import to_its_end
+from kvxfer.backends.nixl.agents import (
+    to_its_end,
+)
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError

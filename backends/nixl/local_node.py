@@ -5,19 +5,22 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 
-from kvxfer.backends.nixl.agents.base import TransferAgent
-from kvxfer.backends.nixl.agents.socket import SocketAgent
-from kvxfer.backends.nixl.carrier import choose_carrier, identify_host
+from kvxfer.backends.nixl.agents import (
+    SocketAgent,
+    TransferAgent,
+)
+from kvxfer.backends.nixl.agents.carrier import choose_carrier, identify_host
 from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.regions import AgentMetadata, Regions
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
-from kvxfer.backends.nixl.wire.handshake import Greeting
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl.wire import (
     MAX_TEXT_CHARACTERS,
     OLDEST_VERSION,
     PROTOCOL_VERSION,
+    AgentMetadata,
+    Greeting,
     Hello,
     Reach,
+    Regions,
 )
 from kvxfer.errors import (
     BackendUnavailableError,

@@ -8,8 +8,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.wire.messages import Found, Pinned
+from kvxfer.backends.nixl.wire import (
+    Found,
+    Pinned,
+    Regions,
+)
 from kvxfer.checks import require_integers
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors

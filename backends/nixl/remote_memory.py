@@ -7,11 +7,17 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
-from kvxfer.backends.nixl.carrier import Carrier
+from kvxfer.backends.nixl.agents import (
+    Flight,
+    Fragments,
+    TransferAgent,
+)
+from kvxfer.backends.nixl.agents.carrier import Carrier
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.quarantine import end_within
-from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.wire import (
+    Regions,
+)
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors, view_memory
 from kvxfer.kvcache.fragment_pairs import pair_fragments

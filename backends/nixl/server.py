@@ -13,10 +13,16 @@ from kvxfer.backends.nixl.config import server_context
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.refusals import MAX_CHARACTERS, RefusalLog
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.data import DataConnection, describe
-from kvxfer.backends.nixl.wire.handshake import HANDSHAKE_TIMEOUT_S, greet_as_server
-from kvxfer.backends.nixl.wire.messages import Attach, Hello, Reach
+from kvxfer.backends.nixl.wire import (
+    HANDSHAKE_TIMEOUT_S,
+    Attach,
+    DataConnection,
+    FrameChannel,
+    Hello,
+    Reach,
+    describe_error,
+    greet_as_server,
+)
 from kvxfer.errors import (
     BackendUnavailableError,
     KVXferError,
@@ -195,7 +201,7 @@ class Server:
                     connection, address = await loop.sock_accept(listener)
                 except OSError as exc:
                     text = "cannot accept a connection: %s"
-                    self._refusals.note(logging.WARNING, text, "", describe(exc))
+                    self._refusals.note(logging.WARNING, text, "", describe_error(exc))
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 peer = str(Endpoint(*address[:2]))

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.host.backend import HostBackend
-from kvxfer.backends.nixl.agents.base import TransferAgent
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+    TransferAgent,
+)
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig

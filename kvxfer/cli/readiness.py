@@ -8,7 +8,7 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Self
 
-from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import BackendUnavailableError
 
 PATH = "/ready"

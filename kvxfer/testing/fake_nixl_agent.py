@@ -15,8 +15,16 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
-from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.agents import (
+    Flight,
+    Fragments,
+    TransferAgent,
+    to_its_end,
+)
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+    Regions,
+)
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.errors import (

@@ -130,13 +130,11 @@ class IsolatedTier:
     async def _move_in_time(
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        try:
-            return list(await self._calls.wait_for(MOVE_TIMEOUT_S, move(keys, blocks)))
-        except TimeoutError:
-            call = f"moving {len(keys)} blocks"
-            self._suspension.begin(time.monotonic(), call, MOVE_TIMEOUT_S)
+        call = f"moving {len(keys)} blocks"
+        outcomes = await self._ask(call, MOVE_TIMEOUT_S, move(keys, blocks))
         reason = f"{self._name} took longer than {MOVE_TIMEOUT_S:g} s"
-        return [Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)] * len(keys)
+        late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
+        return [late] * len(keys) if outcomes is None else list(outcomes)
 
     async def _move(
         self, verb: str, keys: Sequence[BlockKey], blocks: Descriptors

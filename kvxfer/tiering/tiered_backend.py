@@ -16,6 +16,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import Move
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.staging_memory import StagingMemory
@@ -29,6 +30,34 @@ SETTLE_TIMEOUT_S = 30.0
 that a tier still uses."""
 
 logger = logging.getLogger(__name__)
+
+
+class _Batch:
+    """Batch whose blocks are tried in one tier after the other.
+
+    Attributes:
+        outcomes: The most informative outcome of each block so far, with the memory safety of the
+            last tier that it was tried in.
+    """
+
+    def __init__(self, keys: Sequence[BlockKey], blocks: Descriptors) -> None:
+        self.keys = keys
+        self.blocks = blocks
+        self.outcomes = [MISSING] * len(keys)
+
+    async def move(self, move: Move, chosen: Sequence[int]) -> None:
+        """Store or load the blocks at these indices in a tier."""
+        if not chosen:
+            return
+        given = await move([self.keys[index] for index in chosen], self.blocks.take(chosen))
+        for index, new in zip(chosen, given, strict=True):
+            old = self.outcomes[index]
+            self.outcomes[index] = pick_outcome(old, new, memory_safe=new.memory_safe)
+
+    def still_open(self, chosen: Sequence[int]) -> list[int]:
+        """Return those of the indices that may be tried elsewhere: not done, and memory-safe."""
+        outcomes = self.outcomes
+        return [i for i in chosen if outcomes[i].memory_safe and not outcomes[i].done]
 
 
 class TieredBackend(Backend):
@@ -139,37 +168,29 @@ class TieredBackend(Backend):
         while moving := [key for key in keys if key in self._locks and key not in there]:
             await self._locks.wait(moving)
             there = await self._first.lookup(keys)
-        outcomes = [MISSING] * len(keys)
+        batch = _Batch(keys, blocks)
         free = [index for index, key in enumerate(keys) if key not in self._locks]
         busy = [index for index, key in enumerate(keys) if key in self._locks]
         with self._locks.hold([keys[index] for index in free]):
-            left = await self._store_where_found(keys, blocks, free, there, outcomes)
+            left = await self._store_where_found(batch, free, there)
             # The first tier has the busy keys, e.g. those being written back, but maybe not whole.
-            left = sorted(left + busy)
-            if left:
-                stored = await self._store_in_first_with_room(
-                    [keys[index] for index in left], blocks.take(left), there
-                )
-                _merge(outcomes, left, stored)
-        return outcomes
+            await self._store_in_first_with_room(batch, sorted(left + busy), there)
+        return batch.outcomes
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Each block is loaded from the first tier that has it intact."""
         self._guard.check_batch(keys, blocks)
         moving = {key for key in keys if key in self._locks}
-        outcomes = await self._load_from_any(keys, blocks)
+        batch = _Batch(keys, blocks)
+        await self._load_from_any(batch, range(len(keys)))
         lost = [
             index
             for index, key in enumerate(keys)
-            if outcomes[index] == MISSING and self._is_moving(key, moving)
+            if batch.outcomes[index] == MISSING and self._is_moving(key, moving)
         ]
-        if lost:
-            lost_keys = [keys[index] for index in lost]
-            await self._locks.wait(lost_keys)
-            again = await self._load_from_any(lost_keys, blocks.take(lost))
-            for index, outcome in zip(lost, again, strict=True):
-                outcomes[index] = outcome
-        return outcomes
+        await self._locks.wait([keys[index] for index in lost])
+        await self._load_from_any(batch, lost)
+        return batch.outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. Waits until these keys are not being moved between tiers."""
@@ -257,64 +278,46 @@ class TieredBackend(Backend):
         return set(verified)
 
     async def _store_where_found(
-        self,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        free: Sequence[int],
-        there: set[BlockKey],
-        outcomes: list[Outcome],
+        self, batch: _Batch, left: Sequence[int], there: set[BlockKey]
     ) -> list[int]:
         """Store each block in the lower tier that has its key already, perhaps only a part of it.
 
         Returns:
-            Indices of `free` that no lower tier has, or could store.
+            Indices of `left` that no lower tier has, or could store.
         """
-        left = list(free)
         for tier in self._lower:
-            found = await tier.lookup([keys[index] for index in left if keys[index] not in there])
-            held = [index for index in left if keys[index] in found]
-            if held:
-                given = await tier.store([keys[index] for index in held], blocks.take(held))
-                _merge(outcomes, held, given)
-                left = [index for index in left if _may_go_on(outcomes[index])]
-        return left
+            keys = [batch.keys[index] for index in left]
+            found = await tier.lookup([key for key in keys if key not in there])
+            held = [index for index in left if batch.keys[index] in found]
+            await batch.move(tier.store, held)
+            left = batch.still_open(left)
+        return list(left)
 
     async def _store_in_first_with_room(
-        self, keys: Sequence[BlockKey], blocks: Descriptors, there: set[BlockKey]
-    ) -> list[Outcome]:
+        self, batch: _Batch, left: Sequence[int], there: set[BlockKey]
+    ) -> None:
         """Store blocks in the first tier, those it refuses in the next, and so on.
 
         A block that the first tier had already may be absent below; its write-back looks it up.
         """
-        outcomes = [MISSING] * len(keys)
-        starts, sizes = blocks.payload_starts.tolist(), blocks.block_sizes.tolist()
-        left = list(range(len(keys)))
+        starts, sizes = batch.blocks.payload_starts.tolist(), batch.blocks.block_sizes.tolist()
         for tier in self._tiers:
-            given = await tier.store([keys[index] for index in left], blocks.take(left))
-            _merge(outcomes, left, given)
-            done = [index for index in left if outcomes[index].done]
+            await batch.move(tier.store, left)
             stored = {}
-            for index in done:
-                is_new = keys[index] not in there
-                stored[keys[index]] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
+            for index in left:
+                if batch.outcomes[index].done:
+                    key = batch.keys[index]
+                    is_new = key not in there
+                    stored[key] = StoredBlock(tier.index, starts[index], sizes[index], is_new)
             for writer in self._writers[tier.index :]:
                 writer.add(stored)
-            left = [index for index in left if _may_go_on(outcomes[index])]
-            if not left:
-                break
-        return outcomes
+            left = batch.still_open(left)
 
-    async def _load_from_any(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    async def _load_from_any(self, batch: _Batch, left: Sequence[int]) -> None:
         """Load blocks from the first tier, those it does not have from the next, and so on."""
-        outcomes = [MISSING] * len(keys)
-        left = list(range(len(keys)))
         for tier in self._tiers:
-            given = await tier.load([keys[index] for index in left], blocks.take(left))
-            _merge(outcomes, left, given)
-            left = [index for index in left if _may_go_on(outcomes[index])]
-            if not left:
-                break
-        return outcomes
+            await batch.move(tier.load, left)
+            left = batch.still_open(left)
 
     def _is_moving(self, key: BlockKey, moving: set[BlockKey]) -> bool:
         """Whether a key that was not found may have been moving between tiers."""
@@ -322,14 +325,3 @@ class TieredBackend(Backend):
 
     def _chunk_size(self, key: BlockKey) -> int:
         return self._guard.chunk_sizes[group_of(key)]
-
-
-def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
-    """Keep each block's more informative outcome, with the memory safety of its last tier."""
-    for index, outcome in zip(indices, given, strict=True):
-        outcomes[index] = pick_outcome(outcomes[index], outcome, memory_safe=outcome.memory_safe)
-
-
-def _may_go_on(outcome: Outcome) -> bool:
-    """Whether the next tier may be tried: the block is not done and its memory is safe."""
-    return not outcome.done and outcome.memory_safe

@@ -25,13 +25,12 @@ class _Entry(Generic[T]):
     """Block of the queue.
 
     Attributes:
-        num_failures: Failures while the tier worked for other blocks.
-        is_forgotten: Whether the block is not to be retried.
+        num_failures: Failures while the tier worked for other blocks; there is no retry from
+            `MAX_ATTEMPTS` on.
     """
 
     block: T
     num_failures: int = 0
-    is_forgotten: bool = False
 
 
 class WriteBackQueue(Generic[T]):
@@ -101,7 +100,7 @@ class WriteBackQueue(Generic[T]):
         for key in keys:
             num_waiting += self._waiting.pop(key, None) is not None
             if key in self._taken:
-                self._taken[key].is_forgotten = True
+                self._taken[key].num_failures = MAX_ATTEMPTS  # not to be retried
         return num_waiting
 
     def take(self, now: float, limit: int) -> dict[BlockKey, T]:
@@ -149,7 +148,7 @@ class WriteBackQueue(Generic[T]):
 
     def _retry(self, key: BlockKey) -> None:
         entry = self._taken.pop(key, None)
-        if entry and not entry.is_forgotten and entry.num_failures < MAX_ATTEMPTS:
+        if entry and entry.num_failures < MAX_ATTEMPTS:
             self._waiting.setdefault(key, entry)
 
     def _pause(self, now: float) -> None:

@@ -14,8 +14,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
-from kvxfer.backends.nixl.regions import Words
+from kvxfer.backends.nixl.agents import (
+    Fragments,
+    TransferAgent,
+)
+from kvxfer.backends.nixl.wire import (
+    Words,
+)
 from kvxfer.errors import (
     ClosedError,
     DeviceUnavailableError,

@@ -97,7 +97,7 @@ class Nursery:
 
 def answer(connection: socket.socket) -> None:
     """Open an agent, and answer requests until the connection ends."""
-    from kvxfer.backends.nixl.agents.nixl import NixlAgent
+    from kvxfer.backends.nixl.agents import NixlAgent
     from tests.cuda.gpu import Gpu
 
     peer: LocalPeer | LocalDevicePeer

@@ -11,11 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
-from kvxfer.backends.nixl.carrier import identify_host
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
-from kvxfer.backends.nixl.wire.messages import Answer, Hello, Message, Reach, Ready
+from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig, identify_host
+from kvxfer.backends.nixl.wire import (
+    Answer,
+    FrameChannel,
+    Greeting,
+    Hello,
+    Message,
+    Reach,
+    Ready,
+    greet_as_client,
+)
 from kvxfer.errors import PeerError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.backends.host import HostPool, PlacedBackend, PoolShape, place
+from kvxfer.backends.host import HostPool, PoolShape, SlotBackend, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError, InvalidArgumentError
@@ -128,26 +128,26 @@ def test_a_block_larger_than_a_part_is_refused(pool: HostPool) -> None:
         pool.write([0], [KEY], large.describe(0, [1]))
 
 
-async def test_placed_keys_carry_their_slot_and_are_checked_like_any_other(
+async def test_keys_name_their_slot_and_are_checked_like_any_other(
     memory: BlockMemory,
 ) -> None:
     shape = PoolShape(num_slots=4, num_parts=1, part_size_bytes=4096)
     pool = HostPool(shape, memory.namespace(), CPUCopyEngine(num_threads=1))
-    async with PlacedBackend(pool, part=0) as backend:
+    async with SlotBackend(pool, part=0) as backend:
         blocks = memory.describe(0, [1, 2, 3, 4])
-        placed = [place(KEY, 2, 0), place(OTHER, 0, 0)]
+        named = [slot_key(KEY, 2, 0), slot_key(OTHER, 0, 0)]
         payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in (KEY, OTHER)]
         write_payloads(blocks, payloads)
-        assert all(outcome.done for outcome in await backend.store(placed, blocks))
-        assert await backend.lookup([*placed, place(KEY, 1, 0)]) == [True, True, False]
-        swapped = [place(OTHER, 2, 0), place(OTHER, 0, 0)]
+        assert all(outcome.done for outcome in await backend.store(named, blocks))
+        assert await backend.lookup([*named, slot_key(KEY, 1, 0)]) == [True, True, False]
+        swapped = [slot_key(OTHER, 2, 0), slot_key(OTHER, 0, 0)]
         target = memory.describe(0, [6, 7, 0, 5])
         outcomes = await backend.load(swapped, target)
         assert [outcome.status for outcome in outcomes] == [Status.MISSING, Status.DONE]
         assert read_payloads(target)[1] == payloads[1]
-        assert await backend.delete(placed) == [False, False]
+        assert await backend.delete(named) == [False, False]
     with pytest.raises(ClosedError):
-        await backend.lookup(placed)
+        await backend.lookup(named)
 
 
 def test_what_was_verified_before_is_read_without_hashing_it_again(

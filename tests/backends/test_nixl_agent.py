@@ -20,14 +20,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.backends.nixl.agents import nixl_thread
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+    SocketAgent,
+    TransferAgent,
+    nixl_thread,
+)
 from kvxfer.backends.nixl.agents import socket as socket_agent
-from kvxfer.backends.nixl.agents.base import TransferAgent
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
 from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
-from kvxfer.backends.nixl.agents.socket import SocketAgent
-from kvxfer.backends.nixl.regions import AgentMetadata
-from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+    DataConnection,
+)
 from kvxfer.errors import (
     BackendUnavailableError,
     DeviceUnavailableError,

@@ -8,9 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import carrier
-from kvxfer.backends.nixl.carrier import choose_carrier, identify_host
-from kvxfer.backends.nixl.wire.messages import OLDEST_VERSION, PROTOCOL_VERSION, Hello
+from kvxfer.backends.nixl import choose_carrier, identify_host
+from kvxfer.backends.nixl.agents import carrier
+from kvxfer.backends.nixl.wire import (
+    OLDEST_VERSION,
+    PROTOCOL_VERSION,
+    Hello,
+)
 
 
 @pytest.fixture(autouse=True)

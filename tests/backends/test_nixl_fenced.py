@@ -12,8 +12,7 @@ from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.places import read_proofs
-from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl.wire import (
     Extents,
     Fencing,
     Found,
@@ -21,6 +20,7 @@ from kvxfer.backends.nixl.wire.messages import (
     Publish,
     Pull,
     Pulled,
+    Regions,
 )
 from kvxfer.errors import InvalidArgumentError, TransferFailedError
 from kvxfer.kvcache.canonical import memory_regions

@@ -9,10 +9,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl import has_active_port
+from kvxfer.backends.nixl.agents import (
+    Fragments,
+    NixlAgent,
+    TransferAgent,
+)
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.carrier import has_active_port
 from kvxfer.errors import TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 from tests.backends.agent_contract import Pool, words

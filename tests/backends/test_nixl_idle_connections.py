@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.nixl import NixlBackend
-from kvxfer.backends.nixl.agents.socket_lines import MAX_CONNECTIONS, Line
+from kvxfer.backends.nixl.agents import (
+    MAX_LINES,
+    Line,
+)
 from tests.backends.nixl_proven import asking, holding, require_served, until_alone
 from tests.backends.nixl_wire import Authority
 
@@ -46,7 +49,7 @@ def lines(backend: NixlBackend, *, serving: bool) -> list[Line]:
     return [line for remote in agent._remotes.values() for line in remote._lines]
 
 
-@pytest.mark.parametrize("num", range(1, MAX_CONNECTIONS + 1))
+@pytest.mark.parametrize("num", range(1, MAX_LINES + 1))
 @pytest.mark.parametrize("side", ["holder", "client"])
 @pytest.mark.parametrize("serving", [True, False], ids=["of the reads", "of the other's reads"])
 async def test_a_cut_of_idle_connections_fails_no_store_and_no_load(

@@ -14,26 +14,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl import Endpoint, LocalNode, NixlBackend, NixlConfig
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+)
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.hashing import BlockHasher
-from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.remote_memory import generations_memory
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.data import DataConnection
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, FrameCodec
-from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl.wire import (
+    HEADER_BYTES,
     Answer,
     Attach,
     Cancel,
+    DataConnection,
     Delete,
     Failed,
     Fencing,
     Found,
+    FrameChannel,
+    FrameCodec,
     Hello,
     Lookup,
     Message,
@@ -49,6 +50,8 @@ from kvxfer.backends.nixl.wire.messages import (
     Ready,
     Refusal,
     Request,
+    greet_as_client,
+    greet_as_server,
 )
 from kvxfer.errors import KVXferError, PeerError
 from kvxfer.storage.backend import Status

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer import BlockKey, make_block_key
-from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers, rank
+from kvxfer.backends.nixl import Endpoint, PeerDirectory, StaticPeers, rank
 from kvxfer.errors import InvalidArgumentError
 
 ENDPOINTS = st.lists(

@@ -9,8 +9,11 @@ from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import places as places_module
 from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.places import Places
-from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.wire.messages import Extents, Found
+from kvxfer.backends.nixl.wire import (
+    Extents,
+    Found,
+    Regions,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status

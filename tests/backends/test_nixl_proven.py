@@ -9,11 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+)
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.agents.nixl_peers import NUM_SLOTS
-from kvxfer.backends.nixl.regions import MAX_REGIONS, AgentMetadata
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl.wire import (
+    MAX_REGIONS,
+    AgentMetadata,
     Cancel,
     Delete,
     Extents,

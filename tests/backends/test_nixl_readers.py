@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
-from kvxfer.backends.nixl.connection import Connection
+from kvxfer.backends.nixl import Connection, Endpoint, NixlBackend, NixlConfig
 from kvxfer.errors import PeerClosedError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory

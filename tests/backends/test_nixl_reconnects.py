@@ -10,10 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl.agents import nixl_connections, nixl_peers
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+    nixl_connections,
+    nixl_peers,
+)
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+)
 from kvxfer.errors import PeerLostError
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, store_generated

@@ -5,9 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.backends.nixl.agents.base import Fragments
-from kvxfer.backends.nixl.regions import AgentMetadata, Regions
-from kvxfer.backends.nixl.wire.messages import Extents, Reach, Region
+from kvxfer.backends.nixl.agents import (
+    Fragments,
+)
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+    Extents,
+    Reach,
+    Region,
+    Regions,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion

@@ -8,11 +8,16 @@ import pytest
 
 from kvxfer.backends.nixl import hashing as hasher_module
 from kvxfer.backends.nixl import remote_memory
-from kvxfer.backends.nixl.agents.base import Fragments, TransferAgent
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents import (
+    Fragments,
+    NixlAgent,
+    TransferAgent,
+)
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.hashing import BlockHasher
-from kvxfer.backends.nixl.regions import Regions
+from kvxfer.backends.nixl.wire import (
+    Regions,
+)
 from kvxfer.errors import ClosedError, InvalidArgumentError, PeerLostError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status

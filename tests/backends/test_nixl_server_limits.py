@@ -15,17 +15,18 @@ import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig, server
 from kvxfer.backends.nixl.client_session import MAX_DATA_CONNECTIONS
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.data import DataConnection
-from kvxfer.backends.nixl.wire.frames import FrameCodec
-from kvxfer.backends.nixl.wire.handshake import Greeting, greet_as_client
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl.wire import (
     Attach,
+    DataConnection,
+    FrameChannel,
+    FrameCodec,
+    Greeting,
     Hello,
     Ping,
     Pong,
     Reach,
     Ready,
+    greet_as_client,
 )
 from kvxfer.errors import PeerClosedError, PeerError
 from kvxfer.storage.backend import Status

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvxfer.backends.nixl.agents.socket import SocketAgent
+from kvxfer.backends.nixl.agents import (
+    SocketAgent,
+)
 from kvxfer.errors import PeerClosedError
 
 LIMIT_S = 10.0

@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
-from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.standalone import StandalonePeer
-from kvxfer.backends.nixl.wire.messages import Pin, Pinned
+from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig, StandalonePeer
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+)
+from kvxfer.backends.nixl.wire import (
+    Pin,
+    Pinned,
+)
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory

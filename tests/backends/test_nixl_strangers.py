@@ -9,13 +9,12 @@ import msgspec
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import NixlConfig, refusals
-from kvxfer.backends.nixl.standalone import StandalonePeer
-from kvxfer.backends.nixl.wire.frames import FrameCodec
-from kvxfer.backends.nixl.wire.messages import (
+from kvxfer.backends.nixl import NixlConfig, StandalonePeer, refusals
+from kvxfer.backends.nixl.wire import (
     MAX_TEXT_CHARACTERS,
     OLDEST_VERSION,
     PROTOCOL_VERSION,
+    FrameCodec,
     Hello,
     Message,
     Refusal,

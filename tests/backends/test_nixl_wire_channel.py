@@ -9,12 +9,20 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl.config import client_context, server_context
-from kvxfer.backends.nixl.wire import channel
-from kvxfer.backends.nixl.wire.channel import CLOSE_TIMEOUT_S, FrameChannel, RateLimit
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
-from kvxfer.backends.nixl.wire.handshake import Role, Session, greet_as_client
-from kvxfer.backends.nixl.wire.messages import Ping, Proof
+from kvxfer.backends.nixl import client_context, server_context
+from kvxfer.backends.nixl.wire import (
+    CLOSE_TIMEOUT_S,
+    HEADER_BYTES,
+    MAX_UNPROVEN_FRAME_BYTES,
+    FrameChannel,
+    Ping,
+    Proof,
+    RateLimit,
+    Role,
+    Session,
+    channel,
+    greet_as_client,
+)
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.backends.nixl.config import SECRET_VARIABLE, NixlConfig
-from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.backends.nixl import SECRET_VARIABLE, Endpoint, NixlConfig
 from kvxfer.connect import parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize

@@ -12,11 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.wire import data
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES
-from kvxfer.backends.nixl.wire.handshake import Role
-from kvxfer.backends.nixl.wire.messages import Reading
+from kvxfer.backends.nixl.wire import (
+    HEADER_BYTES,
+    Reading,
+    Regions,
+    Role,
+    data,
+)
 from kvxfer.errors import PeerClosedError, PeerError, PeerTimeoutError, ProtocolError
 from tests.backends.nixl_data import (
     LIMIT_S,

@@ -10,11 +10,15 @@ from typing import TypeAlias
 
 import pytest
 
-from kvxfer.backends.nixl.peers import Endpoint
-from kvxfer.backends.nixl.wire.data import DataConnection, describe
-from kvxfer.backends.nixl.wire.frames import MAX_FRAME_BYTES
-from kvxfer.backends.nixl.wire.handshake import Role
-from kvxfer.backends.nixl.wire.messages import Ping, Proof
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.backends.nixl.wire import (
+    MAX_FRAME_BYTES,
+    DataConnection,
+    Ping,
+    Proof,
+    Role,
+    describe_error,
+)
 from kvxfer.errors import InvalidArgumentError, PeerClosedError, ProtocolError
 from tests.backends.nixl_data import (
     LIMIT_S,
@@ -173,7 +177,7 @@ async def test_a_cancelled_handshake_closes_the_socket(authority: Authority) -> 
     ids=repr,
 )
 def test_an_error_without_a_text_is_named(error: OSError, text: str) -> None:
-    assert describe(error) == text
+    assert describe_error(error) == text
 
 
 async def test_a_connection_that_is_lost_without_a_text_is_lost_with_a_reason() -> None:

@@ -9,10 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.frames import HEADER_BYTES, MAX_UNPROVEN_FRAME_BYTES
-from kvxfer.backends.nixl.wire.handshake import greet_as_client, greet_as_server
-from kvxfer.backends.nixl.wire.messages import Ping
+from kvxfer.backends.nixl.wire import (
+    HEADER_BYTES,
+    MAX_UNPROVEN_FRAME_BYTES,
+    FrameChannel,
+    Ping,
+    greet_as_client,
+    greet_as_server,
+)
 from kvxfer.errors import (
     HandshakeError,
     NamespaceMismatchError,

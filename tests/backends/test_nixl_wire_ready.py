@@ -6,13 +6,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlConfig, connection
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
-from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.handshake import greet_as_server
-from kvxfer.backends.nixl.wire.messages import Pong, Ready
+from kvxfer.backends.nixl import Connection, Endpoint, LocalNode, NixlConfig, connection
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+)
+from kvxfer.backends.nixl.wire import (
+    FrameChannel,
+    Pong,
+    Ready,
+    greet_as_server,
+)
 from kvxfer.errors import PeerClosedError, PeerTimeoutError, ProtocolError
 from tests.backends.nixl_wire import HOST, NAMESPACE, Offer, hello, listening
 

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.nixl.config import NixlConfig, client_context, server_context
-from kvxfer.backends.nixl.wire.channel import FrameChannel
-from kvxfer.backends.nixl.wire.handshake import greet_as_client
+from kvxfer.backends.nixl import NixlConfig, client_context, server_context
+from kvxfer.backends.nixl.wire import (
+    FrameChannel,
+    greet_as_client,
+)
 from kvxfer.errors import InvalidArgumentError, PeerError
 from tests.backends.nixl_wire import HOST, Authority, Offer, connected, hello, listening
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from kvxfer.backends.nixl.config import Transport
+from kvxfer.backends.nixl import Transport
 from kvxfer.cli.serve import TRANSPORTS
 from kvxfer.connect import connect
 

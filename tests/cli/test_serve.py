@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.agents.nixl import NixlAgent
-from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.wire.messages import Pin, Pinned
+from kvxfer.backends.nixl import Connection, LocalNode, NixlBackend, NixlConfig
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+)
+from kvxfer.backends.nixl.wire import (
+    Pin,
+    Pinned,
+)
 from kvxfer.cli import main
 from kvxfer.connect import open_backend
 from kvxfer.errors import PeerClosedError

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.config import Transport
-from kvxfer.backends.nixl.standalone import StandalonePeer
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, Transport
 from kvxfer.cli import serve
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize

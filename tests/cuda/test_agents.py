@@ -2,7 +2,9 @@
 
 from collections.abc import AsyncIterator
 
-from kvxfer.backends.nixl.agents.base import TransferAgent
+from kvxfer.backends.nixl.agents import (
+    TransferAgent,
+)
 from kvxfer.testing import FakeNixlAgent
 from tests.backends.device_agent_contract import (
     DeviceAgentContract,

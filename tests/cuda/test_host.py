@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.backends.host import HostPool, PlacedBackend, PoolShape, place
+from kvxfer.backends.host import HostPool, PoolShape, SlotBackend, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
@@ -125,8 +125,8 @@ async def test_workers_of_one_engine_share_a_pool_across_devices(gpu: SimulatedG
     shape = PoolShape.fit(capacity_bytes=8 << 20, num_parts=2, part_size_bytes=page_bytes)
     for part, worker in enumerate(workers):
         pool = HostPool(shape, NAMESPACE, DeviceCopyEngine())
-        async with TransferEngine(worker.caches, PlacedBackend(pool, part=part)) as engine:
-            keys = [place(key, slot, 0) for slot, key in enumerate(KEYS)]
+        async with TransferEngine(worker.caches, SlotBackend(pool, part=part)) as engine:
+            keys = [slot_key(key, slot, 0) for slot, key in enumerate(KEYS)]
             assert all(outcome.done for outcome in await engine.store(keys, [range(20)]))
             assert all(outcome.done for outcome in await engine.load(keys, [range(20, 40)]))
         assert np.array_equal(worker.blocks[:, 20:40], before[part][:, :20])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.backends.host import HostBackend, HostPool, PlacedBackend, PoolShape, place
+from kvxfer.backends.host import HostBackend, HostPool, PoolShape, SlotBackend, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.storage.backend import Status
 from kvxfer.transfer import submissions
@@ -20,7 +20,7 @@ from tests.cuda.simulated_gpu import SimulatedGpu
 
 NAMESPACE = kvxfer.Namespace(model="model", dtype="bfloat16")
 NUM_KEYS = 8
-PLACED = [place(kvxfer.make_block_key(bytes([i]), 0), i, 0) for i in range(NUM_KEYS)]
+SLOT_KEYS = [slot_key(kvxfer.make_block_key(bytes([i]), 0), i, 0) for i in range(NUM_KEYS)]
 STORED, LOADED = [range(NUM_KEYS)], [range(20, 20 + NUM_KEYS)]
 
 
@@ -45,8 +45,8 @@ def engine(gpu: SimulatedGpu, engine_caches: EngineCaches) -> Iterator[TransferE
     layers, _, page_bytes = engine_caches.blocks.shape
     shape = PoolShape(num_slots=NUM_KEYS, num_parts=1, part_size_bytes=layers * page_bytes)
     pool = HostPool(shape, NAMESPACE, DeviceCopyEngine())
-    engine = TransferEngine(engine_caches.caches, PlacedBackend(pool, part=0))
-    stored = engine.submit_store(PLACED, STORED)
+    engine = TransferEngine(engine_caches.caches, SlotBackend(pool, part=0))
+    stored = engine.submit_store(SLOT_KEYS, STORED)
     assert engine.wait([stored], timeout_s=10)
     assert engine.get_finished()[0].done
     yield engine
@@ -87,7 +87,7 @@ def test_a_load_takes_no_thread_and_ends_when_the_device_says_so(
     before, threads = engine_caches.blocks, threading.active_count()
     batches = gpu.get("num_batches")
     gpu.set("paused", 1)
-    jobs = [engine.submit_load(PLACED, LOADED), engine.submit_load(PLACED, [range(40, 48)])]
+    jobs = [engine.submit_load(SLOT_KEYS, LOADED), engine.submit_load(SLOT_KEYS, [range(40, 48)])]
     assert gpu.get("num_batches") == batches + 2, "not handed to the device yet"
     assert engine.get_finished() == []
     assert all(map(engine.may_touch, jobs))
@@ -107,7 +107,7 @@ def test_a_load_that_is_given_up_leaves_memory_unsafe_until_the_device_is_done(
     gpu: SimulatedGpu, engine: TransferEngine, way: str
 ) -> None:
     gpu.set("paused", 1)
-    job_id = engine.submit_load(PLACED, LOADED, timeout_s=0.05 if way == "deadline" else 60)
+    job_id = engine.submit_load(SLOT_KEYS, LOADED, timeout_s=0.05 if way == "deadline" else 60)
     if way == "cancel":
         engine.cancel(job_id)
     job = poll(engine, job_id)
@@ -123,7 +123,7 @@ def test_a_lost_device_is_an_outcome_of_every_block(
     gpu: SimulatedGpu, engine: TransferEngine
 ) -> None:
     gpu.set("paused", 1)
-    job_id = engine.submit_load(PLACED, LOADED)
+    job_id = engine.submit_load(SLOT_KEYS, LOADED)
     gpu.set("lost", 0)
     for outcome in poll(engine, job_id).outcomes:
         assert (outcome.status, outcome.memory_safe) == (Status.FAILED, False)
@@ -133,8 +133,8 @@ def test_a_lost_device_is_an_outcome_of_every_block(
 def test_a_store_waits_for_loads_that_were_begun(gpu: SimulatedGpu, engine: TransferEngine) -> None:
     gpu.set("paused", 1)
     batches = gpu.get("num_batches")
-    load = engine.submit_load(PLACED, LOADED)
-    store = engine.submit_store(PLACED, STORED)
+    load = engine.submit_load(SLOT_KEYS, LOADED)
+    store = engine.submit_store(SLOT_KEYS, STORED)
     assert not engine.wait([store], timeout_s=0.05)
     assert gpu.get("num_batches") == batches + 1
     gpu.set("paused", 0)
@@ -147,7 +147,7 @@ def test_draining_and_closing_wait_for_the_device(
     gpu: SimulatedGpu, engine: TransferEngine, ended: str
 ) -> None:
     gpu.set("paused", 1)
-    engine.submit_load(PLACED, LOADED)
+    engine.submit_load(SLOT_KEYS, LOADED)
 
     def drain() -> None:
         engine.submit_call(engine.drain()).result()

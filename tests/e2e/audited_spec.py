@@ -25,8 +25,7 @@ from vllm.v1.kv_offload.base import (
     make_offload_key,
 )
 
-from kvxfer.backends.nixl import NixlBackend
-from kvxfer.backends.nixl.client_session import BlockStore
+from kvxfer.backends.nixl import BlockStore, NixlBackend
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.connector.hooks import convert_caches
 from kvxfer.integrations.vllm.offloading.interface import group_ids

@@ -43,7 +43,7 @@ from vllm.v1.kv_offload.config import (
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.offloading import manager, metrics
-from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager, Placement
+from kvxfer.integrations.vllm.offloading.manager import ChunkSlots, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 
 NUM_SLOTS = 4
@@ -72,7 +72,7 @@ class Scheduler:
         accepted: list[BlockKey] = output.keys_to_store
         return accepted
 
-    def write(self, placement: Placement, part: int) -> None:
+    def write(self, placement: ChunkSlots, part: int) -> None:
         for key, slot in zip(placement.keys, placement.slots, strict=True):
             blocks = MEMORY.describe(0, [1])
             write_payloads(blocks, [make_payload(key, PAGE_BYTES, version=part)])
@@ -402,7 +402,7 @@ def test_a_load_of_what_is_not_there_fails_and_writes_nothing(engine: Engine) ->
     keys = keys_of(1)
     for worker, memory in zip(engine.workers, engine.memories, strict=True):
         before = memory.snapshot()
-        worker.submit_load(3, Placement(keys, [0]), GPULoadStoreSpec([1, 2], [2, 0], [0, 0]))
+        worker.submit_load(3, ChunkSlots(keys, [0]), GPULoadStoreSpec([1, 2], [2, 0], [0, 0]))
         worker.wait({3})
         assert [result.success for result in worker.get_finished()] == [False]
         assert memory.snapshot() == before
@@ -410,7 +410,7 @@ def test_a_load_of_what_is_not_there_fails_and_writes_nothing(engine: Engine) ->
 
 def test_a_load_of_no_blocks_is_done_at_once(engine: Engine) -> None:
     worker = engine.workers[0]
-    worker.submit_load(3, Placement([], []), GPULoadStoreSpec([], [0, 0], [0, 0]))
+    worker.submit_load(3, ChunkSlots([], []), GPULoadStoreSpec([], [0, 0], [0, 0]))
     assert [(result.job_id, result.success) for result in worker.get_finished()] == [(3, True)]
 
 

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.standalone import StandalonePeer
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.storage.keys import GroupIdentity, Namespace

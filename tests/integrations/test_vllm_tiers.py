@@ -12,7 +12,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import FaultRates
 from kvxfer.testing.faulty_backend import Operation
-from kvxfer.tiering.suspension import Suspension
+from kvxfer.tiering import suspension
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.units import ByteSize
 
@@ -229,6 +229,17 @@ def test_a_shutdown_copies_the_chunks_that_wait(start: Start) -> None:
     assert len(backend) == NUM_SLOTS
 
 
+def test_a_shutdown_tells_of_chunks_that_the_lower_tier_failed_to_store(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler = start(broken(Operation.STORE, error=1.0))
+    scheduler.manager._write_back.first_pause_s = LIMIT_S
+    scheduler.store(keys_of(2))
+    scheduler.until(lambda: scheduler.counts().get(metrics.LOWER_STORES_FAILED))
+    scheduler.manager.shutdown()
+    assert "the lower tier: 2 blocks were not written back there" in caplog.text
+
+
 def test_a_chunk_that_alone_is_never_stored_is_given_up(start: Start) -> None:
     num_attempts = 0
 
@@ -295,8 +306,9 @@ def test_a_lookup_that_hangs_is_a_miss_when_its_time_is_up(start: Start) -> None
 
 
 def test_a_tier_that_missed_a_deadline_gets_no_chunks_until_its_pause_is_over(
-    start: Start, caplog: pytest.LogCaptureFixture
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(suspension, "PAUSE_S", 60.0)
     backend = broken(Operation.LOOKUP, hang=1.0)
     scheduler = start(backend, lookup=0.05)
     assert scheduler.lookup(keys_of(1)) == [RETRY]
@@ -305,7 +317,7 @@ def test_a_tier_that_missed_a_deadline_gets_no_chunks_until_its_pause_is_over(
     assert scheduler.store(keys_of(2, first=10)) == keys_of(2, first=10)
     scheduler.step()
     assert scheduler.index.num_evictable == 2, "a chunk is on its way to a tier that hangs"
-    scheduler.manager._tier._suspension = Suspension("the lower tier")
+    scheduler.manager._tier._suspension = suspension.Suspension("the lower tier")
     assert isinstance(backend.inner, KeepingBackend)
     scheduler.until(lambda: len(backend.inner) == 2)  # type: ignore[arg-type]
 

@@ -1,12 +1,14 @@
-"""Page mappings: pages written by one engine's workers are read by another's."""
+"""Page mappings: what workers of any engine write, and read, are the same portable pages."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.engine_side import LAYOUT_ZOO, EngineLayout
@@ -15,16 +17,16 @@ from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import WorkerShard, map_caches, verify_mappings
 from kvxfer.kvcache.spec import FullAttentionSpec
-from tests.kvcache.page_worlds import StateWorld, World
+from tests.examples import examples
 from tests.kvcache.random_worlds import (
     divisors,
-    layouts_of,
-    random_options,
-    random_page,
-    random_world,
+    engine_options,
+    generators,
+    page_tokens,
+    state_worlds,
+    worlds,
 )
 from tests.kvcache.world_engines import (
-    EngineOptions,
     MappedEngine,
     StateWorker,
     Worker,
@@ -34,8 +36,8 @@ from tests.kvcache.world_engines import (
 )
 from tests.kvcache.zoo_engines import ZOO
 
-HAND_OVERS, NUM_RELAYS, MANY_RELAYS = 5, 80, 4000
-RELAYS_AT_ONCE = 40
+STATES = [e for e in LAYOUT_ZOO if e.content == "states" and "state" not in e.shape.split()]
+"""Where states are tensors, and not bytes."""
 
 
 @pytest.fixture(scope="module")
@@ -45,153 +47,76 @@ def copies() -> Iterator[CPUCopyEngine]:
     engine.close()
 
 
-def relay(seed: int, copies: CPUCopyEngine) -> None:
-    """Hand the tokens of a world from engine to engine, as portable pages."""
-    rng = np.random.default_rng(seed)
-    world = random_world(rng)
-    layouts = layouts_of(world)
-    turn = seed * HAND_OVERS
-    options = random_options(rng, world, layouts[turn % len(layouts)])
-    engine, done = start_engine(rng, world, options), 0
-    for worker in engine.workers:
-        worker.fill()
-    while done < HAND_OVERS:
-        turn += 1
-        next_options = random_options(rng, world, layouts[turn % len(layouts)])
-        tokens_per_page = random_page(rng, world, options, next_options)
-        if tokens_per_page is None:
-            continue
-        next_engine = start_engine(rng, world, next_options)
-        num_shards = int(rng.choice(divisors(world.num_heads)[:3]))
-        chosen = {"tokens_per_page": tokens_per_page, "num_shards": num_shards}
-        writer, reader = MappedEngine.of(engine, **chosen), MappedEngine.of(next_engine, **chosen)
-        hand_over(world, writer, reader, tokens_per_page, num_shards, copies)
-        engine, options, done = next_engine, next_options, done + 1
-
-
-def hand_over(
-    world: World,
-    writer: MappedEngine,
-    reader: MappedEngine,
-    tokens_per_page: int,
-    num_shards: int,
-    copies: CPUCopyEngine,
-) -> None:
-    for group in range(len(world.positions)):
-        verify_mappings(writer.of_group(group))
-        verify_mappings(reader.of_group(group))
-        expected = world.pages(group, tokens_per_page, num_shards)
-        pages = writer.write(group, len(expected), copies)
-        np.testing.assert_array_equal(pages, expected)
-        reader.read(group, pages, copies)
-    for worker in reader.engine.workers:
-        worker.check()
-
-
-@pytest.mark.parametrize("seed", range(NUM_RELAYS))
-def test_what_one_engine_writes_another_reads(seed: int, copies: CPUCopyEngine) -> None:
-    relay(seed, copies)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("first", range(NUM_RELAYS, MANY_RELAYS, RELAYS_AT_ONCE))
-def test_what_many_engines_write_others_read(first: int, copies: CPUCopyEngine) -> None:
-    for seed in range(first, first + RELAYS_AT_ONCE):
-        relay(seed, copies)
-
-
-PLAIN = EngineOptions(
-    entry=next(entry for entry in ZOO if entry.name == "Blocks first, NHD"),
-    shard=WorkerShard(num_kv_heads=4),
-    tokens_per_block=32,
-)
-PLAIN_LATENTS = replace(
-    PLAIN,
-    entry=next(entry for entry in ZOO if entry.name == "MLA"),
-    shard=WorkerShard(num_kv_heads=1),
-)
-
-
-STATES = [e for e in LAYOUT_ZOO if e.content == "states" and "state" not in e.shape.split()]
-"""Where states are tensors, and not bytes."""
-
-
 def named(entry: EngineLayout) -> str:
     return f"{entry.engine}, {entry.name}"
 
 
-@pytest.mark.parametrize("entry", ZOO, ids=named)
-def test_every_layout_of_the_zoo_can_be_mapped(entry: EngineLayout, copies: CPUCopyEngine) -> None:
-    rng = np.random.default_rng(1)
-    latents = entry.content == "latents"
-    world = World(
-        rng,
-        positions=[(0, 1)],
-        num_heads=1 if latents else 4,
-        num_tokens=64,
-        options={"head_dim": 3, "dtype": torch.float16},
-        latents=latents,
-    )
-    plain = PLAIN_LATENTS if latents else PLAIN
-    parallel = replace(plain.shard, tp_size=2)
-    kernel_blocks = 2 if "kernel" in entry.order else 1
-    options = EngineOptions(
-        entry=entry, shard=parallel, tokens_per_block=8, kernel_blocks_per_block=kernel_blocks
-    )
-    engines = [start_engine(rng, world, each) for each in (plain, options, plain)]
-    for worker in engines[0].workers:
-        worker.fill()
-    for writer, reader in pairwise(engines):
-        chosen = {"tokens_per_page": 16, "num_shards": 1 if latents else 2}
-        pair = MappedEngine.of(writer, **chosen), MappedEngine.of(reader, **chosen)
-        hand_over(world, *pair, 16, chosen["num_shards"], copies)
-
-
-@pytest.mark.parametrize("tp_sizes", list(product([1, 2, 4], [1, 2, 4])))
-@pytest.mark.parametrize("head_axes", [(0, 0), (1, 0), (1, 2)])
-@pytest.mark.parametrize("entry", STATES, ids=named)
-def test_states_of_one_engine_are_those_of_another(
-    entry: EngineLayout,
-    tp_sizes: tuple[int, int],
-    head_axes: tuple[int, int],
-    copies: CPUCopyEngine,
+def check_pages(
+    engine: MappedEngine, expected: Sequence[NDArray[np.uint8]], copies: CPUCopyEngine
 ) -> None:
-    rng = np.random.default_rng(2)
-    world = StateWorld(
-        rng,
-        shapes=[(4, 8), (8, 2, 4)],
-        dtypes=[torch.float16, torch.float32],
-        head_axes=head_axes,
-        num_layers=2,
-        num_blocks=3,
-    )
-    engines = []
-    for tp_size, padding_bytes in zip(tp_sizes, (0, 16), strict=True):
-        num_blocks = 5 + padding_bytes // 16
-        block_ids = (1 + rng.permutation(num_blocks - 1))[:3].tolist()
-        workers: list[Worker] = [
-            StateWorker(
-                world,
-                entry,
-                WorkerShard(num_kv_heads=4, tp_size=tp_size, rank=rank),
-                block_ids,
-                num_blocks=num_blocks,
-                padding_bytes=padding_bytes,
-            )
-            for rank in range(tp_size)
-        ]
-        engine = WorldEngine([block_ids], workers)
-        engines.append(MappedEngine.of(engine, state_heads=[f"s{axis}" for axis in head_axes]))
-    writer, reader = engines
-    for worker in writer.engine.workers:
+    """Check what an engine writes from its caches, and reads into empty ones."""
+    workers = engine.engine.workers
+    for worker in workers:
         worker.fill()
-    verify_mappings(writer.of_group(0))
-    verify_mappings(reader.of_group(0))
-    pages = writer.write(0, 3, copies)
-    np.testing.assert_array_equal(pages, world.pages())
-    reader.read(0, pages, copies)
-    for worker in reader.engine.workers:
+    for group, pages in enumerate(expected):
+        verify_mappings(engine.of_group(group))
+        np.testing.assert_array_equal(engine.write(group, len(pages), copies), pages)
+    for worker in workers:
+        worker.clear()
+    for group, pages in enumerate(expected):
+        engine.read(group, pages, copies)
+    for worker in workers:
         worker.check()
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=named)
+@examples(6)
+@given(data=st.data())
+def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
+    entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
+) -> None:
+    world = data.draw(worlds(entry))
+    options = data.draw(engine_options(world, entry))
+    tokens_per_page = data.draw(page_tokens(world, options))
+    num_shards = data.draw(st.sampled_from(divisors(world.num_heads)[:3]))
+    engine = MappedEngine.of(
+        start_engine(data.draw(generators()), world, options),
+        tokens_per_page=tokens_per_page,
+        num_shards=num_shards,
+    )
+    groups = range(len(world.positions))
+    for group in groups:
+        names = [tensor.name for tensor in world.tensors(group)]
+        for mapping in engine.of_group(group):
+            assert [tensor.name for tensor in mapping.page.shards[0]] == names
+    expected = [world.pages(group, tokens_per_page, num_shards) for group in groups]
+    check_pages(engine, expected, copies)
+
+
+@pytest.mark.parametrize("entry", STATES, ids=named)
+@examples(40)
+@given(data=st.data())
+def test_the_portable_pages_of_states_are_those_of_plain_indexing(
+    entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
+) -> None:
+    world = data.draw(state_worlds())
+    block_ids = data.draw(st.permutations(range(1, 6)))[: world.num_blocks]
+    shard = WorkerShard(num_kv_heads=4, tp_size=data.draw(st.sampled_from([1, 2, 4])))
+    padding_bytes = data.draw(st.sampled_from([0, 16]))
+    workers: list[Worker] = [
+        StateWorker(
+            world,
+            entry,
+            replace(shard, rank=rank),
+            block_ids,
+            num_blocks=6,
+            padding_bytes=padding_bytes,
+        )
+        for rank in range(shard.tp_size)
+    ]
+    state_heads = [f"s{axis}" for axis in world.head_axes]
+    engine = MappedEngine.of(WorldEngine([block_ids], workers), state_heads=state_heads)
+    check_pages(engine, [world.pages()], copies)
 
 
 def test_values_may_be_wider_than_keys_in_tensors_of_their_own(copies: CPUCopyEngine) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvxfer.engine_side import EngineLayout
 from kvxfer.errors import PageMappingError
@@ -17,8 +19,9 @@ from kvxfer.kvcache.portable import (
     WorkerShard,
     verify_mappings,
 )
+from tests.examples import examples
 from tests.kvcache.page_worlds import World
-from tests.kvcache.random_worlds import layouts_of, random_options, random_page, random_world
+from tests.kvcache.random_worlds import engine_options, generators, page_tokens, worlds
 from tests.kvcache.world_engines import EngineOptions, MappedEngine, start_engine
 from tests.kvcache.zoo_engines import ZOO
 
@@ -77,16 +80,15 @@ def fewest_runs(rows: list[list[int]]) -> int:
     return best[-1]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_runs_are_exactly_the_fragments_and_as_few_as_can_be(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    world = random_world(rng)
-    layouts = layouts_of(world)
-    tokens_per_page = None
-    while tokens_per_page is None:
-        options = random_options(rng, world, layouts[rng.integers(len(layouts))])
-        tokens_per_page = random_page(rng, world, options)
-    engine = MappedEngine.of(start_engine(rng, world, options), tokens_per_page=tokens_per_page)
+@examples(60)
+@given(data=st.data())
+def test_runs_are_exactly_the_fragments_and_as_few_as_can_be(data: st.DataObject) -> None:
+    entry = data.draw(st.sampled_from(ZOO))
+    world = data.draw(worlds(entry))
+    options = data.draw(engine_options(world, entry))
+    tokens_per_page = data.draw(page_tokens(world, options))
+    started = start_engine(data.draw(generators()), world, options)
+    engine = MappedEngine.of(started, tokens_per_page=tokens_per_page)
     mapping = engine.mappings[-1][-1]
     for fragments in mapping.pages[:2]:
         fields = fragments.blocks, fragments.local_offsets, fragments.page_offsets

@@ -86,6 +86,11 @@ class Worker:
         for tensor, content in zip(self._tensors, self.contents(), strict=True):
             as_integers(tensor).copy_(torch.from_numpy(content))
 
+    def clear(self) -> None:
+        """Write zeros to all of the memory."""
+        for tensor in self._tensors:
+            torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).zero_()
+
     def check(self) -> None:
         """Check that every tensor holds the world as the engine would write it, and no more."""
         used: dict[int, int] = {}

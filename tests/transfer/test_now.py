@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvxfer.backends.host import HostPool, PlacedBackend, PoolShape, place
+from kvxfer.backends.host import HostPool, PoolShape, SlotBackend, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -20,13 +20,13 @@ from kvxfer.transfer import begun_jobs
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, FinishedJob
 
-KEYS = [place(key, slot, 0) for slot, key in enumerate(make_keys(4))]
+KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]
 IDS = [[0, 1, 2, 3]]
 ELSEWHERE = [[8, 9, 10, 11]]
 
 
-class ToldBackend(PlacedBackend):
-    """Placed backend that notes on which thread it moves what, and does as it is told."""
+class ToldBackend(SlotBackend):
+    """Backend of slots that notes on which thread it moves what, and does as it is told."""
 
     def __init__(self, pool: HostPool) -> None:
         super().__init__(pool, part=0)

@@ -1,0 +1,17 @@
+"""Transfer agents of the NIXL backend: what reads the memory of peers."""
+
+from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
+from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.socket import SocketAgent
+from kvxfer.backends.nixl.agents.socket_lines import MAX_LINES, Line
+
+__all__ = [
+    "MAX_LINES",
+    "Flight",
+    "Fragments",
+    "Line",
+    "NixlAgent",
+    "SocketAgent",
+    "TransferAgent",
+    "to_its_end",
+]

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.backends.nixl.regions import Regions, Words
+from kvxfer.backends.nixl.wire import (
+    Regions,
+    Words,
+)
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.fragments import cut_long, cut_runs, join, run_starts, touch
 from kvxfer.kvcache.memory_region import MemoryRegion

@@ -11,7 +11,9 @@ from itertools import count
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
 from kvxfer.backends.nixl.agents.nixl_reads import Reading
 from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
-from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+)
 from kvxfer.errors import ClosedError, TransferFailedError
 from kvxfer.kvcache.memory_region import MemoryRegion
 

@@ -5,7 +5,9 @@ import hashlib
 from typing import Any
 
 from kvxfer.backends.nixl.agents.nixl_module import nixl_errors
-from kvxfer.backends.nixl.regions import AgentMetadata
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+)
 from kvxfer.errors import InvalidArgumentError, PeerLostError
 
 MAX_KEPT = 1024

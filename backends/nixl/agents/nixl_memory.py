@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvxfer.backends.nixl.regions import Words
+from kvxfer.backends.nixl.wire import (
+    Words,
+)
 from kvxfer.errors import DeviceUnavailableError, TransferFailedError
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 

@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl.agents.base import Fragments
 from kvxfer.backends.nixl.agents.nixl_connections import NixlConnections
 from kvxfer.backends.nixl.agents.nixl_reads import Piece, Reading, Reads
-from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+    Regions,
+)
 from kvxfer.errors import (
     InvalidArgumentError,
     KVXferError,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.agents.base import Fragments
+from kvxfer.backends.nixl.agents.carrier import choose_ucx_settings
 from kvxfer.backends.nixl.agents.nixl_connections import NixlConnections
 from kvxfer.backends.nixl.agents.nixl_memory import export_host_memory, register_memory
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl, nixl_errors
@@ -27,8 +28,10 @@ from kvxfer.backends.nixl.agents.nixl_reads import (
     Reading,
     Reads,
 )
-from kvxfer.backends.nixl.carrier import choose_ucx_settings
-from kvxfer.backends.nixl.regions import AgentMetadata, Regions
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+    Regions,
+)
 from kvxfer.errors import (
     BackendUnavailableError,
     ClosedError,

@@ -9,9 +9,12 @@ from concurrent.futures import Future
 from functools import partial
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent
-from kvxfer.backends.nixl.agents.socket_lines import MAX_CONNECTIONS, Connect, Line, Remote
-from kvxfer.backends.nixl.regions import AgentMetadata, Regions
-from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.agents.socket_lines import MAX_LINES, Connect, Line, Remote
+from kvxfer.backends.nixl.wire import (
+    AgentMetadata,
+    DataConnection,
+    Regions,
+)
 from kvxfer.errors import (
     ClosedError,
     InvalidArgumentError,
@@ -162,7 +165,7 @@ class SocketAgent(TransferAgent):
             await self._read(peer, remote, batch)
 
     async def _read(self, peer: str, remote: Remote, batch: "_Batch") -> None:
-        lines = await self._take(peer, remote, 1 if batch.is_short else MAX_CONNECTIONS)
+        lines = await self._take(peer, remote, 1 if batch.is_short else MAX_LINES)
         reads = [asyncio.ensure_future(line.run(partial(batch.read, line))) for line in lines]
         try:
             await asyncio.wait(reads)

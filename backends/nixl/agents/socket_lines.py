@@ -5,13 +5,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvxfer.backends.nixl.regions import Regions
-from kvxfer.backends.nixl.wire.data import DataConnection
+from kvxfer.backends.nixl.wire import (
+    DataConnection,
+    Regions,
+)
 from kvxfer.errors import PeerError
 from kvxfer.storage.calls import fetch_error, wait_despite_cancel
 from kvxfer.storage.threads import Threads
 
-MAX_CONNECTIONS = 2
+MAX_LINES = 2
 """Connections that one batch is read through: one moves bytes while the other one waits for its
 next piece."""
 
@@ -92,7 +94,7 @@ class Remote:
     def has_more(self) -> bool:
         """Whether `take` would not have to wait for another read."""
         num_open = len(self._lines) + self._num_connecting
-        return bool(self._idle) or bool(self.connect and num_open < MAX_CONNECTIONS)
+        return bool(self._idle) or bool(self.connect and num_open < MAX_LINES)
 
     def add(self, line: Line) -> None:
         """Add a connection."""

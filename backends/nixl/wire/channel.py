@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 
 from kvxfer.backends.nixl.peers import Endpoint
-from kvxfer.backends.nixl.wire.data import describe
+from kvxfer.backends.nixl.wire.data import describe_error
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -121,9 +121,9 @@ class FrameChannel:
                 ssl_handshake_timeout=None if tls is None else timeout_s,
             )
         except ssl.SSLError as exc:
-            raise ProtocolError(peer, f"TLS handshake failed: {describe(exc)}") from exc
+            raise ProtocolError(peer, f"TLS handshake failed: {describe_error(exc)}") from exc
         except OSError as exc:
-            raise PeerClosedError(peer, f"connection lost: {describe(exc)}") from exc
+            raise PeerClosedError(peer, f"connection lost: {describe_error(exc)}") from exc
         return cls(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
     @property
@@ -310,7 +310,7 @@ class _CutOnError:
         elif isinstance(exc, TimeoutError):
             error = PeerTimeoutError(peer, self._what, self._timeout_s)
         else:
-            error = PeerClosedError(peer, f"connection lost: {describe(exc)}")
+            error = PeerClosedError(peer, f"connection lost: {describe_error(exc)}")
         self._channel.require_open()  # this side may have ended the connection
         self._channel.cut(error)
         if error is not exc:

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 
 from kvxfer.backends.nixl.peers import Endpoint
-from kvxfer.backends.nixl.regions import Regions
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     FrameCodec,
@@ -22,6 +21,7 @@ from kvxfer.backends.nixl.wire.frames import (
     MessageT,
 )
 from kvxfer.backends.nixl.wire.messages import Message, Read, Reading
+from kvxfer.backends.nixl.wire.regions import Regions
 from kvxfer.errors import (
     InvalidArgumentError,
     PeerClosedError,
@@ -85,14 +85,16 @@ class DataConnection:
             found = await loop.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)
             plain = socket.socket(found[0][0], socket.SOCK_STREAM)
         except OSError as exc:
-            raise PeerClosedError(str(endpoint), f"cannot connect: {describe(exc)}") from exc
+            raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
         plain.setblocking(False)
         try:
             await loop.sock_connect(plain, found[0][-1])
         except BaseException as exc:
             plain.close()
             if isinstance(exc, OSError):
-                raise PeerClosedError(str(endpoint), f"cannot connect: {describe(exc)}") from exc
+                raise PeerClosedError(
+                    str(endpoint), f"cannot connect: {describe_error(exc)}"
+                ) from exc
             raise
         return await cls.secured(plain, str(endpoint), tls, host=host)
 
@@ -121,7 +123,7 @@ class DataConnection:
         except BaseException as exc:
             opened.close()
             if isinstance(exc, OSError):  # ssl.SSLError is one
-                raise PeerClosedError(peer, f"TLS handshake failed: {describe(exc)}") from exc
+                raise PeerClosedError(peer, f"TLS handshake failed: {describe_error(exc)}") from exc
             raise
         return cls(opened, peer)
 
@@ -322,12 +324,12 @@ class DataConnection:
         except TimeoutError as exc:
             raise PeerTimeoutError(self.peer, "the bytes of blocks", self._timeout_s) from exc
         except OSError as exc:
-            raise PeerClosedError(self.peer, f"connection lost: {describe(exc)}") from exc
+            raise PeerClosedError(self.peer, f"connection lost: {describe_error(exc)}") from exc
         finally:
             self._end_call()
 
 
-def describe(error: OSError) -> str:
+def describe_error(error: OSError) -> str:
     """Describe an error of a socket, also one whose text is empty, as those of TLS may be."""
     text = str(error)
     return text if any(map(str.isalnum, text)) else type(error).__name__

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import get_args
 
-from kvxfer.backends.nixl.config import Integrity
+from kvxfer.backends.nixl import Integrity
 from kvxfer.bench.nixl.far import FarProcess
 from kvxfer.bench.nixl.near import Contender, Near, in_turn
 from kvxfer.bench.nixl.raw import TOTAL_BYTES

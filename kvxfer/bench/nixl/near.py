@@ -14,8 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.backends.nixl.config import Integrity, Transport
+from kvxfer.backends.nixl import Integrity, NixlBackend, NixlConfig, Transport
 from kvxfer.bench.nixl.far import FarProcess
 from kvxfer.bench.nixl.kvcr import KVCRPool
 from kvxfer.bench.nixl.raw import TOTAL_BYTES, Indices, Operation, PlainClient, RawAgent, allocate

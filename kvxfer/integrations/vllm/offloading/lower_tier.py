@@ -189,7 +189,7 @@ class LowerTier:
                 if job.direction is Direction.LOAD and not outcome.done and not job.void:
                     self.results.deny([key])
                     if outcome.status is Status.TIMED_OUT:
-                        self._suspend("a load", self._timeouts.load)
+                        self._suspension.begin(time.monotonic(), "a load", self._timeouts.load)
         late, self._late = self._late, []
         for each in late:
             (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
@@ -324,7 +324,8 @@ class LowerTier:
                 self._end_lookup(lookup)
             elif now > lookup.deadline and lookup.give_up():
                 self._end_lookup(lookup)
-                self._suspend(f"lookup of {len(lookup.keys)} rows", self._timeouts.lookup)
+                call = f"lookup of {len(lookup.keys)} rows"
+                self._suspension.begin(now, call, self._timeouts.lookup)
             else:
                 waiting.append(lookup)
         self._lookups = waiting
@@ -341,9 +342,6 @@ class LowerTier:
                 wait([lookup.answer])  # it is beginning its loads, which asks nothing of a backend
             self._end_lookup(lookup)
         self._lookups.clear()
-
-    def _suspend(self, call: str, timeout_s: float) -> None:
-        self._suspension.begin(time.monotonic(), call, timeout_s)
 
 
 def _log_failure(call: Future[Any]) -> None:

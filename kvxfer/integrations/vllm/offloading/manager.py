@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Placement(LoadStoreSpec):
+class ChunkSlots(LoadStoreSpec):
     """Slots of chunks in the pool, sent from the scheduler to the workers.
 
     Attributes:
@@ -102,12 +102,12 @@ class KVXferOffloadingManager(OffloadingManager):
 
     def prepare_load(
         self, keys: Collection[BlockKey], req_context: ReqContext, **_: Any
-    ) -> Placement:
+    ) -> ChunkSlots:
         """Pin chunks until `complete_load`; they were hits in this step, so they are present."""
         slots = self._index.pin(list(keys))
         self._release(req_context.req_id)
         self._counters.add(metrics.LOADED, len(slots))
-        return Placement(list(keys), slots)
+        return ChunkSlots(list(keys), slots)
 
     def touch(self, keys: Collection[BlockKey], *_: Any, **__: Any) -> None:
         """Mark chunks as recently used."""
@@ -130,7 +130,7 @@ class KVXferOffloadingManager(OffloadingManager):
             return None
         return PrepareStoreOutput(
             keys_to_store=plan.keys,
-            store_spec=Placement(plan.keys, plan.slots),
+            store_spec=ChunkSlots(plan.keys, plan.slots),
             evicted_keys=plan.evicted,
         )
 
@@ -152,9 +152,8 @@ class KVXferOffloadingManager(OffloadingManager):
             (stored if whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
         self._give_up(lost)
-        self._counters.add(metrics.STORED, len(stored))
         self._counters.add(metrics.LOST, len(lost))
-        self._emit(stored, removed=False)
+        self._note_stored(stored)
 
     def on_new_request(
         self,
@@ -236,6 +235,10 @@ class KVXferOffloadingManager(OffloadingManager):
         self._index.quarantine(key)
         self._index.unpin([key])
         self._emit([key], removed=True)
+
+    def _note_stored(self, keys: Sequence[BlockKey]) -> None:
+        self._counters.add(metrics.STORED, len(keys))
+        self._emit(keys, removed=False)
 
     def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
         self._counters.add(metrics.EVICTED, len(keys))

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PlacedBackend, PoolShape
+from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PoolShape, SlotBackend
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
@@ -97,7 +97,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
             identity = self._identify(caches) if self._lower else None
             copies = num_copies(identity.pages if identity else None, self.config)
             part, turn = divmod(self.config.parallel.rank, copies)
-            backend = PlacedBackend(
+            backend = SlotBackend(
                 self._open_pool(copies),
                 part=part,
                 num_writers=1 if self.replicated_layout else copies,

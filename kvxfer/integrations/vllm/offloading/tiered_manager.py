@@ -42,11 +42,11 @@ class TieredOffloadingManager(KVXferOffloadingManager):
 
     A chunk is written back when every worker has stored it, pinned meanwhile. Chunks beyond the
     bound on those, and chunks that the lower tier fails to store, wait for their turn, as long as
-    they are in host memory; see `WriteBackQueue`. A chunk that is
-    looked up and not in host memory is given a slot and looked up below (`RETRY`), loaded if it is
-    there (`HIT_PENDING`), and then held for the requests that wait for it. Any failure below makes
-    it a miss for those requests. While a load that was abandoned may still write to its slot, the
-    chunk is a miss and the slot stays out of use.
+    they are in host memory; see `WriteBackQueue`. A chunk that is looked up and not in host memory
+    is given a slot and looked up below (`RETRY`), loaded if it is there (`HIT_PENDING`), and then
+    held for the requests that wait for it. Any failure below makes it a miss for those requests.
+    While a load that was abandoned may still write to its slot, the chunk is a miss and the slot
+    stays out of use.
 
     Args:
         pool: The pool, mapped by this process; closed on `shutdown`.
@@ -95,18 +95,6 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._take_moved()
         return super().prepare_store(keys, req_context)
 
-    def complete_store(
-        self, keys: Collection[BlockKey], req_context: ReqContext, *args: Any, **kwargs: Any
-    ) -> None:
-        """Make chunks loadable, and begin to write them back to the lower tier."""
-        wanted = set(keys)
-        storing = [key for key in self._storing if key in wanted]
-        super().complete_store(keys, req_context, *args, **kwargs)
-        stored = [key for key in storing if self._index.state(key) is not None]
-        dropped = self._write_back.add(dict.fromkeys(stored))
-        self._counters.add(metrics.LOWER_STORES_DROPPED, dropped)
-        self._copy_down()
-
     def on_schedule_end(self, context: Any) -> None:
         """Start the lower tier's lookup of this step, and loads of the chunks that it has."""
         self._take_moved()
@@ -138,6 +126,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """Write all chunks back to the lower tier, as far as time allows, and close the pool."""
         self._max_going_down = self._index.num_slots  # nothing else needs room any more
         self._copy_down()
+        if num_left := len(self._write_back) - self._write_back.num_taken:
+            logger.warning("the lower tier: %d blocks were not written back there", num_left)
         self._write_back.clear()
         self._tier.close()
         super().shutdown()
@@ -230,6 +220,12 @@ class TieredOffloadingManager(KVXferOffloadingManager):
                     self._tier.delete([moved.key])
             self._counters.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
             self._index.unpin([moved.key])
+
+    def _note_stored(self, keys: Sequence[BlockKey]) -> None:
+        super()._note_stored(keys)
+        dropped = self._write_back.add(dict.fromkeys(keys))
+        self._counters.add(metrics.LOWER_STORES_DROPPED, dropped)
+        self._copy_down()
 
     def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
         super()._note_evicted(keys)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.host import place
+from kvxfer.backends.host import slot_key
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -15,7 +15,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingWorker,
     TransferResult,
 )
-from kvxfer.integrations.vllm.offloading.manager import Placement
+from kvxfer.integrations.vllm.offloading.manager import ChunkSlots
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
@@ -31,7 +31,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
     are verified before the scheduler promises them.
 
     Args:
-        engine: Engine that moves blocks to a `PlacedBackend`; closed on `shutdown`.
+        engine: Engine that moves blocks to a `SlotBackend`; closed on `shutdown`.
         group_ids: Index in vLLM's keys of each group of the caches.
         blocks_per_chunk: Blocks stored under one key.
         closes: Segments that are closed on `shutdown`, too.
@@ -54,7 +54,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
         self._results: list[TransferResult] = []
 
     def submit_store(
-        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Placement, **_: Any
+        self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: ChunkSlots, **_: Any
     ) -> bool:
         """Begin to copy blocks of the caches to their slots."""
         try:
@@ -69,7 +69,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
         return True
 
     def submit_load(
-        self, job_id: int, src_spec: Placement, dst_spec: GPULoadStoreSpec, **_: Any
+        self, job_id: int, src_spec: ChunkSlots, dst_spec: GPULoadStoreSpec, **_: Any
     ) -> bool:
         """Begin to copy slots to blocks of the caches; loads go before stores, expedited or not."""
         keys, block_ids, firsts = self._batch(dst_spec, src_spec)
@@ -115,12 +115,12 @@ class KVXferOffloadingWorker(OffloadingWorker):
         self._ours[job_id] = ours
 
     def _batch(
-        self, blocks: GPULoadStoreSpec, placement: Placement
+        self, blocks: GPULoadStoreSpec, chunks: ChunkSlots
     ) -> tuple[list[BlockKey], list[NDArray[np.int32]], list[int]]:
-        """Convert a job to placed keys, and block ids and first block indices per group."""
+        """Convert a job to keys of slots, and block ids and first block indices per group."""
         keys = []
-        for key, slot in zip(placement.keys, placement.slots, strict=True):
-            keys.append(place(key, slot, self._group_of_id[group_of(key)]))
+        for key, slot in zip(chunks.keys, chunks.slots, strict=True):
+            keys.append(slot_key(key, slot, self._group_of_id[group_of(key)]))
         ends = np.cumsum(blocks.group_sizes)[:-1]
         return (
             keys,

@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 
@@ -20,7 +20,17 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.file import FileBackend, FileConfig, Integrity
-from kvxfer.bench import fio
+from kvxfer.bench.file import fio
+from kvxfer.bench.file.disk import (
+    block_path,
+    block_paths,
+    drop_from_cache,
+    empty_files,
+    make_folders,
+    peak_rss,
+    reset_peak_rss,
+    settle,
+)
 from kvxfer.bench.report import Row, compare, time_in_turn
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
@@ -31,7 +41,6 @@ NUM_BLOCKS = 1024
 NUM_BATCHES = 16
 NUM_THREADS = 16
 KIB = 1 << 10
-SETTLE_S = 0.5
 FRAGMENT_BYTES = 4 * KIB
 
 FIO_GOALS = {256 * KIB: 0.7, 2048 * KIB: 0.9}
@@ -105,10 +114,10 @@ class _Bench:
         fragments = self._describe(0, self._num_blocks, fragment_bytes=FRAGMENT_BYTES)
         keys = self._keys()
         async with FileBackend(self._config(), self._namespace("memory")) as backend:
-            before = _reset_peak_rss()
+            before = reset_peak_rss()
             await backend.store(keys, fragments)
             await backend.load(keys, fragments)
-            in_flight = _peak_rss() - before
+            in_flight = peak_rss() - before
             await backend.delete(keys)
         size = f"{self._num_blocks} x {self._block_bytes // KIB} KiB in pieces of 4 KiB"
         return Row(
@@ -197,13 +206,13 @@ class _Bench:
         ]
         async with FileBackend(config, namespace) as backend:
             # As in an engine that has run for a while: folders exist, threads are started.
-            _make_folders(Path(config.path, namespace.fingerprint))
+            make_folders(Path(config.path, namespace.fingerprint))
             warm = self._keys()[:NUM_THREADS]
             for move in (backend.store, backend.load):
                 each = (move([key], self._describe(n, n + 1)) for n, key in enumerate(warm))
                 await asyncio.gather(*each)
-            _empty(_paths(config, namespace, warm))
-            _settle()
+            empty_files(block_paths(config, namespace, warm))
+            settle()
             seconds = []
             for move in (backend.store, backend.load):
                 began = time.perf_counter()
@@ -211,7 +220,7 @@ class _Bench:
                 seconds.append(time.perf_counter() - began)
                 if not all(outcome.done for batch in outcomes for outcome in batch):
                     raise RuntimeError(f"a block was not done: {outcomes[0][0]}")
-        _empty(_paths(config, namespace, keys))
+        empty_files(block_paths(config, namespace, keys))
         return seconds[0], seconds[1]
 
     def _vllm(self, num_batches: int) -> tuple[float, float]:
@@ -220,14 +229,14 @@ class _Bench:
 
         root = self._folder / "vllm"
         paths = [root / key[:1].hex() / f"{key.hex()}.bin" for key in self._keys()]
-        _make_folders(root)
+        make_folders(root)
         view, per_batch = self._memory.data, self._num_blocks // num_batches
         pool = DualQueueThreadPool(NUM_THREADS, NUM_THREADS, thread_name_prefix="bench")
         for job in range(2 * NUM_THREADS):  # starts its threads, as for kvxfer
             pool.enqueue_load(job, 1, [lambda: None])
         pool.wait_idle()
         pool.get_finished()
-        _settle()
+        settle()
         seconds = []
         try:
             for move, enqueue in (
@@ -248,17 +257,17 @@ class _Bench:
                     raise RuntimeError("vLLM's file tier failed")
         finally:
             pool.shutdown(wait=True)
-        _empty(paths)
+        empty_files(paths)
         return seconds[0], seconds[1]
 
     def _fio(self) -> tuple[float, float]:
         folder = self._folder / "fio"
         folder.mkdir(exist_ok=True)
-        _settle()
+        settle()
         size, total = self._block_bytes, self._total
         stored = fio.seconds(folder, direction="write", block_bytes=size, total_bytes=total)
         loaded = fio.seconds(folder, direction="read", block_bytes=size, total_bytes=total)
-        _empty(folder.iterdir())
+        empty_files(folder.iterdir())
         return stored, loaded
 
     def _aiofiles(self) -> tuple[float, float]:
@@ -279,15 +288,15 @@ class _Bench:
             async with aiofiles.open(path, "rb") as file:
                 row[:] = np.frombuffer(await file.read(), np.uint8)
 
-        _settle()
+        settle()
         seconds = []
         for move in (store, load):
             began = time.perf_counter()
             await asyncio.gather(*(move(*each) for each in zip(paths, rows, strict=True)))
             seconds.append(time.perf_counter() - began)
             for path in paths:
-                _drop_from_cache(path)
-        _empty(paths)
+                drop_from_cache(path)
+        empty_files(paths)
         return seconds[0], seconds[1]
 
     def _keys(self) -> list[BlockKey]:
@@ -327,10 +336,10 @@ def _measure_index(root: Path, num_blocks: int) -> list[Row]:
     """Measure the rebuild of a backend's index, with every inode in the page cache."""
     namespace = Namespace(model="bench", groups=(GroupIdentity(page_sizes_bytes=(64 * KIB,)),))
     config = FileConfig(path=str(root), capacity=ByteSize(1 << 40))
-    _make_folders(root / namespace.fingerprint)
+    make_folders(root / namespace.fingerprint)
     for block in range(num_blocks):
         key = make_block_key(hashlib.sha256(block.to_bytes(4, "big")).digest(), 0)
-        _path(config, namespace, key).touch(mode=0o600)
+        block_path(config, namespace, key).touch(mode=0o600)
 
     async def rebuild() -> None:
         async with FileBackend(config, namespace):
@@ -359,54 +368,3 @@ def _measure_index(root: Path, num_blocks: int) -> list[Row]:
         ),
         compare(f"{case}, against a plain walk with os.scandir", rebuilt, walked, unit="s"),
     ]
-
-
-def _reset_peak_rss() -> int:
-    """Reset the peak of this process's memory; return its present size in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _peak_rss()
-
-
-def _peak_rss() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (peak,) = [line.split()[1] for line in lines if line.startswith("VmHWM")]
-    return int(peak) << 10
-
-
-def _paths(config: FileConfig, namespace: Namespace, keys: Sequence[BlockKey]) -> Iterator[Path]:
-    """List the paths of blocks' files in a `FileBackend`."""
-    for key in keys:
-        yield _path(config, namespace, key)
-
-
-def _path(config: FileConfig, namespace: Namespace, key: BlockKey) -> Path:
-    digits = key.hex()
-    return Path(config.path, namespace.fingerprint, digits[:2], f"{digits}.safetensors")
-
-
-def _make_folders(parent: Path) -> None:
-    """Make all folders for block files."""
-    for byte in range(256):
-        (parent / f"{byte:02x}").mkdir(mode=0o700, parents=True, exist_ok=True)
-
-
-def _settle() -> None:
-    """Sync the data that the last contender left unwritten, and pause."""
-    os.sync()
-    time.sleep(SETTLE_S)
-
-
-def _empty(paths: Iterable[Path]) -> None:
-    """Truncate files instead of removing them.
-
-    Without a journal ext4 searches past every inode that was freed in the last minutes when it
-    makes a file, which would burden the next contender.
-    """
-    for path in paths:
-        os.truncate(path, 0)
-
-
-def _drop_from_cache(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

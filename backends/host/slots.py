@@ -1,4 +1,4 @@
-"""Backend of a worker whose scheduler keeps the index of the host pool in another process."""
+"""Slots of a host pool, written and read by a worker whose scheduler keeps the index."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ SLOT_BYTES = 8
 NUM_THREADS = 2
 
 
-def place(key: BlockKey, slot: int, group: int) -> BlockKey:
-    """Make the key of a block in a given slot, for a `PlacedBackend`.
+def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:
+    """Make the key of a slot and the block in it, for a `SlotBackend`.
 
     Args:
         key: The block's own key.
@@ -25,13 +25,16 @@ def place(key: BlockKey, slot: int, group: int) -> BlockKey:
     return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
 
 
-class PlacedBackend(ImmediateBackend):
-    """One worker's part of a host pool, addressed by keys that carry their slot.
+class SlotBackend(ImmediateBackend):
+    """One worker's part of a host pool: writes and reads the slots that `slot_key` names.
 
     In an engine of several processes the scheduler keeps the index and decides what goes where;
     the workers only move bytes. The scheduler must keep a slot from being reused while a worker
     reads or writes it, and verify it before it is read: the worker only compares its tag, so that
     no byte is hashed twice.
+
+    A backend for a `TransferEngine`, not one to keep blocks in: which block is in a slot is the
+    scheduler's to say. So a store overwrites the slot, whatever is in it, and nothing is deleted.
 
     Args:
         pool: The pool, mapped by this process; closed with the backend.
@@ -50,8 +53,8 @@ class PlacedBackend(ImmediateBackend):
         self._part = part
         self._num_writers = num_writers
         self._writer_index = writer_index
-        self._threads = Threads("kvxfer-placed", NUM_THREADS)
-        self._guard = CallGuard("placed host backend")
+        self._threads = Threads("kvxfer-slots", NUM_THREADS)
+        self._guard = CallGuard("slots of a host pool")
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach` and `HostPool.attach`."""
@@ -93,11 +96,11 @@ class PlacedBackend(ImmediateBackend):
 
     def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         self._guard.check_batch(keys, blocks)
-        placed = [_split(key) for key in keys]
-        turns = [slot % self._num_writers == self._writer_index for slot, _ in placed]
+        named = [_split(key) for key in keys]
+        turns = [slot % self._num_writers == self._writer_index for slot, _ in named]
         ours = [index for index, is_ours in enumerate(turns) if is_ours]
         if ours:
-            slots, names = zip(*(placed[index] for index in ours), strict=True)
+            slots, names = zip(*(named[index] for index in ours), strict=True)
             self._pool.write(slots, names, blocks.take(ours), part=self._part)
         return [DONE] * len(keys)
 
