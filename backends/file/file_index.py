@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.backends.file.folders.block_tree import FoundBlock
+from kvxfer.backends.file.folders.names import FINGERPRINT_DIGITS
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 
-FINGERPRINT_BYTES = 16
+FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
 
 NOTE_USE_S = 3600.0
 """Seconds by which a file's time of last use on the disk, which other processes see, may be

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import fnmatch
 import os
 import shutil
 import subprocess
@@ -257,12 +258,12 @@ def unlock_as_if_dead(path: Path) -> None:
                 fcntl.flock(int(link.name), fcntl.LOCK_UN)
 
 
-def fail_to_open(monkeypatch: pytest.MonkeyPatch, name: str, error: OSError) -> None:
-    """Let files and folders of a name fail to be opened; as root no mode refuses them."""
+def fail_to_open(monkeypatch: pytest.MonkeyPatch, pattern: str, error: OSError) -> None:
+    """Let files and folders fail to be opened whose names match; as root no mode refuses them."""
     really_open = os.open
 
-    def refuse(path: str, *args: Any, **kwargs: Any) -> int:
-        if Path(os.fsdecode(path)).name == name:
+    def refuse(path: str | bytes | Path, *args: Any, **kwargs: Any) -> int:
+        if fnmatch.fnmatch(Path(os.fsdecode(path)).name, pattern):
             raise error
         return really_open(path, *args, **kwargs)
 

@@ -1,14 +1,12 @@
 """Opening: a file backend that cannot be opened says why, and leaves nothing open."""
 
 import mmap
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from tests.backends.file_store import one_page_memory, open_store
+from tests.backends.file_store import fail_to_open, one_page_memory, open_store
 
 
 def open_descriptors() -> list[str]:
@@ -17,25 +15,13 @@ def open_descriptors() -> list[str]:
     return sorted(str(path.readlink()) for path in links)
 
 
-def fail_to_open(monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
-    """Let the disk be full when files of a name are opened or made."""
-    really_open = os.open
-
-    def refuse(path: str, *args: Any, **kwargs: Any) -> int:
-        if str(path).endswith(suffix):
-            raise OSError(28, "No space left on device")
-        return really_open(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", refuse)
-
-
-@pytest.mark.parametrize("suffix", [".safetensors.tmp", ".claim", "usage.ledger"])
+@pytest.mark.parametrize("pattern", ["*.safetensors.tmp", "*.claim", "usage.ledger"])
 @pytest.mark.parametrize("engine", ["auto", "posix"])
 def test_a_backend_that_cannot_be_opened_leaves_nothing_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, engine: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, engine: str
 ) -> None:
     before = open_descriptors()
-    fail_to_open(monkeypatch, suffix)
+    fail_to_open(monkeypatch, pattern, OSError(28, "No space left on device"))
     with pytest.raises(BackendUnavailableError, match="No space left"):
         open_store(tmp_path, one_page_memory().namespace(), engine=engine)
     assert open_descriptors() == before
@@ -60,3 +46,10 @@ def test_an_engine_that_the_machine_lacks_leaves_nothing_open(
 def test_a_path_that_cannot_be_is_named(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidArgumentError, match="path"):
         open_store(tmp_path / name, one_page_memory().namespace())
+
+
+@pytest.mark.parametrize("name", ["rescan_factor", "close_timeout_s"])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_a_pause_that_cannot_be_is_named(tmp_path: Path, name: str, value: float) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} is .*; expected 0 or more"):
+        open_store(tmp_path, one_page_memory().namespace(), **{name: value})

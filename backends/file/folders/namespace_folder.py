@@ -29,7 +29,9 @@ from kvxfer.backends.file.io.posix import sync_file_system
 from kvxfer.storage.keys import BlockKey
 
 MAX_TEXT_BYTES = 16 << 20
-_WRITE_ATTEMPTS = 8
+"""Most bytes of a text that are read: namespaces with thousands of tensors have a few MiB."""
+
+_WRITE_ATTEMPTS = 8  # each is spoilt only by another process that opens the store in that moment
 
 
 class NamespaceFolder:

@@ -23,9 +23,9 @@ _MAGIC = b"kvxclm02"
 _HEAD = struct.Struct("<8sQ")
 _HEAD_BYTES = _HEAD.size + DIGEST_BYTES
 _LENGTH = struct.Struct("<I")
-_LIST_BYTES = 16 << 10
+_LIST_BYTES = 16 << 10  # room for the longest names of the most files that a thread claims
 _MAX_BYTES = _HEAD_BYTES + 256 * _LIST_BYTES  # more lists than a process has threads
-_READ_ATTEMPTS = 4
+_READ_ATTEMPTS = 4  # its owner writes 24 bytes at a time: two in a row are rarely torn
 _decoder = msgspec.msgpack.Decoder(list[bytes])
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ MAX_KEY_BYTES = 119
 """Most bytes of a key: in hexadecimal, with the suffixes of a file, it is a name of less than 255
 bytes."""
 
-MAX_DETAIL = 1000
+MAX_DETAIL_CHARS = 1000
+"""Most characters of an error: text from a file must not fill a log."""
 _METADATA_BYTES = 1024  # more than the longest key and keyed checksums take
 
 
@@ -36,7 +37,7 @@ class BlockFileError(KVXferError, ValueError):
     """
 
     def __init__(self, detail: str) -> None:
-        super().__init__(detail[:MAX_DETAIL])
+        super().__init__(detail[:MAX_DETAIL_CHARS])
 
 
 class OtherIntegrityError(BlockFileError):

@@ -15,6 +15,7 @@ from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 
 READ_BYTES = 1 << 20
+"""Bytes that are read and hashed at a time: a file of any size is verified in this memory."""
 
 
 def check_header(

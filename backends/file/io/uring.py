@@ -35,6 +35,7 @@ from kvxfer.backends.file.io.ring import (
 )
 
 FILES_PER_CALL = 64
+"""Files of a system call; see docs/decisions/0003-io-uring.md."""
 
 Operations = NDArray[np.void]
 Addresses = NDArray[np.int64]

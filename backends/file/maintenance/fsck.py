@@ -30,7 +30,10 @@ from kvxfer.backends.file.format.verification import (
 from kvxfer.storage.integrity import Integrity
 
 NUM_THREADS = 8
+"""Files that are read at one time: as many as engines read by default."""
+
 FILES_IN_LINE = 1024
+"""Files that wait for a thread: an interrupted check ends when the last of these is read."""
 
 
 class Verdict(enum.Enum):
