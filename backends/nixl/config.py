@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from kvxfer.backends.nixl.peers import MAX_PORT, Endpoint
+from kvxfer.backends.nixl.wire import HANDSHAKE_TIMEOUT_S
 from kvxfer.checks import require_integer, require_positive, require_text
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.integrity import read_secret
@@ -16,6 +17,7 @@ from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
+SECONDS = ("timeout_s", "lease_s", "heartbeat_s", "release_within_s", "handshake_timeout_s")
 
 Transport = Literal["auto", "nixl", "socket"]
 Integrity = Literal["full", "fenced"]
@@ -50,6 +52,16 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             restarted.
         lease_s: Time for which blocks stay pinned for a peer that is silent.
         heartbeat_s: Time between two heartbeats to a peer.
+        release_within_s: Time for which blocks stay pinned after they were read, unless another
+            request tells the holder earlier. A message of its own costs half a millisecond on
+            either side, which the next pieces of a batch may need.
+        handshake_timeout_s: Time for connecting to a peer, for the handshake, and for what follows
+            until the peer is ready, each.
+        hash_run: Most bytes of blocks that are hashed together as soon as they have landed, while
+            they are in the caches of the processor.
+        max_connections: Most connections of peers, control and data together.
+        max_unauthenticated: Most of them that have not authenticated: the oldest is cut when
+            another one comes. A peer authenticates within milliseconds.
 
     Raises:
         InvalidArgumentError: Names the parameter that cannot be used, and its value.
@@ -70,6 +82,11 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     quarantine: ByteSize = ByteSize(256 << 20)
     lease_s: float = 8.0
     heartbeat_s: float = 2.0
+    release_within_s: float = 5e-3
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
+    hash_run: ByteSize = ByteSize(8 << 20)
+    max_connections: int = 1024
+    max_unauthenticated: int = 128
 
     def __post_init__(self) -> None:
         """Check what can be checked without reading a file."""
@@ -157,9 +174,12 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.capacity is not None:
             yield "capacity", ByteSize(require_positive("capacity", self.capacity))
         yield "quarantine", ByteSize(require_integer("quarantine", self.quarantine))
+        yield "hash_run", ByteSize(require_positive("hash_run", self.hash_run))
+        for name in ("max_connections", "max_unauthenticated"):
+            yield name, require_positive(name, getattr(self, name))
         yield "replicas", require_integer("replicas", self.replicas)
         yield "data_port", require_integer("data_port", self.data_port, maximum=MAX_PORT)
-        for name in ("timeout_s", "lease_s", "heartbeat_s"):
+        for name in SECONDS:
             value = getattr(self, name)
             is_number = isinstance(value, Real) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):

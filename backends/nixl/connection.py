@@ -19,7 +19,6 @@ from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
 from kvxfer.backends.nixl.wire import (
-    HANDSHAKE_TIMEOUT_S,
     STREAM_BUFFER_BYTES,
     Answer,
     Cancel,
@@ -51,11 +50,6 @@ from kvxfer.storage.calls import fetch_error
 
 AnswerT = TypeVar("AnswerT", bound=Message)
 MakeRequest = Callable[[int], NumberedRequest]
-
-LET_GO_WITHIN_S = 5e-3
-"""Seconds for which blocks stay pinned after a read, unless another request tells the holder
-earlier. A message of its own costs half a millisecond on either side, which the next pieces of a
-batch may need."""
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +92,7 @@ class Connection:
         self.memory = memory
         self.places = Places(memory.regions)
         self._node = node
+        self._timeout_s = node.config.handshake_timeout_s
         self._channel = channel
         self._session = greeting.session
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
@@ -132,8 +127,11 @@ class Connection:
             return ours
 
         ours = await node.reach()
-        channel = await _connect(endpoint, tls)
-        greeting = await greet_as_client(channel, node.hello, secret=node.secret, reach=reach)
+        timeout_s = node.config.handshake_timeout_s
+        channel = await _connect(endpoint, tls, timeout_s)
+        greeting = await greet_as_client(
+            channel, node.hello, secret=node.secret, reach=reach, timeout_s=timeout_s
+        )
         memory: RemoteMemory | None = None
         try:
             memory = await node.link(greeting)
@@ -153,10 +151,10 @@ class Connection:
             PeerError: The holder does not serve us.
         """
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 ready = await self._channel.receive(_READY)
         except TimeoutError as exc:
-            raise PeerTimeoutError(str(self.endpoint), "linking", HANDSHAKE_TIMEOUT_S) from exc
+            raise PeerTimeoutError(str(self.endpoint), "linking", self._timeout_s) from exc
         self._needs_data = ready.needs_data
         self._tasks = [
             asyncio.create_task(self._receive_answers()),
@@ -200,7 +198,7 @@ class Connection:
         self._spent.append(pin)
         if self._telling is None:
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_later(LET_GO_WITHIN_S, self._tell_released)
+            self._telling = loop.call_later(self._node.config.release_within_s, self._tell_released)
 
     async def let_read(self) -> None:
         """Open the data connections through which the holder reads our memory, if it needs any.
@@ -236,7 +234,7 @@ class Connection:
     async def _open_data(self, *, reads: bool) -> DataConnection:
         try:
             # Their serials must arrive in order.
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S), self._opening:
+            async with asyncio.timeout(self._timeout_s), self._opening:
                 if self._error is not None:
                     raise self._error
                 endpoint, host = self._data_endpoint, self.endpoint.host
@@ -253,7 +251,7 @@ class Connection:
             if isinstance(exc, PeerError):
                 raise
             what = "opening a data connection"
-            raise PeerTimeoutError(str(self.endpoint), what, HANDSHAKE_TIMEOUT_S) from exc
+            raise PeerTimeoutError(str(self.endpoint), what, self._timeout_s) from exc
 
     async def _lend(self, data: DataConnection) -> None:
         with contextlib.suppress(KVXferError):  # a store that needs another one opens it
@@ -345,14 +343,16 @@ class Connection:
         self._waiting.clear()
 
 
-async def _connect(endpoint: Endpoint, tls: ssl.SSLContext | None) -> FrameChannel:
+async def _connect(
+    endpoint: Endpoint, tls: ssl.SSLContext | None, timeout_s: float
+) -> FrameChannel:
     try:
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(
                 endpoint.host, endpoint.port, ssl=tls, limit=STREAM_BUFFER_BYTES
             )
     except TimeoutError as exc:
-        raise PeerTimeoutError(str(endpoint), "connecting", HANDSHAKE_TIMEOUT_S) from exc
+        raise PeerTimeoutError(str(endpoint), "connecting", timeout_s) from exc
     except OSError as exc:  # ssl.SSLError is one
         raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
     return FrameChannel(reader, writer)

@@ -23,26 +23,27 @@ T = TypeVar("T")
 NUM_THREADS = 2
 """Threads that copy between registered and other memory."""
 
-INLINE_BYTES = 2 << 20
-"""Most bytes of a store to hash on the event loop itself: that takes some hundred microseconds,
-less than two thread switches can take."""
-
 
 class BlockHasher:
     """Hasher of blocks: of those to send on a thread of its own, of those that land where they do.
 
     One thread hashes faster than blocks are moved; two would compete for memory bandwidth with each
     other and with the transfers.
+
+    Args:
+        inline_bytes: Most bytes of a store to hash on the event loop itself: that takes some
+            hundred microseconds, less than two thread switches can take.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, inline_bytes: int = 2 << 20) -> None:
+        self._inline_bytes = inline_bytes
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvxfer-copy")
         self._hashing = CallThread("kvxfer-hash")
         self._copy_engine = CPUCopyEngine()
 
     async def checksums(self, blocks: Descriptors) -> list[int]:
         """Compute the XXH3-64 of each block."""
-        if blocks.num_bytes <= INLINE_BYTES:
+        if blocks.num_bytes <= self._inline_bytes:
             return checksum_blocks(blocks, self._copy_engine)
         done: Future[list[int]] = Future()
         self._hashing.begin(

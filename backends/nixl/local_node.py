@@ -35,9 +35,9 @@ from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import Threads
 from kvxfer.text import printable
 
-LINK_TIMEOUT_S = 4.0
-"""Time that NIXL may take to reach a peer; both sides try at the same time, within the time that
-they wait for each other."""
+LINK_SHARE = 0.8
+"""Share of the time for a handshake that NIXL may take to reach a peer: both sides try at the same
+time, within the time that they wait for each other."""
 
 logger = logging.getLogger(__name__)
 
@@ -190,23 +190,24 @@ class LocalNode:
                     "transport=nixl, but NIXL would have to use TCP to reach the peer"
                 )
             return None
+        timeout_s = LINK_SHARE * self.config.handshake_timeout_s
         try:
-            async with asyncio.timeout(LINK_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 name = await agent.add_peer(metadata)
         except (InvalidArgumentError, PeerLostError, TimeoutError) as exc:
-            reason = str(exc) or f"it does not answer within {LINK_TIMEOUT_S:g} s"
+            reason = str(exc) or f"it does not answer within {timeout_s:g} s"
             if demanded:
                 raise BackendUnavailableError(f"transport=nixl, but {reason}") from exc
             text = printable(reason, MAX_TEXT_CHARACTERS)
             logger.warning("NIXL does not reach a peer; using sockets: %s", text)
             return None
-        return RemoteMemory(agent, name, carrier, regions)
+        return RemoteMemory(agent, name, carrier, regions, hash_run=self.config.hash_run)
 
     async def _link_by_sockets(self, greeting: Greeting, regions: Regions) -> RemoteMemory:
         name = greeting.session.session_id.hex()
         metadata = AgentMetadata(name, list(regions)).encode()
         peer = await self.sockets.add_peer(metadata)
-        return RemoteMemory(self.sockets, peer, "socket", regions)
+        return RemoteMemory(self.sockets, peer, "socket", regions, hash_run=self.config.hash_run)
 
     def _has(self, region: MemoryRegion) -> bool:
         stop = region.address + region.num_bytes

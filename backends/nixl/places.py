@@ -19,8 +19,6 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import GENERATION_BYTES, Fences
 
-MAX_PLACES = 1 << 16
-
 Proofs: TypeAlias = list[int] | Fences
 """What proves that the bytes of blocks arrived: XXH3-64 of each of them, or their generations."""
 
@@ -78,10 +76,12 @@ class Places:
 
     Args:
         remote: The peer's registered memory.
+        max_places: Most places to remember; the oldest are forgotten.
     """
 
-    def __init__(self, remote: Regions) -> None:
+    def __init__(self, remote: Regions, *, max_places: int = 1 << 16) -> None:
         self._remote = remote
+        self._max_places = max_places
         self._rows: dict[BlockKey, tuple[_Places, int]] = {}
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class Places:
     def note(self, keys: Sequence[BlockKey], found: Found) -> None:
         """Remember the places that a lookup of `keys` found, instead of earlier ones.
 
-        The oldest places are forgotten beyond `MAX_PLACES`.
+        The oldest places are forgotten beyond `max_places`.
 
         Raises:
             InvalidArgumentError: A place is not in the peer's memory, or not every block that is
@@ -108,7 +108,7 @@ class Places:
         starts = require_integers("starts", found.starts)
         places = _Places(blocks, starts, read_proofs(self._remote, found, len(there)))
         self._rows.update((key, (places, row)) for row, key in enumerate(there))
-        while len(self._rows) > MAX_PLACES:
+        while len(self._rows) > self._max_places:
             del self._rows[next(iter(self._rows))]
 
     def forget(self, keys: Sequence[BlockKey]) -> None:

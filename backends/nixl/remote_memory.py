@@ -29,9 +29,6 @@ GRACE_S = 0.5
 
 Late = Callable[["asyncio.Future[None]", Descriptors], None]
 
-RUN_BYTES = 8 << 20
-"""Most bytes of a run: blocks that are hashed as soon as they have landed, out of the caches."""
-
 MAX_GENERATIONS = 4096
 """Most blocks that are fenced together."""
 
@@ -53,6 +50,7 @@ class RemoteMemory:
         peer: Name of the peer at the agent.
         carrier: Carrier of the bytes.
         regions: The memory.
+        hash_run: See `NixlConfig`.
 
     Attributes:
         agent: As given.
@@ -61,11 +59,20 @@ class RemoteMemory:
         regions: As given.
     """
 
-    def __init__(self, agent: TransferAgent, peer: str, carrier: Carrier, regions: Regions) -> None:
+    def __init__(
+        self,
+        agent: TransferAgent,
+        peer: str,
+        carrier: Carrier,
+        regions: Regions,
+        *,
+        hash_run: int,
+    ) -> None:
         self.agent = agent
         self.peer = peer
         self.carrier = carrier
         self.regions = regions
+        self._hash_run = hash_run
 
     async def read(
         self,
@@ -91,7 +98,7 @@ class RemoteMemory:
             TransferFailedError: Some bytes may have been copied; our memory is no longer touched.
             asyncio.CancelledError: As before, unless `late` was called.
         """
-        bounds = list(ours.cut(RUN_BYTES))
+        bounds = list(ours.cut(self._hash_run))
         runs = _cut(_pair(ours, theirs), ours, bounds)
         hashing = hasher.hash_runs(ours, bounds)
         await _end(self.agent.begin(self.peer, runs, hashing.landed), ours, late)

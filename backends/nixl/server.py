@@ -14,7 +14,6 @@ from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.refusals import MAX_CHARACTERS, RefusalLog
 from kvxfer.backends.nixl.wire import (
-    HANDSHAKE_TIMEOUT_S,
     Attach,
     DataConnection,
     FrameChannel,
@@ -34,11 +33,6 @@ from kvxfer.errors import (
 from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
 
-MAX_CONNECTIONS = 1024
-"""Most connections, control and data together; those that do not authenticate in time are cut."""
-MAX_UNPROVEN = 128
-"""Most connections that have not authenticated: the oldest is cut when another one comes. A peer
-authenticates within milliseconds."""
 ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
 DRAIN_POLL_S = 0.05
 
@@ -62,9 +56,10 @@ class Server:
 
     def __init__(self, node: LocalNode, open_store: OpenStore, endpoint: Endpoint) -> None:
         self._node = node
+        self._config = node.config
         self._open_store = open_store
         self._endpoint = endpoint
-        self._tls = server_context(node.config)
+        self._tls = server_context(self._config)
         self._store: BlockStore | None = None
         self._settling = asyncio.Lock()
         self._accepting: list[asyncio.Task[None]] = []  # for control, and for data
@@ -176,7 +171,7 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if unproven:
-            if len(self._unproven) >= MAX_UNPROVEN:
+            if len(self._unproven) >= self._config.max_unauthenticated:
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]  # its end takes a while
                 oldest.cancel()
@@ -205,23 +200,24 @@ class Server:
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 peer = str(Endpoint(*address[:2]))
-                if len(self._tasks) < MAX_CONNECTIONS:
+                if len(self._tasks) < self._config.max_connections:
                     self._run(serve(connection, peer), unproven=True)
                 else:
-                    reason = f"{MAX_CONNECTIONS} are open"
+                    reason = f"{self._config.max_connections} are open"
                     self._refusals.note(logging.WARNING, "refused a connection: %s", peer, reason)
                     connection.close()
                 await asyncio.sleep(0)  # let it begin, and others run: many may wait
 
     async def _serve(self, plain: socket.socket, peer: str) -> None:
+        timeout_s = self._config.handshake_timeout_s
         try:
-            channel = await FrameChannel.accept(plain, peer, self._tls, HANDSHAKE_TIMEOUT_S)
+            channel = await FrameChannel.accept(plain, peer, self._tls, timeout_s)
             greeting = await greet_as_server(
                 channel,
                 self._node.hello,
                 secret=self._node.secret,
                 reach=self._reach,
-                timeout_s=HANDSHAKE_TIMEOUT_S,
+                timeout_s=timeout_s,
             )
         except (PeerClosedError, PeerTimeoutError) as exc:  # such as a health check
             logger.debug("%s", printable(exc, MAX_CHARACTERS))
@@ -270,7 +266,7 @@ class Server:
     async def _serve_data(self, plain: socket.socket, peer: str) -> None:
         connection: DataConnection | None = None
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            async with asyncio.timeout(self._config.handshake_timeout_s):
                 connection = await DataConnection.secured(plain, peer, self._tls)
                 attach = await connection.hear(_ATTACH)
             for session in self.sessions:

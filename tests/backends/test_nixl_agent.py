@@ -22,12 +22,10 @@ import torch
 
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
+    NixlLimits,
     SocketAgent,
     TransferAgent,
-    nixl_thread,
 )
-from kvxfer.backends.nixl.agents import socket as socket_agent
-from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
     DataConnection,
@@ -87,32 +85,27 @@ def process(nursery: Nursery) -> Iterator[PeerProcess]:
     process.kill()
 
 
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make pieces so small that pools are several, and more than are in flight at one time."""
-    monkeypatch.setattr(nixl_thread, "PIECE_BYTES", 1 << 20)
-    monkeypatch.setattr(nixl_thread, "PIECE_FRAGMENTS", 1000)
+SMALL_PIECES = NixlLimits(piece_bytes=1 << 20, piece_fragments=1000)
+"""Pieces so small that pools are several, and more than are in flight at one time."""
 
 
-@pytest.mark.usefixtures("small_pieces")
 class TestNixlAgentInOneProcess(SharedAgentContract):
     def make_agent(self) -> TransferAgent:
-        return NixlAgent()
+        return NixlAgent(SMALL_PIECES)
 
     async def peers(self) -> AsyncIterator[Peer]:
-        agent = NixlAgent()
+        agent = NixlAgent(SMALL_PIECES)
         yield LocalPeer(agent)
         await agent.aclose()
 
 
-@pytest.mark.usefixtures("small_pieces")
 class TestNixlAgentAndAnotherProcess(SharedAgentContract):
     @pytest.fixture(autouse=True)
     def _process(self, process: PeerProcess) -> None:
         self.process = process
 
     def make_agent(self) -> TransferAgent:
-        return NixlAgent()
+        return NixlAgent(SMALL_PIECES)
 
     async def peers(self) -> AsyncIterator[Peer]:
         yield self.process
@@ -126,7 +119,7 @@ class ConnectedSocketAgent(SocketAgent):
     )
 
     def __init__(self) -> None:
-        super().__init__(timeout_s=5.0)
+        super().__init__(timeout_s=5.0, piece_bytes=1 << 20, piece_fragments=1500)
         self.serving: set[asyncio.Task[None]] = set()
         self.agents[self.name] = self
 
@@ -143,13 +136,7 @@ class ConnectedSocketAgent(SocketAgent):
         return connections[1]
 
 
-@pytest.mark.usefixtures("small_socket_pieces")
 class TestSocketAgent(AgentContract):
-    @pytest.fixture
-    def small_socket_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(socket_agent, "PIECE_BYTES", 1 << 20)
-        monkeypatch.setattr(socket_agent, "PIECE_FRAGMENTS", 1500)
-
     def make_agent(self) -> TransferAgent:
         return ConnectedSocketAgent()
 
@@ -293,12 +280,11 @@ except BackendUnavailableError as exc:
 
 @pytest.fixture
 async def agent() -> AsyncIterator[NixlAgent]:
-    agent = NixlAgent()
+    agent = NixlAgent(SMALL_PIECES)
     yield agent
     await agent.aclose()
 
 
-@pytest.mark.usefixtures("small_pieces")
 class TestPeerInTrouble:
     async def test_a_peer_that_only_tcp_reaches_is_not_added(
         self, agent: NixlAgent, nursery: Nursery
@@ -314,7 +300,7 @@ class TestPeerInTrouble:
     ) -> None:
         pool = Pool()
         agent.register(pool.regions())
-        other = LocalPeer(NixlAgent())
+        other = LocalPeer(NixlAgent(SMALL_PIECES))
         names = [await agent.add_peer(each.metadata) for each in (process, other)]
         moves = [asyncio.create_task(read_all(agent, names[0], pool, process)) for _ in range(50)]
         await moves[0]
@@ -412,7 +398,7 @@ class TestPeerInTrouble:
     async def test_an_agent_that_could_not_register_memory_of_a_gpu_serves_its_peers(
         self, agent: NixlAgent
     ) -> None:
-        other, pool = LocalPeer(NixlAgent()), Pool()
+        other, pool = LocalPeer(NixlAgent(SMALL_PIECES)), Pool()
         wrong = MemoryRegion(pool.address, POOL_BYTES, pool, torch.device("cuda", 0))
         with pytest.raises(DeviceUnavailableError, match="cuda:0 cannot be used: NIXL cannot reg"):
             other.agent.register([wrong])
@@ -426,7 +412,7 @@ class TestPeerInTrouble:
     async def test_a_peer_with_another_name_than_its_own_is_not_added(
         self, agent: NixlAgent
     ) -> None:
-        other = NixlAgent()
+        other = NixlAgent(SMALL_PIECES)
         metadata = AgentMetadata.decode(other.metadata)
         for wrong in (
             msgspec.structs.replace(metadata, name="somebody"),

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from kvxfer.backends.nixl import connection
 from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
@@ -29,11 +28,8 @@ async def test_what_was_read_is_let_go_although_nothing_else_is_asked_for() -> N
         await until_nothing_is_pinned(served(pair))
 
 
-async def test_what_was_read_is_let_go_before_the_next_request_is_done(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(connection, "LET_GO_WITHIN_S", 3600.0)
-    async with open_pair() as pair:
+async def test_what_was_read_is_let_go_before_the_next_request_is_done() -> None:
+    async with open_pair(release_within_s=3600.0) as pair:
         target = pair.memory.describe(0, [8, 9])
         outcomes = await pair.client.load(KEYS[:2], target)
         assert all(outcome.done for outcome in outcomes)

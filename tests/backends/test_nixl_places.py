@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvxfer.backends.host import HostBackend
-from kvxfer.backends.nixl import places as places_module
 from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.wire import (
@@ -179,8 +178,8 @@ def found(rows: Sequence[tuple[bool, int]], **fields: object) -> Found:
     return Found(request_id=1, **(answer | fields))  # type: ignore[arg-type]
 
 
-def empty_places(num_blocks: int = 8) -> Places:
-    return Places(Regions([(ADDRESS, num_blocks * SIZE)]))
+def empty_places(num_blocks: int = 8, **limits: int) -> Places:
+    return Places(Regions([(ADDRESS, num_blocks * SIZE)]), **limits)
 
 
 def wanted(num_blocks: int, size: int = SIZE, start: int = 0) -> Descriptors:
@@ -216,9 +215,8 @@ def test_a_part_of_what_was_stored_has_no_checksum_and_so_no_place(size: int, st
     assert places.take(KEYS[:1], wanted(1, size, start)) is None
 
 
-def test_the_oldest_places_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places_module, "MAX_PLACES", 2)
-    places = empty_places()
+def test_the_oldest_places_are_forgotten() -> None:
+    places = empty_places(max_places=2)
     places.note(KEYS[:2], found([(True, 0), (True, SIZE)]))
     places.note(KEYS[2:3], found([(True, 2 * SIZE)]))
     assert len(places) == 2

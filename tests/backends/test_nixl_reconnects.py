@@ -1,6 +1,7 @@
 """Connections of NIXL: kept for peers that come back, and bounded where none answers."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import uuid
@@ -10,12 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl.agents import (
-    NixlAgent,
-    nixl_connections,
-    nixl_peers,
-)
-from kvxfer.backends.nixl.agents.nixl_module import import_nixl
+from kvxfer.backends.nixl.agents import NixlAgent, NixlLimits
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
 )
@@ -99,16 +95,16 @@ async def test_a_connection_that_broke_while_it_was_kept_is_made_anew(
 
 
 async def test_so_many_connections_are_kept_and_no_more(
-    agent: NixlAgent, peers: list[LocalPeer], monkeypatch: pytest.MonkeyPatch
+    peers: list[LocalPeer],
 ) -> None:
-    monkeypatch.setattr(nixl_connections, "MAX_KEPT", 2)
-    pool = Pool()
-    agent.register(pool.regions())
-    for seed in range(2):
-        for peer in peers:
-            await require_read(agent, peer, pool, seed)
-    kept = agent._thread._peers._connections._kept
-    assert list(kept) == [peer.agent.name for peer in peers[-2:]]
+    async with contextlib.aclosing(NixlAgent(NixlLimits(max_kept=2))) as agent:
+        pool = Pool()
+        agent.register(pool.regions())
+        for seed in range(2):
+            for peer in peers:
+                await require_read(agent, peer, pool, seed)
+        kept = agent._thread._peers._connections._kept
+        assert list(kept) == [peer.agent.name for peer in peers[-2:]]
 
 
 async def test_a_peer_that_has_registered_more_memory_is_connected_anew(
@@ -125,29 +121,34 @@ async def test_a_peer_that_has_registered_more_memory_is_connected_anew(
 
 
 async def test_peers_that_never_answer_keep_so_much_and_no_more(
-    agent: NixlAgent, peers: list[LocalPeer], monkeypatch: pytest.MonkeyPatch
+    peers: list[LocalPeer],
 ) -> None:
-    monkeypatch.setattr(nixl_peers, "MAX_UNANSWERED", 70)
     nursery = Nursery()
     silent = await asyncio.to_thread(nursery.start)
     os.kill(silent.pid, signal.SIGSTOP)
     known = AgentMetadata.decode(silent.metadata)
-    adding = []
-    for _ in range(70):  # more than there are slots at first
-        name = f"kvxfer-{uuid.uuid4()}"
-        opaque = known.opaque.replace(known.name.encode(), name.encode())
-        forged = msgspec.structs.replace(known, name=name, opaque=opaque)
-        adding.append(asyncio.create_task(agent.add_peer(forged.encode())))
-    await asyncio.wait(adding, timeout=0.2)
-    assert not any(each.done() for each in adding)
-    for each in adding:  # as after `LINK_TIMEOUT_S`
-        each.cancel()
-    await asyncio.wait(adding)
-    with pytest.raises(PeerLostError, match="too many peers do not answer"):
-        await agent.add_peer(peers[0].metadata)
-    monkeypatch.setattr(nixl_peers, "MAX_UNANSWERED", 71)
-    pool = Pool()
-    agent.register(pool.regions())
-    await require_read(agent, peers[0], pool, seed=3)
-    await asyncio.to_thread(silent.kill)
+    async with contextlib.aclosing(NixlAgent(NixlLimits(max_unanswered=71))) as agent:
+
+        async def add_silent(count: int) -> None:
+            """Give up peers as after the time that they have to answer."""
+            adding = []
+            for _ in range(count):
+                name = f"kvxfer-{uuid.uuid4()}"
+                opaque = known.opaque.replace(known.name.encode(), name.encode())
+                forged = msgspec.structs.replace(known, name=name, opaque=opaque)
+                adding.append(asyncio.create_task(agent.add_peer(forged.encode())))
+            await asyncio.wait(adding, timeout=0.2)
+            assert not any(each.done() for each in adding)
+            for each in adding:
+                each.cancel()
+            await asyncio.wait(adding)
+
+        await add_silent(70)  # more than there are slots at first
+        pool = Pool()
+        agent.register(pool.regions())
+        await require_read(agent, peers[0], pool, seed=3)
+        await add_silent(1)
+        with pytest.raises(PeerLostError, match="too many peers do not answer"):
+            await agent.add_peer(peers[0].metadata)
+        await asyncio.to_thread(silent.kill)
     nursery.close()

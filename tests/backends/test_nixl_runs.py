@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import hashing as hasher_module
+from kvxfer.backends.nixl import hashing as hashing_module
 from kvxfer.backends.nixl import remote_memory
 from kvxfer.backends.nixl.agents import (
     Fragments,
@@ -140,7 +140,7 @@ async def test_a_run_that_cannot_be_hashed_is_an_error_of_the_read(
     agent.register(pool.regions())
     name = await agent.add_peer(peer.metadata)
     regions = Regions([(peer.address, POOL_BYTES)])
-    memory = remote_memory.RemoteMemory(agent, name, "cma", regions)
+    memory = remote_memory.RemoteMemory(agent, name, "cma", regions, hash_run=1 << 20)
     ours, theirs = (
         Descriptors.of_pieces(words(address), [POOL_BYTES // 2])
         for address in (pool.address, peer.address)
@@ -150,17 +150,14 @@ async def test_a_run_that_cannot_be_hashed_is_an_error_of_the_read(
     def fail(*_: object) -> None:
         raise OSError("no memory")
 
-    monkeypatch.setattr(hasher_module, "checksum_blocks", fail)
+    monkeypatch.setattr(hashing_module, "checksum_blocks", fail)
     with pytest.raises(OSError, match="no memory"):
         await memory.read(theirs, ours, hasher)
     await hasher.aclose()
 
 
-async def test_a_hasher_that_is_closed_says_so_and_lets_nobody_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(hasher_module, "INLINE_BYTES", 0)
-    hasher, blocks = BlockHasher(), make_memory().describe(0, range(2))
+async def test_a_hasher_that_is_closed_says_so_and_lets_nobody_wait() -> None:
+    hasher, blocks = BlockHasher(inline_bytes=0), make_memory().describe(0, range(2))
     await hasher.aclose()
     await hasher.aclose()
     with pytest.raises(ClosedError):
@@ -187,13 +184,14 @@ def test_runs_are_whole_blocks_with_all_of_their_bytes(
 
 @pytest.mark.timeout(60)  # two processes, each waiting for the other, in asyncio's debug mode
 async def test_a_corrupt_block_in_one_of_several_runs_is_found(
-    process: HolderProcess, monkeypatch: pytest.MonkeyPatch
+    process: HolderProcess,
 ) -> None:
     memory = make_memory()
     block_bytes = int(memory.describe(0, [0]).num_bytes)
-    monkeypatch.setattr(remote_memory, "RUN_BYTES", block_bytes)
     holder = await asyncio.to_thread(process.open, memory.namespace())
-    async with open_client(memory.namespace(), holder, **WAYS["nixl"]) as backend:
+    async with open_client(
+        memory.namespace(), holder, hash_run=block_bytes, **WAYS["nixl"]
+    ) as backend:
         payloads = await store_generated(backend, KEYS, memory.describe(0, range(6)))
         target = memory.describe(0, [20, 11, 17, 8, 14, 29])
         assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 6

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig, server
+from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.client_session import MAX_DATA_CONNECTIONS
 from kvxfer.backends.nixl.wire import (
     Attach,
@@ -60,8 +60,8 @@ def tls(request: pytest.FixtureRequest, authority: Authority) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def holding(tls: dict[str, Any]) -> AsyncIterator[NixlBackend]:
-    config = NixlConfig(listen=f"{HOST}:0", capacity=CAPACITY, transport="socket", **tls)
+async def holding(options: dict[str, Any]) -> AsyncIterator[NixlBackend]:
+    config = NixlConfig(listen=f"{HOST}:0", capacity=CAPACITY, transport="socket", **options)
     async with NixlBackend(config, NAMESPACE) as backend:
         await backend.start()
         yield backend
@@ -117,7 +117,6 @@ def num_threads() -> int:
 async def test_silent_connections_delay_nobody_and_take_no_threads_and_are_cut(
     tls: dict[str, Any],
     which: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with holding(tls) as holder, strangers(port(holder, which), NUM_STRANGERS) as silent:
@@ -134,29 +133,28 @@ async def test_silent_connections_delay_nobody_and_take_no_threads_and_are_cut(
             assert time.monotonic() - started < WITHIN_S
         assert num_threads() - before < 20
         async with asyncio.timeout(WITHIN_S):
-            while sum(map(is_open, silent)) > server.MAX_UNPROVEN:  # noqa: ASYNC110 - sockets of others
+            while sum(map(is_open, silent)) > NixlConfig(address=address).max_unauthenticated:  # noqa: ASYNC110 - sockets of others
                 await asyncio.sleep(0)
-    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.3)
-    async with holding(tls) as holder, strangers(port(holder, which), NUM_STRANGERS) as silent:
+    impatient = holding(tls | {"handshake_timeout_s": 0.3})
+    async with impatient as holder, strangers(port(holder, which), NUM_STRANGERS) as silent:
         assert all(await asyncio.gather(*map(ends, silent)))
     assert not warnings(caplog)
 
 
 @pytest.mark.parametrize("which", PORTS)
 async def test_the_oldest_unproven_connection_makes_room_for_the_next(
-    tls: dict[str, Any], which: str, monkeypatch: pytest.MonkeyPatch
+    tls: dict[str, Any], which: str
 ) -> None:
-    monkeypatch.setattr(server, "MAX_UNPROVEN", 3)
-    async with holding(tls) as holder, strangers(port(holder, which), 7) as silent:
+    limited = holding(tls | {"max_unauthenticated": 3})
+    async with limited as holder, strangers(port(holder, which), 7) as silent:
         assert all(await asyncio.gather(*map(ends, silent[:4])))
         assert all(map(is_open, silent[4:]))
 
 
 async def test_connections_of_peers_make_no_room_for_strangers(
-    tls: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tls: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(server, "MAX_UNPROVEN", 2)
-    async with holding(tls) as holder:
+    async with holding(tls | {"max_unauthenticated": 2}) as holder:
         assert holder.server is not None
         address = str(holder.server.endpoint)
         config = NixlConfig(address=address, transport="socket", **tls)

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
-from kvxfer.backends.nixl import Connection, Endpoint, LocalNode, NixlConfig, connection
+from kvxfer.backends.nixl import Connection, Endpoint, LocalNode, NixlConfig
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
@@ -19,15 +20,15 @@ from kvxfer.backends.nixl.wire import (
 from kvxfer.errors import PeerClosedError, PeerTimeoutError, ProtocolError
 from tests.backends.nixl_wire import HOST, NAMESPACE, Offer, hello, listening
 
-TIMEOUT_S = 0.2
-
 
 @contextlib.asynccontextmanager
-async def greeted() -> AsyncIterator[tuple["asyncio.Task[Connection]", FrameChannel]]:
+async def greeted(
+    **options: Any,
+) -> AsyncIterator[tuple["asyncio.Task[Connection]", FrameChannel]]:
     """Connection that is being opened, and the holder's channel after the shaking of hands."""
     async with listening() as listener:
         endpoint = Endpoint(HOST, listener.port)
-        config = NixlConfig(address=str(endpoint), transport="socket")
+        config = NixlConfig(address=str(endpoint), transport="socket", **options)
         node = LocalNode(config, NAMESPACE, make_agent=NixlAgent)
         opening = asyncio.create_task(Connection.open(node, endpoint, None))
         try:
@@ -48,11 +49,8 @@ async def require_closed(channel: FrameChannel) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\0\0\0", b"\0\0\0\x0ahalf"])
-async def test_a_holder_that_is_never_ready_is_given_up_in_time(
-    said: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "HANDSHAKE_TIMEOUT_S", TIMEOUT_S)
-    async with greeted() as (opening, holder):
+async def test_a_holder_that_is_never_ready_is_given_up_in_time(said: bytes) -> None:
+    async with greeted(handshake_timeout_s=0.2) as (opening, holder):
         holder._writer.write(said)
         with pytest.raises(PeerTimeoutError, match=r"linking took longer than 0\.2 s"):
             await opening

@@ -70,7 +70,7 @@ def check_pages(
 
 
 @pytest.mark.parametrize("entry", ZOO, ids=named)
-@examples(6)
+@examples(4)
 @given(data=st.data())
 def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
     entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
@@ -94,7 +94,7 @@ def test_the_portable_pages_of_a_model_are_those_of_plain_indexing(
 
 
 @pytest.mark.parametrize("entry", STATES, ids=named)
-@examples(40)
+@examples(20)
 @given(data=st.data())
 def test_the_portable_pages_of_states_are_those_of_plain_indexing(
     entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine

@@ -2,6 +2,7 @@
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
 from kvxfer.backends.nixl.agents.nixl import NixlAgent
+from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
 from kvxfer.backends.nixl.agents.socket import SocketAgent
 from kvxfer.backends.nixl.agents.socket_lines import MAX_LINES, Line
 
@@ -11,6 +12,7 @@ __all__ = [
     "Fragments",
     "Line",
     "NixlAgent",
+    "NixlLimits",
     "SocketAgent",
     "TransferAgent",
     "to_its_end",

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import count
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
+from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
 from kvxfer.backends.nixl.agents.nixl_reads import Reading
 from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
 from kvxfer.backends.nixl.wire import (
@@ -24,13 +25,16 @@ class NixlAgent(TransferAgent):
     Several event loops may use one agent. Where UCX can reach a peer's memory over TCP only,
     `add_peer` raises `PeerLostError`.
 
+    Args:
+        limits: Limits of its reads, and of what peers may cost.
+
     Raises:
         BackendUnavailableError: NIXL or its UCX plug-in is missing, or does not work here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: NixlLimits = NixlLimits()) -> None:  # noqa: B008 - it is frozen
         self.name = f"kvxfer-{uuid.uuid4()}"
-        self._thread = NixlThread(self.name)
+        self._thread = NixlThread(self.name, limits)
         # Also at the interpreter's exit, which a thread inside of NIXL would crash.
         self._finalizer = weakref.finalize(self, self._thread.stop)
 

@@ -10,9 +10,6 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.errors import InvalidArgumentError, PeerLostError
 
-MAX_KEPT = 1024
-"""Most connections that are kept for peers that have left; the oldest is ended."""
-
 
 class NixlConnections:
     """Connections of one NIXL agent; for the agent's thread only.
@@ -25,12 +22,14 @@ class NixlConnections:
         nixl: NIXL's module.
         agent: The agent.
         name: Name of the agent.
+        max_kept: See `NixlLimits`.
     """
 
-    def __init__(self, nixl: Any, agent: Any, name: str) -> None:
+    def __init__(self, nixl: Any, agent: Any, name: str, max_kept: int) -> None:
         self._nixl = nixl
         self._errors = nixl_errors(nixl)
         self._agent = agent
+        self._max_kept = max_kept
         self._kept: dict[str, bytes] = {}  # digests of metadata
         # Names of agents are of one length, and so all metadata begins alike.
         self._metadata_start = agent.get_agent_metadata().partition(name.encode())[0]
@@ -63,7 +62,7 @@ class NixlConnections:
     def keep(self, peer: AgentMetadata) -> None:
         """Keep the connection to a peer that has left, which may be gone."""
         self._kept[peer.name] = _digest(peer)
-        if len(self._kept) > MAX_KEPT:
+        if len(self._kept) > self._max_kept:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
             self.close(oldest)

@@ -32,9 +32,6 @@ BEACON_BYTES = 32
 NUM_SLOTS = 64
 """Slots for beacons that are registered at once."""
 
-MAX_UNANSWERED = 512
-"""Most peers that may leave their beacon's read unanswered: each keeps a slot and its metadata."""
-
 
 @dataclass(slots=True, eq=False)
 class _Remote:
@@ -61,6 +58,7 @@ class NixlPeers:
         reads: Its reads.
         connections: Its connections.
         register: Registers memory that beacons are read into.
+        max_unanswered: See `NixlLimits`.
 
     Attributes:
         regions: Registered memory of each peer, by name; any thread may read it.
@@ -72,12 +70,14 @@ class NixlPeers:
         reads: Reads,
         connections: NixlConnections,
         register: Callable[[NDArray[np.uint8]], None],
+        max_unanswered: int,
     ) -> None:
         self.regions: dict[str, Regions] = {}
         self._name = name
         self._reads = reads
         self._connections = connections
         self._register = register
+        self._max_unanswered = max_unanswered
         self._remotes: dict[str, _Remote] = {}  # also while added or removed
         self._postponed: set[Future[str]] = set()  # of peers that are removed first
         self._free_slots: list[NDArray[np.uint8]] = []  # that peers' beacons are read into
@@ -110,7 +110,7 @@ class NixlPeers:
                 attempt(done, partial(self.add, peer, done))
 
     def _begin_adding(self, peer: AgentMetadata) -> _Remote:
-        if sum(not each.added.done() for each in self._remotes.values()) >= MAX_UNANSWERED:
+        if sum(not each.added.done() for each in self._remotes.values()) >= self._max_unanswered:
             raise PeerLostError(peer.name, "too many peers do not answer")
         if not self._free_slots:
             slots = np.zeros((NUM_SLOTS, BEACON_BYTES), np.uint8)

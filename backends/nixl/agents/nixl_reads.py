@@ -16,8 +16,6 @@ from kvxfer.backends.nixl.agents.nixl_module import nixl_errors
 from kvxfer.errors import PeerLostError, TransferFailedError
 from kvxfer.kvcache.memory_region import HOST
 
-PIECE_BYTES = 32 << 20
-PIECE_FRAGMENTS = 4096
 PIECES_IN_FLIGHT = 4
 """Most pieces in flight of a read; one where NIXL's caller copies, as on one machine."""
 

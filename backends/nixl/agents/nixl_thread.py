@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl.agents.base import Fragments
 from kvxfer.backends.nixl.agents.carrier import choose_ucx_settings
 from kvxfer.backends.nixl.agents.nixl_connections import NixlConnections
+from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
 from kvxfer.backends.nixl.agents.nixl_memory import export_host_memory, register_memory
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl, nixl_errors
 from kvxfer.backends.nixl.agents.nixl_peers import BEACON_BYTES, NixlPeers, attempt
 from kvxfer.backends.nixl.agents.nixl_reads import (
-    PIECE_BYTES,
-    PIECE_FRAGMENTS,
     Pace,
     Piece,
     Reading,
@@ -53,13 +52,18 @@ it. Polling lets other threads take the GIL, and so may cost a millisecond betwe
 class NixlThread:
     """Thread that makes all calls of NIXL; methods run on it unless they say otherwise.
 
+    Args:
+        name: Name of the agent.
+        limits: Limits of the agent.
+
     Attributes:
         regions: Our registered memory; any thread may read it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, limits: NixlLimits) -> None:
         self.regions = Regions()
         self._name = name
+        self._limits = limits
         self._memory: list[MemoryRegion] = []
         self._gpu_was_refused = False
         self._beacon = np.frombuffer(os.urandom(BEACON_BYTES), np.uint8)
@@ -179,7 +183,7 @@ class NixlThread:
                 deque(
                     Piece(piece, *devices)
                     for *devices, group in run.group(ours, theirs)
-                    for piece in group.split(PIECE_BYTES, PIECE_FRAGMENTS)
+                    for piece in group.split(self._limits.piece_bytes, self._limits.piece_fragments)
                 ),
             )
             for run in Fragments.join(runs, ours.starts, theirs.starts)
@@ -247,8 +251,10 @@ class NixlThread:
                 f"NIXL's {BACKEND} plug-in is missing or does not work here ({exc})"
             ) from exc
         self._reads = Reads(nixl, self._agent)
-        connections = NixlConnections(nixl, self._agent, self._name)
-        self._peers = NixlPeers(self._name, self._reads, connections, self._add_slots)
+        connections = NixlConnections(nixl, self._agent, self._name, self._limits.max_kept)
+        self._peers = NixlPeers(
+            self._name, self._reads, connections, self._add_slots, self._limits.max_unanswered
+        )
 
     def _add_slots(self, slots: NDArray[np.uint8]) -> None:
         region = MemoryRegion(slots.ctypes.data, slots.nbytes, slots)

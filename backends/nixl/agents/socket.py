@@ -25,9 +25,6 @@ from kvxfer.errors import (
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.calls import wait_despite_cancel
 
-PIECE_BYTES = 4 << 20
-PIECE_FRAGMENTS = 4096
-
 
 class SocketAgent(TransferAgent):
     """Transfer agent that reads through data connections; for one event loop.
@@ -38,11 +35,16 @@ class SocketAgent(TransferAgent):
 
     Args:
         timeout_s: Seconds that a peer may take for the bytes of a piece, or to open a connection.
+        piece_bytes: Most bytes of a piece of a read: each connection reads one after the other.
+        piece_fragments: Most fragments of a piece.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(
+        self, timeout_s: float, *, piece_bytes: int = 4 << 20, piece_fragments: int = 4096
+    ) -> None:
         self.name = f"kvxfer-{uuid.uuid4()}"
         self._timeout_s = timeout_s
+        self._piece = piece_bytes, piece_fragments
         self._memory: list[MemoryRegion] = []
         self._regions = Regions()
         self._remotes: dict[str, Remote] = {}
@@ -199,7 +201,7 @@ class SocketAgent(TransferAgent):
         self._regions.require("local", whole.local, whole.lengths)
         remote.regions.require("remote", whole.remote, whole.lengths)
         joined = Fragments.join(runs, self._regions.starts, remote.regions.starts)
-        return [list(run.split(PIECE_BYTES, PIECE_FRAGMENTS)) if len(run) else [] for run in joined]
+        return [list(run.split(*self._piece)) if len(run) else [] for run in joined]
 
     async def _take(self, peer: str, remote: Remote, wanted: int) -> list[Line]:
         lines: list[Line] = []
