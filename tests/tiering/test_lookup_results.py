@@ -1,4 +1,4 @@
-"""LookupResults: all of its rules, in any order, against a slow, obvious model."""
+"""LookupResults: its rules one by one, and in any order against a slow, obvious model."""
 
 from dataclasses import dataclass, field
 
@@ -12,6 +12,40 @@ from tests.examples import examples
 
 KEYS = make_keys(3)
 REQUESTS = ["one", "two"]
+
+
+def test_a_key_that_is_being_looked_up_is_not_asked_for_again() -> None:
+    results, key = LookupResults(), KEYS[0]
+    assert results.get(key, "one") is None
+    assert results.take_unasked() == [key]
+    results.release("one")
+    assert results.get(key, "two") is None
+    assert results.unasked == []
+    results.tell([key], [True])
+    assert results.get(key, "two") is True
+
+
+def test_a_result_is_forgotten_with_the_last_request_that_wanted_it() -> None:
+    results, key = LookupResults(), KEYS[0]
+    for req_id in REQUESTS:
+        results.get(key, req_id)
+    results.take_unasked()
+    results.tell([key], [False])
+    results.release("one")
+    assert results.get(key, "two") is False
+    results.release("two")
+    assert results.get(key, "three") is None
+
+
+def test_a_result_from_before_its_key_was_forgotten_is_of_no_use() -> None:
+    results, key = LookupResults(), KEYS[0]
+    results.get(key, "one")
+    results.take_unasked()
+    results.forget([key])
+    assert results.get(key, "one") is None
+    results.tell([key], [False])
+    assert results.get(key, "one") is None
+    assert results.take_unasked() == [key]
 
 
 @dataclass
@@ -100,4 +134,4 @@ class LookupResultsMachine(RuleBasedStateMachine):
 
 
 TestLookupResults = LookupResultsMachine.TestCase
-TestLookupResults.settings = examples(100, steps=40)
+TestLookupResults.settings = examples(200, steps=30)
