@@ -212,13 +212,50 @@ def test_chunks_that_are_evicted_before_they_were_copied_are_counted(start: Star
     scheduler = start(backend)
     assert scheduler.store(keys_of(NUM_SLOTS)) == keys_of(NUM_SLOTS)
     assert metrics.LOWER_STORES_DROPPED not in scheduler.counts()
-    assert scheduler.store(keys_of(NUM_SLOTS, first=10)) == keys_of(NUM_SLOTS // 2, first=10)
-    assert scheduler.counts()[metrics.LOWER_STORES_DROPPED] == NUM_SLOTS / 2
+    assert scheduler.store(keys_of(1, first=10)) == keys_of(1, first=10)
+    assert scheduler.counts()[metrics.LOWER_STORES_DROPPED] == 1, "the last one"
     backend.release()
+    scheduler.until(lambda: not len(scheduler.manager._write_back))
     assert isinstance(backend.inner, KeepingBackend)
-    scheduler.until(lambda: len(backend.inner) == NUM_SLOTS)  # type: ignore[arg-type]
-    kept = [*keys_of(NUM_SLOTS // 2), *keys_of(NUM_SLOTS // 2, first=10)]
-    assert all(key in backend.inner for key in kept)
+    assert backend.inner._blocks.keys() == {*keys_of(NUM_SLOTS - 1), *keys_of(1, first=10)}
+
+
+def test_half_of_the_slots_may_be_evicted_also_while_copies_wait_for_their_check(
+    start: Start,
+) -> None:
+    scheduler = start(KeepingBackend())
+    scheduler.store(keys_of(NUM_SLOTS))
+    deadline = time.monotonic() + LIMIT_S
+    while len(scheduler.manager._copied) < NUM_SLOTS / 2:
+        scheduler.manager._bytes_to_verify = 0
+        scheduler.step()
+        assert time.monotonic() < deadline
+    assert scheduler.index.num_evictable == NUM_SLOTS / 2
+
+
+def test_a_chunk_that_is_corrupt_before_it_was_copied_is_not_copied(start: Start) -> None:
+    backend = broken(Operation.STORE, hang=1.0)
+    scheduler = start(backend)
+    *others, key = keys_of(NUM_SLOTS)
+    scheduler.store([*others, key])
+    scheduler.pool.slot_bytes(scheduler.index.slot_of(key))[0, 7] ^= 1
+    assert scheduler.lookup([key]) == [RETRY]
+    backend.release()
+    scheduler.until(lambda: not len(scheduler.manager._write_back))
+    assert isinstance(backend.inner, KeepingBackend)
+    assert backend.inner._blocks.keys() == set(others)
+
+
+def test_chunks_that_wait_are_forgotten_by_a_reset(start: Start) -> None:
+    backend = broken(Operation.STORE, hang=1.0)
+    scheduler = start(backend)
+    scheduler.store(keys_of(NUM_SLOTS))
+    scheduler.manager.reset_cache()
+    backend.release()
+    scheduler.until(lambda: scheduler.index.num_free_slots == NUM_SLOTS)
+    scheduler.store(keys_of(2, first=10))
+    scheduler.until(lambda: not len(scheduler.manager._write_back))
+    assert scheduler.resolve(keys_of(NUM_SLOTS)) == [MISS]
 
 
 def test_a_shutdown_copies_the_chunks_that_wait(start: Start) -> None:
