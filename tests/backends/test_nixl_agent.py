@@ -26,6 +26,7 @@ from kvxfer.backends.nixl.agents import (
     SocketAgent,
     TransferAgent,
 )
+from kvxfer.backends.nixl.agents.nixl_module import ENVIRONMENT, import_nixl
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
     DataConnection,

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl.agents import NixlAgent, NixlLimits
+from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
 )
