@@ -54,7 +54,7 @@ def test_the_kernel_carries_to_processes_that_it_lets_us_reach(ours: Hello) -> N
 def test_the_kernel_does_not_carry_to_processes_of_other_users(ours: Hello) -> None:
     code = f"""
 import ctypes, os
-from kvxfer.backends.nixl.carrier import _may_reach
+from kvxfer.backends.nixl.agents.carrier import _may_reach
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 print(_may_reach({os.getpid()}), _may_reach(os.getpid()))
 """
