@@ -21,7 +21,8 @@ from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.tiering.tiered_backend import TieredBackend
-from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S, TransferEngine
+from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
 from kvxfer.transfer.staged_backend import stage
 from kvxfer.units import ByteSize
 

@@ -231,7 +231,7 @@ VALID_CACHES = {
 }
 
 VALID_TRANSFERS = {
-    "Backend.attach": Valid({"memory": []}, backend),
+    "BlockMover.attach": Valid({"memory": []}, backend),
     "FinishedJob": Valid(
         dict.fromkeys(inspect.signature(kvxfer.FinishedJob).parameters, 0)
         | {"direction": Direction.LOAD, "outcomes": []}
@@ -248,17 +248,18 @@ VALID_TRANSFERS = {
     "TieredBackend.load": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
     "TieredBackend.lookup": Valid({"keys": KEYS}, tiers),
     "TieredBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
+    "PolledEngine": Valid({"caches": CACHES, "backend": backend()}),
     "TransferEngine": Valid({"caches": CACHES, "backend": backend()}),
-    "TransferEngine.cancel": Valid({"job_id": 5}, engine),
+    "PolledEngine.cancel": Valid({"job_id": 5}, engine),
     "TransferEngine.flush": Valid({"timeout_s": 1}, engine),
     "TransferEngine.load": Valid(MOVES, engine),
     "TransferEngine.lookup": Valid({"keys": KEYS}, engine),
-    "TransferEngine.may_touch": Valid({"job_id": 5}, engine),
+    "PolledEngine.may_touch": Valid({"job_id": 5}, engine),
     "TransferEngine.store": Valid(MOVES, engine),
-    "TransferEngine.submit_call": Valid({"call": call}, engine),
-    "TransferEngine.submit_load": Valid(MOVES, engine),
-    "TransferEngine.submit_store": Valid(MOVES, engine),
-    "TransferEngine.wait": Valid({"job_ids": [5], "timeout_s": 1}, engine),
+    "PolledEngine.submit_call": Valid({"call": call}, engine),
+    "PolledEngine.submit_load": Valid(MOVES, engine),
+    "PolledEngine.submit_store": Valid(MOVES, engine),
+    "PolledEngine.wait": Valid({"job_ids": [5], "timeout_s": 1}, engine),
     "connect": Valid(
         {
             "backend": "host://?capacity=64KiB",

@@ -17,7 +17,7 @@ import torch
 import kvxfer
 from kvxfer.checks import require_timeout
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer import PolledEngine
 from tests.public_calls import VALID_CALLS, public_callables
 
 PLAIN_VALUES: tuple[Any, ...] = (
@@ -73,7 +73,7 @@ def run(name: str, arguments: dict[str, Any]) -> None:
     if inspect.iscoroutine(result):
         result = asyncio.run(result)
     for opened in (owner, result):
-        if isinstance(opened, TransferEngine):
+        if isinstance(opened, PolledEngine):
             opened.close()
 
 

@@ -20,7 +20,7 @@ from kvxfer.storage.backend import (
     DONE,
     MISSING,
     Begun,
-    ImmediateBackend,
+    ImmediateMover,
     Outcome,
     Status,
 )
@@ -83,7 +83,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return None if self.methods is None else MethodTable.parse(self.methods)
 
 
-class HostBackend(LendingBackend, ImmediateBackend):
+class HostBackend(LendingBackend, ImmediateMover):
     """Backend that keeps blocks in slots of host memory, and evicts when all are taken.
 
     Caches may be in host memory or on a GPU; slots are then pinned, and copies go straight to and
@@ -150,7 +150,7 @@ class HostBackend(LendingBackend, ImmediateBackend):
         return [*await self._threads.run(lambda: self._begin_load(keys, blocks).wait())]
 
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """See `ImmediateBackend.begin_load`. A thread verifies what a device loads, if it is much.
+        """See `ImmediateMover.begin_load`. A thread verifies what a device loads, if it is much.
 
         The device would wait for the calling thread meanwhile, and so would the engine.
         """
@@ -159,7 +159,7 @@ class HostBackend(LendingBackend, ImmediateBackend):
         return None if is_much and blocks.device != HOST else self._begin_load(keys, blocks)
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
-        """See `ImmediateBackend.begin_store`; everything else waits for the end of it."""
+        """See `ImmediateMover.begin_store`; everything else waits for the end of it."""
         self._guard.check_batch(keys, blocks)
         if blocks.device != HOST:
             return None  # hashed when it has landed, which takes a thread

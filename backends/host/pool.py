@@ -313,14 +313,12 @@ class HostPool:
         return MemoryRegion(self._address, self._data.nbytes, self)
 
     @property
-    def rows(self) -> NDArray[np.uint8]:
-        """Every slot, uint8, `(num_slots, slot_size_bytes)`, in place; keeps the memory mapped."""
-        return self._data.reshape(self.shape.num_slots, -1)
+    def slots(self) -> NDArray[np.uint8]:
+        """Every slot, uint8, `(num_slots, num_parts, part_size_bytes)`, in place.
 
-    def slot_bytes(self, slot: int) -> NDArray[np.uint8]:
-        """View the bytes of a slot, uint8, `(num_parts, part_size_bytes)`, in place."""
-        view: NDArray[np.uint8] = self._data[slot]
-        return view
+        Keeps the memory mapped.
+        """
+        return self._data
 
     def close(self) -> None:
         """Release the memory; the last process frees it. May be called again."""

@@ -5,17 +5,20 @@ from collections.abc import Sequence
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.storage.backend import DONE, Begun, ImmediateBackend, Outcome
+from kvxfer.storage.backend import DONE, Begun, ImmediateMover, Outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
 from kvxfer.storage.threads import Threads
 
 SLOT_BYTES = 8
+"""Bytes of the slot's number in a key."""
+
 NUM_THREADS = 2
+"""Threads for what cannot be moved on the polling thread: stores from a GPU."""
 
 
 def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:
-    """Make the key of a slot and the block in it, for a `SlotBackend`.
+    """Make the key of a slot and the block in it, for a `SlotMover`.
 
     Args:
         key: The block's own key.
@@ -25,7 +28,7 @@ def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:
     return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
 
 
-class SlotBackend(ImmediateBackend):
+class SlotMover(ImmediateMover):
     """One worker's part of a host pool: writes and reads the slots that `slot_key` names.
 
     In an engine of several processes the scheduler keeps the index and decides what goes where;
@@ -33,11 +36,11 @@ class SlotBackend(ImmediateBackend):
     reads or writes it, and verify it before it is read: the worker only compares its tag, so that
     no byte is hashed twice.
 
-    A backend for a `TransferEngine`, not one to keep blocks in: which block is in a slot is the
-    scheduler's to say. So a store overwrites the slot, whatever is in it, and nothing is deleted.
+    No backend: which block is in a slot is the scheduler's to say. So a store overwrites the slot,
+    whatever is in it, and nothing is looked up or deleted.
 
     Args:
-        pool: The pool, mapped by this process; closed with the backend.
+        pool: The pool, mapped by this process; closed with this.
         part: Index of this worker's part in every slot.
         num_writers: Workers that share this part because they keep the same bytes; they take turns
             to write it, by slot.
@@ -57,20 +60,17 @@ class SlotBackend(ImmediateBackend):
         self._guard = CallGuard("slots of a host pool")
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
-        """See `Backend.attach` and `HostPool.attach`."""
+        """See `BlockMover.attach` and `HostPool.attach`."""
         self._pool.attach(memory)
-
-    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`: whether every worker has finished each slot for its key."""
-        self._guard.check_batch(keys)
-        return [self._pool.holds(*_split(key)) for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Overwrite the slot in each block's key with the block, if it is this worker's turn."""
+        self._guard.check()
         return await self._threads.run(self._store, keys, blocks)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """Read each block from the slot in its key, if the slot holds the block."""
+        self._guard.check()
         return [*await self._threads.run(lambda: self.begin_load(keys, blocks).wait())]
 
     def begin_store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
@@ -83,13 +83,8 @@ class SlotBackend(ImmediateBackend):
         slots, names = zip(*map(_split, keys), strict=True)
         return Begun(*self._pool.begin_read(slots, names, blocks, part=self._part, verified=True))
 
-    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Delete nothing: slots belong to the process that keeps the index."""
-        self._guard.check_batch(keys)
-        return [False] * len(keys)
-
     async def aclose(self) -> None:
-        """See `Backend.aclose`."""
+        """See `BlockMover.aclose`."""
         if self._guard.close():
             await self._threads.aclose()
             self._pool.close()

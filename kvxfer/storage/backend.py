@@ -5,7 +5,6 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
@@ -75,11 +74,8 @@ def pick_outcome(one: Outcome, other: Outcome, *, memory_safe: bool) -> Outcome:
     return dataclasses.replace(chosen, memory_safe=memory_safe)
 
 
-class Backend(ABC):
-    """Storage of blocks in one medium: moves described blocks to and from it.
-
-    One constructor form for all: `Backend(config, namespace)`. Blocks of one namespace are
-    never visible through another.
+class BlockMover(ABC):
+    """What moves described blocks to and from places that keys name: a backend, or slots.
 
     Implementors must:
 
@@ -90,11 +86,10 @@ class Backend(ABC):
       whose outcome has `memory_safe=False`. When cancelled, wait until nothing touches the memory,
       then raise `CancelledError`; transfers that cannot be waited for are waited for in `drain`;
     - keep no reference to the descriptors past the call;
-    - raise only for misuse and when the backend as a whole is gone;
-    - run `kvxfer.testing.BackendTests` in their own test suite.
+    - raise only for misuse and when the medium as a whole is gone.
 
     Attributes:
-        memory_kinds: Device types whose memory the backend reads and writes directly.
+        memory_kinds: Device types whose memory is read and written directly.
     """
 
     memory_kinds: frozenset[str] = frozenset({"cpu"})
@@ -105,7 +100,48 @@ class Backend(ABC):
         May be called several times, before any other method. Blocks may be elsewhere, too.
         """
 
-    async def start(self) -> None:  # noqa: B027 - most have nothing to start
+    @abstractmethod
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Copy block i of `blocks` to the place of `keys[i]`.
+
+        Raises:
+            LengthMismatchError: `keys` and `blocks` differ in length.
+            DuplicateError: A key appears twice.
+            ClosedError: The mover was closed.
+        """
+
+    @abstractmethod
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Copy the block at the place of `keys[i]` to block i of `blocks`.
+
+        Raises: as `store`.
+        """
+
+    async def drain(self) -> None:  # noqa: B027 - most never leave memory unsafe
+        """Wait until memory that earlier calls left unsafe is quiet, or the mover closed."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Release every resource; may be called again. Later calls raise `ClosedError`."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+
+class Backend(BlockMover):
+    """Storage of blocks in one medium: keeps each block under its key.
+
+    One constructor form for all: `Backend(config, namespace)`. Blocks of one namespace are
+    never visible through another.
+
+    Implementors must keep to `BlockMover`, too, and run `kvxfer.testing.BackendTests` in their
+    own test suite.
+    """
+
+    async def start(self) -> None:
         """Start services such as a listener before the first call; raise if that fails."""
 
     @abstractmethod
@@ -114,22 +150,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Copy block i of `blocks` to the medium under `keys[i]`.
+        """Copy block i of `blocks` to the medium under `keys[i]`; errors as `BlockMover.store`.
 
         Storing a key that is present already is `DONE` and leaves the stored bytes as they are, if
         they cover all that block i has of its chunk. Otherwise block i replaces them.
-
-        Raises:
-            LengthMismatchError: `keys` and `blocks` differ in length.
-            DuplicateError: A key appears twice.
-            ClosedError: The backend was closed.
-        """
-
-    @abstractmethod
-    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Copy the block under `keys[i]` to block i of `blocks`.
-
-        Raises: as `store`.
         """
 
     @abstractmethod
@@ -139,26 +163,8 @@ class Backend(ABC):
         A block that is in use at that moment may stay.
         """
 
-    async def flush(self) -> None:  # noqa: B027 - most have nothing to write back or to sync
+    async def flush(self) -> None:
         """Wait until every block stored before is in each tier, and synced to the disk."""
-
-    async def drain(self) -> None:  # noqa: B027 - most never leave memory unsafe
-        """Wait until memory that earlier calls left unsafe is quiet, or the backend closed."""
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """Release every resource; may be called again. Later calls raise `ClosedError`."""
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
 
 class Begun:
@@ -211,8 +217,8 @@ class Begun:
             self._release()
 
 
-class ImmediateBackend(Backend):
-    """Backend in memory of this machine, which also moves blocks without an event loop or a thread.
+class ImmediateMover(BlockMover):
+    """Mover within this machine's memory, which also needs no event loop and no thread.
 
     The bytes are moved on the calling thread, or by a device, which goes on after the call. The
     methods may be called on any thread, also while `store` and `load` run on an event loop. Every

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.storage.backend import Backend, Begun, ImmediateBackend, Outcome, Status
+from kvxfer.storage.backend import Begun, BlockMover, ImmediateMover, Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S, begin_call, poll_begun
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
@@ -43,12 +43,12 @@ class BegunJobs:
     Any thread may call any method; the asynchronous ones are for an event loop.
 
     Args:
-        backend: Backend that reaches the memory of the caches.
+        backend: Mover that reaches the memory of the caches.
         memory: The memory of the caches.
     """
 
-    def __init__(self, backend: Backend, memory: CacheMemory) -> None:
-        self._backend = backend if isinstance(backend, ImmediateBackend) else None
+    def __init__(self, backend: BlockMover, memory: CacheMemory) -> None:
+        self._backend = backend if isinstance(backend, ImmediateMover) else None
         self._memory = memory
         self._begun: dict[JobId, _BegunJob] = {}
         self._ended: deque[Job] = deque()
@@ -157,7 +157,7 @@ class BegunJobs:
             self._ask(each)
             self._settle(each)
 
-    def _go_on(self, backend: ImmediateBackend, job_ids: Collection[JobId], until: float) -> None:
+    def _go_on(self, backend: ImmediateMover, job_ids: Collection[JobId], until: float) -> None:
         """Move one slice of these jobs, loads first, and further ones until a time."""
         waiting = [self._begun[job_id] for job_id in job_ids if job_id in self._begun]
         for each in sorted(waiting, key=lambda each: each.job.direction):
@@ -166,7 +166,7 @@ class BegunJobs:
                 if time.monotonic() >= until:
                     return
 
-    def _begin_piece(self, backend: ImmediateBackend, each: _BegunJob) -> bool:
+    def _begin_piece(self, backend: ImmediateMover, each: _BegunJob) -> bool:
         """Begin the next piece; False where that takes a thread, or has to wait for others."""
         job, piece = each.job, each.pieces[0]
         if change := self._memory.describe_change():

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.backend import BlockMover, Outcome, Status
 from kvxfer.storage.calls import call_backend
 from kvxfer.transfer.admission import Admission
 from kvxfer.transfer.begun_jobs import BegunJobs
@@ -20,7 +20,7 @@ class JobMover:
     """Mover of jobs between caches and a backend. Owned by one event loop.
 
     Args:
-        backend: Backend that reaches the memory of the caches.
+        backend: Mover that reaches the memory of the caches.
         memory: The memory of the caches.
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
 
@@ -28,7 +28,7 @@ class JobMover:
         begun: Jobs that need no event loop. Loads of these go before whatever is moved here.
     """
 
-    def __init__(self, backend: Backend, memory: CacheMemory, max_bytes_in_flight: int) -> None:
+    def __init__(self, backend: BlockMover, memory: CacheMemory, max_bytes_in_flight: int) -> None:
         self._backend = backend
         self._memory = memory
         self._admission = Admission(max_bytes_in_flight)

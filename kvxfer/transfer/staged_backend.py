@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
@@ -14,7 +14,7 @@ from kvxfer.errors import ClosedError, DeviceError, DeviceLostError, InvalidArgu
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.backend import DONE, Backend, BlockMover, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
@@ -22,6 +22,8 @@ from kvxfer.storage.threads import Threads
 from kvxfer.transfer.job import Direction
 
 logger = logging.getLogger(__name__)
+
+MoverT = TypeVar("MoverT", bound=BlockMover)
 
 _MovePart = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
 
@@ -220,17 +222,17 @@ class StagedBackend(Backend):
 
 
 def stage(
-    backend: Backend,
+    backend: MoverT,
     caches: CanonicalKVCaches,
     largest_block_bytes: int,
     opened: ExitStack,
     *,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
-) -> Backend:
+) -> MoverT | StagedBackend:
     """Wrap a backend in staging buffers, unless it reaches the memory of caches itself.
 
     Args:
-        backend: The backend.
+        backend: The backend, or another mover, which has to reach the caches itself.
         caches: The caches.
         largest_block_bytes: See `StagedBackend`.
         opened: Exit stack that closes the copy engine opened here; not the backend.
@@ -246,7 +248,8 @@ def stage(
     kinds = {each.tensor.device.type for each in caches.tensors}
     if kinds <= backend.memory_kinds:
         return backend
-    if kinds - backend.memory_kinds != {"cuda"} or "cpu" not in backend.memory_kinds:
+    staged = kinds - backend.memory_kinds == {"cuda"} and "cpu" in backend.memory_kinds
+    if not staged or not isinstance(backend, Backend):
         reachable = ", ".join(sorted(backend.memory_kinds))
         raise InvalidArgumentError("device of caches", sorted(kinds), f"one of {reachable}")
     copy_engine = DeviceCopyEngine()

@@ -53,7 +53,7 @@ class Holders:
         """Change a byte of a stored block."""
         own = self._own(holder)
         slot = own._index.slot_of(BlockKey(bytes.fromhex(key)))
-        own._pool.slot_bytes(slot)[0, 5] ^= 1
+        own._pool.slots[slot][0, 5] ^= 1
         return None
 
     async def do_delete(self, holder: int, keys: list[str]) -> object:

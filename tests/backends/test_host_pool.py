@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.backends.host import HostPool, PoolShape, SlotBackend, slot_key
+from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.errors import ClosedError, InvalidArgumentError
@@ -82,7 +82,7 @@ def test_a_flipped_bit_in_any_part_is_found_and_not_read(
 ) -> None:
     for each in (0, 1):
         write(pool, memory, part=each)
-    pool.slot_bytes(3)[part, offset] ^= 0x10
+    pool.slots[3][part, offset] ^= 0x10
     assert pool.verify(3, KEY).status is Status.CORRUPT
     before = memory.snapshot()
     (outcome,) = pool.read([3], [KEY], memory.describe(0, [5, 6]), part=part)
@@ -133,28 +133,29 @@ async def test_keys_name_their_slot_and_are_checked_like_any_other(
 ) -> None:
     shape = PoolShape(num_slots=4, num_parts=1, part_size_bytes=4096)
     pool = HostPool(shape, memory.namespace(), CPUCopyEngine(num_threads=1))
-    async with SlotBackend(pool, part=0) as backend:
+    async with SlotMover(pool, part=0) as slots:
         blocks = memory.describe(0, [1, 2, 3, 4])
         named = [slot_key(KEY, 2, 0), slot_key(OTHER, 0, 0)]
         payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in (KEY, OTHER)]
         write_payloads(blocks, payloads)
-        assert all(outcome.done for outcome in await backend.store(named, blocks))
-        assert await backend.lookup([*named, slot_key(KEY, 1, 0)]) == [True, True, False]
+        assert all(outcome.done for outcome in await slots.store(named, blocks))
+        assert [pool.holds(2, KEY), pool.holds(0, OTHER), pool.holds(1, KEY)] == [True, True, False]
         swapped = [slot_key(OTHER, 2, 0), slot_key(OTHER, 0, 0)]
         target = memory.describe(0, [6, 7, 0, 5])
-        outcomes = await backend.load(swapped, target)
+        outcomes = await slots.load(swapped, target)
         assert [outcome.status for outcome in outcomes] == [Status.MISSING, Status.DONE]
         assert read_payloads(target)[1] == payloads[1]
-        assert await backend.delete(named) == [False, False]
     with pytest.raises(ClosedError):
-        await backend.lookup(named)
+        await slots.load(named, target)
+    with pytest.raises(ClosedError):
+        await slots.store(named, blocks)
 
 
 def test_what_was_verified_before_is_read_without_hashing_it_again(
     pool: HostPool, memory: BlockMemory
 ) -> None:
     write(pool, memory, part=0)
-    pool.slot_bytes(3)[0, 0] ^= 1
+    pool.slots[3][0, 0] ^= 1
     (outcome,) = pool.read([3], [KEY], memory.describe(0, [5, 6]), verified=True)
     assert outcome.done
     (outcome,) = pool.read([3], [OTHER], memory.describe(0, [5, 6]), verified=True)
@@ -164,13 +165,13 @@ def test_what_was_verified_before_is_read_without_hashing_it_again(
 def test_a_sealed_slot_holds_every_byte_that_was_put_there_and_is_verified(
     pool: HostPool, memory: BlockMemory
 ) -> None:
-    pool.rows[3] = 7
+    pool.slots[3] = 7
     pool.seal([3], [KEY])
     assert pool.verify(3, KEY).done
     blocks = memory.describe(0, [5, 6])
     assert [outcome.done for outcome in pool.read([3], [KEY], blocks, part=1)] == [True]
     assert read_payloads(blocks) == [b"\7" * 2048]
-    pool.rows[3, SHAPE.slot_size_bytes - 1] ^= 1
+    pool.slots[3, -1, -1] ^= 1
     assert pool.verify(3, KEY).status is Status.CORRUPT
 
 

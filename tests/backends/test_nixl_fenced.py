@@ -65,7 +65,7 @@ def flip(pair: Pair, key: BlockKey) -> None:
     """Flip a bit of the holder's memory, which no writer does."""
     assert isinstance(pair.holder._own, HostBackend)
     slot = pair.holder._own._index.slot_of(key)
-    pair.holder._own._pool.slot_bytes(slot)[0, 5] ^= 1
+    pair.holder._own._pool.slots[slot][0, 5] ^= 1
 
 
 @pytest.mark.parametrize("grade", GRADES)
@@ -100,7 +100,7 @@ async def test_a_pinned_block_that_the_holder_overwrites_all_the_same_has_failed
         assert isinstance(pair.holder._own, HostBackend)
         pool, slot = pair.holder._own._pool, pair.holder._own._index.slot_of(KEYS[0])
         pool.unseal([slot])
-        pool.slot_bytes(slot)[:] = 0
+        pool.slots[slot][:] = 0
         pair.stalled.release()
         seen, read = await loading
         assert seen == [FAILED, DONE]

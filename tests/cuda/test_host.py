@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.backends.host import HostPool, PoolShape, SlotBackend, slot_key
+from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer import PolledEngine
 from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 
@@ -118,17 +118,19 @@ def test_caches_on_a_device_that_is_not_there_are_refused_at_once(gpu: Simulated
         )
 
 
-async def test_workers_of_one_engine_share_a_pool_across_devices(gpu: SimulatedGpu) -> None:
+def test_workers_of_one_engine_share_a_pool_across_devices(gpu: SimulatedGpu) -> None:
     workers = [EngineCaches(gpu, device_index=index) for index in (0, 1)]
     before = [worker.blocks for worker in workers]
     page_bytes = before[0].shape[2] * len(before[0])
     shape = PoolShape.fit(capacity_bytes=8 << 20, num_parts=2, part_size_bytes=page_bytes)
     for part, worker in enumerate(workers):
         pool = HostPool(shape, NAMESPACE, DeviceCopyEngine())
-        async with TransferEngine(worker.caches, SlotBackend(pool, part=part)) as engine:
-            keys = [slot_key(key, slot, 0) for slot, key in enumerate(KEYS)]
-            assert all(outcome.done for outcome in await engine.store(keys, [range(20)]))
-            assert all(outcome.done for outcome in await engine.load(keys, [range(20, 40)]))
+        engine = PolledEngine(worker.caches, SlotMover(pool, part=part))
+        keys = [slot_key(key, slot, 0) for slot, key in enumerate(KEYS)]
+        assert engine.wait([engine.submit_store(keys, [range(20)])], timeout_s=10)
+        assert engine.wait([engine.submit_load(keys, [range(20, 40)])], timeout_s=10)
+        assert [job.done for job in engine.get_finished()] == [True, True]
+        engine.close()
         assert np.array_equal(worker.blocks[:, 20:40], before[part][:, :20])
 
 

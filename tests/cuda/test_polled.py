@@ -9,11 +9,10 @@ import pytest
 import torch
 
 import kvxfer
-from kvxfer.backends.host import HostBackend, HostPool, PoolShape, SlotBackend, slot_key
+from kvxfer.backends.host import HostBackend, HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.storage.backend import Status
-from kvxfer.transfer import submissions
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer import PolledEngine, submissions
 from kvxfer.transfer.job import FinishedJob, JobId
 from tests.cuda.engine_caches import EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
@@ -40,12 +39,12 @@ def engine_caches(gpu: SimulatedGpu) -> EngineCaches:
 
 
 @pytest.fixture
-def engine(gpu: SimulatedGpu, engine_caches: EngineCaches) -> Iterator[TransferEngine]:
+def engine(gpu: SimulatedGpu, engine_caches: EngineCaches) -> Iterator[PolledEngine[SlotMover]]:
     """Engine over the slots of a pool, in which blocks are stored."""
     layers, _, page_bytes = engine_caches.blocks.shape
     shape = PoolShape(num_slots=NUM_KEYS, num_parts=1, part_size_bytes=layers * page_bytes)
     pool = HostPool(shape, NAMESPACE, DeviceCopyEngine())
-    engine = TransferEngine(engine_caches.caches, SlotBackend(pool, part=0))
+    engine = PolledEngine(engine_caches.caches, SlotMover(pool, part=0))
     stored = engine.submit_store(SLOT_KEYS, STORED)
     assert engine.wait([stored], timeout_s=10)
     assert engine.get_finished()[0].done
@@ -54,7 +53,7 @@ def engine(gpu: SimulatedGpu, engine_caches: EngineCaches) -> Iterator[TransferE
     engine.close()
 
 
-def poll(engine: TransferEngine, job_id: JobId) -> FinishedJob:
+def poll(engine: PolledEngine[SlotMover], job_id: JobId) -> FinishedJob:
     """Poll as the loop of an engine does."""
     end = time.monotonic() + 10
     while time.monotonic() < end:
@@ -64,7 +63,7 @@ def poll(engine: TransferEngine, job_id: JobId) -> FinishedJob:
     raise TimeoutError
 
 
-def wait_until_quiet(engine: TransferEngine, job_id: JobId) -> None:
+def wait_until_quiet(engine: PolledEngine[SlotMover], job_id: JobId) -> None:
     end = time.monotonic() + 10
     while engine.may_touch(job_id):
         assert time.monotonic() < end, "the memory stays in use"
@@ -79,7 +78,7 @@ def refuse_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_load_takes_no_thread_and_ends_when_the_device_says_so(
     gpu: SimulatedGpu,
-    engine: TransferEngine,
+    engine: PolledEngine[SlotMover],
     engine_caches: EngineCaches,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -104,7 +103,7 @@ def test_a_load_takes_no_thread_and_ends_when_the_device_says_so(
 
 @pytest.mark.parametrize("way", ["deadline", "cancel"])
 def test_a_load_that_is_given_up_leaves_memory_unsafe_until_the_device_is_done(
-    gpu: SimulatedGpu, engine: TransferEngine, way: str
+    gpu: SimulatedGpu, engine: PolledEngine[SlotMover], way: str
 ) -> None:
     gpu.set("paused", 1)
     job_id = engine.submit_load(SLOT_KEYS, LOADED, timeout_s=0.05 if way == "deadline" else 60)
@@ -120,7 +119,7 @@ def test_a_load_that_is_given_up_leaves_memory_unsafe_until_the_device_is_done(
 
 
 def test_a_lost_device_is_an_outcome_of_every_block(
-    gpu: SimulatedGpu, engine: TransferEngine
+    gpu: SimulatedGpu, engine: PolledEngine[SlotMover]
 ) -> None:
     gpu.set("paused", 1)
     job_id = engine.submit_load(SLOT_KEYS, LOADED)
@@ -130,7 +129,9 @@ def test_a_lost_device_is_an_outcome_of_every_block(
         assert "CUDA_ERROR_ECC_UNCORRECTABLE" in outcome.reason
 
 
-def test_a_store_waits_for_loads_that_were_begun(gpu: SimulatedGpu, engine: TransferEngine) -> None:
+def test_a_store_waits_for_loads_that_were_begun(
+    gpu: SimulatedGpu, engine: PolledEngine[SlotMover]
+) -> None:
     gpu.set("paused", 1)
     batches = gpu.get("num_batches")
     load = engine.submit_load(SLOT_KEYS, LOADED)
@@ -144,7 +145,7 @@ def test_a_store_waits_for_loads_that_were_begun(gpu: SimulatedGpu, engine: Tran
 
 @pytest.mark.parametrize("ended", ["drained", "closed"])
 def test_draining_and_closing_wait_for_the_device(
-    gpu: SimulatedGpu, engine: TransferEngine, ended: str
+    gpu: SimulatedGpu, engine: PolledEngine[SlotMover], ended: str
 ) -> None:
     gpu.set("paused", 1)
     engine.submit_load(SLOT_KEYS, LOADED)

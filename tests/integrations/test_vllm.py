@@ -179,7 +179,7 @@ def test_a_changed_byte_makes_a_chunk_a_miss_that_is_counted_and_can_be_stored_a
     key, other = keys_of(2)
     scheduler.store([key, other])
     for slot in range(NUM_SLOTS):
-        scheduler.pool.slot_bytes(slot)[1, PAGE_BYTES - 1] ^= 0x80
+        scheduler.pool.slots[slot][1, PAGE_BYTES - 1] ^= 0x80
     assert scheduler.lookup(key) is LookupResult.MISS
     assert scheduler.lookup(other) is LookupResult.MISS
     assert scheduler.counts()[metrics.CORRUPT] == 2

@@ -111,7 +111,7 @@ def test_a_chunk_that_is_corrupt_in_host_memory_is_promoted_from_below(start: St
     scheduler, (key,) = start(KeepingBackend()), keys_of(1)
     scheduler.store([key])
     scheduler.settle()
-    scheduler.pool.slot_bytes(scheduler.index.slot_of(key))[1, 7] ^= 1
+    scheduler.pool.slots[scheduler.index.slot_of(key)][1, 7] ^= 1
     assert scheduler.resolve([key]) == [HIT]
     assert scheduler.bytes_of(key) == payloads_of(key)
 
@@ -141,7 +141,7 @@ def test_bytes_that_changed_on_their_way_down_are_not_kept_below(start: Start) -
     backend = broken(Operation.STORE, hang=1.0)
     scheduler, (key,) = start(backend), keys_of(1)
     scheduler.store([key])
-    scheduler.pool.slot_bytes(scheduler.index.slot_of(key))[0, 7] ^= 1
+    scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
     backend.release()
     scheduler.forget()
     assert isinstance(backend.inner, KeepingBackend)
@@ -238,7 +238,7 @@ def test_a_chunk_that_is_corrupt_before_it_was_copied_is_not_copied(start: Start
     scheduler = start(backend)
     *others, key = keys_of(NUM_SLOTS)
     scheduler.store([*others, key])
-    scheduler.pool.slot_bytes(scheduler.index.slot_of(key))[0, 7] ^= 1
+    scheduler.pool.slots[scheduler.index.slot_of(key)][0, 7] ^= 1
     assert scheduler.lookup([key]) == [RETRY]
     backend.release()
     scheduler.until(lambda: not len(scheduler.manager._write_back))

@@ -119,7 +119,7 @@ class Scheduler:
         self.manager._write_back.forget(removed)
 
     def bytes_of(self, key: BlockKey) -> list[bytes]:
-        rows = self.pool.slot_bytes(self.index.slot_of(key))
+        rows = self.pool.slots[self.index.slot_of(key)]
         return [row.tobytes() for row in rows]
 
     def counts(self) -> dict[str, float]:
@@ -141,7 +141,12 @@ def schedulers() -> Iterator[Start]:
         shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
         pool = HostPool(shape, make_namespace(), CPUCopyEngine(num_threads=1))
         index = BlockIndex(num_slots, LRU(num_slots))
-        tier = LowerTier(pool.rows, 2, backend, timeouts=Timeouts(**{"reset": 0.1, **timeouts}))
+        tier = LowerTier(
+            pool.slots.reshape(pool.shape.num_slots, -1),
+            2,
+            backend,
+            timeouts=Timeouts(**{"reset": 0.1, **timeouts}),
+        )
         manager = TieredOffloadingManager(pool, index, tier, emit_events=True)
         started.append((Scheduler(manager, pool, index), backend))
         return started[-1][0]

@@ -30,7 +30,7 @@ async def corrupt_everywhere(backend: Backend, key: BlockKey) -> None:
         if not sum(await tier.lookup([key])):
             continue
         if isinstance(tier, HostBackend):
-            tier._pool.slot_bytes(tier._index.slot_of(key))[0, 0] ^= 1
+            tier._pool.slots[tier._index.slot_of(key)][0, 0] ^= 1
         else:
             assert isinstance(tier, DictBackend)
             tier.corrupt(key)

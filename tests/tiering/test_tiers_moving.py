@@ -224,7 +224,7 @@ async def test_a_block_that_is_corrupt_in_the_first_tier_heals(memory: BlockMemo
     async with opened(memory) as tiers:
         payloads = await store_generated(tiers.backend, KEYS, memory.describe(0, range(8)))
         await settle(tiers.backend)
-        tiers.first._pool.slot_bytes(tiers.first._index.slot_of(KEYS[3]))[0, 0] ^= 1
+        tiers.first._pool.slots[tiers.first._index.slot_of(KEYS[3])][0, 0] ^= 1
         assert await load_from(tiers.backend, memory, KEYS) == payloads
         assert await tiers.backend.lookup(KEYS) == [True] * 8
         assert await tiers.first.lookup(KEYS) == [True] * 8

@@ -53,7 +53,7 @@ class TestHostOverFiles(BackendTests):
             if await self.file.lookup([key]) == [True]:
                 break
         flip_bit(path_of(self.root, self.namespace, key), 8 * 4096)
-        self.host._pool.slot_bytes(self.host._index.slot_of(key))[0, 0] ^= 1
+        self.host._pool.slots[self.host._index.slot_of(key)][0, 0] ^= 1
 
 
 class HostOverFilesStateMachine(BackendStateMachine):

@@ -23,7 +23,7 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import engine as engine_module
+from kvxfer.transfer import polled_engine
 from kvxfer.transfer.engine import TransferEngine
 
 LIMIT_S = 10.0
@@ -216,7 +216,7 @@ class Stuck(DictBackend):
 async def test_closing_ends_in_time_and_says_what_it_left(
     memory: BlockMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(engine_module, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(polled_engine, "CLOSE_TIMEOUT_S", 0.05)
     backend = Stuck(memory)
     async with TransferEngine(memory.caches, backend) as engine:
         [outcome] = await engine.load(KEYS[:1], [[1]], timeout_s=0.01)

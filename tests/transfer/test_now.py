@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvxfer.backends.host import HostPool, PoolShape, SlotBackend, slot_key
+from kvxfer.backends.host import HostPool, PoolShape, SlotMover, slot_key
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import ClosedError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -16,8 +16,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import begun_jobs
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer import PolledEngine, begun_jobs
 from kvxfer.transfer.job import Direction, FinishedJob
 
 KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]
@@ -25,7 +24,7 @@ IDS = [[0, 1, 2, 3]]
 ELSEWHERE = [[8, 9, 10, 11]]
 
 
-class ToldBackend(SlotBackend):
+class ToldBackend(SlotMover):
     """Backend of slots that notes on which thread it moves what, and does as it is told."""
 
     def __init__(self, pool: HostPool) -> None:
@@ -69,13 +68,15 @@ def backend(memory: BlockMemory) -> ToldBackend:
 
 
 @pytest.fixture
-def engine(memory: BlockMemory, backend: ToldBackend) -> Iterator[TransferEngine]:
-    engine = TransferEngine(memory.caches, backend)
+def engine(memory: BlockMemory, backend: ToldBackend) -> Iterator[PolledEngine[ToldBackend]]:
+    engine = PolledEngine(memory.caches, backend)
     yield engine
     engine.close()
 
 
-def submit(engine: TransferEngine, ids: list[list[int]], *, store: bool = False) -> FinishedJob:
+def submit(
+    engine: PolledEngine[ToldBackend], ids: list[list[int]], *, store: bool = False
+) -> FinishedJob:
     """Submit a job that has ended when it was submitted."""
     job_id = (engine.submit_store if store else engine.submit_load)(KEYS, ids)
     [job] = engine.get_finished()
@@ -86,7 +87,7 @@ def submit(engine: TransferEngine, ids: list[list[int]], *, store: bool = False)
 
 
 def test_a_job_has_ended_when_it_was_submitted(
-    engine: TransferEngine, backend: ToldBackend, memory: BlockMemory
+    engine: PolledEngine[ToldBackend], backend: ToldBackend, memory: BlockMemory
 ) -> None:
     threads = threading.active_count()
     payloads = [make_payload(key, 4096) for key in KEYS]
@@ -100,13 +101,13 @@ def test_a_job_has_ended_when_it_was_submitted(
 
 
 def test_a_block_that_is_not_there_is_missing_and_the_others_are_done(
-    engine: TransferEngine,
+    engine: PolledEngine[ToldBackend],
 ) -> None:
     assert [each.status for each in submit(engine, IDS).outcomes] == [Status.MISSING] * 4
 
 
 def test_an_error_is_the_outcome_of_each_block(
-    engine: TransferEngine, backend: ToldBackend, caplog: pytest.LogCaptureFixture
+    engine: PolledEngine[ToldBackend], backend: ToldBackend, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend.error = OSError("no memory")
     job = submit(engine, IDS)
@@ -117,7 +118,7 @@ def test_an_error_is_the_outcome_of_each_block(
 
 
 def test_blocks_of_caches_that_the_engine_freed_have_failed(
-    engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch
+    engine: PolledEngine[ToldBackend], backend: ToldBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine._memory, "describe_change", lambda: "it was freed")
     job = submit(engine, IDS)
@@ -127,7 +128,10 @@ def test_blocks_of_caches_that_the_engine_freed_have_failed(
 
 @pytest.mark.parametrize("way", ["late", "second"])
 def test_what_is_not_first_and_in_time_goes_to_the_event_loop(
-    engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch, way: str
+    engine: PolledEngine[ToldBackend],
+    backend: ToldBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
 ) -> None:
     jobs = []
     if way == "second":
@@ -147,18 +151,19 @@ def test_what_is_not_first_and_in_time_goes_to_the_event_loop(
 async def test_an_event_loop_that_runs_on_the_thread_is_not_held_up(
     memory: BlockMemory, backend: ToldBackend
 ) -> None:
-    async with TransferEngine(memory.caches, backend) as engine:
-        job_id = engine.submit_load(KEYS, IDS)
-        while not engine.get_finished():  # noqa: ASYNC110 - polled, as an engine does
-            await asyncio.sleep(0)
-        assert engine.wait([job_id])
+    engine = PolledEngine(memory.caches, backend)
+    job_id = engine.submit_load(KEYS, IDS)
+    while not engine.get_finished():  # noqa: ASYNC110 - polled, as an engine does
+        await asyncio.sleep(0)
+    assert engine.wait([job_id])
     assert backend.was_here == [False]
+    await asyncio.to_thread(engine.close)
 
 
 def test_closing_waits_for_a_job_that_another_thread_moves(
     memory: BlockMemory, backend: ToldBackend
 ) -> None:
-    engine = TransferEngine(memory.caches, backend)
+    engine = PolledEngine(memory.caches, backend)
     backend.may_go_on.clear()
     moving = threading.Thread(target=engine.submit_load, args=(KEYS, IDS))
     moving.start()
@@ -188,7 +193,7 @@ class TestLongJobs:
     """A long job goes on slice by slice, whenever the engine polls."""
 
     def test_each_poll_moves_one_slice(
-        self, engine: TransferEngine, backend: ToldBackend, memory: BlockMemory
+        self, engine: PolledEngine[ToldBackend], backend: ToldBackend, memory: BlockMemory
     ) -> None:
         payloads = [make_payload(key, 4096) for key in KEYS]
         write_payloads(memory.describe(0, IDS[0]), payloads)
@@ -202,14 +207,19 @@ class TestLongJobs:
         assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
 
     def test_more_is_moved_after_a_long_pause(
-        self, engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch
+        self,
+        engine: PolledEngine[ToldBackend],
+        backend: ToldBackend,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(begun_jobs, "SHARE", 1e6)
         engine.submit_store(KEYS, IDS)
         [job] = engine.get_finished()
         assert (job.done, backend.num_stored) == (True, [1, 1, 1, 1])
 
-    def test_a_wait_moves_the_rest(self, engine: TransferEngine, backend: ToldBackend) -> None:
+    def test_a_wait_moves_the_rest(
+        self, engine: PolledEngine[ToldBackend], backend: ToldBackend
+    ) -> None:
         jobs = [engine.submit_store(KEYS[2 * at :][:2], [IDS[0][2 * at :][:2]]) for at in (0, 1)]
         assert engine.wait(jobs[:1], timeout_s=10)
         assert backend.num_stored == [1, 1, 1], "a slice of the other store, too"
@@ -221,14 +231,14 @@ class TestLongJobs:
         assert all(backend.was_here)
 
     def test_a_wait_without_time_moves_no_more_than_a_slice(
-        self, engine: TransferEngine, backend: ToldBackend
+        self, engine: PolledEngine[ToldBackend], backend: ToldBackend
     ) -> None:
         job_id = engine.submit_store(KEYS, IDS)
         assert not engine.wait([job_id], timeout_s=0)
         assert sum(backend.num_stored) < 4
 
     def test_a_load_goes_first(
-        self, engine: TransferEngine, backend: ToldBackend, memory: BlockMemory
+        self, engine: PolledEngine[ToldBackend], backend: ToldBackend, memory: BlockMemory
     ) -> None:
         payloads = [make_payload(key, 4096) for key in KEYS]
         write_payloads(memory.describe(0, IDS[0]), payloads)
@@ -245,7 +255,7 @@ class TestLongJobs:
     @pytest.mark.parametrize("way", ["cancel", "deadline", "close", "freed"])
     def test_what_was_not_stored_says_why_and_is_safe(
         self,
-        engine: TransferEngine,
+        engine: PolledEngine[ToldBackend],
         backend: ToldBackend,
         monkeypatch: pytest.MonkeyPatch,
         way: str,
@@ -271,7 +281,7 @@ class TestLongJobs:
         assert backend.num_stored == [1]
 
     def test_a_slice_that_has_to_wait_is_tried_again(
-        self, engine: TransferEngine, backend: ToldBackend
+        self, engine: PolledEngine[ToldBackend], backend: ToldBackend
     ) -> None:
         engine.submit_store(KEYS, IDS)
         backend.has_to_wait = True
@@ -281,7 +291,7 @@ class TestLongJobs:
         assert last[0].done
 
     async def test_draining_moves_the_rest(
-        self, engine: TransferEngine, backend: ToldBackend
+        self, engine: PolledEngine[ToldBackend], backend: ToldBackend
     ) -> None:
         job_id = await asyncio.to_thread(engine.submit_store, KEYS, IDS)
         await engine.drain()

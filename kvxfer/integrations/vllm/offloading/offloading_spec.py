@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PoolShape, SlotBackend
+from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PoolShape, SlotMover
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
@@ -45,7 +45,8 @@ from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.tiering.tiered_backend import TieredBackend
-from kvxfer.transfer.engine import DEFAULT_MAX_BYTES_IN_FLIGHT, TransferEngine
+from kvxfer.transfer import PolledEngine
+from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT
 
 
 class KVXferOffloadingSpec(OffloadingSpec):
@@ -97,15 +98,15 @@ class KVXferOffloadingSpec(OffloadingSpec):
             identity = self._identify(caches) if self._lower else None
             copies = num_copies(identity.pages if identity else None, self.config)
             part, turn = divmod(self.config.parallel.rank, copies)
-            backend = SlotBackend(
+            slots = SlotMover(
                 self._open_pool(copies),
                 part=part,
                 num_writers=1 if self.replicated_layout else copies,
                 writer_index=0 if self.replicated_layout else turn,
             )
-            engine = TransferEngine(
+            engine = PolledEngine(
                 caches,
-                backend,
+                slots,
                 blocks_per_chunk=self.blocks_per_chunk,
                 max_bytes_in_flight=DEFAULT_MAX_BYTES_IN_FLIGHT,
                 timeout_s=None,  # host copies always end; a failed load would end the engine
@@ -136,7 +137,12 @@ class KVXferOffloadingSpec(OffloadingSpec):
         namespace = portable_namespace(rows, mappings)
         backends = [backend_type(config, namespace) for backend_type, config in self._lower]
         backend = backends[0] if len(backends) == 1 else TieredBackend(backends, namespace)
-        return LowerTier(pool.rows, len(namespace.groups), backend, mappings=mappings)
+        return LowerTier(
+            pool.slots.reshape(pool.shape.num_slots, -1),
+            len(namespace.groups),
+            backend,
+            mappings=mappings,
+        )
 
     def _identify(self, caches: OurCaches) -> WorkerIdentity:
         vllm_config = get_current_vllm_config_or_none()

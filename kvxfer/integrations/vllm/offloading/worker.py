@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.host import slot_key
+from kvxfer.backends.host import SlotMover, slot_key
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.vllm.offloading.interface import (
@@ -17,7 +17,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer import PolledEngine
 from kvxfer.transfer.job import Direction, JobId
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
     are verified before the scheduler promises them.
 
     Args:
-        engine: Engine that moves blocks to a `SlotBackend`; closed on `shutdown`.
+        engine: Engine that moves blocks to slots; closed on `shutdown`.
         group_ids: Index in vLLM's keys of each group of the caches.
         blocks_per_chunk: Blocks stored under one key.
         closes: Segments that are closed on `shutdown`, too.
@@ -39,7 +39,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
 
     def __init__(
         self,
-        engine: TransferEngine,
+        engine: PolledEngine[SlotMover],
         *,
         group_ids: Sequence[int],
         blocks_per_chunk: int,
