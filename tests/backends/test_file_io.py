@@ -24,6 +24,7 @@ from kvxfer.backends.file.io import (
     PosixFileIO,
     Result,
     UringFileIO,
+    open_engine,
 )
 from kvxfer.backends.host.segment import SHARED_MEMORY
 from tests.backends.file_store import has_uring
@@ -507,3 +508,13 @@ def test_where_no_more_rings_can_be_had_plain_calls_take_over(
     for each in (fd, folder_fd):
         os.close(each)
     engine.close()
+
+
+def test_where_io_uring_is_forbidden_plain_calls_are_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    assert type(open_engine("auto")) is PosixFileIO
