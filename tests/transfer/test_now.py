@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import begun
+from kvxfer.transfer.begun import Slices
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, FinishedJob
 
@@ -69,8 +70,13 @@ def backend(memory: BlockMemory) -> ToldBackend:
 
 
 @pytest.fixture
-def engine(memory: BlockMemory, backend: ToldBackend) -> Iterator[TransferEngine]:
-    engine = TransferEngine(memory.caches, backend)
+def slices() -> Slices:
+    return Slices()
+
+
+@pytest.fixture
+def engine(memory: BlockMemory, backend: ToldBackend, slices: Slices) -> Iterator[TransferEngine]:
+    engine = TransferEngine(memory.caches, backend, slices=slices)
     yield engine
     engine.close()
 
@@ -176,16 +182,13 @@ def test_closing_waits_for_a_job_that_another_thread_moves(
         engine.submit_load(KEYS, IDS)
 
 
-@pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of one block, and no more of them after a long pause."""
-    monkeypatch.setattr(begun, "SLICE_BYTES", {Direction.LOAD: 8192, Direction.STORE: 4096})
-    monkeypatch.setattr(begun, "SHARE", 0)
-
-
-@pytest.mark.usefixtures("slices")
 class TestLongJobs:
     """A long job goes on slice by slice, whenever the engine polls."""
+
+    @pytest.fixture
+    def slices(self) -> Slices:
+        """Slices of one block, and no more of them after a long pause."""
+        return Slices(load_bytes=8192, store_bytes=4096, share=0)
 
     def test_each_poll_moves_one_slice(
         self, engine: TransferEngine, backend: ToldBackend, memory: BlockMemory
@@ -202,12 +205,13 @@ class TestLongJobs:
         assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
 
     def test_more_is_moved_after_a_long_pause(
-        self, engine: TransferEngine, backend: ToldBackend, monkeypatch: pytest.MonkeyPatch
+        self, memory: BlockMemory, backend: ToldBackend, slices: Slices
     ) -> None:
-        monkeypatch.setattr(begun, "SHARE", 1e6)
+        engine = TransferEngine(memory.caches, backend, slices=replace(slices, share=1e6))
         engine.submit_store(KEYS, IDS)
         [job] = engine.get_finished()
         assert (job.done, backend.num_stored) == (True, [1, 1, 1, 1])
+        engine.close()
 
     def test_a_wait_moves_the_rest(self, engine: TransferEngine, backend: ToldBackend) -> None:
         jobs = [engine.submit_store(KEYS[2 * at :][:2], [IDS[0][2 * at :][:2]]) for at in (0, 1)]
