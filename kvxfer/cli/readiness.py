@@ -12,7 +12,6 @@ from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import BackendUnavailableError
 
 PATH = "/ready"
-REQUEST_TIMEOUT_S = 5.0
 MAX_REQUEST_BYTES = 8192
 
 logger = logging.getLogger(__name__)
@@ -24,14 +23,18 @@ class Readiness:
     Args:
         endpoint: Endpoint to listen at.
         is_ready: Returns whether the process is ready.
+        timeout_s: Time for a request to arrive and its answer to leave.
 
     Attributes:
         endpoint: As given; port 0 becomes the real port.
     """
 
-    def __init__(self, endpoint: Endpoint, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, endpoint: Endpoint, is_ready: Callable[[], bool], *, timeout_s: float = 5.0
+    ) -> None:
         self.endpoint = endpoint
         self._is_ready = is_ready
+        self._timeout_s = timeout_s
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -67,7 +70,7 @@ class Readiness:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A request that is empty, too slow or too large is not answered.
         with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 request = await reader.readuntil(b"\r\n\r\n")
                 writer.write(_response(self._status(request)))
                 await writer.drain()
