@@ -38,8 +38,6 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.staging_memory import StagingMemory
 
-STAGING_BYTES = 64 << 20
-
 T = TypeVar("T")
 
 Home: TypeAlias = Client | LendingBackend
@@ -93,7 +91,7 @@ class NixlBackend(Backend):
         self._hasher = BlockHasher()
         self._quarantine = Quarantine()
         largest = max(self._guard.chunk_sizes)
-        self._staging = StagingMemory(STAGING_BYTES, largest, self._quarantine.drain)
+        self._staging = StagingMemory(config.staging, largest, self._quarantine.drain)
         self._generations = generations_memory(self._quarantine.drain) if config.is_fenced else None
         self._clients: dict[Endpoint, Client] = {}
         self._former_clients: list[Client] = []

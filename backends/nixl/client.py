@@ -40,10 +40,14 @@ STAGED_BYTES = 16 << 20
 
 PIECE_BYTES = 64 << 20
 """Bytes of a piece of any other one. A holder that lends by way of staging memory must have room
-for them, with blocks padded to multiples of 4096 bytes: see `standalone.STAGING_BYTES`."""
+for them, with blocks padded to multiples of 4096 bytes: see `standalone.LENDING_BYTES`."""
 
 PIECES_IN_FLIGHT = 3
+"""Most pieces at a peer at one time: one is moved, the next is asked for, the last is hashed."""
+
 SMALL_PIECE_BYTES = 4 << 10
+"""Bytes below which fragments cost more each than for their bytes."""
+
 MANY_PIECES = 16
 """Most fragments of a block that are smaller than that; more are gathered in staging memory before
 they are sent."""

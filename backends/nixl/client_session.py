@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
@@ -57,7 +58,9 @@ from kvxfer.storage.lending import (
 )
 
 MAX_REQUESTS = 64
-MAX_DATA_CONNECTIONS = 8
+"""Most requests and pins of one peer at one time: pins keep blocks from being evicted."""
+
+MAX_DATA_CONNECTIONS = 4 * MAX_LINES
 """Most data connections of one peer, in both directions together: twice what it opens, because it
 may learn first that some have ended."""
 

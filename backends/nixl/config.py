@@ -17,6 +17,8 @@ from kvxfer.units import ByteSize
 
 SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
+"""Shortest secret: strangers can try secrets against a recorded handshake at leisure."""
+
 SECONDS = ("timeout_s", "lease_s", "heartbeat_s", "release_within_s", "handshake_timeout_s")
 
 Transport = Literal["auto", "nixl", "socket"]
@@ -31,6 +33,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         listen: `host:port` at which blocks of this process are served to others.
         data_port: Port for the bytes of blocks that go through sockets, with `listen` only; 0 means
             any free one.
+        staging: Bytes of host memory for blocks on their way from and to memory that is not
+            registered; raised to two of the largest chunk.
         capacity: Bytes of host memory for the blocks that are served; with `listen` only, and
             without a backend of one's own whose blocks are.
         secret_file: File with the secret of all peers, at least 16 bytes, better 32 random ones; a
@@ -87,6 +91,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hash_run: ByteSize = ByteSize(8 << 20)
     max_connections: int = 1024
     max_unauthenticated: int = 128
+    staging: ByteSize = ByteSize(64 << 20)
 
     def __post_init__(self) -> None:
         """Check what can be checked without reading a file."""
@@ -174,7 +179,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.capacity is not None:
             yield "capacity", ByteSize(require_positive("capacity", self.capacity))
         yield "quarantine", ByteSize(require_integer("quarantine", self.quarantine))
-        yield "hash_run", ByteSize(require_positive("hash_run", self.hash_run))
+        for name in ("hash_run", "staging"):
+            yield name, ByteSize(require_positive(name, getattr(self, name)))
         for name in ("max_connections", "max_unauthenticated"):
             yield name, require_positive(name, getattr(self, name))
         yield "replicas", require_integer("replicas", self.replicas)

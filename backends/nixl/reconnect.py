@@ -13,7 +13,10 @@ from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
 from kvxfer.storage.calls import fetch_error
 
 FIRST_RETRY_S = 0.1
+"""Pause after the first attempt to connect that failed; each later one is twice as long."""
+
 LAST_RETRY_S = 5.0
+"""Longest pause: a holder that starts again is found within it."""
 
 logger = logging.getLogger(__name__)
 

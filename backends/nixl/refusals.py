@@ -6,6 +6,7 @@ import time
 from kvxfer.text import printable
 
 PERIOD_S = 1.0
+"""Period in which an address has one line."""
 MAX_ADDRESSES = 64
 """Most addresses that have lines of their own within a period; all others share one line."""
 MAX_CHARACTERS = 2000

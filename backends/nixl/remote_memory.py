@@ -33,6 +33,7 @@ MAX_GENERATIONS = 4096
 """Most blocks that are fenced together."""
 
 NUM_GENERATION_BUFFERS = 32
+"""Most batches whose generations are read at one time; others wait. A buffer has 32 KiB."""
 
 
 def generations_memory(drain: Drain) -> StagingMemory:

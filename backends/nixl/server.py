@@ -33,8 +33,11 @@ from kvxfer.errors import (
 from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
 
-ACCEPT_PAUSE_S = 0.1  # after an error, such as too many open files
+ACCEPT_PAUSE_S = 0.1
+"""Pause after an error of `accept`, such as too many open files, which comes again at once."""
+
 DRAIN_POLL_S = 0.05
+"""Time between two looks at the sessions while the server ends."""
 
 OpenStore = Callable[[Namespace], Awaitable[BlockStore]]
 Serve = Callable[[socket.socket, str], Coroutine[Any, Any, None]]

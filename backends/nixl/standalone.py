@@ -27,8 +27,13 @@ from kvxfer.storage.threads import Threads
 from kvxfer.tiering import TieredBackend
 from kvxfer.units import format_size
 
-STAGING_BYTES = 512 << 20
+LENDING_BYTES = 512 << 20
+"""Bytes of staging memory by way of which blocks of tiers are lent: room for the pieces that
+peers have in flight, see `client.PIECE_BYTES`."""
+
 NUM_HASHING_THREADS = 2
+"""Threads of the staging memory that blocks are lent by way of."""
+
 ABANDON_AFTER_S = 0.2
 """Seconds that the end waits for memory that is being reserved: a system gives 1 GiB or so a
 second, and nothing is in it yet."""
@@ -69,7 +74,7 @@ class StandalonePeer:
             raise InvalidArgumentError("listen", config.listen, "HOST:PORT")
         self.is_ready = False
         self._open_backend = open_backend
-        self._needed_bytes = config.capacity + STAGING_BYTES + DEFAULT_STAGING_BYTES
+        self._needed_bytes = config.capacity + LENDING_BYTES + DEFAULT_STAGING_BYTES
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self._opening = Threads("kvxfer-open", 1)
@@ -175,5 +180,5 @@ class StandalonePeer:
             namespace,
             copy_engine=self._copy_engine,
             threads=self._hashing,
-            max_bytes=STAGING_BYTES,
+            max_bytes=LENDING_BYTES,
         )

@@ -40,10 +40,22 @@ MATRIX_SIZE = 8192
 NUM_PRODUCTS = 40
 
 
-def run(*, quick: bool, device_index: int = 0, num_bytes: int | None = None) -> list[Row]:
+def run(
+    *,
+    quick: bool,
+    device_index: int = 0,
+    num_bytes: int | None = None,
+    max_fragments: int = MANY_FRAGMENTS,
+) -> list[Row]:
     """Measure the copy engine of a GPU.
 
     Baseline: one `cudaMemcpyAsync` of the same bytes between pinned memory and the device.
+
+    Args:
+        quick: Fewer bytes and rounds.
+        device_index: Ordinal of the GPU.
+        num_bytes: Bytes of a batch; by default as `quick` says.
+        max_fragments: Most fragments of the batch whose processor time is measured.
     """
     num_bytes = num_bytes or (64 if quick else 512) << 20
     rounds = 5 if quick else 15
@@ -55,7 +67,7 @@ def run(*, quick: bool, device_index: int = 0, num_bytes: int | None = None) -> 
             for row in _measure_scattered(sides, way, fragment * KIB, rounds)
         ]
         rows.append(_measure_both_ways(sides, rounds))
-        rows += _measure_overhead(sides, rounds)
+        rows += _measure_overhead(sides, rounds, max_fragments)
         if torch.cuda.is_available():
             rows.append(_measure_beside_compute(sides, rounds))
     return rows
@@ -168,10 +180,10 @@ def _at_once(gpu: CudaCopyEngine, *pairs: Pair) -> None:
         thread.join()
 
 
-def _measure_overhead(sides: _Sides, rounds: int) -> list[Row]:
+def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[Row]:
     """Measure the processor time of a batch and of a fragment, against their budgets."""
     one = sides.pair(Way.TO_DEVICE, 16, 1, scattered=False)
-    count = min(MANY_FRAGMENTS, sides.num_bytes // 16)
+    count = min(max_fragments, sides.num_bytes // 16)
     many = sides.pair(Way.TO_DEVICE, 16, count, scattered=True)
     for_one, for_many = (
         _processor_seconds(partial(sides.gpu.copy, *pair), rounds) for pair in (one, many)

@@ -28,12 +28,22 @@ TINY_S = 1e-9
 """Least time that a ratio is made of."""
 
 
-def run(*, quick: bool) -> list[Row]:
+def run(
+    *,
+    quick: bool,
+    block_sizes: tuple[int, int] = (SMALL, LARGE),
+    hit: tuple[int, int] = HIT,
+) -> list[Row]:
     """Measure polled loads from and stores to host memory, from submission to end.
 
     The calling thread polls without a pause, as the loop of an engine does. Baseline: one copy of
     the same bytes, in one piece, on the same thread; to and from a GPU, where there is one, by
     `cudaMemcpyAsync` and a wait for it.
+
+    Args:
+        quick: Fewer rounds, and no batch of 256 blocks.
+        block_sizes: Bytes of a block; of the second size there is a batch of a hit, too.
+        hit: Blocks of a hit, and their bytes.
 
     Raises:
         RuntimeError: A block was not moved.
@@ -43,13 +53,17 @@ def run(*, quick: bool) -> list[Row]:
     gpus = [torch.device("cuda", 0)] if torch.cuda.is_available() else []
     rows = []
     for device in [HOST, *gpus]:
-        rows += _measure(SMALL, counts, rounds, device)
-        rows += _measure(LARGE, sorted({*counts, HIT[0]}), rounds, device)
+        for size, more in zip(block_sizes, ((), hit[:1]), strict=True):
+            rows += _measure(size, sorted({*counts, *more}), rounds, device, hit)
     return rows
 
 
 def _measure(
-    block_bytes: int, counts: Sequence[int], rounds: int, device: torch.device
+    block_bytes: int,
+    counts: Sequence[int],
+    rounds: int,
+    device: torch.device,
+    hit: tuple[int, int],
 ) -> list[Row]:
     on_gpu = device != HOST
     shape = counts[-1], block_bytes
@@ -73,7 +87,7 @@ def _measure(
                 ours, theirs = time_in_turn([move, copy], rounds=rounds)
                 case = f"{name} {count} x {block_bytes // KIB} KiB, polled,"
                 case += f" {device}," if on_gpu else ""
-                rows += _rows(case, ours, theirs, is_hit=(count, block_bytes) == HIT)
+                rows += _rows(case, ours, theirs, is_hit=(count, block_bytes) == hit)
     return rows
 
 

@@ -164,7 +164,7 @@ def transfer(
         engine.copy(host, blocks)
 
 
-def run(*, quick: bool) -> list[Row]:
+def run(*, quick: bool, num_tokens: int = NUM_TOKENS) -> list[Row]:
     """Measure describing blocks and copying them to and from portable pages in host memory.
 
     The workers of an engine move their parts of all pages one after the other. Baseline: they
@@ -174,16 +174,16 @@ def run(*, quick: bool) -> list[Row]:
     num_layers, rounds = (8, 7) if quick else (16, 31)
     try:
         return [
-            row
-            for case in CASES
-            for row in _measure(engine, case, num_layers=num_layers, rounds=rounds)
+            row for case in CASES for row in _measure(engine, case, num_layers, num_tokens, rounds)
         ]
     finally:
         engine.close()
 
 
-def _measure(engine: CopyEngine, case: Case, *, num_layers: int, rounds: int) -> list[Row]:
-    pages, writers, readers = make_workers(case, num_layers=num_layers, num_tokens=NUM_TOKENS)
+def _measure(
+    engine: CopyEngine, case: Case, num_layers: int, num_tokens: int, rounds: int
+) -> list[Row]:
+    pages, writers, readers = make_workers(case, num_layers=num_layers, num_tokens=num_tokens)
     steps: list[tuple[str, list[Worker], list[Worker], str]] = [
         ("written", writers, [], case.write_goal),
         ("read", [], readers, case.read_goal),

@@ -12,9 +12,6 @@ from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import BackendUnavailableError
 
 PATH = "/ready"
-REQUEST_TIMEOUT_S = 5.0
-"""Deadline of one request: probes of Kubernetes give up after 1 s by default."""
-
 MAX_REQUEST_BYTES = 8192
 """Bytes of a request at most, the limit of nginx and Apache for its head."""
 
@@ -27,14 +24,18 @@ class Readiness:
     Args:
         endpoint: Endpoint to listen at.
         is_ready: Returns whether the process is ready.
+        timeout_s: Time for a request to arrive and its answer to leave.
 
     Attributes:
         endpoint: As given; port 0 becomes the real port.
     """
 
-    def __init__(self, endpoint: Endpoint, is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self, endpoint: Endpoint, is_ready: Callable[[], bool], *, timeout_s: float = 5.0
+    ) -> None:
         self.endpoint = endpoint
         self._is_ready = is_ready
+        self._timeout_s = timeout_s
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -70,7 +71,7 @@ class Readiness:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A request that is empty, too slow or too large is not answered.
         with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            async with asyncio.timeout(self._timeout_s):
                 request = await reader.readuntil(b"\r\n\r\n")
                 writer.write(_response(self._status(request)))
                 await writer.drain()

@@ -25,19 +25,20 @@ class FragmentTable:
 
     Args:
         driver: Driver of the kernel's GPU.
+        num_fragments: Fragments that it has room for.
 
     Attributes:
         is_pinned: Whether the memory could be pinned.
     """
 
-    def __init__(self, driver: CudaDriver) -> None:
-        self._values = np.frombuffer(mmap.mmap(-1, 3 * 8 * TABLE_FRAGMENTS), np.uint64)
+    def __init__(self, driver: CudaDriver, num_fragments: int) -> None:
+        self._values = np.frombuffer(mmap.mmap(-1, 3 * 8 * num_fragments), np.uint64)
         region = MemoryRegion(self._values.ctypes.data, self._values.nbytes, self._values)
         self._memory = PinnedMemory(driver, region)
         self.is_pinned = self._memory.is_pinned
 
     def fill(self, *columns: Addresses) -> NDArray[np.uint64]:
-        """Fill in sources, destinations and lengths, at most `TABLE_FRAGMENTS`, as `(3, n)`."""
+        """Fill in sources, destinations and lengths, as many as there is room for, as `(3, n)`."""
         table = self._values[: 3 * len(columns[0])].reshape(3, -1)
         for row, column in zip(table, columns, strict=True):
             row[:] = column
@@ -53,13 +54,14 @@ class CopyStream:
 
     Args:
         driver: The GPU.
+        table_fragments: Fragments of a table.
     """
 
-    def __init__(self, driver: CudaDriver) -> None:
+    def __init__(self, driver: CudaDriver, table_fragments: int = TABLE_FRAGMENTS) -> None:
         self._driver = driver
         self._stream = driver.open_stream()
         self._turn = threading.Lock()
-        self._idle = _Idle(events=[], tables=[])
+        self._idle = _Idle(events=[], tables=[], table_fragments=table_fragments)
 
     @contextmanager
     def batch(self, marks: Sequence[int]) -> Iterator["Batch"]:
@@ -102,6 +104,7 @@ class _Idle:
 
     events: list[CudaEvent]
     tables: list[FragmentTable]
+    table_fragments: int
 
 
 class Batch(Copy):
@@ -126,8 +129,9 @@ class Batch(Copy):
 
     def open_tables(self, num_fragments: int) -> list[FragmentTable]:
         """Provide tables for so many fragments; none if no memory can be pinned for them."""
-        for _ in range(-(-num_fragments // TABLE_FRAGMENTS)):
-            table = self._idle.tables.pop() if self._idle.tables else FragmentTable(self._driver)
+        size, idle = self._idle.table_fragments, self._idle.tables
+        for _ in range(-(-num_fragments // size)):
+            table = idle.pop() if idle else FragmentTable(self._driver, size)
             if not table.is_pinned:
                 return []
             self._tables.append(table)

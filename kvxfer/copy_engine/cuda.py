@@ -43,6 +43,7 @@ class CudaCopyEngine(CopyEngine):
         device_index: Ordinal of the GPU.
         methods: Table of the sizes up to which fragments count as small.
         kernel: Kernel for small fragments; without one they are copied as the others.
+        table_fragments: Fragments that one launch of the kernel copies at most.
 
     Attributes:
         device: The GPU.
@@ -54,13 +55,19 @@ class CudaCopyEngine(CopyEngine):
     """
 
     def __init__(
-        self, device_index: int, methods: MethodTable, kernel: FragmentKernel | None = None
+        self,
+        device_index: int,
+        methods: MethodTable,
+        kernel: FragmentKernel | None = None,
+        *,
+        table_fragments: int = TABLE_FRAGMENTS,
     ) -> None:
         self.device = torch.device("cuda", device_index)
         self.methods = methods
         self.driver = CudaDriver(device_index)
+        self._table_fragments = table_fragments
         self._kernel = kernel if self.driver.reads_registered_memory else None
-        self._streams = {way: CopyStream(self.driver) for way in Way}
+        self._streams = {way: CopyStream(self.driver, table_fragments) for way in Way}
         self._pinned: list[PinnedMemory] = []
         self._closed = False
 
@@ -131,8 +138,9 @@ class CudaCopyEngine(CopyEngine):
 
     def _enqueue_kernels(self, pairs: FragmentPairs, kernel: FragmentKernel, batch: Batch) -> bool:
         tables = batch.open_tables(pairs.num_pairs)
-        for index, table in enumerate(tables):
-            part = pairs.take(slice(index * TABLE_FRAGMENTS, (index + 1) * TABLE_FRAGMENTS))
+        starts = range(0, pairs.num_pairs, self._table_fragments)
+        for start, table in zip(starts, tables, strict=False):
+            part = pairs.take(slice(start, start + self._table_fragments))
             kernel.launch(table.fill(part.sources, part.destinations, part.lengths), batch.stream)
         return bool(tables)
 

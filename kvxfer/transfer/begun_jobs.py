@@ -15,11 +15,20 @@ from kvxfer.storage.calls import MARK_PAUSE_S, begin_call, poll_begun
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 
-SLICE_BYTES = {Direction.LOAD: 256 << 20, Direction.STORE: 4 << 20}
-"""Bytes within host memory that the engine's thread moves at a time. It waits for a load anyway; it
-goes on computing during a store, of which a slice takes 0.6 ms."""
-SHARE = 0.05
-"""Share of the time between two looks that may go into slices, beyond one."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slices:
+    """Slices in which bytes within host memory are moved on the thread of the serving engine.
+
+    Attributes:
+        load_bytes: Bytes of a load that are moved at a time; the engine waits for it anyway.
+        store_bytes: Bytes of a store that are moved at a time: 0.6 ms of the engine's computing.
+        share: Share of the time between two looks that may go into slices, beyond one.
+    """
+
+    load_bytes: int = 256 << 20
+    store_bytes: int = 4 << 20
+    share: float = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -45,11 +54,13 @@ class BegunJobs:
     Args:
         backend: Mover that reaches the memory of the caches.
         memory: The memory of the caches.
+        slices: Bytes to move at a time.
     """
 
-    def __init__(self, backend: BlockMover, memory: CacheMemory) -> None:
+    def __init__(self, backend: BlockMover, memory: CacheMemory, slices: Slices) -> None:
         self._backend = backend if isinstance(backend, ImmediateMover) else None
         self._memory = memory
+        self._slices = slices
         self._begun: dict[JobId, _BegunJob] = {}
         self._ended: deque[Job] = deque()
         self._looked_s = time.monotonic()
@@ -74,7 +85,9 @@ class BegunJobs:
         if self._backend is None or (job.deadline is not None and job.deadline <= time.monotonic()):
             return False
         on_host = job.blocks.device == HOST
-        pieces = job.cut(SLICE_BYTES[job.direction] if on_host else max(1, job.blocks.num_bytes))
+        is_load, slices = job.direction is Direction.LOAD, self._slices
+        slice_bytes = slices.load_bytes if is_load else slices.store_bytes
+        pieces = job.cut(slice_bytes if on_host else max(1, job.blocks.num_bytes))
         with self._lock:
             if self._is_closed:
                 return False
@@ -97,7 +110,7 @@ class BegunJobs:
                 self._ask_all()
                 if not hurry:
                     now = time.monotonic()
-                    until = now + SHARE * (now - self._looked_s)
+                    until = now + self._slices.share * (now - self._looked_s)
                 self._go_on(self._backend, hurry or list(self._begun), until)
                 self._looked_s = time.monotonic()
 

@@ -101,7 +101,7 @@ class TransferEngine(PolledEngine[Backend]):
     async def aclose(self) -> None:
         """Cancel waiting jobs, wait for moving ones, close the backend. May be called again.
 
-        Ends within `CLOSE_TIMEOUT_S`; transfers that are abandoned then are logged.
+        Ends within `close_timeout_s`; transfers that are abandoned then are logged.
         """
         if not self._guard.close():
             return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from kvxfer.storage.backend import BlockMover, Outcome, Status
 from kvxfer.storage.calls import call_backend
 from kvxfer.transfer.admission import Admission
-from kvxfer.transfer.begun_jobs import BegunJobs
+from kvxfer.transfer.begun_jobs import BegunJobs, Slices
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 
@@ -23,19 +23,22 @@ class JobMover:
         backend: Mover that reaches the memory of the caches.
         memory: The memory of the caches.
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
+        slices: Bytes to move at a time on the thread of the serving engine.
 
     Attributes:
         begun: Jobs that need no event loop. Loads of these go before whatever is moved here.
     """
 
-    def __init__(self, backend: BlockMover, memory: CacheMemory, max_bytes_in_flight: int) -> None:
+    def __init__(
+        self, backend: BlockMover, memory: CacheMemory, max_bytes_in_flight: int, slices: Slices
+    ) -> None:
         self._backend = backend
         self._memory = memory
         self._admission = Admission(max_bytes_in_flight)
         self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
         self._moving: dict[asyncio.Task[None], JobId] = {}
         self._settling: dict[asyncio.Task[None], JobId] = {}
-        self.begun = BegunJobs(backend, memory)
+        self.begun = BegunJobs(backend, memory, slices)
 
     @property
     def num_unsettled(self) -> int:

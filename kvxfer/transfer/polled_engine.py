@@ -18,7 +18,7 @@ from kvxfer.checks import (
     require_positive,
     require_timeout,
 )
-from kvxfer.errors import DeviceError
+from kvxfer.errors import DeviceError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
@@ -28,6 +28,7 @@ from kvxfer.storage.calls import Calls
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.transfer.batch import describe_batch
+from kvxfer.transfer.begun_jobs import Slices
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction, FinishedJob, Job, JobId
@@ -37,9 +38,6 @@ from kvxfer.transfer.submissions import Submissions
 
 DEFAULT_TIMEOUT_S = 60.0
 DEFAULT_MAX_BYTES_IN_FLIGHT = 256 << 20
-
-CLOSE_TIMEOUT_S = 120.0
-"""Deadline of closing: for cancelled transfers to end, and for the backend to close."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +69,8 @@ class PolledEngine(Generic[MoverT]):
         timeout_s: Deadline of calls without one of their own, None for no limit.
         staging_bytes: Bound on the pinned host memory of staging buffers, where any are needed;
             raised to two of the largest block.
+        slices: Bytes of polled jobs in host memory that a call moves.
+        close_timeout_s: Deadline of closing: of cancelled transfers, and of the backend.
 
     Attributes:
         backend: As given.
@@ -94,7 +94,13 @@ class PolledEngine(Generic[MoverT]):
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
+        slices: Slices = Slices(),  # noqa: B008 - it is frozen
+        close_timeout_s: float = 120.0,
     ) -> None:
+        if close_timeout_s is None:
+            raise InvalidArgumentError("close_timeout_s", None, "seconds, 0 or more")
+        self._close_timeout_s = require_timeout("close_timeout_s", close_timeout_s) or 0.0
+        require_instance("slices", slices, Slices)
         self._timeout_s = require_timeout("timeout_s", timeout_s)
         max_bytes_in_flight = require_positive("max_bytes_in_flight", max_bytes_in_flight)
         staging_bytes = require_positive("staging_bytes", staging_bytes)
@@ -109,7 +115,7 @@ class PolledEngine(Generic[MoverT]):
             self._reach.attach(memory_regions(caches))
             self._memory = CacheMemory(caches)
             opened.callback(self._memory.close)
-            self._mover = JobMover(self._reach, self._memory, max_bytes_in_flight)
+            self._mover = JobMover(self._reach, self._memory, max_bytes_in_flight, slices)
             opened.pop_all()
         self._job_ids = count()
         self._guard = CallGuard("transfer engine")
@@ -273,16 +279,16 @@ class PolledEngine(Generic[MoverT]):
         for call in self._submitted_calls:
             call.cancel()
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._mover.wait_until_idle(CLOSE_TIMEOUT_S / 2)
+            async with asyncio.timeout(self._close_timeout_s):
+                await self._mover.wait_until_idle(self._close_timeout_s / 2)
                 if self._submitted_calls:
-                    await asyncio.wait(self._submitted_calls, timeout=CLOSE_TIMEOUT_S / 4)
+                    await asyncio.wait(self._submitted_calls, timeout=self._close_timeout_s / 4)
                 await self._mover.begun.drain()
-                await self._calls.wait_for(CLOSE_TIMEOUT_S, self._reach.aclose())
+                await self._calls.wait_for(self._close_timeout_s, self._reach.aclose())
                 await self._mover.drain()
         except TimeoutError:
             text = "not closed after %g s: %d transfers are abandoned"
-            logger.warning(text, CLOSE_TIMEOUT_S, self._mover.num_unsettled)
+            logger.warning(text, self._close_timeout_s, self._mover.num_unsettled)
         else:
             self._memory.close()
 

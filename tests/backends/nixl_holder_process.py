@@ -8,10 +8,12 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.backends.host import HostBackend
+from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.units import ByteSize
+from tests.backends.host_blocks import flip
 
 import_nixl(otherwise="test with sockets only")  # processes are forked from one that has
 
@@ -21,6 +23,7 @@ class Holders:
 
     def __init__(self) -> None:
         self.backends: dict[int, NixlBackend] = {}
+        self.hosts: dict[int, HostBackend] = {}
         self.num_opened = 0
 
     async def obey(self, order: dict[str, Any]) -> object:
@@ -34,35 +37,39 @@ class Holders:
 
     async def do_open(self, namespace: Any, config: dict[str, Any]) -> object:
         """Open a holder; return its number and its endpoint."""
+        kept = HostConfig(capacity=ByteSize(config.pop("capacity")))
+        served = msgspec.convert(namespace, Namespace)
+        host = HostBackend(kept, served)
         backend = NixlBackend(
             msgspec.convert(config, NixlConfig, dec_hook=lambda kind, value: kind(value)),
-            msgspec.convert(namespace, Namespace),
+            served,
+            own=host,
         )
         await backend.start()
         assert backend.server is not None
         self.num_opened += 1
         self.backends[self.num_opened] = backend
+        self.hosts[self.num_opened] = host
         return self.num_opened, str(backend.server.endpoint)
 
     async def do_close(self, holder: int) -> object:
         """Close a holder."""
         await self.backends.pop(holder).aclose()
+        await self.hosts.pop(holder).aclose()
         return None
 
     async def do_corrupt(self, holder: int, key: str) -> object:
         """Change a byte of a stored block."""
-        own = self._own(holder)
-        slot = own._index.slot_of(BlockKey(bytes.fromhex(key)))
-        own._pool.slots[slot][0, 5] ^= 1
+        flip(self.hosts[holder], BlockKey(bytes.fromhex(key)))
         return None
 
     async def do_delete(self, holder: int, keys: list[str]) -> object:
         """Delete blocks, as eviction would."""
-        return await self._own(holder).delete([BlockKey(bytes.fromhex(key)) for key in keys])
+        return await self.hosts[holder].delete([BlockKey(bytes.fromhex(key)) for key in keys])
 
     async def do_look(self, holder: int) -> object:
         """Count the blocks, pins and peers of a holder."""
-        own, serving = self._own(holder), self.backends[holder].server
+        own, serving = self.hosts[holder], self.backends[holder].server
         assert serving is not None
         return {
             "stored": [key.hex() for key in own._index.keys()],  # noqa: SIM118 - not a dict
@@ -71,11 +78,6 @@ class Holders:
             "pins": sum(peer.num_pins for peer in serving.sessions),
             "idle": all(peer.is_idle for peer in serving.sessions),
         }
-
-    def _own(self, holder: int) -> HostBackend:
-        own = self.backends[holder]._own
-        assert isinstance(own, HostBackend)
-        return own
 
 
 def serve(orders: Connection) -> None:

@@ -12,6 +12,7 @@ from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 from kvxfer.units import ByteSize
+from tests.backends.host_blocks import flip
 from tests.examples import examples
 
 
@@ -40,8 +41,7 @@ class TestHostBackend(BackendTests):
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         assert isinstance(backend, HostBackend)
-        slot = backend._index.slot_of(key)
-        backend._pool.slots[slot][0, 0] ^= 1
+        flip(backend, key, at=0)
 
 
 class TestHostBackendARC(TestHostBackend):
@@ -84,7 +84,7 @@ async def test_without_integrity_a_changed_byte_is_not_noticed() -> None:
     config = HostConfig(capacity=ByteSize.parse("1MiB"), integrity=Integrity.OFF)
     async with HostBackend(config, memory.namespace()) as backend:
         key, payload = await store_one(memory, backend)
-        backend._pool.slots[backend._index.slot_of(key)][0, 0] ^= 1
+        flip(backend, key, at=0)
         blocks = memory.describe(0, [5])
         assert [outcome.done for outcome in await backend.load([key], blocks)] == [True]
         assert read_payloads(blocks) != [payload]
@@ -97,7 +97,7 @@ async def test_a_corrupt_block_is_logged_and_its_key_can_be_stored_again(
     config = HostConfig(capacity=ByteSize.parse("1MiB"))
     async with HostBackend(config, memory.namespace()) as backend:
         key, payload = await store_one(memory, backend)
-        backend._pool.slots[backend._index.slot_of(key)][0, 17] ^= 4
+        flip(backend, key, at=17)
         with caplog.at_level(logging.WARNING):
             (outcome,) = await backend.load([key], memory.describe(0, [5]))
         assert outcome.status is Status.CORRUPT

@@ -9,19 +9,11 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import choose_carrier, identify_host
-from kvxfer.backends.nixl.agents import carrier
 from kvxfer.backends.nixl.wire import (
     OLDEST_VERSION,
     PROTOCOL_VERSION,
     Hello,
 )
-
-
-@pytest.fixture(autouse=True)
-def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Pretend that this machine has no network cards."""
-    monkeypatch.setattr(carrier, "PORTS", tmp_path)
-    return tmp_path
 
 
 @pytest.fixture
@@ -40,13 +32,13 @@ def ours() -> Hello:
     )
 
 
-def test_the_kernel_carries_to_processes_that_it_lets_us_reach(ours: Hello) -> None:
+def test_the_kernel_carries_to_processes_that_it_lets_us_reach(ours: Hello, tmp_path: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
     theirs = msgspec.structs.replace(ours, pid=child.pid)
-    assert choose_carrier(ours, theirs) == "cma"
+    assert choose_carrier(ours, theirs, tmp_path) == "cma"
     child.kill()
     child.wait()
-    assert choose_carrier(ours, theirs) == "socket"
+    assert choose_carrier(ours, theirs, tmp_path) == "socket"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
@@ -64,24 +56,25 @@ print(_may_reach({os.getpid()}), _may_reach(os.getpid()))
 
 @pytest.mark.parametrize("field", ["boot_id", "pid_namespace"])
 def test_a_number_means_nothing_on_another_machine_or_in_another_container(
-    ours: Hello, field: str
+    ours: Hello, field: str, tmp_path: Path
 ) -> None:
-    assert choose_carrier(ours, ours) == "cma"
+    assert choose_carrier(ours, ours, tmp_path) == "cma"
     for value in ("another", ""):
         changed = msgspec.structs.replace(ours, **{field: value})
-        assert choose_carrier(ours, changed) == choose_carrier(changed, ours) == "socket"
-        assert choose_carrier(changed, changed) == ("cma" if value else "socket")
+        assert choose_carrier(ours, changed, tmp_path) == "socket"
+        assert choose_carrier(changed, ours, tmp_path) == "socket"
+        assert choose_carrier(changed, changed, tmp_path) == ("cma" if value else "socket")
 
 
 @pytest.mark.parametrize(("state", "expected"), [("4: ACTIVE\n", "rdma"), ("1: DOWN\n", "socket")])
 def test_a_network_card_carries_to_other_machines_while_it_is_up(
-    ours: Hello, ports: Path, state: str, expected: str
+    ours: Hello, tmp_path: Path, state: str, expected: str
 ) -> None:
-    port = ports / "mlx5_0" / "ports" / "1"
+    port = tmp_path / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text(state)
     theirs = msgspec.structs.replace(ours, boot_id="another")
-    assert choose_carrier(ours, theirs) == expected
+    assert choose_carrier(ours, theirs, tmp_path) == expected
 
 
 def test_without_nixl_there_are_sockets(ours: Hello, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.places import read_proofs
@@ -30,6 +29,7 @@ from kvxfer.storage.lending import Fences
 from kvxfer.testing import FakeNixlAgent
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from tests.backends.host_blocks import flip
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
 
 GRADES = ["full", "fenced"]
@@ -61,13 +61,6 @@ async def replace(pair: Pair, key: BlockKey) -> None:
     await store_generated(pair.holder, NEW, pair.memory.describe(0, [12]))
 
 
-def flip(pair: Pair, key: BlockKey) -> None:
-    """Flip a bit of the holder's memory, which no writer does."""
-    assert isinstance(pair.holder._own, HostBackend)
-    slot = pair.holder._own._index.slot_of(key)
-    pair.holder._own._pool.slots[slot][0, 5] ^= 1
-
-
 @pytest.mark.parametrize("grade", GRADES)
 async def test_a_block_that_was_replaced_after_its_lookup_is_not_loaded(grade: str) -> None:
     async with open_pair(integrity=grade) as pair:
@@ -97,8 +90,7 @@ async def test_a_pinned_block_that_the_holder_overwrites_all_the_same_has_failed
         pair.stalled.hold()
         loading = asyncio.create_task(load(pair, KEYS[:2]))  # without places: pinned
         await pair.stalled.until_held()
-        assert isinstance(pair.holder._own, HostBackend)
-        pool, slot = pair.holder._own._pool, pair.holder._own._index.slot_of(KEYS[0])
+        pool, slot = pair.host._pool, pair.host._index.slot_of(KEYS[0])
         pool.unseal([slot])
         pool.slots[slot][:] = 0
         pair.stalled.release()
@@ -123,7 +115,7 @@ async def test_only_a_checksum_catches_a_bit_that_flipped_in_memory(
     grade: str, found: Status
 ) -> None:
     async with open_pair(integrity=grade) as pair:
-        flip(pair, KEYS[0])
+        flip(pair.host, KEYS[0])
         seen, _ = await load(pair, KEYS)
         assert seen == [found, DONE, DONE, DONE]
 
@@ -145,7 +137,7 @@ async def test_a_block_that_was_stored_unhashed_is_hashed_for_its_first_reader_w
 ):
     async with open_pair(integrity="fenced") as pair, await open_other(pair, "full") as other:
         assert await load(pair, KEYS[:2], other) == ([DONE] * 2, pair.payloads[:2])
-        flip(pair, KEYS[0])
+        flip(pair.host, KEYS[0])
         seen, _ = await load(pair, KEYS[:2], other)
         assert seen == [CORRUPT, DONE]
         assert await other.lookup(KEYS) == [False, True, True, True]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.wire import (
@@ -20,6 +19,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads, write_payloads
+from tests.backends.host_blocks import flip
 from tests.backends.test_nixl_quarantine import KEYS, Pair, open_pair
 
 ADDRESS = 1 << 20
@@ -136,12 +136,7 @@ async def test_a_block_that_has_changed_is_corrupt_whether_it_was_looked_up_or_n
     pins: list[list[BlockKey]],
 ) -> None:
     async with open_pair() as pair:
-        assert pair.holder._own is not None
-        sight = pair.holder._own.peek(KEYS[1:2])
-        assert sight is not None
-        assert sight.blocks is not None
-        changed = [bytes([pair.payloads[1][0] ^ 1]) + pair.payloads[1][1:]]
-        write_payloads(sight.blocks, changed)
+        flip(pair.host, KEYS[1], at=0)
         await pair.client.lookup(KEYS)
         seen, _ = await load(pair, KEYS)
         assert seen == [Status.DONE, Status.CORRUPT, Status.DONE, Status.DONE]
@@ -151,8 +146,7 @@ async def test_a_block_that_has_changed_is_corrupt_whether_it_was_looked_up_or_n
 
 async def test_a_block_that_was_looked_up_is_evicted_after_others() -> None:
     async with open_pair() as pair:
-        assert isinstance(pair.holder._own, HostBackend)
-        slots = pair.holder._own.num_slots
+        slots = pair.host.num_slots
         await pair.client.lookup(KEYS[3:])  # of a batch the last goes first
         target = pair.memory.describe(0, [12])
         for first in range(100, 100 + slots - len(KEYS) + 1):

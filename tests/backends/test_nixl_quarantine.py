@@ -31,6 +31,7 @@ LATE_S = 1.0
 class Pair:
     """Holder and its peer in one process, and the agents that they opened."""
 
+    host: HostBackend
     holder: NixlBackend
     client: NixlBackend
     holder_agents: list[FakeNixlAgent]
@@ -50,15 +51,16 @@ async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pa
     memory = BlockMemory(MEMORY, num_blocks=16)
     agents: tuple[list[FakeNixlAgent], list[FakeNixlAgent]] = ([], [])
 
-    def open_backend(index: int, config: NixlConfig) -> NixlBackend:
+    def open_backend(index: int, config: NixlConfig, **options: Any) -> NixlBackend:
         def make_agent() -> FakeNixlAgent:
             agents[index].append(FakeNixlAgent())
             return agents[index][-1]
 
-        return NixlBackend(config, memory.namespace(), make_agent=make_agent)
+        return NixlBackend(config, memory.namespace(), make_agent=make_agent, **options)
 
-    holder = open_backend(0, NixlConfig(listen="127.0.0.1:0", capacity=ByteSize(1 << 20)))
-    async with holder:
+    host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), memory.namespace())
+    holder = open_backend(0, NixlConfig(listen="127.0.0.1:0"), own=host)
+    async with host, holder:
         await holder.start()
         assert holder.server is not None
         config = NixlConfig(address=str(holder.server.endpoint), **(LEASES | fields))
@@ -66,7 +68,8 @@ async def open_pair(*, attached: bool = True, **fields: Any) -> AsyncIterator[Pa
             if attached:
                 client.attach(memory_regions(memory.caches))
             payloads = await store_generated(client, KEYS, memory.describe(0, range(4)))
-            yield Pair(holder, client, *agents, memory, payloads, partial(open_backend, 1, config))
+            reopen = partial(open_backend, 1, config)
+            yield Pair(host, holder, client, *agents, memory, payloads, reopen)
 
 
 @pytest.mark.parametrize("attached", [True, False])

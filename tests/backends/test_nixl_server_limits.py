@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
-from kvxfer.backends.nixl.client_session import MAX_DATA_CONNECTIONS
+from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.wire import (
     Attach,
     DataConnection,
@@ -207,13 +207,13 @@ async def test_a_session_has_so_many_data_connections_and_no_more() -> None:
     async with holding({}) as holder, greeted(holder) as (greeting, _):
         open_ones = [
             await attach(holder, greeting, greeting.session.attach(reads=reads))
-            for reads in [True, False] * (MAX_DATA_CONNECTIONS // 2)
+            for reads in [True, False] * 2 * MAX_LINES
         ]
         with pytest.raises(PeerClosedError):
             await attach(holder, greeting, greeting.session.attach(reads=True))
         open_ones.pop(0).close()
         async with asyncio.timeout(LIMIT_S):
-            while len(open_ones) < MAX_DATA_CONNECTIONS:  # the holder learns of the end soon
+            while len(open_ones) < 4 * MAX_LINES:  # the holder learns of the end soon
                 with contextlib.suppress(PeerClosedError):
                     message = greeting.session.attach(reads=True)
                     open_ones.append(await attach(holder, greeting, message))

@@ -19,10 +19,7 @@ def test_every_case_is_compared_with_a_copy_and_with_a_fixed_cost(
             return original(*args)  # type: ignore[operator]
 
         monkeypatch.setattr(TransferEngine, name, submit)
-    monkeypatch.setattr(engine_loop, "SMALL", 4 << 10)
-    monkeypatch.setattr(engine_loop, "LARGE", 8 << 10)
-    monkeypatch.setattr(engine_loop, "HIT", (3, 8 << 10))
-    rows = engine_loop.run(quick=True)
+    rows = engine_loop.run(quick=True, block_sizes=(4 << 10, 8 << 10), hit=(3, 8 << 10))
     counts = {"4 KiB": [1, 16], "8 KiB": [1, 3, 16]}
     assert [row.case for row in rows] == [
         f"{move} {count} x {size}, polled, {against}"

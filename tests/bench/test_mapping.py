@@ -78,9 +78,8 @@ def test_the_baseline_moves_as_many_bytes_of_the_same_memory(case: Case) -> None
             assert bool((starts == 1).all())
 
 
-def test_two_cases_have_a_goal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapping, "NUM_TOKENS", NUM_TOKENS)
-    rows = mapping.run(quick=True)
+def test_two_cases_have_a_goal() -> None:
+    rows = mapping.run(quick=True, num_tokens=NUM_TOKENS)
     assert [row.case for row in rows[:3]] == [
         f"{CASES[0].name}, {step}" for step in ("written", "read", "written and read")
     ]

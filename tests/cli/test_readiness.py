@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from kvxfer.backends.nixl import Endpoint
-from kvxfer.cli import readiness
 from kvxfer.cli.readiness import MAX_REQUEST_BYTES, Readiness
 from kvxfer.errors import BackendUnavailableError
 
@@ -52,9 +51,8 @@ async def test_the_answer_is_that_of_the_moment() -> None:
         assert await ask(ready.endpoint, request) == b"HTTP/1.1 200 OK"
 
 
-async def test_who_asks_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "REQUEST_TIMEOUT_S", 0.05)
-    async with Readiness(ANY_PORT, lambda: True) as ready:
+async def test_who_asks_nothing_is_not_waited_for() -> None:
+    async with Readiness(ANY_PORT, lambda: True, timeout_s=0.05) as ready:
         assert await ask(ready.endpoint, b"GET /ready") == b""
 
 

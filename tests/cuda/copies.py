@@ -12,7 +12,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.copy_engine import copy_stream, cuda
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.cuda_driver import CudaDriver, CudaEvent
 from kvxfer.copy_engine.method_table import MethodTable, Way
@@ -239,11 +238,9 @@ class CopyContract:
         copy(engine, memory, Way.TO_HOST, (backwards, rows * np.uint64(1024), lengths))
 
     def test_more_fragments_than_a_table_has_room_for(
-        self, memory: Memory, kernel: FragmentKernel, monkeypatch: pytest.MonkeyPatch
+        self, memory: Memory, kernel: FragmentKernel
     ) -> None:
-        for module in (copy_stream, cuda):
-            monkeypatch.setattr(module, "TABLE_FRAGMENTS", 1000)
-        engine = CudaCopyEngine(0, ALWAYS, kernel)
+        engine = CudaCopyEngine(0, ALWAYS, kernel, table_fragments=1000)
         engine.attach([memory.region])
         offsets = np.arange(2500, dtype=np.uint64) * np.uint64(16)
         lengths = np.full(len(offsets), 8, np.uint64)

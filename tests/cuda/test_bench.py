@@ -18,8 +18,7 @@ def test_every_goal_of_the_gpu_has_a_row(
     before = [gpu.get(name) for name in COUNTS]
     kernel = KernelOfTheDriver(CudaDriver(0))
     monkeypatch.setattr(devices, "open_kernel", lambda device: kernel if has_kernel else None)
-    monkeypatch.setattr(copy_cuda, "MANY_FRAGMENTS", 1000)
-    rows = copy_cuda.run(quick=True, num_bytes=2 << 20)
+    rows = copy_cuda.run(quick=True, num_bytes=2 << 20, max_fragments=1000)
     kernel.close()
     goals = {row.case: row.goal for row in rows if row.goal}
     for direction in ("to device", "to host"):

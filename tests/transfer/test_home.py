@@ -23,7 +23,6 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import polled_engine
 from kvxfer.transfer.engine import TransferEngine
 
 LIMIT_S = 10.0
@@ -214,11 +213,10 @@ class Stuck(DictBackend):
 
 
 async def test_closing_ends_in_time_and_says_what_it_left(
-    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(polled_engine, "CLOSE_TIMEOUT_S", 0.05)
     backend = Stuck(memory)
-    async with TransferEngine(memory.caches, backend) as engine:
+    async with TransferEngine(memory.caches, backend, close_timeout_s=0.05) as engine:
         [outcome] = await engine.load(KEYS[:1], [[1]], timeout_s=0.01)
         assert not outcome.memory_safe
     assert "not closed after 0.05 s: 1 transfers are abandoned" in caplog.text

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,8 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import PolledEngine, begun_jobs
+from kvxfer.transfer import PolledEngine
+from kvxfer.transfer.begun_jobs import Slices
 from kvxfer.transfer.job import Direction, FinishedJob
 
 KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]
@@ -68,8 +70,15 @@ def backend(memory: BlockMemory) -> ToldBackend:
 
 
 @pytest.fixture
-def engine(memory: BlockMemory, backend: ToldBackend) -> Iterator[PolledEngine[ToldBackend]]:
-    engine = PolledEngine(memory.caches, backend)
+def slices() -> Slices:
+    return Slices()
+
+
+@pytest.fixture
+def engine(
+    memory: BlockMemory, backend: ToldBackend, slices: Slices
+) -> Iterator[PolledEngine[ToldBackend]]:
+    engine = PolledEngine(memory.caches, backend, slices=slices)
     yield engine
     engine.close()
 
@@ -181,16 +190,13 @@ def test_closing_waits_for_a_job_that_another_thread_moves(
         engine.submit_load(KEYS, IDS)
 
 
-@pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices of one block, and no more of them after a long pause."""
-    monkeypatch.setattr(begun_jobs, "SLICE_BYTES", {Direction.LOAD: 8192, Direction.STORE: 4096})
-    monkeypatch.setattr(begun_jobs, "SHARE", 0)
-
-
-@pytest.mark.usefixtures("slices")
 class TestLongJobs:
     """A long job goes on slice by slice, whenever the engine polls."""
+
+    @pytest.fixture
+    def slices(self) -> Slices:
+        """Slices of one block, and no more of them after a long pause."""
+        return Slices(load_bytes=8192, store_bytes=4096, share=0)
 
     def test_each_poll_moves_one_slice(
         self, engine: PolledEngine[ToldBackend], backend: ToldBackend, memory: BlockMemory
@@ -207,15 +213,13 @@ class TestLongJobs:
         assert read_payloads(memory.describe(0, ELSEWHERE[0])) == payloads
 
     def test_more_is_moved_after_a_long_pause(
-        self,
-        engine: PolledEngine[ToldBackend],
-        backend: ToldBackend,
-        monkeypatch: pytest.MonkeyPatch,
+        self, memory: BlockMemory, backend: ToldBackend, slices: Slices
     ) -> None:
-        monkeypatch.setattr(begun_jobs, "SHARE", 1e6)
+        engine = PolledEngine(memory.caches, backend, slices=replace(slices, share=1e6))
         engine.submit_store(KEYS, IDS)
         [job] = engine.get_finished()
         assert (job.done, backend.num_stored) == (True, [1, 1, 1, 1])
+        engine.close()
 
     def test_a_wait_moves_the_rest(
         self, engine: PolledEngine[ToldBackend], backend: ToldBackend

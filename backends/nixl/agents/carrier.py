@@ -38,12 +38,12 @@ def identify_host() -> tuple[str, int, str]:
     return boot_id, os.getpid(), pid_namespace
 
 
-def choose_carrier(ours: Hello, theirs: Hello) -> Carrier:
+def choose_carrier(ours: Hello, theirs: Hello, ports: Path = PORTS) -> Carrier:
     """Choose the carrier of what this side reads from the other one.
 
     Both sides must have opened their `NixlAgent`, which allows others to reach its memory. Whether
     the other side has an active port, too, shows only when it is added to the agent: with `rdma`,
-    expect a `PeerLostError`, and use the socket then.
+    expect a `PeerLostError`, and use the socket then. `ports` is as for `has_active_port`.
     """
     try:
         import_nixl(otherwise="let peers use sockets")
@@ -51,7 +51,7 @@ def choose_carrier(ours: Hello, theirs: Hello) -> Carrier:
         return "socket"
     if _is_same_host(ours, theirs) and _may_reach(theirs.pid):
         return "cma"
-    return "rdma" if has_active_port() else "socket"
+    return "rdma" if has_active_port(ports) else "socket"
 
 
 def _is_same_host(ours: Hello, theirs: Hello) -> bool:
@@ -77,10 +77,10 @@ def _may_reach(pid: int) -> bool:
     return found >= 0 or ctypes.get_errno() == errno.EFAULT
 
 
-def has_active_port() -> bool:
-    """Whether there is a connected network card that can do RDMA."""
+def has_active_port(ports: Path = PORTS) -> bool:
+    """Whether a connected network card is among the ports that can do RDMA."""
     try:
-        return any(state.read_text().startswith("4:") for state in PORTS.glob("*/ports/*/state"))
+        return any(state.read_text().startswith("4:") for state in ports.glob("*/ports/*/state"))
     except OSError:
         return False
 

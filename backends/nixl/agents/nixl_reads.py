@@ -27,7 +27,10 @@ SHORT_PAUSE_S = 50e-6
 wakes up, and so take milliseconds from it, some hundred times a second."""
 
 LONG_PAUSE_S = 1e-3
+"""Pause while reads are in flight for longer, and soon after the last one has ended."""
+
 IDLE_PAUSE_S = 5e-3
+"""Pause of an idle agent: peers that connect or read by NIXL wait for its next poll."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -43,6 +43,7 @@ from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 T = TypeVar("T")
 
 BACKEND = "UCX"
+"""Plug-in of NIXL that moves bytes between processes and machines."""
 
 POLL_WITHIN_S = 5e-3
 """Seconds after which a poll interrupts the posting of pieces, because peers that connect wait for

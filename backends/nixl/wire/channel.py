@@ -31,8 +31,13 @@ from kvxfer.errors import (
 )
 
 STREAM_BUFFER_BYTES = 1 << 20
+"""Bytes that a stream reads ahead: a lookup of many keys arrives in few turns of the loop."""
+
 FRAME_TIMEOUT_S = 10.0
+"""Time for the rest of a frame that has begun: who stalls in the middle of one is cut."""
+
 CLOSE_TIMEOUT_S = 1.0
+"""Time for the end of a connection, in which TLS says goodbye; then it is cut."""
 
 
 @dataclass(frozen=True, slots=True)

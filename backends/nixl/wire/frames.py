@@ -22,8 +22,12 @@ from kvxfer.text import printable
 
 HEADER_BYTES = 4
 SEAL_BYTES = 16
+
 MAX_UNPROVEN_FRAME_BYTES = 256 << 10
+"""Largest frame of a handshake: a stranger may make this side reserve so much."""
+
 MAX_FRAME_BYTES = 16 << 20
+"""Largest frame of a peer, for hundreds of thousands of keys or fragments."""
 
 _HEADER = struct.Struct(">I")
 _SEALED = struct.Struct(">Q")

@@ -49,6 +49,7 @@ from kvxfer.errors import (
 from kvxfer.text import printable
 
 HANDSHAKE_TIMEOUT_S = 5.0
+"""Default of `NixlConfig.handshake_timeout_s`."""
 
 _NAMESPACE = "namespace."
 

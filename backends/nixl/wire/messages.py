@@ -16,8 +16,14 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.text import printable
 
 PROTOCOL_VERSION = 4
+"""Newest version of the messages that this release speaks."""
+
 OLDEST_VERSION = 4
+"""Oldest one: before it, peers wrote into the memory of others."""
+
 NONCE_BYTES = 32
+"""Bytes of a nonce: as many as the digest of the HMAC that it makes unique."""
+
 MAX_TEXT_CHARACTERS = 200
 """Most characters of the other side's text in an error, before control characters are escaped."""
 

@@ -18,8 +18,12 @@ Words = NDArray[np.uint64]
 Number = TypeVar("Number", np.uint32, np.uint64, np.int64)
 
 MAX_REGIONS = 1 << 16
+"""Most regions of a process: a peer that lists more is refused before they are sorted."""
+
 _GPU = re.compile(r"cuda:(?:0|[1-9][0-9]?)")
 MAX_ADDRESS = (1 << 63) - 1
+"""Largest address that fits into int64, as numpy computes with them."""
+
 # Types on the wire; made once, because making one takes as long as reading an array.
 _UINT32: np.dtype[np.uint32] = np.dtype("<u4")
 _UINT64: np.dtype[np.uint64] = np.dtype("<u8")
