@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig, identify_host
+from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.wire import (
     Answer,
     FrameChannel,
@@ -37,6 +38,8 @@ NAMESPACE = MEMORY.namespace()
 CAPACITY = ByteSize(1 << 20)
 ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 READY: msgspec.msgpack.Decoder[Ready] = msgspec.msgpack.Decoder(Ready)
+
+MakeAgent = Callable[[], TransferAgent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +86,16 @@ async def proven(
 
 
 @contextlib.asynccontextmanager
-async def holding(tmp_path: Path, **fields: Any) -> AsyncIterator[NixlBackend]:
+async def holding(
+    tmp_path: Path, *, make_agent: MakeAgent = NixlAgent, **fields: Any
+) -> AsyncIterator[NixlBackend]:
     """Open a holder with a secret."""
     (tmp_path / "secret").write_bytes(SECRET)
     (tmp_path / "secret").chmod(0o600)
     config = NixlConfig(
         listen=f"{HOST}:0", capacity=CAPACITY, secret_file=str(tmp_path / "secret"), **fields
     )
-    async with NixlBackend(config, NAMESPACE) as holder:
+    async with NixlBackend(config, NAMESPACE, make_agent=make_agent) as holder:
         await holder.start()
         yield holder
 
@@ -101,12 +106,14 @@ def endpoint_of(holder: NixlBackend) -> Endpoint:
 
 
 @contextlib.asynccontextmanager
-async def asking(tmp_path: Path, holder: NixlBackend, **fields: Any) -> AsyncIterator[NixlBackend]:
+async def asking(
+    tmp_path: Path, holder: NixlBackend, *, make_agent: MakeAgent = NixlAgent, **fields: Any
+) -> AsyncIterator[NixlBackend]:
     """Open an honest peer of a holder."""
     config = NixlConfig(
         address=str(endpoint_of(holder)), secret_file=str(tmp_path / "secret"), **fields
     )
-    async with NixlBackend(config, NAMESPACE) as client:
+    async with NixlBackend(config, NAMESPACE, make_agent=make_agent) as client:
         yield client
 
 

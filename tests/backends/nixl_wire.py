@@ -8,7 +8,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 from cryptography import x509
@@ -101,10 +101,19 @@ class Listener:
         return await self._accepted.get()
 
 
+class Stream(NamedTuple):
+    """Stream under a channel, through which tests say what no channel does."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
 @dataclass(frozen=True, slots=True)
 class Ends:
     client: FrameChannel
     server: FrameChannel
+    asking: Stream
+    serving: Stream
 
 
 @contextlib.asynccontextmanager
@@ -123,11 +132,13 @@ async def connected(
         port = listener.port
         if edit is not None:
             port = await stack.enter_async_context(relay(port, edit))
-        theirs = await asyncio.open_connection(HOST, port, ssl=tls[0])
-        client = FrameChannel(*theirs, frame_timeout_s=frame_timeout_s)
-        server = FrameChannel(*await listener.accepted(), frame_timeout_s=frame_timeout_s)
+        asking = Stream(*await asyncio.open_connection(HOST, port, ssl=tls[0]))
+        serving = Stream(*await listener.accepted())
+        client, server = (
+            FrameChannel(*each, frame_timeout_s=frame_timeout_s) for each in (asking, serving)
+        )
         try:
-            yield Ends(client, server)
+            yield Ends(client, server, asking, serving)
         finally:
             await asyncio.gather(client.aclose(), server.aclose())
     assert asyncio.all_tasks() <= tasks_before

@@ -276,11 +276,13 @@ async def test_forged_metadata_of_nixl_cost_only_who_sends_them(
 async def test_metadata_of_another_agent_do_not_disconnect_it(
     changed: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent = NixlAgent()
-    async with holding(tmp_path) as holder, asking(tmp_path, holder) as client:
+    agent, honest = NixlAgent(), NixlAgent()
+    async with (
+        holding(tmp_path) as holder,
+        asking(tmp_path, holder, make_agent=lambda: honest) as client,
+    ):
         await require_served(client)
-        assert client._node._agent is not None
-        theirs = AgentMetadata.decode(client._node._agent.metadata)
+        theirs = AgentMetadata.decode(honest.metadata)
         if changed == "name":
             theirs = msgspec.structs.replace(theirs, name=agent.name)
         elif changed == "beacon":
@@ -309,7 +311,8 @@ async def test_after_hundreds_of_forged_beacons_a_good_peer_is_read_by_the_kerne
 ) -> None:
     agent = NixlAgent()
     honest = AgentMetadata.decode(agent.metadata)
-    async with holding(tmp_path) as holder:
+    serving = NixlAgent()
+    async with holding(tmp_path, make_agent=lambda: serving) as holder:
         for _ in range(NUM_FORGED):
             name = f"kvxfer-{uuid.uuid4()}"
             opaque = honest.opaque.replace(agent.name.encode(), name.encode())
@@ -318,8 +321,7 @@ async def test_after_hundreds_of_forged_beacons_a_good_peer_is_read_by_the_kerne
             async with proven(endpoint_of(holder), reach) as peer:
                 assert peer is not None
         await until_alone(holder)
-        assert isinstance(holder._node._agent, NixlAgent)
-        peers = holder._node._agent._thread._peers
+        peers = serving._thread._peers
         async with asyncio.timeout(LIMIT_S):
             while peers._remotes:  # noqa: ASYNC110 - the agent's thread tells nobody
                 await asyncio.sleep(0)

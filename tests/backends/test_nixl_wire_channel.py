@@ -15,6 +15,7 @@ from kvxfer.backends.nixl.wire import (
     HEADER_BYTES,
     MAX_UNPROVEN_FRAME_BYTES,
     FrameChannel,
+    FrameCodec,
     Ping,
     Proof,
     RateLimit,
@@ -84,16 +85,16 @@ async def test_many_tasks_may_send() -> None:
 
 async def test_a_cancelled_receive_loses_nothing() -> None:
     async with connected() as ends:
-        *frame, last = ends.client._codec.encode(Ping(request_id=1))
+        *frame, last = FrameCodec("a peer").encode(Ping(request_id=1))
         for index, byte in enumerate(frame):
             receiving = asyncio.create_task(ends.server.receive(PING))
-            ends.client._writer.write(bytes([byte]))
+            ends.asking.writer.write(bytes([byte]))
             while len(ends.server._buffer) <= index:  # noqa: ASYNC110 - a channel has no event for it
                 await asyncio.sleep(0)
             receiving.cancel()
             await asyncio.wait([receiving])
             assert receiving.cancelled()
-        ends.client._writer.write(bytes([last]))
+        ends.asking.writer.write(bytes([last]))
         assert await ends.server.receive(PING) == Ping(request_id=1)
 
 
@@ -122,7 +123,7 @@ async def test_a_peer_that_does_not_end_a_frame_is_given_up_but_not_one_that_is_
     async with connected(frame_timeout_s=0.2) as ends:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(ends.server.receive(PING), 0.4)
-        ends.client._writer.write(b"\0")
+        ends.asking.writer.write(b"\0")
         with pytest.raises(PeerTimeoutError, match="the rest of a frame"):
             await ends.server.receive(PING)
 
@@ -130,7 +131,7 @@ async def test_a_peer_that_does_not_end_a_frame_is_given_up_but_not_one_that_is_
 async def test_who_talks_too_fast_is_read_more_slowly() -> None:
     async with connected(frame_timeout_s=10) as ends:
         limit = RateLimit(frames_per_second=20)
-        slow = FrameChannel(ends.server._reader, ends.server._writer, rate_limit=limit)
+        slow = FrameChannel(*ends.serving, rate_limit=limit)
         sending = asyncio.create_task(send_large(ends.client, 27))
         start = time.monotonic()
         for _ in range(27):
@@ -166,7 +167,7 @@ async def test_a_peer_that_ends_the_connection_is_gone_for_all_calls(how: str) -
         receiving = asyncio.create_task(ends.server.receive(PING))
         await asyncio.sleep(0)
         if how == "resets":
-            plain = ends.client._writer.get_extra_info("socket")
+            plain = ends.asking.writer.get_extra_info("socket")
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         await ends.client.aclose()
         with pytest.raises(PeerClosedError) as first:
@@ -182,7 +183,7 @@ async def test_a_peer_that_ends_the_connection_within_a_frame_breaks_the_protoco
     length: int,
 ) -> None:
     async with connected() as ends:
-        ends.client._writer.write(ends.client._codec.encode(Ping(request_id=1))[:length])
+        ends.asking.writer.write(FrameCodec("a peer").encode(Ping(request_id=1))[:length])
         await ends.client.aclose()
         with pytest.raises(ProtocolError, match="in the middle of a frame"):
             await ends.server.receive(PING)
@@ -190,9 +191,9 @@ async def test_a_peer_that_ends_the_connection_within_a_frame_breaks_the_protoco
 
 async def test_a_peer_that_is_gone_before_its_address_is_known_is_gone() -> None:
     async with connected() as ends:
-        writer = ends.client._writer
+        writer = ends.asking.writer
         writer.transport._extra["peername"] = None  # type: ignore[attr-defined]
-        gone = FrameChannel(ends.client._reader, writer)
+        gone = FrameChannel(ends.asking.reader, writer)
         greeting = greet_as_client(gone, hello(b"c"), secret=None, reach=Offer(b""))
         with pytest.raises(PeerClosedError, match="ended the connection at once"):
             await greeting

@@ -184,6 +184,6 @@ async def test_a_connection_that_is_lost_without_a_text_is_lost_with_a_reason() 
     async with connected() as ends:
         receiving = asyncio.create_task(ends.client.receive(PING))
         await asyncio.sleep(0)
-        ends.client._reader.set_exception(ssl.SSLEOFError(8, ""))
+        ends.asking.reader.set_exception(ssl.SSLEOFError(8, ""))
         with pytest.raises(PeerClosedError, match="connection lost: SSLEOFError"):
             await receiving

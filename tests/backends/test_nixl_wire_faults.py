@@ -268,10 +268,10 @@ async def greet_stranger(side: str, data: bytes) -> PeerError:
     """Shake hands with a peer that sends these bytes, and then nothing; return the error."""
     start = time.monotonic()
     async with connected(frame_timeout_s=10) as ends:
-        greet, ours, stranger = greet_as_client, ends.client, ends.server
+        greet, ours, stranger = greet_as_client, ends.client, ends.serving
         if side == "server":
-            greet, ours, stranger = greet_as_server, ends.server, ends.client
-        stranger._writer.write(data)
+            greet, ours, stranger = greet_as_server, ends.server, ends.asking
+        stranger.writer.write(data)
         with pytest.raises(PeerError) as caught:
             await greet(ours, HELLOS[0], secret=SECRET, reach=Offer(b""), timeout_s=TIMEOUT_S)
         with pytest.raises(PeerError) as again:
@@ -286,7 +286,7 @@ async def test_a_peer_that_trickles_its_greeting_does_not_get_more_time() -> Non
 
         async def trickle() -> None:
             for byte in (10_000).to_bytes(HEADER_BYTES, "big") + bytes(10_000):
-                ends.client._writer.write(bytes([byte]))
+                ends.asking.writer.write(bytes([byte]))
                 await asyncio.sleep(TIMEOUT_S / 10)
 
         trickling = asyncio.create_task(trickle())
