@@ -1,11 +1,12 @@
 """Places: blocks are read where a lookup found them, and verified."""
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl.client_session import ClientSession
+from kvxfer.backends.host import HostBackend
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.wire import (
     Extents,
@@ -16,6 +17,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.lending import BlockParts, LentBlocks
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads, write_payloads
@@ -28,15 +30,17 @@ SIZE = 256
 
 @pytest.fixture
 def pins(monkeypatch: pytest.MonkeyPatch) -> list[list[BlockKey]]:
-    """Keys of every `Pin` request."""
+    """Keys of everything that holders lent."""
     asked: list[list[BlockKey]] = []
+    original = HostBackend.lend
 
-    async def pin(self: ClientSession, request: object) -> object:
-        asked.append(request.keys)  # type: ignore[attr-defined]
-        return await original(self, request)  # type: ignore[arg-type]
+    def lend(
+        self: HostBackend, wanted: BlockParts, *, fenced: bool = False
+    ) -> AbstractAsyncContextManager[LentBlocks]:
+        asked.append(list(wanted.keys))
+        return original(self, wanted, fenced=fenced)
 
-    original = ClientSession._pin
-    monkeypatch.setattr(ClientSession, "_pin", pin)
+    monkeypatch.setattr(HostBackend, "lend", lend)
     return asked
 
 
