@@ -249,6 +249,7 @@ VALID_TRANSFERS = {
     "TieredBackend.lookup": Valid({"keys": KEYS}, tiers),
     "TieredBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
     "PolledEngine": Valid({"caches": CACHES, "backend": backend()}),
+    "Slices": Valid({"load_bytes": 8, "store_bytes": 8, "share": 0.5}),
     "TransferEngine": Valid({"caches": CACHES, "backend": backend()}),
     "PolledEngine.cancel": Valid({"job_id": 5}, engine),
     "TransferEngine.flush": Valid({"timeout_s": 1}, engine),

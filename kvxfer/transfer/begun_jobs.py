@@ -8,7 +8,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
+from numbers import Real
+from typing import Any
 
+from kvxfer.checks import set_counts
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import Begun, BlockMover, ImmediateMover, Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S, begin_call, poll_begun
@@ -24,11 +28,21 @@ class Slices:
         load_bytes: Bytes of a load that are moved at a time; the engine waits for it anyway.
         store_bytes: Bytes of a store that are moved at a time: 0.6 ms of the engine's computing.
         share: Share of the time between two looks that may go into slices, beyond one.
+
+    Raises:
+        InvalidArgumentError: A number of bytes is not positive, or the share is negative.
     """
 
     load_bytes: int = 256 << 20
     store_bytes: int = 4 << 20
     share: float = 0.05
+
+    def __post_init__(self) -> None:
+        set_counts(self, "load_bytes", "store_bytes")
+        share: Any = self.share
+        if isinstance(share, bool) or not isinstance(share, Real) or not share >= 0:
+            raise InvalidArgumentError("share", share, "a number, 0 or more")
+        object.__setattr__(self, "share", float(share))
 
 
 @dataclass(slots=True, eq=False)

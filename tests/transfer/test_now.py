@@ -17,8 +17,7 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from kvxfer.transfer import PolledEngine
-from kvxfer.transfer.begun_jobs import Slices
+from kvxfer.transfer import PolledEngine, Slices
 from kvxfer.transfer.job import Direction, FinishedJob
 
 KEYS = [slot_key(key, slot, 0) for slot, key in enumerate(make_keys(4))]
