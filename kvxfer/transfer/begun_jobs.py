@@ -40,7 +40,8 @@ class Slices:
     def __post_init__(self) -> None:
         set_counts(self, "load_bytes", "store_bytes")
         share: Any = self.share
-        if isinstance(share, bool) or not isinstance(share, Real) or not share >= 0:
+        number: Any = share if isinstance(share, Real) else -1
+        if isinstance(share, bool) or not number >= 0:
             raise InvalidArgumentError("share", share, "a number, 0 or more")
         object.__setattr__(self, "share", float(share))
 
