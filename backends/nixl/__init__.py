@@ -5,7 +5,7 @@ from kvxfer.backends.nixl.backend import NixlBackend
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import (
     SECRET_VARIABLE,
-    Integrity,
+    IntegrityGrade,
     NixlConfig,
     Transport,
     client_context,
@@ -21,7 +21,7 @@ __all__ = [
     "BlockStore",
     "Connection",
     "Endpoint",
-    "Integrity",
+    "IntegrityGrade",
     "LocalNode",
     "NixlBackend",
     "NixlConfig",

@@ -42,17 +42,17 @@ PIECE_BYTES = 64 << 20
 """Bytes of a piece of any other one. A holder that lends by way of staging memory must have room
 for them, with blocks padded to multiples of 4096 bytes: see `standalone.LENDING_BYTES`."""
 
-PIECES_IN_FLIGHT = 3
+PIECES_AT_A_PEER = 3
 """Most pieces at a peer at one time: one is moved, the next is asked for, the last is hashed."""
 
-SMALL_PIECE_BYTES = 4 << 10
+SMALL_FRAGMENT_BYTES = 4 << 10
 """Bytes below which fragments cost more each than for their bytes."""
 
 MANY_PIECES = 16
 """Most fragments of a block that are smaller than that; more are gathered in staging memory before
 they are sent."""
 
-Move = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
+MoveAtPeer = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
 
 _GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
 """Not `MISSING`, which promises that its memory was not written."""
@@ -104,7 +104,7 @@ class Client:
         self._timeout_s = timeout_s
         self._generations = generations
         self._fenced = generations is not None
-        self._in_flight = asyncio.Semaphore(PIECES_IN_FLIGHT)
+        self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder which keys it has, and where.
@@ -164,12 +164,12 @@ class Client:
         return self._memory.contains(blocks) and not _is_in_crumbs(blocks)
 
     async def _move(
-        self, direct: Move, staged: Move, keys: Sequence[BlockKey], blocks: Descriptors
+        self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         is_direct = self._is_direct(blocks)
         move = direct if is_direct else staged
-        is_small = blocks.num_bytes < blocks.num_blocks * SMALL_PIECE_BYTES
+        is_small = blocks.num_bytes < blocks.num_blocks * SMALL_FRAGMENT_BYTES
         piece_bytes = PIECE_BYTES if is_direct and not is_small else STAGED_BYTES
         longest = MAX_GENERATIONS if self._fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
@@ -185,7 +185,7 @@ class Client:
         return [outcome for piece in pieces for outcome in piece.result()]
 
     async def _move_piece(
-        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors, stop: float
+        self, move: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors, stop: float
     ) -> list[Outcome]:
         """Move one piece; memory that a read may still change after the deadline is not safe."""
         try:
@@ -199,7 +199,7 @@ class Client:
             ]
 
     async def _begin_piece(
-        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+        self, move: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         try:
             await wait_for_mark(blocks.after)
@@ -391,7 +391,7 @@ def _changed(key: BlockKey, proofs: Proofs) -> Outcome:
 def _is_in_crumbs(blocks: Descriptors) -> bool:
     """Whether transferring gathered blocks and copying them is less work than single fragments."""
     many = len(blocks) > blocks.num_blocks * MANY_PIECES
-    return many and blocks.num_bytes < len(blocks) * SMALL_PIECE_BYTES
+    return many and blocks.num_bytes < len(blocks) * SMALL_FRAGMENT_BYTES
 
 
 def _done(outcomes: Sequence[Outcome]) -> list[int]:

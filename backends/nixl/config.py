@@ -22,7 +22,7 @@ MIN_SECRET_BYTES = 16
 SECONDS = ("timeout_s", "lease_s", "heartbeat_s", "release_within_s", "handshake_timeout_s")
 
 Transport = Literal["auto", "nixl", "socket"]
-Integrity = Literal["full", "fenced"]
+IntegrityGrade = Literal["full", "fenced"]
 
 
 class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,7 +80,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tls_key: str = ""
     tls_ca: str = ""
     transport: Transport = "auto"
-    integrity: Integrity = "full"
+    integrity: IntegrityGrade = "full"
     replicas: int = 1
     timeout_s: float = 10.0
     quarantine: ByteSize = ByteSize(256 << 20)
@@ -170,7 +170,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             yield name, require_text(name, getattr(self, name))
         for name, allowed in (
             ("transport", get_args(Transport)),
-            ("integrity", get_args(Integrity)),
+            ("integrity", get_args(IntegrityGrade)),
         ):
             if getattr(self, name) not in allowed:
                 raise InvalidArgumentError(

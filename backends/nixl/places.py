@@ -24,7 +24,7 @@ Proofs: TypeAlias = list[int] | Fences
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Places:
+class _FoundPlaces:
     """Places of the blocks that one lookup found.
 
     Attributes:
@@ -37,7 +37,7 @@ class _Places:
     starts: NDArray[np.int64]
     proofs: Proofs
 
-    def take(self, rows: list[int]) -> "_Places":
+    def take(self, rows: list[int]) -> "_FoundPlaces":
         """Take the places of some blocks."""
         if rows == list(range(self.blocks.num_blocks)):
             return self
@@ -46,10 +46,10 @@ class _Places:
             chosen: Proofs = Fences(proofs.addresses[rows], proofs.generations[rows])
         else:
             chosen = [proofs[row] for row in rows]
-        return _Places(self.blocks.take(rows), self.starts[rows], chosen)
+        return _FoundPlaces(self.blocks.take(rows), self.starts[rows], chosen)
 
     @classmethod
-    def concatenate(cls, parts: "Sequence[_Places]") -> "_Places | None":
+    def concatenate(cls, parts: "Sequence[_FoundPlaces]") -> "_FoundPlaces | None":
         """Concatenate what several lookups found; None if their proofs are of different kinds."""
         if len(parts) == 1:
             return parts[0]
@@ -82,7 +82,7 @@ class Places:
     def __init__(self, remote: Regions, *, max_places: int = 1 << 16) -> None:
         self._remote = remote
         self._max_places = max_places
-        self._rows: dict[BlockKey, tuple[_Places, int]] = {}
+        self._rows: dict[BlockKey, tuple[_FoundPlaces, int]] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -106,7 +106,7 @@ class Places:
             wanted = f"one for each of {len(there)} blocks"
             raise InvalidArgumentError("blocks and starts", counts, wanted)
         starts = require_integers("starts", found.starts)
-        places = _Places(blocks, starts, read_proofs(self._remote, found, len(there)))
+        places = _FoundPlaces(blocks, starts, read_proofs(self._remote, found, len(there)))
         self._rows.update((key, (places, row)) for row, key in enumerate(there))
         while len(self._rows) > self._max_places:
             del self._rows[next(iter(self._rows))]
@@ -135,7 +135,7 @@ class Places:
             runs = [taken]
         else:
             runs = [list(run) for _, run in groupby(taken, key=lambda place: id(place[0]))]
-        places = _Places.concatenate([run[0][0].take([row for _, row in run]) for run in runs])
+        places = _FoundPlaces.concatenate([run[0][0].take([row for _, row in run]) for run in runs])
         if places is None or not np.array_equal(places.starts, blocks.payload_starts):
             return None
         if not np.array_equal(places.blocks.block_sizes, blocks.block_sizes):

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvxfer.bench.report import Row
+from kvxfer.bench.report import BenchRow
 
 COLOUR_MET, COLOUR_MISSED, COLOUR_FREE = "#2a6f97", "#c8553d", "#8d99ae"
 INCHES_PER_ROW = 0.32
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[BenchRow], path: Path) -> None:
     """Draw the ratios as bars, with their spread, a line at 1 and a mark at each goal.
 
     Args:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvxfer.bench.report import Row
+from kvxfer.bench.report import BenchRow
 from kvxfer.cli.exit_statuses import exit_statuses
 
 BENCHES = ("describe", "layout", "copy", "mapping", "engine-loop", "file", "nixl", "vllm")
-COLUMNS = Row.__struct_fields__
+COLUMNS = BenchRow.__struct_fields__
 
 
 def main(argv: Sequence[str]) -> int:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         # OpenMP reads this once, when the benchmark imports torch.
         os.environ["OMP_WAIT_POLICY"] = "passive"
     bench = importlib.import_module(f"kvxfer.bench.{arguments.name.replace('-', '_')}")
-    rows: list[Row] = bench.run(quick=arguments.quick)
+    rows: list[BenchRow] = bench.run(quick=arguments.quick)
     sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
     sys.stdout.write("\n")
     if arguments.chart:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     return 1 if arguments.check and missed else 0
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[BenchRow]) -> str:
     """Format rows as a Markdown table."""
     lines = [list(COLUMNS), ["---"] * len(COLUMNS)]
     for row in rows:

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.bench import copy_cuda
-from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.bench.report import BenchRow, compare, time_in_turn
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
 
@@ -22,7 +22,7 @@ APART = 16 * KIB
 """Bytes of fragments that are measured with a page between them, too: no two are neighbours."""
 
 
-def run(*, quick: bool) -> list[Row]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure the CPU copy engine on host memory, source and destination shuffled.
 
     Baseline: `torch.Tensor.copy_` of the same bytes in one piece, on as many threads. Where there
@@ -32,7 +32,7 @@ def run(*, quick: bool) -> list[Row]:
     return [*rows, *copy_cuda.run(quick=quick)] if torch.cuda.is_available() else rows
 
 
-def _measure_cpu(*, quick: bool) -> list[Row]:
+def _measure_cpu(*, quick: bool) -> list[BenchRow]:
     num_bytes = (64 if quick else 256) << 20
     threads_before = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
@@ -57,7 +57,7 @@ def _measure(
     fragment: int,
     *,
     rounds: int,
-) -> list[Row]:
+) -> list[BenchRow]:
     return _measure_places(engine, source, destination, fragment, rounds=rounds) + (
         _measure_places(engine, source, destination, fragment, rounds=rounds, gap=4 * KIB)
         if fragment == APART
@@ -73,7 +73,7 @@ def _measure_places(
     *,
     rounds: int,
     gap: int = 0,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure fragments in places with `gap` bytes between them."""
     count = source.numel() // (fragment + gap)
     generator = np.random.default_rng(fragment)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.bench.report import BenchRow, compare, time_in_turn
 from kvxfer.copy_engine.copy_stream import CopyStream
 from kvxfer.copy_engine.cuda import CudaCopyEngine
 from kvxfer.copy_engine.devices import open_gpu
@@ -46,7 +46,7 @@ def run(
     device_index: int = 0,
     num_bytes: int | None = None,
     max_fragments: int = MANY_FRAGMENTS,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure the copy engine of a GPU.
 
     Baseline: one `cudaMemcpyAsync` of the same bytes between pinned memory and the device.
@@ -121,7 +121,7 @@ def _open_side_by_side(device_index: int, num_bytes: int) -> Iterator[_Sides]:
         gpu.close()
 
 
-def _measure_scattered(sides: _Sides, way: Way, fragment_bytes: int, rounds: int) -> list[Row]:
+def _measure_scattered(sides: _Sides, way: Way, fragment_bytes: int, rounds: int) -> list[BenchRow]:
     count = sides.num_bytes // fragment_bytes
     pair = sides.pair(way, fragment_bytes, count, scattered=True)
     chosen = sides.gpu.methods
@@ -152,7 +152,7 @@ def _copy_by(
     gpu.copy(source, destination)
 
 
-def _measure_both_ways(sides: _Sides, rounds: int) -> Row:
+def _measure_both_ways(sides: _Sides, rounds: int) -> BenchRow:
     up, down = _halves(sides)
     both, one = time_in_turn(
         [partial(_at_once, sides.gpu, up, down), partial(sides.gpu.copy, *up)], rounds=rounds
@@ -180,7 +180,7 @@ def _at_once(gpu: CudaCopyEngine, *pairs: Pair) -> None:
         thread.join()
 
 
-def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[Row]:
+def _measure_overhead(sides: _Sides, rounds: int, max_fragments: int) -> list[BenchRow]:
     """Measure the processor time of a batch and of a fragment, against their budgets."""
     one = sides.pair(Way.TO_DEVICE, 16, 1, scattered=False)
     count = min(max_fragments, sides.num_bytes // 16)
@@ -218,7 +218,7 @@ def _processor_seconds(call: Callable[[], None], rounds: int) -> list[float]:
     return seconds[1:]
 
 
-def _measure_beside_compute(sides: _Sides, rounds: int) -> Row:
+def _measure_beside_compute(sides: _Sides, rounds: int) -> BenchRow:
     """Measure matrix products with concurrent copies in both directions, and without."""
     size = (MATRIX_SIZE, MATRIX_SIZE)
     matrix = torch.randn(size, dtype=torch.bfloat16, device=sides.gpu.device)

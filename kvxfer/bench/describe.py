@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.bench.report import BenchRow, compare, time_in_turn
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.describer import BlockDescriber
 
@@ -12,7 +12,7 @@ NUM_REFS = 64
 PAGE_SIZE_BYTES = 64
 
 
-def run(*, quick: bool) -> list[Row]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure describing 4096 blocks of 64 refs, merging included.
 
     Baseline: `compute_sub_block_ptrs` of vLLM for the same blocks, once per ref, as its worker

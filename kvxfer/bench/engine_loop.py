@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.bench.report import BenchRow, compare, time_in_turn
 from kvxfer.connect import connect
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.memory_region import HOST
@@ -33,7 +33,7 @@ def run(
     quick: bool,
     block_sizes: tuple[int, int] = (SMALL, LARGE),
     hit: tuple[int, int] = HIT,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure polled loads from and stores to host memory, from submission to end.
 
     The calling thread polls without a pause, as the loop of an engine does. Baseline: one copy of
@@ -64,7 +64,7 @@ def _measure(
     rounds: int,
     device: torch.device,
     hit: tuple[int, int],
-) -> list[Row]:
+) -> list[BenchRow]:
     on_gpu = device != HOST
     shape = counts[-1], block_bytes
     memory, target = (torch.ones(shape, dtype=torch.int8, device=device) for _ in range(2))
@@ -99,7 +99,9 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         np.copyto(target.numpy(), source.numpy())
 
 
-def _rows(case: str, ours: Sequence[float], copy: Sequence[float], *, is_hit: bool) -> list[Row]:
+def _rows(
+    case: str, ours: Sequence[float], copy: Sequence[float], *, is_hit: bool
+) -> list[BenchRow]:
     beyond = [max(own - one, TINY_S) for own, one in zip(ours, copy, strict=True)]
     limits = [FIXED_COST_S] * len(beyond)
     is_one = " 1 x " in case

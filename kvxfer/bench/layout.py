@@ -10,7 +10,7 @@ import torch
 
 from kvxfer.bench.free_blocks import BlockIds, assign_blocks
 from kvxfer.bench.models import KIB, MODELS, PublishedModel
-from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.bench.report import BenchRow, compare, time_in_turn
 from kvxfer.kvcache.allocation import allocate_canonical
 from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
@@ -55,7 +55,7 @@ WORKLOADS = (
 The block ids from a reused cache depend on all requests before; there only the drop has a goal."""
 
 
-def run(*, quick: bool) -> list[Row]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Reproduce published figures of blocks of all layers, which are the baseline.
 
     Sizes are those of the descriptors of tiny caches of the models' shapes, made both ways.
@@ -73,7 +73,7 @@ def run(*, quick: bool) -> list[Row]:
     return rows
 
 
-def io_sizes(model: PublishedModel) -> list[Row]:
+def io_sizes(model: PublishedModel) -> list[BenchRow]:
     """Measure KiB of each descriptor of a block: a tensor for each layer, and blocks of all."""
     spec, num_blocks = model.spec, NUM_TINY_BLOCKS
     config = _config(model, num_blocks)
@@ -89,7 +89,9 @@ def io_sizes(model: PublishedModel) -> list[Row]:
     ]
 
 
-def _io_size(model: PublishedModel, how: str, caches: CanonicalKVCaches, published: float) -> Row:
+def _io_size(
+    model: PublishedModel, how: str, caches: CanonicalKVCaches, published: float
+) -> BenchRow:
     block = describe(caches, 0, [1])
     remark = f" ({model.remark})" if model.remark else ""
     return _beside_published(
@@ -108,7 +110,7 @@ def _transfers(
     allocated: CanonicalKVCaches,
     *,
     rounds: int,
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure one workload: descriptors both ways; in a reused cache also the drop and the time."""
     blocks_per_request = -(-workload.tokens_per_request // model.spec.tokens_per_block)
     before = BlockDescriber(registered, blocks_per_chunk=blocks_per_request)
@@ -158,10 +160,10 @@ def _drop(
     requests: Sequence[BlockIds],
     *,
     goal: str,
-) -> Row:
+) -> BenchRow:
     value = _descriptors_per_transfer(after, requests)
     baseline = _descriptors_per_transfer(before, requests)
-    return Row(
+    return BenchRow(
         case=case,
         value=value,
         unit=PER_TRANSFER,
@@ -203,9 +205,11 @@ def _config(model: PublishedModel, num_blocks: int) -> KVCacheConfig:
     return KVCacheConfig(num_blocks, (KVCacheGroup(model.spec, names),))
 
 
-def _beside_published(case: str, value: float, published: float, *, unit: str, goal: str) -> Row:
+def _beside_published(
+    case: str, value: float, published: float, *, unit: str, goal: str
+) -> BenchRow:
     ratio = value / published
-    return Row(
+    return BenchRow(
         case=f"{case}, {ratio - 1:+.1%}",
         value=value,
         unit=unit,

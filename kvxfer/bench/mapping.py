@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.bench.report import BenchRow, compare, time_in_turn
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.canonical import canonicalize
@@ -32,7 +32,7 @@ PACKED = "block head token kv*dim"
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class MappedEngine:
     """Engine: the layout of its caches, its number of workers, and the size of its blocks."""
 
     layout: str
@@ -45,27 +45,33 @@ class Case:
     """Case: two engines that exchange portable pages, and goals of their ratios."""
 
     name: str
-    writer: Engine
-    reader: Engine
+    writer: MappedEngine
+    reader: MappedEngine
     write_goal: str = ""
     read_goal: str = ""
 
 
 CASES = (
-    Case(name="HND -> HND", writer=Engine(HND), reader=Engine(HND)),
+    Case(name="HND -> HND", writer=MappedEngine(HND), reader=MappedEngine(HND)),
     Case(
         name="HND, TP 2 -> 4",
-        writer=Engine(HND, tp_size=2),
-        reader=Engine(HND, tp_size=4),
+        writer=MappedEngine(HND, tp_size=2),
+        reader=MappedEngine(HND, tp_size=4),
         read_goal=">= 0.8",
     ),
-    Case(name="NHD -> HND", writer=Engine(NHD), reader=Engine(HND), write_goal=">= 0.5"),
-    Case(name="NHD, TP 2 -> 4", writer=Engine(NHD, tp_size=2), reader=Engine(NHD, tp_size=4)),
-    Case(name="split -> packed K/V", writer=Engine(HND), reader=Engine(PACKED)),
+    Case(
+        name="NHD -> HND", writer=MappedEngine(NHD), reader=MappedEngine(HND), write_goal=">= 0.5"
+    ),
+    Case(
+        name="NHD, TP 2 -> 4",
+        writer=MappedEngine(NHD, tp_size=2),
+        reader=MappedEngine(NHD, tp_size=4),
+    ),
+    Case(name="split -> packed K/V", writer=MappedEngine(HND), reader=MappedEngine(PACKED)),
     Case(
         name="NHD, 16 -> 64 tokens a block",
-        writer=Engine(NHD),
-        reader=Engine(NHD, tokens_per_block=64),
+        writer=MappedEngine(NHD),
+        reader=MappedEngine(NHD, tokens_per_block=64),
     ),
 )
 
@@ -83,7 +89,7 @@ class Worker:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: MappedEngine,
         rank: int,
         pages: torch.Tensor,
         *,
@@ -164,7 +170,7 @@ def transfer(
         engine.copy(host, blocks)
 
 
-def run(*, quick: bool, num_tokens: int = NUM_TOKENS) -> list[Row]:
+def run(*, quick: bool, num_tokens: int = NUM_TOKENS) -> list[BenchRow]:
     """Measure describing blocks and copying them to and from portable pages in host memory.
 
     The workers of an engine move their parts of all pages one after the other. Baseline: they
@@ -182,7 +188,7 @@ def run(*, quick: bool, num_tokens: int = NUM_TOKENS) -> list[Row]:
 
 def _measure(
     engine: CopyEngine, case: Case, num_layers: int, num_tokens: int, rounds: int
-) -> list[Row]:
+) -> list[BenchRow]:
     pages, writers, readers = make_workers(case, num_layers=num_layers, num_tokens=num_tokens)
     steps: list[tuple[str, list[Worker], list[Worker], str]] = [
         ("written", writers, [], case.write_goal),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class BenchRow(msgspec.Struct, frozen=True, kw_only=True):
     """Measured case and its baseline.
 
     Attributes:
@@ -50,7 +50,7 @@ def compare(
     goal: str = "",
     scale: float = 1.0,
     of_time: bool = False,
-) -> Row:
+) -> BenchRow:
     """Make a row of paired rounds; `scale` converts seconds to the unit.
 
     For a goal `>=`, or without one, the ratio is one of speed: the baseline's time over ours. For
@@ -60,7 +60,7 @@ def compare(
     of_time = of_time or goal.startswith("<=")
     ratios = sorted(mine / theirs if of_time else theirs / mine for mine, theirs in pairs)
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return Row(
+    return BenchRow(
         case=case,
         value=statistics.median(ours) * scale,
         unit=unit,

@@ -11,24 +11,26 @@ from types import ModuleType
 import pytest
 
 from kvxfer.bench.command import BENCHES, format_table, main
-from kvxfer.bench.report import Row
+from kvxfer.bench.report import BenchRow
 
 KEYS = ["case", "value", "unit", "baseline", "ratio", "spread", "goal"]
-GOOD = Row(case="good", value=1.5, unit="s", baseline=3.0, ratio=2.0, spread=0.125, goal=">= 0.9")
-BAD = Row(case="bad", value=4.0, unit="s", baseline=2.0, ratio=0.5, spread=0.0, goal=">= 0.9")
-FREE = Row(case="free", value=1234567.0, unit="us", baseline=1.0, ratio=0.01, spread=0.0)
+GOOD = BenchRow(
+    case="good", value=1.5, unit="s", baseline=3.0, ratio=2.0, spread=0.125, goal=">= 0.9"
+)
+BAD = BenchRow(case="bad", value=4.0, unit="s", baseline=2.0, ratio=0.5, spread=0.0, goal=">= 0.9")
+FREE = BenchRow(case="free", value=1234567.0, unit="us", baseline=1.0, ratio=0.01, spread=0.0)
 
 
 class PretendedBench(ModuleType):
     """Benchmark with given results."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[BenchRow]) -> None:
         super().__init__("kvxfer.bench.copy")
         self.rows = rows
         self.was_quick: list[bool] = []
         self.wait_policies: list[str | None] = []
 
-    def run(self, *, quick: bool) -> list[Row]:
+    def run(self, *, quick: bool) -> list[BenchRow]:
         self.was_quick.append(quick)
         self.wait_policies.append(os.environ.get("OMP_WAIT_POLICY"))
         return self.rows

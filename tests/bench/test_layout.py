@@ -9,14 +9,14 @@ import pytest
 from kvxfer.bench.free_blocks import BlockIds, assign_blocks
 from kvxfer.bench.layout import io_sizes, run
 from kvxfer.bench.models import MODELS, PublishedModel
-from kvxfer.bench.report import Row
+from kvxfer.bench.report import BenchRow
 
 AGREEING = [model for model in MODELS if not model.remark]
 DISAGREEING = [model for model in MODELS if model.remark]
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[BenchRow]:
     return run(quick=True)
 
 
@@ -61,14 +61,14 @@ def test_the_figures_of_one_model_are_those_of_a_head_less_than_it_has() -> None
     assert all(row.goal and row.meets_goal for row in io_sizes(with_seven))
 
 
-def test_every_model_is_reported_both_ways_and_no_goal_is_missed(rows: list[Row]) -> None:
+def test_every_model_is_reported_both_ways_and_no_goal_is_missed(rows: list[BenchRow]) -> None:
     assert [row for row in rows if not row.meets_goal] == []
     sizes = [row.case for row in rows if row.unit == "KiB"]
     assert len(sizes) == 2 * len(MODELS) == 20
     assert all(sum(model.name in case for case in sizes) == 2 for model in MODELS)
 
 
-def test_what_is_published_of_transfers_is_reproduced(rows: list[Row]) -> None:
+def test_what_is_published_of_transfers_is_reproduced(rows: list[BenchRow]) -> None:
     in_reused_cache = fmean(num_runs(block_ids) for block_ids in assign_blocks(39789, 128, 640))
     assert 100 < in_reused_cache < 1000
     both_ways = [row for row in rows if row.unit == "descriptors/transfer"]
@@ -85,7 +85,9 @@ def test_what_is_published_of_transfers_is_reproduced(rows: list[Row]) -> None:
     assert [row.goal for row in both_ways[4:]] == ["", "", "<= 0.0124", "<= 0.0179"]
 
 
-def test_the_time_to_describe_is_beside_that_of_a_tensor_for_each_layer(rows: list[Row]) -> None:
+def test_the_time_to_describe_is_beside_that_of_a_tensor_for_each_layer(
+    rows: list[BenchRow],
+) -> None:
     (row,) = (row for row in rows if row.unit == "us")
     assert row.value > 0
     assert row.baseline > 0

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from kvxfer.bench import mapping
-from kvxfer.bench.mapping import CASES, NUM_KV_HEADS, Case, Engine, Worker, make_workers, transfer
+from kvxfer.bench.mapping import (
+    CASES,
+    NUM_KV_HEADS,
+    Case,
+    MappedEngine,
+    Worker,
+    make_workers,
+    transfer,
+)
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 
 NUM_LAYERS, NUM_TOKENS = 2, 128
@@ -21,12 +29,12 @@ def engine() -> Iterator[CPUCopyEngine]:
     engine.close()
 
 
-def elements(engine: Engine, workers: list[Worker]) -> torch.Tensor:
+def elements(engine: MappedEngine, workers: list[Worker]) -> torch.Tensor:
     """Read the moved blocks of all workers, `(layer, kv, head, token, dim)`."""
     return torch.cat([elements_of_worker(engine, worker) for worker in workers], dim=2)
 
 
-def elements_of_worker(engine: Engine, worker: Worker) -> torch.Tensor:
+def elements_of_worker(engine: MappedEngine, worker: Worker) -> torch.Tensor:
     layers = torch.stack(list(worker.tensors.values()))
     axes = ["layer", *engine.layout.split()]
     if "kv*dim" in axes:
@@ -36,7 +44,7 @@ def elements_of_worker(engine: Engine, worker: Worker) -> torch.Tensor:
     return inside[:, :, :, torch.from_numpy(worker.block_ids)].flatten(3, 4)
 
 
-def others_of_worker(engine: Engine, worker: Worker) -> torch.Tensor:
+def others_of_worker(engine: MappedEngine, worker: Worker) -> torch.Tensor:
     """Read all blocks that are not moved."""
     axis = engine.layout.split().index("block")
     layers = torch.stack(list(worker.tensors.values()))

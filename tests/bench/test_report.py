@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.bench.report import BenchRow, compare, time_in_turn
 
 seconds = st.floats(1e-6, 1e3)
 
 
-def row(ratio: float, goal: str) -> Row:
-    return Row(case="a", value=1.0, unit="s", baseline=1.0, ratio=ratio, spread=0.0, goal=goal)
+def row(ratio: float, goal: str) -> BenchRow:
+    return BenchRow(case="a", value=1.0, unit="s", baseline=1.0, ratio=ratio, spread=0.0, goal=goal)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ FILES_PER_CALL = 64
 """Files of a system call; see docs/decisions/0003-io-uring.md."""
 
 Operations = NDArray[np.void]
-Addresses = NDArray[np.int64]
+StringAddresses = NDArray[np.int64]
 
 MAX_THREADS = 4
 """Threads beyond which calls wait for the GIL; the ring keeps enough files in flight."""
@@ -205,7 +205,7 @@ def _write_by(
 
 
 def _open_into_slots(
-    steps: Operations, folders: Sequence[int], names: Addresses, flags: int
+    steps: Operations, folders: Sequence[int], names: StringAddresses, flags: int
 ) -> None:
     steps["opcode"], steps["flags"] = OPENAT, LINK
     steps["fd"], steps["address"] = folders, names
@@ -229,7 +229,7 @@ def _strings(names: Sequence[bytes]) -> NDArray[np.uint8]:
     return np.frombuffer(b"\0".join(names) + b"\0", np.uint8)
 
 
-def _starts(strings: NDArray[np.uint8]) -> Addresses:
+def _starts(strings: NDArray[np.uint8]) -> StringAddresses:
     """Compute the address of each name."""
     ends = np.flatnonzero(strings == 0) + 1
     return strings.ctypes.data + np.concatenate(([0], ends[:-1]))

@@ -10,7 +10,7 @@ from itertools import count
 
 from kvxfer.backends.nixl.agents.base import Flight, Fragments, TransferAgent, to_its_end
 from kvxfer.backends.nixl.agents.nixl_limits import NixlLimits
-from kvxfer.backends.nixl.agents.nixl_reads import Reading
+from kvxfer.backends.nixl.agents.nixl_reads import PiecewiseRead
 from kvxfer.backends.nixl.agents.nixl_thread import BACKEND, NixlThread
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
@@ -90,7 +90,7 @@ class NixlAgent(TransferAgent):
         over.add_done_callback(partial(self._begin_final, final))
         return Flight(final.done, partial(self._thread.cancel, [*readings, final]))
 
-    def _begin_final(self, final: Reading, over: "Future[None]") -> None:
+    def _begin_final(self, final: PiecewiseRead, over: "Future[None]") -> None:
         """Begin the read that follows others, unless one of them failed; on any thread."""
         error = over.exception()
         try:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.agents.base import Fragments
 from kvxfer.backends.nixl.agents.nixl_connections import NixlConnections
-from kvxfer.backends.nixl.agents.nixl_reads import Piece, Reading, Reads
+from kvxfer.backends.nixl.agents.nixl_reads import PiecewiseRead, ReadPiece, Reads
 from kvxfer.backends.nixl.wire import (
     AgentMetadata,
     Regions,
@@ -34,7 +34,7 @@ NUM_SLOTS = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Remote:
+class _NixlRemote:
     """Peer that NIXL knows.
 
     Attributes:
@@ -78,7 +78,7 @@ class NixlPeers:
         self._connections = connections
         self._register = register
         self._max_unanswered = max_unanswered
-        self._remotes: dict[str, _Remote] = {}  # also while added or removed
+        self._remotes: dict[str, _NixlRemote] = {}  # also while added or removed
         self._postponed: set[Future[str]] = set()  # of peers that are removed first
         self._free_slots: list[NDArray[np.uint8]] = []  # that peers' beacons are read into
         self._closed = False
@@ -109,7 +109,7 @@ class NixlPeers:
             else:
                 attempt(done, partial(self.add, peer, done))
 
-    def _begin_adding(self, peer: AgentMetadata) -> _Remote:
+    def _begin_adding(self, peer: AgentMetadata) -> _NixlRemote:
         if sum(not each.added.done() for each in self._remotes.values()) >= self._max_unanswered:
             raise PeerLostError(peer.name, "too many peers do not answer")
         if not self._free_slots:
@@ -118,11 +118,11 @@ class NixlPeers:
             self._free_slots.extend(slots)
         regions = Regions(peer.regions)
         kept = self._connections.open(peer)
-        remote = self._remotes[peer.name] = _Remote(peer)
+        remote = self._remotes[peer.name] = _NixlRemote(peer)
         self._read_beacon(remote, regions, kept=kept)
         return remote
 
-    def _read_beacon(self, remote: _Remote, regions: Regions, *, kept: bool) -> None:
+    def _read_beacon(self, remote: _NixlRemote, regions: Regions, *, kept: bool) -> None:
         peer, slot = remote.metadata, self._free_slots.pop()
 
         def end(beacon: "Future[None]") -> None:
@@ -149,7 +149,7 @@ class NixlPeers:
 
         words = slot.ctypes.data, peer.beacon_address, BEACON_BYTES
         beacon = Fragments(*(np.array([word], np.uint64) for word in words))
-        reading = Reading(peer.name, deque([Piece(beacon)]))
+        reading = PiecewiseRead(peer.name, deque([ReadPiece(beacon)]))
         reading.done.add_done_callback(end)
         self._reads.begin(reading)
 

@@ -16,7 +16,7 @@ from kvxfer.backends.nixl.agents.nixl_module import nixl_errors
 from kvxfer.errors import PeerLostError, TransferFailedError
 from kvxfer.kvcache.memory_region import HOST
 
-PIECES_IN_FLIGHT = 4
+MAX_PIECES_OF_A_READ = 4
 """Most pieces in flight of a read; one where NIXL's caller copies, as on one machine."""
 
 SOON_S = 20e-3
@@ -34,7 +34,7 @@ IDLE_PAUSE_S = 5e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ReadPiece:
     """Piece of a read: fragments that NIXL moves at one time, all from one device to one device."""
 
     fragments: Fragments
@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class PiecewiseRead:
     """Read with the pieces that are left of it; for the thread only, except `done`.
 
     Attributes:
@@ -51,7 +51,7 @@ class Reading:
     """
 
     peer: str
-    pieces: deque[Piece]
+    pieces: deque[ReadPiece]
     landed: Callable[[], None] | None = None
     done: Future[None] = field(default_factory=Future)
     in_flight: int = 0
@@ -92,9 +92,9 @@ class Reads:
         self._nixl = nixl
         self._errors = nixl_errors(nixl)
         self._agent = agent
-        self._readings: set[Reading] = set()
-        self._turns: deque[Reading] = deque()
-        self._flights: list[tuple[Any, Reading, Piece]] = []
+        self._readings: set[PiecewiseRead] = set()
+        self._turns: deque[PiecewiseRead] = deque()
+        self._flights: list[tuple[Any, PiecewiseRead, ReadPiece]] = []
 
     @property
     def in_flight(self) -> bool:
@@ -106,7 +106,7 @@ class Reads:
         """Peers with reads that have not ended."""
         return {reading.peer for reading in self._readings}
 
-    def begin(self, reading: Reading) -> None:
+    def begin(self, reading: PiecewiseRead) -> None:
         """Begin a read, which takes turns with others."""
         self._readings.add(reading)
         self._turns.append(reading)
@@ -124,12 +124,12 @@ class Reads:
             if not reading.pieces:
                 continue
             self._turns.append(reading)
-            if reading.in_flight < PIECES_IN_FLIGHT:
+            if reading.in_flight < MAX_PIECES_OF_A_READ:
                 self._post_piece(reading, reading.pieces.popleft())
                 return True
         return False
 
-    def _post_piece(self, reading: Reading, piece: Piece) -> None:
+    def _post_piece(self, reading: PiecewiseRead, piece: ReadPiece) -> None:
         agent, fragments = self._agent, piece.fragments
         try:
             handle = agent.initialize_xfer(
@@ -155,7 +155,7 @@ class Reads:
             self._agent.get_new_notifs()
         return len(self._flights) < len(flights)
 
-    def _judge(self, handle: Any, reading: Reading, piece: Piece, state: str) -> None:
+    def _judge(self, handle: Any, reading: PiecewiseRead, piece: ReadPiece, state: str) -> None:
         if state == "PROC":
             self._flights.append((handle, reading, piece))
             reading.in_flight += 1
@@ -183,7 +183,7 @@ class Reads:
         for reading in self._readings:
             reading.done.set_exception(TransferFailedError(reading.peer, "the agent was closed"))
 
-    def _translate(self, peer: str, piece: Piece, exc: Exception) -> TransferFailedError:
+    def _translate(self, peer: str, piece: ReadPiece, exc: Exception) -> TransferFailedError:
         lost = isinstance(exc, self._nixl.nixlRemoteDisconnectError)
         reason = str(exc)
         if not piece.local_device == piece.remote_device == HOST:

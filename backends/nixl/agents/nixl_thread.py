@@ -23,8 +23,8 @@ from kvxfer.backends.nixl.agents.nixl_module import import_nixl, nixl_errors
 from kvxfer.backends.nixl.agents.nixl_peers import BEACON_BYTES, NixlPeers, attempt
 from kvxfer.backends.nixl.agents.nixl_reads import (
     Pace,
-    Piece,
-    Reading,
+    PiecewiseRead,
+    ReadPiece,
     Reads,
 )
 from kvxfer.backends.nixl.wire import (
@@ -105,7 +105,7 @@ class NixlThread:
         self.order(done, lambda: done.set_result(func()))
         return done.result()
 
-    def cancel(self, readings: Sequence[Reading]) -> None:
+    def cancel(self, readings: Sequence[PiecewiseRead]) -> None:
         """Post no more pieces of some reads; from any thread."""
         with contextlib.suppress(ClosedError):
             for reading in readings:
@@ -165,7 +165,7 @@ class NixlThread:
         """See `TransferAgent.remove_peer`; ends `done` when the call was undone."""
         self._peers.remove(peer, done)
 
-    def prepare(self, peer: str, runs: Sequence[Fragments]) -> list[Reading]:
+    def prepare(self, peer: str, runs: Sequence[Fragments]) -> list[PiecewiseRead]:
         """Cut a read of each run into pieces; on any thread.
 
         Raises:
@@ -179,10 +179,10 @@ class NixlThread:
         ours.require("local", whole.local, whole.lengths)
         theirs.require("remote", whole.remote, whole.lengths)
         return [
-            Reading(
+            PiecewiseRead(
                 peer,
                 deque(
-                    Piece(piece, *devices)
+                    ReadPiece(piece, *devices)
                     for *devices, group in run.group(ours, theirs)
                     for piece in group.split(self._limits.piece_bytes, self._limits.piece_fragments)
                 ),
@@ -190,7 +190,7 @@ class NixlThread:
             for run in Fragments.join(runs, ours.starts, theirs.starts)
         ]
 
-    def begin(self, readings: Sequence[Reading]) -> None:
+    def begin(self, readings: Sequence[PiecewiseRead]) -> None:
         """Begin reads, which take turns with others; from any thread.
 
         Raises:

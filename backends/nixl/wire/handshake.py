@@ -198,7 +198,7 @@ async def greet_as_client(
         PeerTimeoutError: It did not answer in time.
         PeerClosedError: The connection is gone.
     """
-    handshake = _Handshake(channel, ours, Role.ASKING, secret or b"")
+    handshake = _Greeting(channel, ours, Role.ASKING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
         handshake.require_authentication()
         await channel.send(handshake.ours)
@@ -231,7 +231,7 @@ async def greet_as_server(
 
     Raises: as `greet_as_client`.
     """
-    handshake = _Handshake(channel, ours, Role.SERVING, secret or b"")
+    handshake = _Greeting(channel, ours, Role.SERVING, secret or b"")
     async with _closed_on_error(channel, timeout_s):
         theirs = await handshake.receive_hello()
         handshake.require_authentication()
@@ -245,7 +245,7 @@ async def greet_as_server(
         return Greeting(theirs, await handshake.receive(_REACH), session)
 
 
-class _Handshake:
+class _Greeting:
     """Steps of one handshake.
 
     Args:

@@ -31,7 +31,7 @@ from kvxfer.bench.file.disk import (
     reset_peak_rss,
     settle,
 )
-from kvxfer.bench.report import Row, compare, time_in_turn
+from kvxfer.bench.report import BenchRow, compare, time_in_turn
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 from kvxfer.units import ByteSize
@@ -53,7 +53,7 @@ INDEX_GOAL_S = 10.0
 INDEX_ROUNDS = 5
 
 
-def run(*, quick: bool) -> list[Row]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure stores and loads of blocks in files, with checksums, and the index built at a start.
 
     All contenders take turns in one folder, named by the environment variable `KVXFER_BENCH_DIR`
@@ -64,7 +64,7 @@ def run(*, quick: bool) -> list[Row]:
     parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
     parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="file-", dir=parent))
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     try:
         for block_bytes in (64 * KIB, 256 * KIB, 2048 * KIB):
             num_blocks = min(NUM_BLOCKS, (256 << 20) // block_bytes) if quick else NUM_BLOCKS
@@ -94,7 +94,7 @@ class _Bench:
         words[:] = np.random.default_rng(block_bytes).integers(0, 1 << 63, len(words), np.uint64)
         self._nth = count()
 
-    def run(self, rounds: int) -> list[Row]:
+    def run(self, rounds: int) -> list[BenchRow]:
         """Run the contenders in turns, one round uncounted, and compare them."""
         contenders = self._contenders()
         seconds: dict[str, tuple[list[float], list[float]]] = {n: ([], []) for n in contenders}
@@ -109,7 +109,7 @@ class _Bench:
         rows = self._rows(seconds)
         return [*rows, asyncio.run(self._memory_row())]
 
-    async def _memory_row(self) -> Row:
+    async def _memory_row(self) -> BenchRow:
         """Measure the memory that one batch of small fragments takes: the worst case, gathered."""
         fragments = self._describe(0, self._num_blocks, fragment_bytes=FRAGMENT_BYTES)
         keys = self._keys()
@@ -120,7 +120,7 @@ class _Bench:
             in_flight = peak_rss() - before
             await backend.delete(keys)
         size = f"{self._num_blocks} x {self._block_bytes // KIB} KiB in pieces of 4 KiB"
-        return Row(
+        return BenchRow(
             case=f"memory in flight, {size}, against the batch",
             value=in_flight / (1 << 20),
             unit="MiB",
@@ -147,7 +147,7 @@ class _Bench:
             contenders["aiofiles"] = self._aiofiles
         return contenders
 
-    def _rows(self, seconds: Mapping[str, tuple[list[float], list[float]]]) -> list[Row]:
+    def _rows(self, seconds: Mapping[str, tuple[list[float], list[float]]]) -> list[BenchRow]:
         size = f"{self._block_bytes // KIB} KiB"
         comparisons: list[tuple[str, str, str, float | None]] = [
             (
@@ -332,7 +332,7 @@ class _Bench:
         )
 
 
-def _measure_index(root: Path, num_blocks: int) -> list[Row]:
+def _measure_index(root: Path, num_blocks: int) -> list[BenchRow]:
     """Measure the rebuild of a backend's index, with every inode in the page cache."""
     namespace = Namespace(model="bench", groups=(GroupIdentity(page_sizes_bytes=(64 * KIB,)),))
     config = FileConfig(path=str(root), capacity=ByteSize(1 << 40))

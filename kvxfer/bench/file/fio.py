@@ -13,13 +13,13 @@ class FioMissingError(RuntimeError):
     """Missing fio, the baseline of the disk benchmarks: it is not installed."""
 
 
-class _Direction(msgspec.Struct):
+class _Transfers(msgspec.Struct):
     bw_bytes: int
 
 
 class _Job(msgspec.Struct):
-    read: _Direction
-    write: _Direction
+    read: _Transfers
+    write: _Transfers
 
 
 class _Report(msgspec.Struct):

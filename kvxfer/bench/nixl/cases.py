@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import get_args
 
-from kvxfer.backends.nixl import Integrity
+from kvxfer.backends.nixl import IntegrityGrade
 from kvxfer.bench.nixl.far import FarProcess
 from kvxfer.bench.nixl.near import Contender, Near, in_turn
 from kvxfer.bench.nixl.raw import TOTAL_BYTES
-from kvxfer.bench.report import Row, compare
+from kvxfer.bench.report import BenchRow, compare
 
 KIB = 1 << 10
 BLOCK_BYTES = 2048 * KIB
 BLOCK_SIZES = (BLOCK_BYTES, 128 * KIB)
-GRADES: tuple[Integrity, ...] = get_args(Integrity)
+GRADES: tuple[IntegrityGrade, ...] = get_args(IntegrityGrade)
 LOAD_GOALS = {
     ("full", BLOCK_BYTES): ">= 0.7",
     ("full", 128 * KIB): ">= 0.7",
@@ -49,7 +49,7 @@ MODELS = {
 """Bytes of a page, and pages of a block: keys and values of every layer."""
 
 
-def run(*, quick: bool) -> list[Row]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure loads from and stores to another process, in batches of 64 MiB.
 
     Rows against kvcr are left out, with a note, where it is not installed.
@@ -60,8 +60,8 @@ def run(*, quick: bool) -> list[Row]:
     return asyncio.run(_run(3 if quick else 15))
 
 
-async def _run(rounds: int) -> list[Row]:
-    rows: list[Row] = []
+async def _run(rounds: int) -> list[BenchRow]:
+    rows: list[BenchRow] = []
     with FarProcess() as far:
         for block_bytes in BLOCK_SIZES:
             near = Near(far, block_bytes)
@@ -81,7 +81,7 @@ async def _run(rounds: int) -> list[Row]:
     return rows
 
 
-async def _against_raw(near: Near, rounds: int) -> list[Row]:
+async def _against_raw(near: Near, rounds: int) -> list[BenchRow]:
     """Compare whole batches with NIXL reading the same bytes on the near side."""
     rows = []
     async with near.raw() as raw:
@@ -102,7 +102,7 @@ async def _against_raw(near: Near, rounds: int) -> list[Row]:
 
 async def _processor(
     near: Near, case: str, ours: Contender, theirs: Contender, rounds: int
-) -> list[Row]:
+) -> list[BenchRow]:
     """Measure the processor time of both processes for each KiB that is moved."""
     sides: dict[str, list[list[float]]] = {"near": [[], []], "far": [[], []]}
     for _ in range(rounds):
@@ -119,7 +119,7 @@ async def _processor(
     ]
 
 
-async def _staged(near: Near, rounds: int) -> list[Row]:
+async def _staged(near: Near, rounds: int) -> list[BenchRow]:
     """Compare memory that was not attached, and needs staging buffers, with attached memory."""
     async with near.backend() as attached, near.backend(attached=False) as staged:
         return [
@@ -131,7 +131,7 @@ async def _staged(near: Near, rounds: int) -> list[Row]:
         ]
 
 
-async def _one_block(near: Near, rounds: int) -> list[Row]:
+async def _one_block(near: Near, rounds: int) -> list[BenchRow]:
     """Measure the median latency of single blocks, and the part of it that is not NIXL's."""
     rows = []
     async with near.raw() as raw:
@@ -148,7 +148,7 @@ async def _one_block(near: Near, rounds: int) -> list[Row]:
 
 def _latency(
     case: str, ours: Sequence[float], theirs: Sequence[float], *, has_goal: bool
-) -> list[Row]:
+) -> list[BenchRow]:
     beyond = [max(own - raw_s, TINY_S) for own, raw_s in zip(ours, theirs, strict=True)]
     limits = [LATENCY_LIMIT_S] * len(beyond)
     return [
@@ -167,7 +167,7 @@ def _median(contender: Contender) -> Contender:
     return median
 
 
-async def _disturbance(near: Near, rounds: int) -> list[Row]:
+async def _disturbance(near: Near, rounds: int) -> list[BenchRow]:
     """Measure the event loop's lag during batches, and the processor time of an idle backend."""
     async with near.backend() as backend:
         cases = {"load": near.loading(backend), "store": near.storing(backend)}
@@ -199,7 +199,7 @@ async def _longest_lag(move: Contender) -> float:
     return longest
 
 
-async def _against_sockets(near: Near, rounds: int) -> list[Row]:
+async def _against_sockets(near: Near, rounds: int) -> list[BenchRow]:
     """Compare blocks through sockets with one plain connection and with UCX over TCP."""
     rows = []
     async with (
@@ -220,7 +220,7 @@ async def _against_sockets(near: Near, rounds: int) -> list[Row]:
     return rows
 
 
-async def _against_kvcr(near: Near, rounds: int) -> list[Row]:
+async def _against_kvcr(near: Near, rounds: int) -> list[BenchRow]:
     """Compare with kvcr, which copies within one process and without checksums."""
     if not importlib.util.find_spec("kvcr"):
         sys.stderr.write("kvcr is not installed: its rows are left out\n")
@@ -239,7 +239,7 @@ async def _against_kvcr(near: Near, rounds: int) -> list[Row]:
     return rows
 
 
-async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -> list[Row]:
+async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -> list[BenchRow]:
     """Compare blocks in one piece with blocks in a page for each layer."""
     pages, rows = near.described(page_bytes), []
     counts = f"{len(near.blocks)} pieces against {len(pages)} pages of {page_bytes // KIB} KiB"
@@ -260,5 +260,5 @@ async def _across_layers(near: Near, model: str, page_bytes: int, rounds: int) -
     return rows
 
 
-def _row(case: str, ours: Sequence[float], theirs: Sequence[float], *, goal: str = "") -> Row:
+def _row(case: str, ours: Sequence[float], theirs: Sequence[float], *, goal: str = "") -> BenchRow:
     return compare(case, ours, theirs, unit="ns/B", goal=goal, scale=1e9 / TOTAL_BYTES)

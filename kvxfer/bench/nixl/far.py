@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.bench.nixl.raw import Indices, Operation, PlainServer, RawAgent, allocate
+from kvxfer.bench.nixl.raw import Indices, NixlOperation, PlainServer, RawAgent, allocate
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
 
@@ -109,7 +109,7 @@ class _Far:
         self._raw.prepare(fragment_bytes)
 
     async def move_raw(
-        self, operation: Operation, fragment_bytes: int, ours: Indices, theirs: Indices
+        self, operation: NixlOperation, fragment_bytes: int, ours: Indices, theirs: Indices
     ) -> float:
         """Move fragments by NIXL itself; return the seconds it took."""
         assert self._raw is not None

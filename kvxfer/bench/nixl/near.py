@@ -14,10 +14,17 @@ import numpy as np
 import torch
 import xxhash
 
-from kvxfer.backends.nixl import Integrity, NixlBackend, NixlConfig, Transport
+from kvxfer.backends.nixl import IntegrityGrade, NixlBackend, NixlConfig, Transport
 from kvxfer.bench.nixl.far import FarProcess
 from kvxfer.bench.nixl.kvcr import KVCRPool
-from kvxfer.bench.nixl.raw import TOTAL_BYTES, Indices, Operation, PlainClient, RawAgent, allocate
+from kvxfer.bench.nixl.raw import (
+    TOTAL_BYTES,
+    Indices,
+    NixlOperation,
+    PlainClient,
+    RawAgent,
+    allocate,
+)
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome
@@ -74,7 +81,7 @@ class Near:
         self,
         *,
         transport: Transport = "auto",
-        integrity: Integrity = "full",
+        integrity: IntegrityGrade = "full",
         attached: bool = True,
     ) -> AsyncIterator[NixlBackend]:
         """Open a backend that keeps its blocks in the far process."""
@@ -156,7 +163,7 @@ class Near:
             yield partial(move, client.load), partial(move, client.store)
 
     @contextlib.asynccontextmanager
-    async def over_tcp(self) -> AsyncIterator[dict[Operation, Contender]]:
+    async def over_tcp(self) -> AsyncIterator[dict[NixlOperation, Contender]]:
         """Open two processes that move the same blocks by UCX over TCP."""
         with FarProcess(UCX_OVER_TCP) as one, FarProcess(UCX_OVER_TCP) as other:
             reach = await asyncio.to_thread(other.ask, "open_raw", f"tcp-{uuid.uuid4()}", True)
@@ -164,7 +171,7 @@ class Near:
             await asyncio.to_thread(one.ask, "connect_raw", reach, self.block_bytes)
             indices = self.fragments(self.block_bytes)
 
-            async def move(operation: Operation) -> float:
+            async def move(operation: NixlOperation) -> float:
                 asked = ("move_raw", operation, self.block_bytes, *indices)
                 return float(await asyncio.to_thread(one.ask, *asked))
 
@@ -244,7 +251,7 @@ class RawContender:
 
     def moving(
         self,
-        operation: Operation,
+        operation: NixlOperation,
         *,
         fragment_bytes: int | None = None,
         num_blocks: int | None = None,

@@ -18,7 +18,7 @@ TOTAL_BYTES = 64 << 20
 SEND, RECEIVE, TAKEN = b"s", b"r", b"t"
 
 Indices = NDArray[np.int32]
-Operation = Literal["READ", "WRITE"]
+NixlOperation = Literal["READ", "WRITE"]
 
 
 def allocate(seed: int) -> NDArray[np.uint8]:
@@ -71,7 +71,7 @@ class RawAgent:
         )
 
     def move(
-        self, operation: Operation, fragment_bytes: int, ours: Indices, theirs: Indices
+        self, operation: NixlOperation, fragment_bytes: int, ours: Indices, theirs: Indices
     ) -> None:
         """Move fragments; blocks, and polls without a pause.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvxfer.bench.file import FOLDER_VARIABLE
-from kvxfer.bench.report import Row, compare
+from kvxfer.bench.report import BenchRow, compare
 from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess
 
 MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
@@ -45,7 +45,7 @@ PLAIN_CONNECTOR = {
 Start = Callable[[Mapping[str, Any] | None], EngineProcess]
 
 
-def run(*, quick: bool) -> list[Row]:
+def run(*, quick: bool) -> list[BenchRow]:
     """Measure the time to the first token, and the throughput without a single hit.
 
     The model's folder is named by the environment variable `KVXFER_BENCH_MODEL`, its data type by
@@ -106,7 +106,7 @@ class _FirstTokens:
 
     def row(
         self, hit: str, baseline: str, goal: str = "", *, seconds: Sequence[float] | None = None
-    ) -> Row:
+    ) -> BenchRow:
         """Compare hits with others that were taken in turns, or with the given `seconds`."""
         return compare(
             f"{self._case}, {hit} against {baseline}",
@@ -118,7 +118,7 @@ class _FirstTokens:
             of_time=True,
         )
 
-    def steps_row(self, hit: str, baseline: str) -> Row:
+    def steps_row(self, hit: str, baseline: str) -> BenchRow:
         """Compare the engine steps of hits with those of others."""
         case = f"engine steps until the first token, {hit} against {baseline}"
         steps = self._steps
@@ -132,7 +132,7 @@ def _host_hits(
     first: _FirstTokens,
     *,
     quick: bool,
-) -> list[Row]:
+) -> list[BenchRow]:
     turns = [(engine, HOST, DEVICE), (plain, PLAIN, PLAIN_DEVICE)]
     for one, _, _ in turns:
         first.take(COMPUTED, one, prompt)
@@ -163,7 +163,7 @@ def _host_hits(
 
 def _file_hits(
     start: Start, prompts: Iterator["_Source"], first: _FirstTokens, *, quick: bool
-) -> list[Row]:
+) -> list[BenchRow]:
     """Compare hits of an engine that finds the files of an earlier one, and empty host memory."""
     parent = Path(os.environ.get(FOLDER_VARIABLE, "build/bench"))
     parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def _throughput(
     num_requests: int,
     *,
     quick: bool,
-) -> list[Row]:
+) -> list[BenchRow]:
     turns = [engine, without]
     seconds: dict[EngineProcess, list[float]] = {engine: [], without: []}
     steps: dict[EngineProcess, list[list[float]]] = {engine: [], without: []}
@@ -228,7 +228,7 @@ def _throughput(
 
 def _most_delayed_step(
     at_a_time: str, ours: Sequence[list[float]], baseline: Sequence[list[float]]
-) -> Row:
+) -> BenchRow:
     """Compare the step that offloading delays most, by the median of its delays over the rounds.
 
     The engines are given the same prompts, so that each step computes the same with and without.

@@ -33,7 +33,7 @@ class PageTemplate:
         bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64) - starts
         strides = np.array([tensor.stride(0) for tensor in tensors], np.int64)
         cuts = np.cumsum(mapping.page.shard_sizes)
-        self._pages = [_Pieces(each, starts, bases, strides, cuts) for each in mapping.pages]
+        self._pages = [_PagePieces(each, starts, bases, strides, cuts) for each in mapping.pages]
 
     def expand(
         self, ids: NDArray[np.int64], num_pages: int | None
@@ -60,7 +60,7 @@ class PageTemplate:
         return addresses.reshape(-1)[:used], np.tile(lengths, len(grouped))[:used], firsts
 
 
-class _Pieces:
+class _PagePieces:
     """Pieces of one page, joined where they touch in memory and belong to one shard."""
 
     def __init__(

@@ -16,7 +16,7 @@ from kvxfer.kvcache.spec import (
     SlidingWindowMLASpec,
 )
 
-Entry = torch.Tensor | Sequence[torch.Tensor]
+RegisteredEntry = torch.Tensor | Sequence[torch.Tensor]
 
 AXES = {"B": "block", "H": "head", "N": "token"}
 """Axes by the letters of layout names, from 0.29 on; `C` is one token's elements per head."""
@@ -35,11 +35,13 @@ class LayerCache:
         layout: Axes of the tensor; empty where vLLM does not tell.
     """
 
-    entry: Entry
+    entry: RegisteredEntry
     layout: str = ""
 
 
-def layer_cache(name: str, entry: Entry, config: KVCacheConfig, vllm_config: Any) -> LayerCache:
+def layer_cache(
+    name: str, entry: RegisteredEntry, config: KVCacheConfig, vllm_config: Any
+) -> LayerCache:
     """Find the layout of a layer's cache.
 
     Args:
