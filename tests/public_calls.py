@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import kvxfer
-from kvxfer import engine_side, kvcache, public, storage, transfer
+from kvxfer import engine_side, kvcache, public, storage, tiering, transfer
 from kvxfer.engine_side import (
     LAYOUT_ZOO,
     AttentionMetadataBuilder,
@@ -242,6 +242,7 @@ VALID_TRANSFERS = {
     "Namespace.require_same": Valid({"theirs": NAMESPACE}, lambda: NAMESPACE),
     "Outcome": Valid({"status": kvxfer.Status.DONE}),
     "StoredTensor": Valid({"name": "k", "dtype": "F32", "shape": (2, 4)}),
+    "TierTimeouts": Valid({"lookup_s": 1, "move_s": 1, "close_s": 1, "pause_s": 1}),
     "TieredBackend": Valid({"tiers": [backend()], "namespace": NAMESPACE}),
     "TieredBackend.attach": Valid({"memory": []}, tiers),
     "TieredBackend.delete": Valid({"keys": KEYS}, tiers),
@@ -281,7 +282,7 @@ def public_callables() -> dict[str, Callable[..., Any]]:
     Not errors and enums, which the library makes itself, and not methods for implementors.
     """
     found: dict[str, Callable[..., Any]] = {}
-    faces = (public, kvcache, storage, transfer, engine_side)
+    faces = (public, kvcache, storage, tiering, transfer, engine_side)
     public_values = {name: getattr(face, name) for face in faces for name in face.__all__}
     for name, value in public_values.items():
         if inspect.isfunction(value):

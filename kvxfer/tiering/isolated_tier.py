@@ -13,16 +13,7 @@ from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.tiering.suspension import Suspension
-
-LOOKUP_TIMEOUT_S = 2.0
-"""Deadline of a lookup in a tier; after it every key is a miss there."""
-
-MOVE_TIMEOUT_S = 10.0
-"""Deadline of moving one staging buffer of blocks, or of a delete. A disk that writes 2 MB/s is
-still in time."""
-
-CLOSE_TIMEOUT_S = 30.0
-"""Deadline of closing a tier; after it the call is abandoned."""
+from kvxfer.tiering.timeouts import TierTimeouts
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +30,7 @@ class IsolatedTier:
     Args:
         index: Position among the tiers, 0 for the fastest.
         backend: The backend.
-        lookup_timeout_s: Deadline of a lookup; None for no limit.
+        timeouts: Deadlines of its calls.
         num_buffers: Staging buffers that the tier may use at one time.
     """
 
@@ -48,15 +39,15 @@ class IsolatedTier:
         index: int,
         backend: Backend,
         *,
-        lookup_timeout_s: float | None = LOOKUP_TIMEOUT_S,
+        timeouts: TierTimeouts,
         num_buffers: int = 1,
     ) -> None:
         self.index = index
         self.backend = backend
-        self._lookup_timeout_s = lookup_timeout_s
+        self._timeouts = timeouts
         self._name = f"tier {index} ({type(backend).__name__})"
         self._calls = Calls()
-        self._suspension = Suspension(self._name)
+        self._suspension = Suspension(self._name, timeouts.pause_s)
         self._share = asyncio.Semaphore(num_buffers)
 
     @property
@@ -69,7 +60,7 @@ class IsolatedTier:
         if not keys or not self.is_available:
             return set()
         what = f"lookup of {len(keys)} blocks"
-        found = await self._ask(what, self._lookup_timeout_s, self.backend.lookup(keys))
+        found = await self._ask(what, self._timeouts.lookup_s, self.backend.lookup(keys))
         if found is None or len(found) != len(keys):
             return set()
         return {key for key, there in zip(keys, found, strict=True) if there}
@@ -83,11 +74,11 @@ class IsolatedTier:
         return await self._move("load", keys, blocks)
 
     async def store_in_time(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Store with a deadline: every block is `TIMED_OUT` after `MOVE_TIMEOUT_S`."""
+        """Store with a deadline: every block is `TIMED_OUT` after `TierTimeouts.move_s`."""
         return await self._move_in_time(self.store, keys, blocks)
 
     async def load_in_time(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Load with a deadline: every block is `TIMED_OUT` after `MOVE_TIMEOUT_S`."""
+        """Load with a deadline: every block is `TIMED_OUT` after `TierTimeouts.move_s`."""
         return await self._move_in_time(self.load, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -95,7 +86,7 @@ class IsolatedTier:
         deleted = None
         if self.is_available:
             what = f"delete of {len(keys)} blocks"
-            deleted = await self._ask(what, MOVE_TIMEOUT_S, self.backend.delete(keys))
+            deleted = await self._ask(what, self._timeouts.move_s, self.backend.delete(keys))
         return deleted or [False] * len(keys)
 
     async def drain(self) -> None:
@@ -104,11 +95,11 @@ class IsolatedTier:
         await self.backend.drain()
 
     async def aclose(self) -> None:
-        """Close the backend; after `CLOSE_TIMEOUT_S` the call is abandoned."""
+        """Close the backend; after `TierTimeouts.close_s` the call is abandoned."""
         try:
-            await self._calls.wait_for(CLOSE_TIMEOUT_S, self.backend.aclose())
+            await self._calls.wait_for(self._timeouts.close_s, self.backend.aclose())
         except TimeoutError:
-            logger.warning("%s: not closed after %g s", self._name, CLOSE_TIMEOUT_S)
+            logger.warning("%s: not closed after %g s", self._name, self._timeouts.close_s)
 
     def hold(
         self, staging: StagingMemory, sizes: Sequence[int], starts: Sequence[int]
@@ -131,8 +122,8 @@ class IsolatedTier:
         self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         call = f"moving {len(keys)} blocks"
-        outcomes = await self._ask(call, MOVE_TIMEOUT_S, move(keys, blocks))
-        reason = f"{self._name} took longer than {MOVE_TIMEOUT_S:g} s"
+        outcomes = await self._ask(call, self._timeouts.move_s, move(keys, blocks))
+        reason = f"{self._name} took longer than {self._timeouts.move_s:g} s"
         late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
         return [late] * len(keys) if outcomes is None else list(outcomes)
 

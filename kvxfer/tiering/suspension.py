@@ -3,21 +3,20 @@
 import logging
 from math import inf
 
-PAUSE_S = 5.0
-"""Time that a tier is not used after it missed a deadline: whoever asks it waits for the answer."""
-
 logger = logging.getLogger(__name__)
 
 
 class Suspension:
-    """Suspension of a tier: for `PAUSE_S` after a missed deadline every key is a miss there.
+    """Suspension of a tier: for a while after a missed deadline every key is a miss there.
 
     Args:
         name: Name of the tier in the log.
+        pause_s: Time that the tier is not used.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pause_s: float) -> None:
         self._name = name
+        self._pause_s = pause_s
         self._until = -inf
 
     def is_on(self, now: float) -> bool:
@@ -28,5 +27,5 @@ class Suspension:
         """Suspend the tier, or suspend it for longer, since a call took longer than its timeout."""
         if not self.is_on(now):
             text = "%s: %s took longer than %g s; the tier is not used for %g s"
-            logger.warning(text, self._name, call, timeout_s, PAUSE_S)
-        self._until = now + PAUSE_S
+            logger.warning(text, self._name, call, timeout_s, self._pause_s)
+        self._until = now + self._pause_s

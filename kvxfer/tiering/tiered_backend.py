@@ -4,12 +4,12 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from kvxfer.checks import (
     require_instance,
     require_instances,
     require_positive,
-    require_timeout,
 )
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
@@ -20,12 +20,9 @@ from kvxfer.storage.calls import Move
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
-from kvxfer.tiering.isolated_tier import LOOKUP_TIMEOUT_S, IsolatedTier
+from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
-
-SETTLE_TIMEOUT_S = 30.0
-"""Time that `TieredBackend.aclose` goes on writing blocks back, and then waits for staging buffers
-that a tier still uses."""
+from kvxfer.tiering.timeouts import TierTimeouts
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +67,7 @@ class TieredBackend(Backend):
     as long as every tier answers lookups.
 
     While a tier raises, or a lower tier hangs, every key is a miss there, and the others work on.
-    A lookup in a hanging tier ends after `lookup_timeout_s`, and the tier is not used for a while.
+    A lookup in a hanging tier ends after `timeouts.lookup_s`, and the tier is not used for a while.
     Blocks that a tier missed meanwhile are written back when it works again, as long as the tier
     above still has them.
 
@@ -86,7 +83,7 @@ class TieredBackend(Backend):
         namespace: Namespace of the tiers; gives the size of a chunk.
         staging_bytes: Bound on the staging buffers between tiers; raised to two of the largest
             chunk.
-        lookup_timeout_s: Deadline of a lookup in a lower tier; None for no limit.
+        timeouts: Deadlines of the lower tiers; lookups in the first have none.
 
     Attributes:
         memory_kinds: Device types whose memory every tier reads and writes directly.
@@ -102,15 +99,16 @@ class TieredBackend(Backend):
         namespace: Namespace,
         *,
         staging_bytes: int = DEFAULT_STAGING_BYTES,
-        lookup_timeout_s: float | None = LOOKUP_TIMEOUT_S,
+        timeouts: TierTimeouts = TierTimeouts(),  # noqa: B008 - it is frozen
     ) -> None:
         require_instances("tiers", tiers, Backend)
         require_instance("namespace", namespace, Namespace)
         staging_bytes = require_positive("staging_bytes", staging_bytes)
-        lookup_timeout_s = require_timeout("lookup_timeout_s", lookup_timeout_s)
+        require_instance("timeouts", timeouts, TierTimeouts)
         if not len(tiers):
             raise InvalidArgumentError("tiers", tiers, "at least one backend")
         self._guard = CallGuard("tiered backend", namespace)
+        self._close_s = timeouts.close_s
         self.memory_kinds = frozenset.intersection(*(tier.memory_kinds for tier in tiers))
         if "cpu" not in self.memory_kinds:
             kinds = [sorted(tier.memory_kinds) for tier in tiers]
@@ -122,7 +120,7 @@ class TieredBackend(Backend):
                 index,
                 backend,
                 # Nothing works without the first tier, so its lookups have no deadline.
-                lookup_timeout_s=lookup_timeout_s if index else None,
+                timeouts=timeouts if index else replace(timeouts, lookup_s=None),
                 num_buffers=share,
             )
             for index, backend in enumerate(tiers)
@@ -215,8 +213,8 @@ class TieredBackend(Backend):
     async def aclose(self) -> None:
         """See `Backend.aclose`. First writes back the queued blocks, unless cancelled.
 
-        Ends within `SETTLE_TIMEOUT_S` and the time that each tier may take to close. Blocks that
-        were not written back are logged.
+        Ends within `TierTimeouts.close_s` for what moves, for each tier and for staging buffers.
+        Blocks that were not written back are logged.
         """
         if not self._guard.close():
             return
@@ -225,12 +223,12 @@ class TieredBackend(Backend):
             for tier in reversed(self._tiers):
                 stack.push_async_callback(tier.aclose)
             try:
-                async with asyncio.timeout(SETTLE_TIMEOUT_S):
+                async with asyncio.timeout(self._close_s):
                     await self._locks.wait_for_all()
                     for writer in self._writers:
                         await writer.settle()
             except TimeoutError:
-                logger.warning("blocks still move between tiers after %g s", SETTLE_TIMEOUT_S)
+                logger.warning("blocks still move between tiers after %g s", self._close_s)
             finally:
                 for writer in self._writers:
                     await writer.cancel()
@@ -238,10 +236,10 @@ class TieredBackend(Backend):
     async def _close_staging(self) -> None:
         """Wait for buffers in use; the memory of one used for longer stays with its user."""
         try:
-            async with asyncio.timeout(SETTLE_TIMEOUT_S):
+            async with asyncio.timeout(self._close_s):
                 await self._staging.aclose()
         except TimeoutError:
-            logger.warning("staging memory is still in use after %g s", SETTLE_TIMEOUT_S)
+            logger.warning("staging memory is still in use after %g s", self._close_s)
 
     async def _find(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Find the keys that the first tier has, or that were verified in a lower one."""

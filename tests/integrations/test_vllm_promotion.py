@@ -174,7 +174,7 @@ def test_a_lookup_that_hangs_gives_its_slots_back_and_never_loads(start: Start) 
     backend, keys = broken(Operation.LOOKUP, stuck=1.0), keys_of(2)
     recording = backend.inner = RecordingBackend()
     fill(start, recording, keys)
-    scheduler = start(backend, lookup=0.05)
+    scheduler = start(backend, lookup_s=0.05)
     scheduler.lookup(keys)
     scheduler.step()
     assert scheduler.index.num_free_slots == NUM_SLOTS - 2
@@ -258,7 +258,7 @@ def test_a_reset_keeps_the_slot_of_a_load_that_its_lookup_has_just_begun(start: 
 
 def test_a_shutdown_does_not_wait_for_chunks_that_are_looked_up(start: Start) -> None:
     backend = broken(Operation.LOOKUP, stuck=1.0)
-    scheduler = start(backend, close=0.1)
+    scheduler = start(backend, close_s=0.1)
     scheduler.lookup(keys_of(2))
     scheduler.step()
     spin(lambda: backend.waiting)

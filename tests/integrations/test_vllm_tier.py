@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.offloading import interface
-from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, Timeouts
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, LowerTierTimeouts
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4
@@ -183,7 +183,7 @@ def test_a_reset_of_vllm_keeps_what_is_below(tiers: Tiers) -> None:
 def test_a_shutdown_that_leaves_memory_in_use_says_so(
     tiers: Tiers, faulty: FaultyBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = LowerTier(tiers.rows, 3, faulty, timeouts=Timeouts(close=0.1))
+    tier = LowerTier(tiers.rows, 3, faulty, timeouts=LowerTierTimeouts(close_s=0.1))
     monkeypatch.setattr(tiers.tier, "_tier", tier)
     faulty.rates = FaultRates(stuck=1.0)
     tier.submit_store(keys_of(1), [0])

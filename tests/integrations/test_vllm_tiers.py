@@ -12,7 +12,7 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import FaultRates
 from kvxfer.testing.faulty_backend import Operation
-from kvxfer.tiering import suspension
+from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.units import ByteSize
 
@@ -336,25 +336,24 @@ def test_what_the_lower_tier_missed_while_it_failed_gets_there_when_it_works_aga
 
 
 def test_a_lookup_that_hangs_is_a_miss_when_its_time_is_up(start: Start) -> None:
-    scheduler = start(broken(Operation.LOOKUP, hang=1.0), lookup=0.05)
+    scheduler = start(broken(Operation.LOOKUP, hang=1.0), lookup_s=0.05)
     assert scheduler.lookup(keys_of(1)) == [RETRY]
     assert scheduler.resolve(keys_of(1)) == [MISS]
     assert scheduler.lookup(keys_of(1, first=1), "next") == [MISS], "the next one waits, too"
 
 
 def test_a_tier_that_missed_a_deadline_gets_no_chunks_until_its_pause_is_over(
-    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(suspension, "PAUSE_S", 60.0)
     backend = broken(Operation.LOOKUP, hang=1.0)
-    scheduler = start(backend, lookup=0.05)
+    scheduler = start(backend, lookup_s=0.05, pause_s=60.0)
     assert scheduler.lookup(keys_of(1)) == [RETRY]
     assert scheduler.resolve(keys_of(1)) == [MISS]
     assert "the lower tier: lookup of 1 rows took longer than 0.05 s" in caplog.text
     assert scheduler.store(keys_of(2, first=10)) == keys_of(2, first=10)
     scheduler.step()
     assert scheduler.index.num_evictable == 2, "a chunk is on its way to a tier that hangs"
-    scheduler.manager._tier._suspension = suspension.Suspension("the lower tier")
+    scheduler.manager._tier._suspension = Suspension("the lower tier", 0.0)
     assert isinstance(backend.inner, KeepingBackend)
     scheduler.until(lambda: len(backend.inner) == 2)  # type: ignore[arg-type]
 
@@ -363,7 +362,7 @@ def test_a_promotion_that_hangs_is_a_miss_and_its_slot_stays_out_of_use_until_it
     start: Start,
 ) -> None:
     backend, (key,) = broken(Operation.LOAD, stuck=1.0), keys_of(1)
-    scheduler = start(backend, load=0.2)
+    scheduler = start(backend, move_s=0.2)
     scheduler.store([key])
     scheduler.forget()
     assert scheduler.resolve([key]) == [MISS]
@@ -465,7 +464,7 @@ def test_a_shutdown_waits_for_copies_and_not_for_ever(start: Start) -> None:
 
 
 def test_a_shutdown_gives_up_on_a_lower_tier_that_hangs(start: Start) -> None:
-    scheduler = start(broken(Operation.STORE, stuck=1.0), close=0.1)
+    scheduler = start(broken(Operation.STORE, stuck=1.0), close_s=0.1)
     scheduler.store(keys_of(2))
     begin = time.monotonic()
     scheduler.manager.shutdown()

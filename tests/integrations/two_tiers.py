@@ -21,7 +21,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, Timeouts
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, LowerTierTimeouts
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 
 NUM_SLOTS = 4
@@ -145,7 +145,7 @@ def schedulers() -> Iterator[Start]:
             pool.slots.reshape(pool.shape.num_slots, -1),
             2,
             backend,
-            timeouts=Timeouts(**{"reset": 0.1, **timeouts}),
+            timeouts=LowerTierTimeouts(**{"reset_s": 0.1, **timeouts}),
         )
         manager = TieredOffloadingManager(pool, index, tier, emit_events=True)
         started.append((Scheduler(manager, pool, index), backend))

@@ -18,7 +18,7 @@ from kvxfer.testing import (
 )
 from kvxfer.testing.conformance.suite import make_keys, statuses
 from kvxfer.testing.payloads import make_payload, read_payloads
-from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.units import ByteSize
 
 BLOCK_SIZE_BYTES = 48 + 16
@@ -42,7 +42,7 @@ def open_dict(namespace: Namespace, max_blocks: int | None = None) -> DictBacken
 
 def open_tiers(tiers: Sequence[Backend], namespace: Namespace, **more: int) -> TieredBackend:
     """Open tiers that are asked for as long as a busy machine takes to answer."""
-    return TieredBackend(tiers, namespace, lookup_timeout_s=None, **more)
+    return TieredBackend(tiers, namespace, timeouts=TierTimeouts(lookup_s=None), **more)
 
 
 class Recorder(DictBackend):
@@ -105,11 +105,14 @@ class Opened:
 
 
 @asynccontextmanager
-async def opened(memory: BlockMemory, *, num_slots: int = 16) -> AsyncIterator[Opened]:
+async def opened(
+    memory: BlockMemory, *, num_slots: int = 16, timeouts: TierTimeouts | None = None
+) -> AsyncIterator[Opened]:
     namespace = memory.namespace()
     first, lower = open_host(namespace, num_slots), Recorder(namespace)
     faults = FaultyBackend(lower, seed=0, rates=FaultRates())
-    async with TieredBackend([first, faults], namespace) as backend:
+    timeouts = timeouts or TierTimeouts()
+    async with TieredBackend([first, faults], namespace, timeouts=timeouts) as backend:
         try:
             yield Opened(backend, first, lower, faults)
         finally:

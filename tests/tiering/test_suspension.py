@@ -2,14 +2,14 @@
 
 import pytest
 
-from kvxfer.tiering.suspension import PAUSE_S, Suspension
+from kvxfer.tiering import TierTimeouts
+from kvxfer.tiering.suspension import Suspension
 
 
 def test_a_tier_is_not_used_for_5_s_after_the_last_deadline_that_it_missed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    suspension = Suspension("tier 1")
-    assert PAUSE_S == 5
+    suspension = Suspension("tier 1", TierTimeouts().pause_s)
     assert not suspension.is_on(0.0)
     suspension.begin(0.0, "lookup of 2 blocks", 2.0)
     suspension.begin(3.0, "lookup of 4 blocks", 2.0)

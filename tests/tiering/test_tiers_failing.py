@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +20,8 @@ from kvxfer.testing import (
     Operation,
 )
 from kvxfer.testing.conformance.suite import cancel, statuses, store_generated, yield_to_loop
-from kvxfer.tiering import isolated_tier, suspension, tiered_backend
-from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.tiering.isolated_tier import IsolatedTier
 from tests.testing.test_dict_backend import Blocks, KeptBackend
 from tests.tiering.opened_tiers import (
     KEYS,
@@ -313,8 +314,10 @@ def test_tiers_that_cannot_be_are_refused(memory: BlockMemory) -> None:
         TieredBackend([tier, OnlyCuda(None, namespace)], namespace)
     with pytest.raises(InvalidArgumentError, match="staging_bytes"):
         TieredBackend([tier], namespace, staging_bytes=0)
-    with pytest.raises(InvalidArgumentError, match="lookup_timeout_s is '5'"):
-        TieredBackend([tier], namespace, lookup_timeout_s="5")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="lookup_s is '5'"):
+        TierTimeouts(lookup_s="5")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="move_s is None"):
+        TierTimeouts(move_s=None)  # type: ignore[arg-type]
 
 
 def test_memory_is_reached_directly_when_every_tier_does(memory: BlockMemory) -> None:
@@ -341,22 +344,18 @@ async def test_a_block_or_key_that_the_namespace_does_not_know_is_refused(
 # Hanging
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the deadlines of tiers, so that hanging calls are given up soon."""
-    monkeypatch.setattr(isolated_tier, "MOVE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(suspension, "PAUSE_S", 0.05)
+SHORT = TierTimeouts(move_s=0.5, close_s=0.5, pause_s=0.05)
+"""Deadlines after which hanging calls are given up soon."""
 
 
 HANGING = FaultRates(stuck=1.0, operations=frozenset(Operation))
 
 
-@pytest.mark.usefixtures("short")
 async def test_a_lower_tier_that_answers_nothing_is_a_miss_there(memory: BlockMemory) -> None:
     namespace = memory.namespace()
     hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
     tiers = [open_host(namespace, 8), hanging]
-    async with TieredBackend(tiers, namespace, lookup_timeout_s=0.05) as backend:
+    async with TieredBackend(tiers, namespace, timeouts=replace(SHORT, lookup_s=0.05)) as backend:
         payloads = await store_generated(backend, KEYS[:2], memory.describe(0, [0, 1]))
         assert await backend.lookup(KEYS[:3]) == [True, True, False]
         assert await load_from(backend, memory, KEYS[:2]) == payloads
@@ -369,7 +368,7 @@ async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended
 ) -> None:
     namespace = memory.namespace()
     hanging = FaultyBackend(open_dict(namespace), seed=0, rates=HANGING)
-    slow = isolated_tier.IsolatedTier(1, hanging, lookup_timeout_s=0.01)
+    slow = IsolatedTier(1, hanging, timeouts=TierTimeouts(lookup_s=0.01))
     assert await slow.lookup(KEYS) == set()
     assert not slow.is_available
     assert await slow.load(KEYS[:1], memory.describe(0, [0])) == [Outcome(Status.MISSING)]
@@ -382,7 +381,6 @@ async def test_a_tier_that_did_not_answer_is_not_asked_until_that_call_has_ended
     await slow.aclose()
 
 
-@pytest.mark.usefixtures("short")
 async def test_a_tier_that_hangs_keeps_no_more_than_its_share_of_staging_memory(
     memory: BlockMemory,
 ) -> None:
@@ -392,7 +390,7 @@ async def test_a_tier_that_hangs_keeps_no_more_than_its_share_of_staging_memory(
     payloads = await store_generated(inner, KEYS[:4], memory.describe(0, range(4)))
     payloads += await store_generated(healthy, KEYS[4:], memory.describe(0, range(4, 8)))
     tiers = [open_host(namespace, 8), hanging, healthy]
-    async with TieredBackend(tiers, namespace, staging_bytes=1) as backend:
+    async with TieredBackend(tiers, namespace, staging_bytes=1, timeouts=SHORT) as backend:
         hanging.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.LOAD}))
         assert await backend.lookup(KEYS[:1]) == [False]
         lookups = (backend.lookup([key]) for key in KEYS[1:])
@@ -416,12 +414,9 @@ async def test_staging_memory_of_a_cancelled_carry_is_drained_first(memory: Bloc
         assert len(backend._staging._idle) == idle
 
 
-@pytest.mark.usefixtures("short")
 async def test_closing_leaves_behind_what_hangs_and_says_so(
-    memory: BlockMemory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(isolated_tier, "CLOSE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(tiered_backend, "SETTLE_TIMEOUT_S", 0.5)
     namespace = memory.namespace()
     quiet = asyncio.Event()
 
@@ -434,7 +429,8 @@ async def test_closing_leaves_behind_what_hangs_and_says_so(
             await quiet.wait()
             await super().aclose()
 
-    backend = TieredBackend([open_host(namespace, 8), Unclosable(None, namespace)], namespace)
+    tiers = [open_host(namespace, 8), Unclosable(None, namespace)]
+    backend = TieredBackend(tiers, namespace, timeouts=SHORT)
     await store_generated(backend, KEYS[:1], memory.describe(0, [0]))
     await yield_to_loop(3)
     await backend.aclose()

@@ -16,7 +16,7 @@ from kvxfer.storage.backend import DONE, Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
 from kvxfer.testing.conformance.suite import make_keys
-from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.units import ByteSize
 from tests.backends.file_store import flip_bit, open_store, path_of, places, temporary_folder
@@ -101,7 +101,7 @@ async def test_files_whose_metadata_hangs_hold_up_neither_host_memory_nor_the_en
     namespace, server = memory.namespace(), HungMetadata(monkeypatch)
     file = open_store(tmp_path / "store", namespace, close_timeout_s=0.05)
     host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
-    tiers = TieredBackend([host, file], namespace, lookup_timeout_s=0.5)
+    tiers = TieredBackend([host, file], namespace, timeouts=TierTimeouts(lookup_s=0.5))
     async with TransferEngine(memory.caches, tiers, timeout_s=LIMIT_S) as engine:
         assert await engine.store(keys[:2], [[0, 1]]) == [DONE] * 2
         assert await engine.flush(timeout_s=LIMIT_S)

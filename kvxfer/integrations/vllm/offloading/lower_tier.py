@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -18,9 +19,9 @@ from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, Can
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.tiering.isolated_tier import CLOSE_TIMEOUT_S, LOOKUP_TIMEOUT_S, MOVE_TIMEOUT_S
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension
+from kvxfer.tiering.timeouts import TierTimeouts
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
@@ -43,14 +44,16 @@ class Purgeable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Deadlines in seconds; `reset` and `close` bound how long the calls of that name block."""
+class LowerTierTimeouts(TierTimeouts):
+    """Deadlines of the tier below host memory, in seconds.
 
-    lookup: float = LOOKUP_TIMEOUT_S
-    load: float = MOVE_TIMEOUT_S
-    store: float = 60.0
-    reset: float = 5.0
-    close: float = CLOSE_TIMEOUT_S
+    Attributes:
+        store_s: For a store.
+        reset_s: For `LowerTier.reset`, which blocks, as `close` does.
+    """
+
+    store_s: float = 60.0
+    reset_s: float = 5.0
 
 
 class LowerTier:
@@ -83,7 +86,7 @@ class LowerTier:
         backend: Backend,
         *,
         mappings: Sequence[PageMapping] = (),
-        timeouts: Timeouts | None = None,
+        timeouts: LowerTierTimeouts | None = None,
     ) -> None:
         tensor = torch.from_numpy(rows).view(torch.int8)
         row_size_bytes = rows.shape[1]
@@ -91,9 +94,11 @@ class LowerTier:
             tensors=[CanonicalKVCacheTensor(tensor, row_size_bytes)],
             group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * num_groups,
         )
-        self._timeouts = timeouts or Timeouts()
+        self._timeouts = timeouts or LowerTierTimeouts()
+        limit_s = self._timeouts.lookup_s
+        self._lookup_s = inf if limit_s is None else limit_s
         self._engine = TransferEngine(
-            caches, backend, mappings=mappings, timeout_s=self._timeouts.store
+            caches, backend, mappings=mappings, timeout_s=self._timeouts.store_s
         )
         try:
             self._engine.submit_call(backend.start()).result()
@@ -108,7 +113,7 @@ class LowerTier:
         self._missing: list[BlockKey] = []
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
-        self._suspension = Suspension("the lower tier")
+        self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
         """Whether the backend has a key; None while its lookup has not ended.
@@ -147,7 +152,7 @@ class LowerTier:
         unknown = {key: known.pop(key) for key in keys if key in known}
         self._load(known, self._jobs)
         if keys:
-            lookup = RowLookup(keys, unknown, time.monotonic() + self._timeouts.lookup)
+            lookup = RowLookup(keys, unknown, time.monotonic() + self._lookup_s)
             names = [self._name(key) for key in keys]
             lookup.call = self._engine.submit_call(self._look_up(lookup, names))
             self._lookups.append(lookup)
@@ -191,7 +196,7 @@ class LowerTier:
                 if job.direction is Direction.LOAD and not outcome.done and not job.void:
                     self.results.deny([key])
                     if outcome.status is Status.TIMED_OUT:
-                        self._suspension.begin(time.monotonic(), "a load", self._timeouts.load)
+                        self._suspension.begin(time.monotonic(), "a load", self._timeouts.move_s)
         late, self._late = self._late, []
         for each in late:
             (self._late if self._engine.may_touch(each.job_id) else moved).append(each)
@@ -231,7 +236,7 @@ class LowerTier:
         self._missing.clear()
         self.results.clear()
         self._salt = secrets.token_bytes(SALT_BYTES)
-        self.drain(timeout_s=self._timeouts.reset)
+        self.drain(timeout_s=self._timeouts.reset_s)
         self.poll()
         if isinstance(self._engine.backend, Purgeable):
             self._engine.submit_call(self._engine.backend.purge()).add_done_callback(_log_failure)
@@ -244,7 +249,7 @@ class LowerTier:
         Returns:
             Whether that was done in time. If not, the backend may still touch rows.
         """
-        deadline = time.monotonic() + self._timeouts.close
+        deadline = time.monotonic() + self._timeouts.close_s
         self._end_lookups()
         stores = []
         for job_id, job in self._jobs.items():
@@ -252,7 +257,7 @@ class LowerTier:
                 stores.append(job_id)
             else:
                 self._engine.cancel(job_id)
-        self._engine.wait(stores, timeout_s=self._timeouts.close)
+        self._engine.wait(stores, timeout_s=self._timeouts.close_s)
         closing = threading.Thread(target=self._close_engine, name="kvxfer-close", daemon=True)
         closing.start()
         closing.join(max(1.0, deadline - time.monotonic()))
@@ -307,7 +312,7 @@ class LowerTier:
             of_groups[group_of(key)].append(row)
         names = [self._name(key) for key in job.keys]
         if direction is Direction.LOAD:
-            job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.load)
+            job_id = self._engine.submit_load(names, of_groups, timeout_s=self._timeouts.move_s)
         else:
             job_id = self._engine.submit_store(names, of_groups)
         jobs[job_id] = job
@@ -327,7 +332,7 @@ class LowerTier:
             elif now > lookup.deadline and lookup.give_up():
                 self._end_lookup(lookup)
                 call = f"lookup of {len(lookup.keys)} rows"
-                self._suspension.begin(now, call, self._timeouts.lookup)
+                self._suspension.begin(now, call, self._lookup_s)
             else:
                 waiting.append(lookup)
         self._lookups = waiting
