@@ -1,6 +1,6 @@
 """What a place for blocks is: the interface of backends, outcomes, keys and namespaces."""
 
-from kvxfer.storage.backend import Backend, Outcome, Status
+from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
 from kvxfer.storage.keys import (
     BlockKey,
     GroupIdentity,
@@ -13,6 +13,7 @@ from kvxfer.storage.keys import (
 __all__ = [
     "Backend",
     "BlockKey",
+    "BlockMover",
     "GroupIdentity",
     "Namespace",
     "Outcome",
