@@ -81,7 +81,8 @@ class TestStagedTiers(BackendTests):
         self.root = tmp_path / "store"
 
     async def make_backend(self, namespace: Namespace) -> Backend:
-        first = HostBackend(HostConfig(capacity=ByteSize(8 << 20)), namespace)
+        # Room for every block of a test: what is evicted before it was written back is lost.
+        first = HostBackend(HostConfig(capacity=ByteSize(40 << 20)), namespace)
         tiers = open_tiers([first, open_store(self.root, namespace)], namespace)
         return StagedFromDevice(tiers, namespace, staging_bytes=FEW_BYTES)
 

@@ -118,5 +118,6 @@ class ContentionTests(BackendSuite):
                 assert set(statuses(outcomes)) <= {Status.DONE, Status.MISSING}, outcomes
                 assert_done_are(outcomes, target, payloads)
                 again = await store_generated(backend, keys, blocks)
-                assert statuses(await backend.load(keys, target)) == [Status.DONE] * 8
+                outcomes = await backend.load(keys, target)
+                assert statuses(outcomes) == [Status.DONE] * 8, outcomes
                 assert read_payloads(target) == again
