@@ -84,11 +84,19 @@ def require_timeout(name: str, value: object) -> float | None:
     """
     if value is None:
         return None
-    seconds: Any = value if isinstance(value, Real) else -1
-    if isinstance(value, bool) or not seconds >= 0:
-        raise InvalidArgumentError(name, value, "seconds, 0 or more, or None")
-    # Infinity, too: the platform cannot wait longer than this.
-    return float(min(seconds, threading.TIMEOUT_MAX))
+    return require_number(name, value, "seconds, 0 or more, or None")
+
+
+def require_number(name: str, value: object, expected: str = "seconds, 0 or more") -> float:
+    """Convert a real number of at least 0; infinity becomes as long as the platform can wait.
+
+    Raises:
+        InvalidArgumentError: `value` is not such a number.
+    """
+    number: Any = value if isinstance(value, Real) else -1
+    if isinstance(value, bool) or not number >= 0:
+        raise InvalidArgumentError(name, value, expected)
+    return float(min(number, threading.TIMEOUT_MAX))
 
 
 def require_text(name: str, value: object) -> str:

@@ -16,7 +16,8 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE
 from kvxfer.storage.keys import group_of, make_block_key
 from kvxfer.testing import BlockMemory, DictBackend, DictConfig
-from kvxfer.transfer.engine import TransferEngine
+from kvxfer.tiering import TierTimeouts
+from kvxfer.transfer import Slices, TransferEngine
 
 PAGE_BYTES = 16 << 10
 STRIDE_BYTES = 48 << 20
@@ -183,3 +184,7 @@ def test_blocks_that_are_not_there_cannot_be_taken(wrong: Any) -> None:
 def test_blocks_that_are_not_there_cannot_be_selected(start: Any, stop: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"start|stop"):
         descriptors().select(start, stop)
+
+
+def test_a_share_and_a_time_larger_than_any_float_are_bounded() -> None:
+    assert Slices(share=10**400).share == TierTimeouts(move_s=10**400).move_s > 1e9

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from kvxfer.checks import require_timeout
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.checks import require_number, require_timeout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +29,5 @@ class TierTimeouts:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            seconds = require_timeout(field.name, getattr(self, field.name))
-            if seconds is None and field.name != "lookup_s":
-                raise InvalidArgumentError(field.name, None, "seconds, 0 or more")
-            object.__setattr__(self, field.name, seconds)
+            require = require_timeout if field.name == "lookup_s" else require_number
+            object.__setattr__(self, field.name, require(field.name, getattr(self, field.name)))

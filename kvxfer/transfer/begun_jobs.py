@@ -8,11 +8,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from numbers import Real
-from typing import Any
 
-from kvxfer.checks import set_counts
-from kvxfer.errors import InvalidArgumentError
+from kvxfer.checks import require_number, set_counts
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import Begun, BlockMover, ImmediateMover, Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S, begin_call, poll_begun
@@ -39,11 +36,8 @@ class Slices:
 
     def __post_init__(self) -> None:
         set_counts(self, "load_bytes", "store_bytes")
-        share: Any = self.share
-        number: Any = share if isinstance(share, Real) else -1
-        if isinstance(share, bool) or not number >= 0:
-            raise InvalidArgumentError("share", share, "a number, 0 or more")
-        object.__setattr__(self, "share", float(share))
+        share = require_number("share", self.share, "a number, 0 or more")
+        object.__setattr__(self, "share", share)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,10 +15,11 @@ from kvxfer.checks import (
     require_instance,
     require_integer,
     require_iterable,
+    require_number,
     require_positive,
     require_timeout,
 )
-from kvxfer.errors import DeviceError, InvalidArgumentError
+from kvxfer.errors import DeviceError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
 from kvxfer.kvcache.describer import BlockDescriber
 from kvxfer.kvcache.portable import PageMapping
@@ -97,9 +98,7 @@ class PolledEngine(Generic[MoverT]):
         slices: Slices = Slices(),  # noqa: B008 - it is frozen
         close_timeout_s: float = 120.0,
     ) -> None:
-        if close_timeout_s is None:
-            raise InvalidArgumentError("close_timeout_s", None, "seconds, 0 or more")
-        self._close_timeout_s = require_timeout("close_timeout_s", close_timeout_s) or 0.0
+        self._close_timeout_s = require_number("close_timeout_s", close_timeout_s)
         require_instance("slices", slices, Slices)
         self._timeout_s = require_timeout("timeout_s", timeout_s)
         max_bytes_in_flight = require_positive("max_bytes_in_flight", max_bytes_in_flight)

@@ -316,7 +316,7 @@ def test_tiers_that_cannot_be_are_refused(memory: BlockMemory) -> None:
         TieredBackend([tier], namespace, staging_bytes=0)
     with pytest.raises(InvalidArgumentError, match="lookup_s is '5'"):
         TierTimeouts(lookup_s="5")  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgumentError, match="move_s is None"):
+    with pytest.raises(InvalidArgumentError, match=r"s is None; expected seconds, 0 or more$"):
         TierTimeouts(move_s=None)  # type: ignore[arg-type]
 
 
