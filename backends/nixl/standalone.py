@@ -15,9 +15,9 @@ from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.server import Server
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace

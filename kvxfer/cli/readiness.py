@@ -8,7 +8,7 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import Self
 
-from kvxfer.backends.nixl import Endpoint
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError
 
 PATH = "/ready"

@@ -5,22 +5,19 @@ import asyncio
 import contextlib
 import functools
 import logging
-import signal
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
+from kvxfer.endpoint import Endpoint
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
     from kvxfer.backends.nixl.config import Transport
-    from kvxfer.backends.nixl.peers import Endpoint
     from kvxfer.backends.nixl.standalone import StandalonePeer
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +25,7 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str]) -> int:
     """Hold blocks for other processes until SIGTERM or SIGINT; return 0."""
     arguments = _parser().parse_args(argv)
-
-    from kvxfer.backends.nixl.peers import Endpoint
-
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT)
-    logging.getLogger("kvxfer").setLevel(arguments.log_level.upper())
+    log_to_stderr(arguments.log_level)
     peer = _open_peer(arguments)
     ready = Endpoint.parse("ready", arguments.ready) if arguments.ready else None
     drain_timeout_s = Duration.parse(arguments.drain_timeout)
@@ -93,12 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="address that answers GET /ready: 200, or 503 while starting and draining",
     )
-    parser.add_argument(
-        "--log-level",
-        default="info",
-        choices=LOG_LEVELS,
-        help="least severe lines that are logged; default info",
-    )
+    add_log_level(parser)
     return parser
 
 
@@ -155,20 +143,10 @@ def _open_peer(arguments: argparse.Namespace) -> "StandalonePeer":
     return StandalonePeer(config, functools.partial(open_backend, tiers), namespace=namespace)
 
 
-async def _serve(peer: "StandalonePeer", ready: "Endpoint | None", drain_timeout_s: float) -> None:
+async def _serve(peer: "StandalonePeer", ready: Endpoint | None, drain_timeout_s: float) -> None:
     from kvxfer.cli.readiness import Readiness
 
-    loop = asyncio.get_running_loop()
-    asked_to_end = asyncio.Event()
-
-    def end() -> None:
-        asked_to_end.set()
-        for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
-
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, end)
+    asked_to_end = stop_signal()
     async with contextlib.AsyncExitStack() as stack:
         if ready is not None:
             await stack.enter_async_context(Readiness(ready, lambda: peer.is_ready))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from kvxfer.cli.serve import LOG_FORMAT
+from kvxfer.cli.service import LOG_FORMAT
 from kvxfer.errors import BackendUnavailableError
 
 logger = logging.getLogger("chaos")

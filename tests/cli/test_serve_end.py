@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer, Transport
-from kvxfer.cli import serve
+from kvxfer.cli import serve, service
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
 from tests.cli import peers
@@ -92,7 +92,7 @@ async def test_a_peer_under_load_ends_soon_and_no_block_was_wrong(transport: Tra
 @pytest.fixture
 def signals() -> Iterator[None]:
     """Set the handlers of this process back after the test."""
-    before = {number: signal.getsignal(number) for number in serve.STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in service.STOP_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

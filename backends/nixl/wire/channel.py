@@ -11,7 +11,6 @@ from typing import Self
 
 import msgspec
 
-from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.wire.data import describe_error
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
@@ -21,6 +20,7 @@ from kvxfer.backends.nixl.wire.frames import (
     MessageT,
 )
 from kvxfer.backends.nixl.wire.messages import Message
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     ClosedError,
     KVXferError,

@@ -13,7 +13,6 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.wire.frames import (
     HEADER_BYTES,
     FrameCodec,
@@ -22,6 +21,7 @@ from kvxfer.backends.nixl.wire.frames import (
 )
 from kvxfer.backends.nixl.wire.messages import Message, Read, Reading
 from kvxfer.backends.nixl.wire.regions import Regions
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     InvalidArgumentError,
     PeerClosedError,

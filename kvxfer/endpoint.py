@@ -1,0 +1,70 @@
+"""Endpoints: host and port of a process that listens, read from text and written as text."""
+
+import ipaddress
+from dataclasses import dataclass
+from typing import Self
+
+from kvxfer.errors import InvalidArgumentError
+
+MAX_PORT = (1 << 16) - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Endpoint:
+    """Host and port of a process, as text `host:port` or `[IPv6 address]:port`.
+
+    Attributes:
+        host: Name or IP address, without brackets.
+        port: TCP port; for listening, 0 means any free one.
+    """
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, argument: str, text: str) -> Self:
+        """Read an endpoint.
+
+        Args:
+            argument: Name of the parameter it comes from, for the error.
+            text: The endpoint.
+
+        Raises:
+            InvalidArgumentError: The text is not a host and a port.
+        """
+        form = "a host and a port, such as 'node-1:7000', '10.0.0.1:7000' or '[::1]:7000'"
+        host, colon, port = text.rpartition(":")
+        bracketed = host.startswith("[") and host.endswith("]")
+        host = host[1:-1] if bracketed else host
+        if not (colon and _is_host(host, bracketed=bracketed) and _is_port(port)):
+            raise InvalidArgumentError(argument, text, form)
+        return cls(host, int(port))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is surely on this machine: `localhost` or a loopback address."""
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            return self.host == "localhost"
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+            address = address.ipv4_mapped
+        return address.is_loopback
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) <= MAX_PORT
+
+
+def _is_host(text: str, *, bracketed: bool) -> bool:
+    if bracketed:
+        try:
+            return ipaddress.ip_address(text).version == 6
+        except ValueError:
+            return False
+    return bool(text) and all(
+        part.isascii() and part.replace("-", "").isalnum() for part in text.split(".")
+    )
