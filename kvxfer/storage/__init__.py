@@ -9,6 +9,7 @@ from kvxfer.storage.keys import (
     group_of,
     make_block_key,
 )
+from kvxfer.storage.prompt_keys import PromptKeys
 
 __all__ = [
     "Backend",
@@ -17,6 +18,7 @@ __all__ = [
     "GroupIdentity",
     "Namespace",
     "Outcome",
+    "PromptKeys",
     "Status",
     "StoredTensor",
     "group_of",

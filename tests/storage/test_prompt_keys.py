@@ -1,0 +1,185 @@
+"""Content keys: equal where scope, prefix, place and group are, and in no other case."""
+
+import hashlib
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage import BlockKey, PromptKeys, group_of, make_block_key
+from tests.examples import examples
+
+TOKENS = list(range(1, 11))
+KNOWN_BLOCKS = [
+    "44599ce186d755b9da80e0cd6d40472e00000002",
+    "4920386c191b88a607476149ac67dc5b00000002",
+    "2e6b0f61cb212a07a690436b8539fea700000002",
+]
+KNOWN_STATE = "9d035f81e0fd7374380cab4e4fa89c7b00000001"
+INT64 = st.integers(-(2**63), 2**63 - 1)
+PROMPTS = st.lists(st.integers(0, 1), max_size=6)
+SCOPES = st.sampled_from([b"", b"\0", bytes(8), (1).to_bytes(8, "little")])
+
+
+def slow_key(
+    scope: bytes, tokens: list[int], start: int, group: int, kind: bytes = b"block   "
+) -> BlockKey:
+    """Compute the key of a block that ends with `tokens`, all at once."""
+    data = len(scope).to_bytes(8, "little") + scope
+    data += b"".join(token.to_bytes(8, "little", signed=True) for token in tokens)
+    data += kind + start.to_bytes(8, "little")
+    digest = hashlib.blake2b(data, digest_size=16, person=b"kvxfer prompt v1").digest()
+    return make_block_key(digest, group)
+
+
+def test_keys_are_what_they_were_in_earlier_releases() -> None:
+    keys = PromptKeys(TOKENS, scope=b"tenant")
+    assert [key.hex() for key in keys.block_keys(2, 4, 10)] == KNOWN_BLOCKS
+    assert keys.state_key(1, 9).hex() == KNOWN_STATE
+
+
+@examples(100)
+@given(
+    tokens=st.lists(INT64, max_size=40),
+    scope=st.binary(max_size=12),
+    size=st.integers(1, 9),
+    group=st.integers(0, 3),
+    data=st.data(),
+)
+def test_every_block_has_the_key_of_its_prefix_in_any_order_of_questions(
+    tokens: list[int], scope: bytes, size: int, group: int, data: st.DataObject
+) -> None:
+    keys = PromptKeys(tokens, scope=scope)
+    for _ in range(3):
+        stop = data.draw(st.integers(0, len(tokens)))
+        first = data.draw(st.integers(0, stop))
+        blocks = [] if first == stop else range(first // size, (stop - 1) // size + 1)
+        expected = [
+            slow_key(scope, tokens[: min(block * size + size, stop)], block * size, group)
+            for block in blocks
+        ]
+        assert keys.block_keys(group, size, stop, first_token=first) == expected
+        state = slow_key(scope, tokens[:stop], 0, group, b"state   ")
+        assert keys.state_key(group, stop) == state
+
+
+@examples(200)
+@given(
+    ours=PROMPTS,
+    theirs=PROMPTS,
+    scopes=st.tuples(SCOPES, SCOPES),
+    groups=st.tuples(st.integers(0, 1), st.integers(0, 1)),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_keys_are_equal_only_where_all_that_they_name_is(
+    ours: list[int],
+    theirs: list[int],
+    scopes: tuple[bytes, bytes],
+    groups: tuple[int, int],
+    sizes: tuple[int, int],
+) -> None:
+    named = []
+    for tokens, scope, group, size in zip((ours, theirs), scopes, groups, sizes, strict=True):
+        keys = PromptKeys(tokens, scope=scope)
+        places = [*range(0, len(tokens), size)]
+        for start, key in zip(places, keys.block_keys(group, size, len(tokens)), strict=True):
+            prefix = tuple(tokens[: start + size])
+            named.append((key, ("block", scope, prefix, start, group)))
+        for stop in range(len(tokens) + 1):
+            name = ("state", scope, tuple(tokens[:stop]), 0, group)
+            named += [(keys.state_key(group, stop), name)]
+    for key, name in named:
+        for other, other_name in named:
+            assert (key == other) == (name == other_name)
+
+
+def test_a_last_block_that_is_filled_in_part_has_a_key_of_its_own() -> None:
+    keys = PromptKeys(TOKENS)
+    whole, part = keys.block_keys(0, 8, 10), keys.block_keys(0, 8, 9)
+    assert whole[0] == part[0]
+    assert whole[1] != part[1]
+    assert keys.block_keys(0, 2, 10, first_token=9) == [keys.block_keys(0, 2, 10)[-1]]
+    assert keys.block_keys(0, 8, 10, first_token=8)[0] == whole[1]
+
+
+def test_the_block_size_is_no_part_of_a_key() -> None:
+    keys = PromptKeys(TOKENS)
+    assert keys.block_keys(0, 2, 2) == keys.block_keys(0, 16, 2)
+
+
+def test_keys_of_groups_differ_in_the_group_alone() -> None:
+    keys = PromptKeys(TOKENS)
+    ours, theirs = keys.block_keys(0, 4, 10), keys.block_keys(7, 4, 10)
+    assert [key[:-4] for key in ours] == [key[:-4] for key in theirs]
+    assert {group_of(key) for key in theirs} == {7}
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [TOKENS, tuple(TOKENS), np.array(TOKENS, np.int8), np.repeat(TOKENS, 2)[::2]],
+    ids=["list", "tuple", "int8", "strided"],
+)
+def test_tokens_may_be_integers_of_any_type(tokens: object) -> None:
+    assert PromptKeys(tokens).block_keys(0, 4, 10) == PromptKeys(TOKENS).block_keys(0, 4, 10)  # type: ignore[arg-type]
+
+
+def test_tokens_that_change_later_change_no_key() -> None:
+    tokens = np.array(TOKENS)
+    keys = PromptKeys(tokens)
+    expected = PromptKeys(TOKENS).block_keys(0, 4, 10)
+    tokens[:] = 0
+    assert keys.block_keys(0, 4, 10) == expected
+
+
+class CountingHasher:
+    """Hasher that counts the bytes that it is given."""
+
+    def __init__(self, hasher: "hashlib.blake2b") -> None:
+        self._hasher = hasher
+        self.num_bytes = 0
+
+    def update(self, data: memoryview) -> None:
+        self.num_bytes += len(data)
+        self._hasher.update(data)
+
+    def copy(self) -> "hashlib.blake2b":
+        return self._hasher.copy()
+
+
+def test_a_prompt_is_hashed_once_for_all_its_blocks() -> None:
+    num_tokens = 4096
+    keys = PromptKeys(np.arange(num_tokens))
+    hasher = CountingHasher(keys._hasher)
+    counting: Any = hasher
+    keys._hasher = counting
+    for first, stop in pairwise(range(0, num_tokens + 1, 1024)):  # as chunks are computed
+        keys.block_keys(0, 16, stop, first_token=first)
+    keys.block_keys(1, 16, num_tokens)
+    assert keys._hasher is counting, "went on where it was"
+    assert hasher.num_bytes == num_tokens * 8
+
+
+@pytest.mark.parametrize("tokens", [[1.5], [True], ["a"], [[1]], [2**63], None], ids=str)
+def test_what_is_no_token_is_refused_by_name(tokens: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="tokens"):
+        PromptKeys(tokens)  # type: ignore[arg-type]
+
+
+def test_what_a_prompt_does_not_have_is_refused_by_name() -> None:
+    keys = PromptKeys(TOKENS)
+    with pytest.raises(InvalidArgumentError, match="scope"):
+        PromptKeys(TOKENS, scope="tenant")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="num_tokens is 11"):
+        keys.block_keys(0, 4, 11)
+    with pytest.raises(InvalidArgumentError, match="num_tokens is -1"):
+        keys.state_key(0, -1)
+    with pytest.raises(InvalidArgumentError, match="first_token is 5"):
+        keys.block_keys(0, 4, 4, first_token=5)
+    with pytest.raises(InvalidArgumentError, match="tokens_per_block is 0"):
+        keys.block_keys(0, 0, 4)
+    with pytest.raises(InvalidArgumentError, match="group"):
+        keys.block_keys(2**32, 4, 4)
