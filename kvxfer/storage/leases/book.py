@@ -1,0 +1,283 @@
+"""Book of leases: which blocks are offered, under which tickets, and until when."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvxfer.checks import require_number, require_text
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import BlockKey
+
+MAX_TICKET_CHARACTERS = 128
+
+LONGEST_S = 600.0
+"""Time after which a ticket ends although readers hold it: one that lost track of it would keep the
+blocks for as long as it lives."""
+
+
+def require_ticket(name: str, value: object) -> str:
+    """Check the text of a ticket.
+
+    Raises:
+        InvalidArgumentError: It is not text, empty, too long, or has control characters.
+    """
+    ticket = require_text(name, value)
+    if not 1 <= len(ticket) <= MAX_TICKET_CHARACTERS or not ticket.isprintable():
+        expected = f"1 to {MAX_TICKET_CHARACTERS} printable characters"
+        raise InvalidArgumentError(name, ticket[: MAX_TICKET_CHARACTERS + 1], expected)
+    return ticket
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """Ticket in a lease book.
+
+    Attributes:
+        offers: Every block that was offered under it, with its key.
+        holders: Connections of readers that hold it.
+        is_complete: Whether all its blocks were offered, so that its lease runs.
+        is_over: Whether its blocks are not offered under it any more.
+        expires: Time at which its lease ends, once it is complete, unless somebody holds it.
+        latest: Time at which it ends in any case, once it is complete.
+    """
+
+    offers: dict[tuple[BlockKey, int], None] = field(default_factory=dict)
+    holders: set[Hashable] = field(default_factory=set)
+    is_complete: bool = False
+    is_over: bool = False
+    expires: float = float("inf")
+    latest: float = float("inf")
+
+    @property
+    def ends(self) -> float:
+        """Time at which it is to be revoked; never before it is complete."""
+        return self.latest if self.holders else min(self.expires, self.latest)
+
+
+class LeaseBook:
+    """Book of leases: which blocks are offered, under which tickets, and when a ticket has ended.
+
+    Does no I/O and waits for nothing; all times are those of its clock. A ticket
+
+    1. is *open* from its first offer on, for as long as its blocks are being computed;
+    2. is *complete* after the last one: its lease runs, unless a reader holds it, and then again
+       when the last of these has gone;
+    3. is *over* when its lease has ended, or it was released or revoked: its blocks are found no
+       more, except under other tickets;
+    4. has *ended* when it is complete or was revoked, and none of its blocks is pinned, except
+       those that are still offered under other tickets. It is then forgotten, and its blocks may
+       be overwritten.
+
+    A ticket that is released while it is open is over at once: what is offered under it later is
+    ignored, and it ends when it is complete, since its blocks are still being computed. A block may
+    have several keys, of which its bytes are all true: the last block of a prompt is a part of what
+    a longer prompt has there. A release
+    or hold of a ticket that is not known, e.g. before its first offer, does nothing: its lease ends
+    it. So the book is no larger than what is offered and has not ended.
+
+    Args:
+        lease_s: Seconds that the blocks of a ticket are kept for readers that do not hold it.
+        longest_s: Seconds after which a complete ticket ends in spite of those that hold it.
+        clock: Monotonic clock, in seconds.
+
+    Raises:
+        InvalidArgumentError: A time is not a number of at least 0.
+    """
+
+    def __init__(
+        self,
+        lease_s: float,
+        *,
+        longest_s: float = LONGEST_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lease_s = require_number("lease_s", lease_s)
+        self._longest_s = require_number("longest_s", longest_s)
+        self._clock = clock
+        self._tickets: dict[str, _Ticket] = {}
+        self._places: dict[BlockKey, dict[int, None]] = {}  # blocks of a key, the oldest first
+        self._offers: dict[int, dict[BlockKey, set[str]]] = {}  # of a block: tickets of each key
+        self._pins: Counter[int] = Counter()
+        self.num_expired = 0
+
+    @property
+    def num_tickets(self) -> int:
+        """Tickets that have not ended."""
+        return len(self._tickets)
+
+    @property
+    def num_offered(self) -> int:
+        """Blocks that are offered."""
+        return len(self._offers)
+
+    @property
+    def num_pinned(self) -> int:
+        """Blocks that are pinned, offered or not."""
+        return len(self._pins)
+
+    @property
+    def next_expiry(self) -> float | None:
+        """Time of the clock at which the next ticket ends if nothing happens; None without one."""
+        ends = (ticket.ends for ticket in self._tickets.values() if not ticket.is_over)
+        next_end = min(ends, default=float("inf"))
+        return None if next_end == float("inf") else next_end
+
+    def offer(self, ticket: str, blocks: Mapping[BlockKey, int], *, complete: bool) -> list[int]:
+        """Offer blocks under a ticket, which is new or open.
+
+        Args:
+            ticket: The ticket.
+            blocks: Block of each key; the same ones may be offered under several tickets, a key may
+                have several blocks, and a block several keys.
+            complete: Whether these are the last ones; the lease then begins.
+
+        Returns:
+            Those of the blocks that were not offered until now.
+
+        Raises:
+            InvalidArgumentError: The ticket is no printable text, or is complete or revoked.
+                Nothing was changed.
+        """
+        ticket = require_ticket("ticket", ticket)
+        entry = self._tickets.get(ticket, _Ticket())
+        if entry.is_complete:
+            raise InvalidArgumentError("ticket", ticket, "one that is not complete or revoked")
+        self._tickets[ticket] = entry
+        added = [] if entry.is_over else self._add(ticket, entry, blocks)
+        if complete:
+            now = self._clock()
+            entry.is_complete = True
+            entry.expires, entry.latest = now + self._lease_s, now + self._longest_s
+        return added
+
+    def find(self, keys: Iterable[BlockKey]) -> list[int | None]:
+        """Find for each key a block that is offered; None without one."""
+        return [next(iter(self._places.get(key, ())), None) for key in keys]
+
+    def is_offered(self, block: int) -> bool:
+        """Whether a block is offered under any ticket."""
+        return block in self._offers
+
+    def is_complete(self, ticket: str) -> bool:
+        """Whether all blocks of a ticket were offered; False for one that is not known."""
+        entry = self._tickets.get(ticket)
+        return entry is not None and entry.is_complete
+
+    def hold(self, ticket: str, holder: Hashable) -> bool:
+        """Keep a ticket from running out until its holder is dropped; False if it is over."""
+        entry = self._tickets.get(ticket)
+        if entry is None or entry.is_over or entry.ends <= self._clock():
+            return False
+        entry.holders.add(holder)
+        return True
+
+    def drop(self, holder: Hashable) -> None:
+        """Drop a holder from every ticket; those that it held alone run out a lease later."""
+        expires = self._clock() + self._lease_s
+        for entry in self._tickets.values():
+            if holder in entry.holders:
+                entry.holders.discard(holder)
+                if entry.is_complete:
+                    entry.expires = expires
+
+    def release(self, ticket: str) -> list[int]:
+        """End a ticket for its reader, who needs the blocks no more; ignored if it is not known.
+
+        Returns:
+            Blocks that are offered no more.
+        """
+        entry = self._tickets.get(ticket)
+        return [] if entry is None else self._withdraw(ticket, entry)
+
+    def revoke(self, ticket: str) -> list[int]:
+        """End a ticket for its engine, also an open one; otherwise as `release`."""
+        entry = self._tickets.get(ticket)
+        if entry is None:
+            return []
+        entry.is_complete = True
+        return self._withdraw(ticket, entry)
+
+    def expire(self) -> list[int]:
+        """Revoke the tickets whose time is over; return the blocks that are offered no more."""
+        now = self._clock()
+        over = [(t, e) for t, e in self._tickets.items() if not e.is_over and e.ends <= now]
+        self.num_expired += len(over)
+        return [block for ticket, entry in over for block in self._withdraw(ticket, entry)]
+
+    def pin(self, blocks: Iterable[int]) -> None:
+        """Pin blocks, until each is unpinned as often: tickets do not end meanwhile.
+
+        Raises:
+            InvalidArgumentError: A block is not offered; nothing was pinned.
+        """
+        blocks = list(blocks)
+        for block in blocks:
+            if block not in self._offers:
+                raise InvalidArgumentError("blocks", block, "blocks that are offered")
+        self._pins.update(blocks)
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        """Unpin blocks, which may be offered no more.
+
+        Raises:
+            InvalidArgumentError: A block is not pinned, or less often than it appears; nothing was
+                changed.
+        """
+        counts = Counter(blocks)
+        for block, count in counts.items():
+            if self._pins[block] < count:
+                raise InvalidArgumentError("blocks", block, "blocks that are pinned as often")
+        for block, count in counts.items():
+            self._pins[block] -= count
+            if not self._pins[block]:
+                del self._pins[block]
+
+    def take_ended(self) -> list[str]:
+        """Take the tickets that have ended since the last call, each once, and forget them."""
+        ended = [ticket for ticket, entry in self._tickets.items() if self._has_ended(entry)]
+        for ticket in ended:
+            del self._tickets[ticket]
+        return ended
+
+    def _add(self, ticket: str, entry: _Ticket, blocks: Mapping[BlockKey, int]) -> list[int]:
+        added = []
+        for key, block in blocks.items():
+            if block not in self._offers:
+                added.append(block)
+            keys = self._offers.setdefault(block, {})
+            if key not in keys:
+                keys[key] = set()
+                self._places.setdefault(key, {})[block] = None
+            keys[key].add(ticket)
+        entry.offers.update(dict.fromkeys(blocks.items()))
+        return added
+
+    def _withdraw(self, ticket: str, entry: _Ticket) -> list[int]:
+        """Make a ticket over; return the blocks that are offered no more."""
+        if entry.is_over:
+            return []
+        entry.is_over = True
+        entry.holders.clear()
+        return [block for key, block in entry.offers if self._take_back(ticket, key, block)]
+
+    def _take_back(self, ticket: str, key: BlockKey, block: int) -> bool:
+        """Offer a block no more by this key under a ticket; whether it is not offered at all."""
+        keys = self._offers[block]
+        keys[key].discard(ticket)
+        if keys[key]:
+            return False
+        del keys[key], self._places[key][block]
+        if not self._places[key]:
+            del self._places[key]
+        if keys:
+            return False
+        del self._offers[block]
+        return True
+
+    def _has_ended(self, entry: _Ticket) -> bool:
+        if not (entry.is_over and entry.is_complete):
+            return False
+        return not any(
+            block in self._pins and block not in self._offers for _, block in entry.offers
+        )

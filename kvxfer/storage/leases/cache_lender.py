@@ -1,0 +1,351 @@
+"""Lender of an engine's own KV cache: blocks are read where they were computed, under leases."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvxfer.checks import find_repeated, require_flag, require_instance, require_integers
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.errors import (
+    BlockIdError,
+    DuplicateError,
+    InvalidArgumentError,
+    LengthMismatchError,
+    UnknownGroupError,
+)
+from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST
+from kvxfer.storage.backend import DONE, MISSING, Outcome, Status, require_batch
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.integrity import checksum_blocks
+from kvxfer.storage.keys import BlockKey, group_of, require_keys
+from kvxfer.storage.leases.book import LONGEST_S, LeaseBook
+from kvxfer.storage.leases.desk import Held, LeaseDesk
+from kvxfer.storage.lending import (
+    BlockParts,
+    Generations,
+    LendingBackend,
+    LentBlocks,
+    ReservedBlocks,
+    require_parts_in_blocks,
+)
+from kvxfer.storage.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+_READ_ONLY = Outcome(Status.FAILED, reason="an engine's own cache is only read, and in place")
+_NOT_HASHED = Outcome(Status.FAILED, reason="the block could not be hashed")
+
+
+class CacheLender(LendingBackend, LeaseDesk):
+    """Lender of the blocks that an engine computed, in place, for as long as their leases last.
+
+    The engine offers blocks under tickets. Readers find them by their keys alone; a ticket says how
+    long they stay. When it is over, its blocks are found no more and their generations change;
+    when in addition nobody reads them, it has ended, and the engine may overwrite them. See
+    `LeaseBook`. Blocks are lent whole and as the engine lays them out, in the payload order of
+    `BlockDescriber`. Nobody writes to them.
+
+    Owned by one event loop, on which all methods run. Leases run out on time for readers, whose
+    every call looks at the clock first; the engine has to ask `take_ended`, also when it is idle.
+
+    Args:
+        caches: The engine's caches.
+        lease_s: Seconds that blocks are kept for readers that do not hold their ticket.
+        description: What a reader must know of the blocks; only the two ends read it.
+        threads: Threads that compute checksums; closed by their maker, after this.
+        copy_engine: Gathers fragments for checksums; closed by its maker.
+        hash_early: Whether to compute checksums when blocks are offered, so that their first reader
+            does not wait for them; else when they are first lent to a reader that asks for them.
+        longest_s: Seconds after which a ticket ends in spite of the readers that hold it.
+        clock: Monotonic clock, in seconds.
+
+    Attributes:
+        book: The leases, to be counted.
+
+    Raises:
+        InvalidArgumentError: An argument is out of range or of another type; caches are on several
+            devices; or blocks that no processor reads are to be hashed early.
+    """
+
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        *,
+        lease_s: float,
+        description: bytes,
+        threads: Threads,
+        copy_engine: CopyEngine,
+        hash_early: bool = False,
+        longest_s: float = LONGEST_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        require_instance("description", description, bytes)
+        self._describer = BlockDescriber(caches)
+        groups = range(self._describer.num_groups)
+        self._sizes = [self._describer.block_size_bytes(group) for group in groups]
+        self._num_blocks = [_num_blocks(caches, group) for group in groups]
+        self._null_block = caches.null_block_id
+        regions = memory_regions(caches)
+        devices = {region.device for region in regions}
+        if len(devices) > 1:
+            raise InvalidArgumentError("caches", sorted(map(str, devices)), "all on one device")
+        [self._device] = devices
+        self._hash_early = require_flag("hash_early", hash_early)
+        if hash_early:
+            self._require_hashable("hash_early", hash_early)
+        self.description = description
+        self.book = LeaseBook(lease_s, longest_s=longest_s, clock=clock)
+        # A generation for each block of each group: groups may have the same ids.
+        self._slots_per_group = max(self._num_blocks)
+        self._generations = Generations(self._slots_per_group * len(groups))
+        self.regions = [*regions, self._generations.region]
+        self._threads = threads
+        self._copy_engine = copy_engine
+        self._checksums: dict[int, int] = {}  # of blocks that are offered
+        self._hashings: dict[int, asyncio.Future[list[int]]] = {}
+        self._running: set[asyncio.Future[list[int]]] = set()
+        self._guard = CallGuard("cache lender")
+
+    def offer(
+        self, ticket: str, keys: Sequence[BlockKey], block_ids: ArrayLike, *, complete: bool
+    ) -> None:
+        """Offer blocks under a ticket, whose bytes are final and stay until it has ended.
+
+        Args:
+            ticket: Ticket that is new, or whose offers were not complete.
+            keys: Keys of the blocks, each with its group.
+            block_ids: Block of each key, integers, `(len(keys),)`.
+            complete: Whether these are the last ones of this ticket.
+
+        Raises:
+            InvalidArgumentError: A key is no block key, a block is the null block, or `LeaseBook`
+                refuses the offer.
+            LengthMismatchError: There is not one block per key.
+            DuplicateError: A key, or a block of a group, appears twice.
+            UnknownGroupError: The caches do not have a key's group.
+            BlockIdError: The caches do not have a block.
+            ClosedError: The lender was closed.
+        """
+        self._guard.check()
+        self._expire()
+        slots = self._slots(keys, block_ids)
+        complete = require_flag("complete", complete)
+        added = self.book.offer(ticket, dict(zip(keys, slots, strict=True)), complete=complete)
+        self._generations.change(added)
+        if self._hash_early:
+            self._begin_hashing(added)
+
+    def revoke(self, ticket: str) -> None:
+        """End a ticket that the engine gives up; ignored if it is not known.
+
+        Its blocks must not be overwritten before `take_ended` returns it.
+        """
+        self._withdraw(self.book.revoke(ticket))
+
+    def take_ended(self) -> list[str]:
+        """Take the tickets whose blocks nobody reads any more, each once; also when closed."""
+        self._expire()
+        return self.book.take_ended()
+
+    def hold(self, ticket: str, keys: Sequence[BlockKey], holder: Hashable) -> Held:
+        """See `LeaseDesk.hold`."""
+        self._expire()
+        is_known = self.book.hold(ticket, holder)
+        is_complete = is_known and self.book.is_complete(ticket)
+        there = [slot is not None for slot in self.book.find(keys)]
+        return Held(is_known=is_known, is_complete=is_complete, there=there)
+
+    def release(self, tickets: Sequence[str]) -> None:
+        """See `LeaseDesk.release`."""
+        for ticket in tickets:
+            self._withdraw(self.book.release(ticket))
+
+    def drop(self, holder: Hashable) -> None:
+        """See `LeaseDesk.drop`."""
+        self.book.drop(holder)
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`: whether a block is offered."""
+        self._guard.check_batch(keys)
+        self._expire()
+        return [slot is not None for slot in self.book.find(keys)]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Refuse to write: every block is `FAILED`."""
+        self._guard.check_batch(keys, blocks)
+        return [_READ_ONLY] * len(keys)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Refuse to copy within the engine's own process: every block is `FAILED`."""
+        self._guard.check_batch(keys, blocks)
+        return [_READ_ONLY] * len(keys)
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """Remove nothing: a reader does not decide over blocks of an engine."""
+        self._guard.check_batch(keys)
+        return [False] * len(keys)
+
+    @asynccontextmanager
+    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
+        """See `Lender.lend`: whole blocks, whose tickets do not end meanwhile.
+
+        Raises:
+            InvalidArgumentError: A group does not exist, a part is not a whole block, or checksums
+                of a GPU's memory are asked for.
+        """
+        self._require_whole(wanted)
+        self._guard.check_batch(wanted.keys)
+        if not fenced:
+            self._require_hashable("fenced", fenced)
+        self._expire()
+        slots = self.book.find(wanted.keys)
+        found = [slot for slot in slots if slot is not None]
+        self.book.pin(found)
+        try:
+            if not fenced:
+                await self._hash(found)
+            yield self._locate(slots, fenced=fenced)
+        finally:
+            self.book.unpin(found)
+
+    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
+        """See `Lender.peek`."""
+        require_batch(keys)
+        self._guard.check()
+        self._expire()
+        slots = self.book.find(keys)
+        found = [slot for slot in slots if slot is not None]
+        if not fenced and not all(slot in self._checksums for slot in found):
+            return None
+        return self._locate(slots, fenced=fenced)
+
+    @asynccontextmanager
+    async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
+        """See `Lender.make_room`: there is none, every block is `FAILED`."""
+        require_parts_in_blocks(offered, self._sizes)
+        self._guard.check_batch(offered.keys)
+        yield ReservedBlocks([_READ_ONLY] * len(offered.keys), None)
+
+    async def aclose(self) -> None:
+        """Wait until no thread reads the caches; may be called again. Tickets still end."""
+        self._guard.close()
+        if self._running:
+            await asyncio.wait(self._running)
+
+    def _slots(self, keys: Sequence[BlockKey], block_ids: ArrayLike) -> list[int]:
+        """Check an offer; return the slot of each block, which is one of all groups."""
+        require_keys(keys)
+        ids = require_integers("block_ids", block_ids).tolist()
+        if len(keys) != len(ids):
+            raise LengthMismatchError(len(keys), len(ids), "one per block id")
+        if len(set(keys)) < len(keys):
+            raise DuplicateError("keys", find_repeated(keys))
+        slots = []
+        for index, (group, block) in enumerate(zip(map(group_of, keys), ids, strict=True)):
+            if group >= len(self._num_blocks):
+                raise UnknownGroupError(group, len(self._num_blocks))
+            if not 0 <= block < self._num_blocks[group]:
+                raise BlockIdError(group, block, self._num_blocks[group])
+            if block == self._null_block:
+                expected = "a block with bytes of a prompt, not the null block"
+                raise InvalidArgumentError(f"block_ids[{index}]", block, expected)
+            slots.append(group * self._slots_per_group + block)
+        if len(set(slots)) < len(slots):
+            repeated = find_repeated(slots)
+            raise DuplicateError("block_ids", ids[slots.index(repeated)])
+        return slots
+
+    def _expire(self) -> None:
+        self._withdraw(self.book.expire())
+
+    def _withdraw(self, slots: Sequence[int]) -> None:
+        """Note that blocks are offered no more, and may be overwritten soon."""
+        self._generations.change(slots)
+        for slot in slots:
+            self._checksums.pop(slot, None)
+            self._hashings.pop(slot, None)  # its checksum may be that of other bytes
+
+    def _locate(self, slots: Sequence[int | None], *, fenced: bool) -> LentBlocks:
+        """Describe the blocks that are still offered, with what proves their bytes."""
+        outcomes = [self._outcome(slot, fenced=fenced) for slot in slots]
+        there = [s for s, o in zip(slots, outcomes, strict=True) if o.done and s is not None]
+        if not there:
+            return LentBlocks(outcomes, None, [])
+        blocks = self._describe(there)
+        if fenced:
+            return LentBlocks(outcomes, blocks, [], self._generations.fences(there))
+        return LentBlocks(outcomes, blocks, [self._checksums[slot] for slot in there])
+
+    def _outcome(self, slot: int | None, *, fenced: bool) -> Outcome:
+        if slot is None or not self.book.is_offered(slot):
+            return MISSING
+        return DONE if fenced or slot in self._checksums else _NOT_HASHED
+
+    def _describe(self, slots: Sequence[int]) -> Descriptors:
+        each, rows = np.unique(np.asarray(slots, np.int64), return_inverse=True)
+        groups, ids = np.divmod(each, self._slots_per_group)
+        parts = [self._describer.describe(int(g), ids[groups == g]) for g in np.unique(groups)]
+        return Descriptors.concatenate(parts).take(rows)
+
+    async def _hash(self, slots: Sequence[int]) -> None:
+        """Wait for the checksums of pinned blocks; each is computed once, whoever wants it."""
+        missing = [slot for slot in dict.fromkeys(slots) if slot not in self._checksums]
+        self._begin_hashing([slot for slot in missing if slot not in self._hashings])
+        if missing:
+            await asyncio.wait({self._hashings[slot] for slot in missing})
+
+    def _begin_hashing(self, slots: Sequence[int]) -> None:
+        """Begin to hash blocks, which are pinned until it has ended, though its reader be gone."""
+        if not slots:
+            return
+        self.book.pin(slots)
+        blocks = self._describe(slots)
+        hashing = asyncio.ensure_future(
+            self._threads.run(checksum_blocks, blocks, self._copy_engine)
+        )
+        self._running.add(hashing)
+        self._hashings.update(dict.fromkeys(slots, hashing))
+        hashing.add_done_callback(partial(self._end_hashing, slots))
+
+    def _end_hashing(self, slots: Sequence[int], hashing: "asyncio.Future[list[int]]") -> None:
+        self._running.discard(hashing)
+        self.book.unpin(slots)
+        has_failed = hashing.cancelled() or hashing.exception() is not None
+        if has_failed:
+            error = None if hashing.cancelled() else hashing.exception()
+            logger.warning("hashing of %d blocks failed", len(slots), exc_info=error)
+        for row, slot in enumerate(slots):
+            if self._hashings.get(slot) is hashing:  # offered all the time
+                del self._hashings[slot]
+                if not has_failed:
+                    self._checksums[slot] = hashing.result()[row]
+
+    def _require_whole(self, wanted: BlockParts) -> None:
+        require_parts_in_blocks(wanted, self._sizes)
+        for index, (key, size) in enumerate(zip(wanted.keys, wanted.sizes, strict=True)):
+            whole = self._sizes[group_of(key)]
+            if size != whole:
+                what = f"start and size of keys[{index}]"
+                found = (wanted.starts[index], size)
+                raise InvalidArgumentError(what, found, f"(0, {whole}), the whole block")
+
+    def _require_hashable(self, name: str, value: bool) -> None:  # noqa: FBT001 - for the error
+        """Check that a processor can read the blocks."""
+        if self._device.type != HOST.type:
+            expected = f"fenced reads without checksums: blocks are in memory of {self._device}"
+            raise InvalidArgumentError(name, value, expected)
+
+
+def _num_blocks(caches: CanonicalKVCaches, group: int) -> int:
+    """Count the blocks that every tensor of a group has."""
+    refs = caches.group_data_refs[group]
+    return min(len(caches.tensors[ref.tensor_idx].tensor) for ref in refs)
