@@ -2,6 +2,7 @@
 
 from kvxfer.backends.nixl.agents.carrier import choose_carrier, has_active_port, identify_host
 from kvxfer.backends.nixl.backend import NixlBackend
+from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import (
     SECRET_VARIABLE,
@@ -12,15 +13,19 @@ from kvxfer.backends.nixl.config import (
     server_context,
 )
 from kvxfer.backends.nixl.connection import Connection
+from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.peers import Endpoint, PeerDirectory, StaticPeers, rank
+from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.standalone import StandalonePeer
+from kvxfer.endpoint import Endpoint
 
 __all__ = [
     "SECRET_VARIABLE",
     "BlockStore",
+    "Client",
     "Connection",
     "Endpoint",
+    "Exchange",
     "IntegrityGrade",
     "LocalNode",
     "NixlBackend",

@@ -14,29 +14,23 @@ from kvxfer.backends.nixl.agents import (
     TransferAgent,
 )
 from kvxfer.backends.nixl.client import Client
-from kvxfer.backends.nixl.client_session import BlockStore
-from kvxfer.backends.nixl.config import NixlConfig, client_context
-from kvxfer.backends.nixl.hashing import BlockHasher
-from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.peers import (
-    Endpoint,
     PeerDirectory,
     PeerStatistics,
     StaticPeers,
     rank,
 )
-from kvxfer.backends.nixl.quarantine import Quarantine
-from kvxfer.backends.nixl.reconnect import Reconnect
-from kvxfer.backends.nixl.remote_memory import generations_memory
 from kvxfer.backends.nixl.server import Server
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
-from kvxfer.storage.staging_memory import StagingMemory
 
 T = TypeVar("T")
 
@@ -82,52 +76,42 @@ class NixlBackend(Backend):
         if [own is not None, config.capacity is not None].count(True) != bool(config.listen):
             wanted = "a size with listen=HOST:PORT, unless a backend of one's own is served there"
             raise InvalidArgumentError("capacity", config.capacity, wanted)
+        if not config.peers and config.listen_endpoint is None and directory is None:
+            raise InvalidArgumentError("address", config.address, "peers, or listen=HOST:PORT")
         self._config = config
-        self._tls = client_context(config)
-        if config.is_fenced and config.transport == "nixl":  # nobody hashes, and NIXL reaches it
-            self.memory_kinds = frozenset({"cpu", "cuda"})
         self._directory = directory or StaticPeers(config.peers)
-        self._node = LocalNode(config, namespace, make_agent=make_agent)
-        self._hasher = BlockHasher()
-        self._quarantine = Quarantine()
-        largest = max(self._guard.chunk_sizes)
-        self._staging = StagingMemory(config.staging, largest, self._quarantine.drain)
-        self._generations = generations_memory(self._quarantine.drain) if config.is_fenced else None
-        self._clients: dict[Endpoint, Client] = {}
-        self._former_clients: list[Client] = []
-        self._own = own
         self._opened: HostBackend | None = None
-        self._server: Server | None = None
-        self._starting = asyncio.Lock()
-        self._started = False
         if own is None and config.capacity is not None:
-            self._own = self._opened = HostBackend(HostConfig(capacity=config.capacity), namespace)
-        if self._own is not None and config.listen_endpoint is not None:
-            self.attach(self._own.regions)
-            self._server = Server(self._node, self._open_store, config.listen_endpoint)
-        self.attach([self._staging.region])
-        if self._generations is not None:
-            self.attach([self._generations.region])
+            own = self._opened = HostBackend(HostConfig(capacity=config.capacity), namespace)
+        self._own = own
+        self._exchange = Exchange(
+            config,
+            namespace,
+            own=own,
+            largest_block_bytes=max(self._guard.chunk_sizes),
+            make_agent=make_agent,
+        )
+        self.memory_kinds = self._exchange.memory_kinds
 
     def __repr__(self) -> str:
-        peers = ", ".join(f"{e} by {p.reconnect.carrier}" for e, p in self._clients.items())
-        serving = f", serving at {self._config.listen}" if self._server else ""
+        peers = ", ".join(f"{peer} by {each[0]}" for peer, each in self.statistics.items())
+        serving = f", serving at {self._config.listen}" if self.server else ""
         return f"NixlBackend({peers or 'no peer yet'}{serving})"
 
     @property
     def statistics(self) -> dict[str, tuple[str, PeerStatistics]]:
         """Carrier and statistics of each peer."""
-        return {str(e): (p.reconnect.carrier, p.statistics) for e, p in self._clients.items()}
+        return self._exchange.statistics
 
     @property
     def num_quarantined_bytes(self) -> int:
         """Bytes that reads may still change after their deadline."""
-        return self._quarantine.num_bytes
+        return self._exchange.num_quarantined_bytes
 
     @property
     def server(self) -> Server | None:
         """Server of the blocks of this process, if there is one."""
-        return self._server
+        return self._exchange.server
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach`. Blocks elsewhere on the host are copied to registered memory first.
@@ -136,7 +120,7 @@ class NixlBackend(Backend):
             InvalidArgumentError: Memory of a GPU, without `transport=nixl`; or memory that overlaps
                 other memory or is empty.
         """
-        self._node.add_memory(memory)
+        self._exchange.attach(memory)
 
     async def start(self) -> None:
         """Open NIXL, and listen if configured; the first call of any other method does so as well.
@@ -145,12 +129,7 @@ class NixlBackend(Backend):
             BackendUnavailableError: The address cannot be listened at, or `transport=nixl` and NIXL
                 cannot be used.
         """
-        async with self._starting:
-            if not self._started:
-                await self._node.open()
-                if self._server is not None:
-                    await self._server.start()
-                self._started = True
+        await self._exchange.start()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks all peers that may hold a key."""
@@ -175,7 +154,7 @@ class NixlBackend(Backend):
             _merge(outcomes, indices, stored)
         if not homes:
             outcomes = [Outcome(Status.FAILED, reason="no peer is known")] * len(keys)
-        await self._keep_quarantine_small()
+        await self._exchange.keep_quarantine_small()
         return outcomes
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -194,7 +173,7 @@ class NixlBackend(Backend):
             left = [i for i in left if not outcomes[i].done and outcomes[i].memory_safe]
             if not left:
                 break
-        await self._keep_quarantine_small()
+        await self._exchange.keep_quarantine_small()
         return outcomes
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
@@ -209,30 +188,15 @@ class NixlBackend(Backend):
 
     async def drain(self) -> None:
         """See `Backend.drain`."""
-        await self._quarantine.drain()
+        await self._exchange.drain()
 
     async def aclose(self) -> None:
         """See `Backend.aclose`."""
         if not self._guard.close():
             return
-        clients = [*self._clients.values(), *self._former_clients]
-        if self._server is not None:
-            self._server.close()
-        for client in clients:
-            client.reconnect.close()
-        await self._node.aclose()  # ends reads, also those that stall
-        if self._server is not None:
-            await self._server.wait_closed()
-        for client in clients:
-            await client.reconnect.wait_closed()
-        await self._quarantine.drain()
-        await self._hasher.aclose()
+        await self._exchange.aclose()
         if self._opened is not None:
             await self._opened.aclose()
-
-    async def _open_store(self, namespace: Namespace) -> BlockStore:  # noqa: ARG002 - only ours comes
-        assert self._own is not None
-        return BlockStore(self._own, self._own, self._hasher)
 
     async def _find_homes(self, keys: Sequence[BlockKey]) -> tuple[list[Home], NDArray[np.intp]]:
         """Find the homes of blocks, and rank those of each key, best first."""
@@ -240,12 +204,10 @@ class NixlBackend(Backend):
         if not endpoints:
             homes: list[Home] = [self._own] if self._own is not None else []
             return homes, np.zeros((len(homes), len(keys)), np.intp)
-        added = [endpoint for endpoint in endpoints if endpoint not in self._clients]
-        for endpoint in added:
-            self._clients[endpoint] = self._open_client(endpoint)
-        if added and self._own is not None:  # this process itself may listen at one of them
-            await self._connect(added)
-        homes = [self._home(self._clients[endpoint]) for endpoint in endpoints]
+        if self._own is not None:  # this process itself may listen at one of them
+            known = self._exchange.clients
+            await self._exchange.connect([each for each in endpoints if each not in known])
+        homes = [self._home(self._exchange.peer(endpoint)) for endpoint in endpoints]
         return homes, rank(keys, endpoints, self._config.replicas)
 
     async def _list_peers(self) -> list[Endpoint]:
@@ -255,38 +217,13 @@ class NixlBackend(Backend):
                 endpoints = list(dict.fromkeys(await self._directory.peers()))
         except Exception as exc:  # noqa: BLE001 - the directory may be anybody's
             logger.warning("the directory of peers failed; keeping the last ones: %r", exc)
-            return list(self._clients)
-        self._former_clients = [c for c in self._former_clients if not c.reconnect.is_closed]
-        for endpoint in self._clients.keys() - endpoints:
-            former = self._clients.pop(endpoint)
-            former.reconnect.close()
-            self._former_clients.append(former)
+            return list(self._exchange.clients)
+        for endpoint in self._exchange.clients.keys() - endpoints:
+            self._exchange.leave(endpoint)
         return endpoints
-
-    def _open_client(self, endpoint: Endpoint) -> Client:
-        return Client(
-            Reconnect(self._node, endpoint, self._tls),
-            memory=self._node.memory,
-            hasher=self._hasher,
-            staging=self._staging,
-            quarantine=self._quarantine,
-            timeout_s=self._config.timeout_s,
-            generations=self._generations,
-        )
 
     def _home(self, client: Client) -> Home:
         return self._own if self._own is not None and client.reconnect.is_own else client
-
-    async def _connect(self, endpoints: Sequence[Endpoint]) -> None:
-        """Connect to peers, all at once, within the time of one request."""
-        connecting = [
-            asyncio.ensure_future(self._clients[endpoint].reconnect.open())
-            for endpoint in endpoints
-        ]
-        await asyncio.wait(connecting, timeout=self._config.timeout_s)
-        for each in connecting:
-            each.cancel()
-        await asyncio.gather(*connecting, return_exceptions=True)
 
     async def _lookup_at(self, home: Home, keys: Sequence[BlockKey]) -> set[BlockKey]:
         try:
@@ -304,32 +241,11 @@ class NixlBackend(Backend):
             return set()
         return {key for key, is_gone in zip(keys, deleted, strict=True) if is_gone}
 
-    async def _keep_quarantine_small(self) -> None:
-        """Replace the agent when its late reads keep too much memory in quarantine."""
-        if self._quarantine.num_bytes <= self._config.quarantine:
-            return
-        text = "%d bytes may still be changed by reads past their deadline: restarting NIXL"
-        logger.warning(text, self._quarantine.num_bytes)
-        await self._node.restart()
-        for client in self._clients.values():
-            client.reconnect.disconnect()
-        if self._server is not None:
-            await self._server.disconnect()
-
     async def _check(self, keys: Sequence[BlockKey], *blocks: Descriptors) -> None:
         self._guard.check_batch(keys, *blocks)
         for each in blocks:
-            self._require_reach(each)
-        if not self._started:
-            await self.start()
-
-    def _require_reach(self, blocks: Descriptors) -> None:
-        if blocks.device.type not in self.memory_kinds:
-            kinds = " or ".join(sorted(self.memory_kinds))
-            raise InvalidArgumentError("device of blocks", str(blocks.device), kinds)
-        if blocks.device != HOST and not self._node.memory.contains(blocks):
-            wanted = f"memory of {blocks.device} that was attached"
-            raise InvalidArgumentError("blocks", blocks, wanted)
+            self._exchange.require_reach(each)
+        await self._exchange.start()
 
 
 async def _ask_each(

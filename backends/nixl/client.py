@@ -3,36 +3,42 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 
+from kvxfer.backends.nixl.block_reader import BlockReader, positions_done, read_endings
 from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.peers import PeerStatistics
-from kvxfer.backends.nixl.places import Proofs, read_proofs
 from kvxfer.backends.nixl.quarantine import Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
 from kvxfer.backends.nixl.remote_memory import MAX_GENERATIONS
 from kvxfer.backends.nixl.wire import (
+    MAX_TICKETS,
+    TICKETS_VERSION,
     Delete,
     Deleted,
-    Ending,
+    Describe,
+    Described,
     Found,
+    HeldTicket,
+    Hold,
     Lookup,
-    Pin,
-    Pinned,
     Publish,
     Pull,
     Pulled,
     Regions,
+    Release,
+    Released,
+    require_tickets,
 )
 from kvxfer.errors import InvalidArgumentError, KVXferError, PeerLostError, ProtocolError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel, wait_for_mark
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.lending import Fences
+from kvxfer.storage.leases import Held
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 
 STAGED_BYTES = 16 << 20
@@ -53,11 +59,6 @@ MANY_PIECES = 16
 they are sent."""
 
 MoveAtPeer = Callable[[Connection, Sequence[BlockKey], Descriptors], Awaitable[list[Outcome]]]
-
-_GONE = Outcome(Status.FAILED, reason="the block was evicted after its lookup")
-"""Not `MISSING`, which promises that its memory was not written."""
-
-_OVERWRITTEN = Outcome(Status.FAILED, reason="the holder overwrote the block, no longer pinned")
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +103,14 @@ class Client:
         self._staging = staging
         self._quarantine = quarantine
         self._timeout_s = timeout_s
-        self._generations = generations
-        self._fenced = generations is not None
+        self._reader = BlockReader(hasher, quarantine, generations)
         self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
+        self._num_calls = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no call is under way, and no ticket held."""
+        return not (self._num_calls or self.reconnect.holds_tickets)
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder which keys it has, and where.
@@ -113,15 +119,17 @@ class Client:
             KVXferError: It cannot be reached, or did not answer in time.
             TimeoutError: It did not answer in time.
         """
-        async with asyncio.timeout(self._timeout_s):
-            connection = await self.reconnect.open()
+        async with self._connected() as connection:
             found = await connection.request(
                 lambda number: Lookup(
-                    request_id=number, keys=list(keys), places=True, fenced=self._fenced
+                    request_id=number,
+                    keys=list(keys),
+                    places=True,
+                    fenced=self._reader.is_fenced,
                 ),
                 Found,
             )
-        self._require_number(len(found.there), len(keys))
+        connection.require_number(len(found.there), len(keys))
         try:
             connection.places.note(keys, found)
         except InvalidArgumentError as exc:
@@ -130,16 +138,66 @@ class Client:
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder to delete keys; return which it did; errors as `lookup`."""
-        async with asyncio.timeout(self._timeout_s):
-            connection = await self.reconnect.open()
+        async with self._connected() as connection:
             try:
                 answer = await connection.request(
                     lambda number: Delete(request_id=number, keys=list(keys)), Deleted
                 )
             finally:  # their bytes may still be there
                 connection.places.forget(keys)
-        self._require_number(len(answer.deleted), len(keys))
+        connection.require_number(len(answer.deleted), len(keys))
         return answer.deleted
+
+    async def describe(self) -> bytes:
+        """Ask what a reader must know of the holder's blocks; errors as `hold`.
+
+        It is asked once for each connection: another incarnation has another one.
+        """
+        async with self._connected() as connection:
+            connection.require_version(TICKETS_VERSION)
+            if connection.description is None:
+                answer = await connection.request(
+                    lambda number: Describe(request_id=number), Described
+                )
+                connection.description = answer.description
+            return connection.description
+
+    async def hold(self, ticket: str, keys: Sequence[BlockKey]) -> Held:
+        """Ask the holder to keep the blocks of a ticket, until it is released.
+
+        They are kept as long as the connection lasts: hold the ticket again on another one. After
+        an error or a cancellation they may be kept, too.
+
+        Args:
+            ticket: The ticket, 1 to `MAX_TICKET_CHARACTERS` printable characters.
+            keys: Blocks to look for, each once; may be empty.
+
+        Raises:
+            InvalidArgumentError: The ticket cannot be one.
+            KVXferError: The holder cannot be reached, gives no tickets, or speaks an earlier
+                version of the protocol, which has none.
+            TimeoutError: It did not answer in time.
+        """
+        require_tickets([ticket])
+        async with self._connected() as connection:
+            connection.require_version(TICKETS_VERSION)
+            connection.tickets.add(ticket)
+            answer = await connection.request(
+                lambda number: Hold(request_id=number, ticket=ticket, keys=list(keys)), HeldTicket
+            )
+        if not answer.is_known:
+            connection.tickets.discard(ticket)
+        connection.require_number(len(answer.there), len(keys))
+        return Held(answer.is_known, answer.is_complete, answer.there)
+
+    async def release(self, tickets: Sequence[str]) -> None:
+        """Ask the holder to end the leases of tickets; errors as `hold`."""
+        require_tickets(tickets)
+        async with self._connected() as connection:
+            connection.require_version(TICKETS_VERSION)
+            connection.tickets.difference_update(tickets)
+            for start in range(0, len(tickets), MAX_TICKETS):
+                await _release(connection, tickets[start : start + MAX_TICKETS])
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
@@ -152,6 +210,16 @@ class Client:
         outcomes = await self._move(self._store_direct, self._store_staged, keys, blocks)
         self.statistics.num_stored_bytes += self._count(outcomes, blocks)
         return outcomes
+
+    @contextlib.asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Connection]:
+        """Connect for a request, and bound the time of both."""
+        self._num_calls += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield await self.reconnect.open()
+        finally:
+            self._num_calls -= 1
 
     def _is_direct(self, blocks: Descriptors) -> bool:
         """Whether blocks are moved from or to their own memory, without staging memory.
@@ -166,12 +234,21 @@ class Client:
     async def _move(
         self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
+        self._num_calls += 1
+        try:
+            return await self._move_pieces(direct, staged, keys, blocks)
+        finally:
+            self._num_calls -= 1
+
+    async def _move_pieces(
+        self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         is_direct = self._is_direct(blocks)
         move = direct if is_direct else staged
         is_small = blocks.num_bytes < blocks.num_blocks * SMALL_FRAGMENT_BYTES
         piece_bytes = PIECE_BYTES if is_direct and not is_small else STAGED_BYTES
-        longest = MAX_GENERATIONS if self._fenced else None
+        longest = MAX_GENERATIONS if self._reader.is_fenced else None
         bounds = list(blocks.cut(piece_bytes, longest_run=longest))
         if len(bounds) == 1:  # saves switching to a task and back
             return await self._move_piece(move, keys, blocks, stop)
@@ -217,7 +294,7 @@ class Client:
             wanted = blocks.select(start, stop)
             async with self._hold(wanted) as staged:
                 loaded = await self._load_direct(connection, keys[start:stop], staged.blocks)
-                if done := _done(loaded):
+                if done := positions_done(loaded):
                     await self._hasher.copy(staged.blocks.take(done), wanted.take(done))
             outcomes += loaded
         return outcomes
@@ -225,11 +302,7 @@ class Client:
     async def _load_direct(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        place = connection.places.take(keys, blocks)
-        if place is None:
-            outcomes = await self._read_pinned(connection, keys, blocks)
-        else:
-            outcomes = await self._read_places(connection, keys, blocks, *place)
+        outcomes = await self._reader.read(connection, keys, blocks)
         changed = [i for i, outcome in enumerate(outcomes) if outcome.status is Status.CORRUPT]
         if changed:
             reason = outcomes[changed[0]].reason
@@ -238,66 +311,6 @@ class Client:
             with contextlib.suppress(KVXferError, TimeoutError):
                 await self.delete([keys[index] for index in changed])
         return outcomes
-
-    async def _read_places(
-        self,
-        connection: Connection,
-        keys: Sequence[BlockKey],
-        blocks: Descriptors,
-        theirs: Descriptors,
-        proofs: Proofs,
-    ) -> list[Outcome]:
-        """Read blocks where a lookup found them; read those that have moved since once more."""
-        intact = await self._read(connection, theirs, blocks, proofs)
-        outcomes = [DONE] * len(keys)
-        if moved := [index for index in range(len(keys)) if index not in intact]:
-            again = [keys[index] for index in moved]
-            read = await self._read_pinned(connection, again, blocks.take(moved))
-            for index, outcome in zip(moved, read, strict=True):
-                outcomes[index] = _GONE if outcome.status is Status.MISSING else outcome
-        return outcomes
-
-    async def _read_pinned(
-        self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        """Have blocks pinned, and read them."""
-        pinned = await connection.request(
-            lambda number: Pin(
-                request_id=number,
-                keys=list(keys),
-                starts=blocks.payload_starts.tolist(),
-                sizes=blocks.block_sizes.tolist(),
-                fenced=self._fenced,
-            ),
-            Pinned,
-        )
-        try:
-            outcomes = self._outcomes(keys, pinned.endings)
-            given = _done(outcomes)
-            if given:
-                theirs = connection.memory.regions.resolve(pinned.extents)
-                self._require_number(theirs.num_blocks, len(given))
-                proofs = read_proofs(connection.memory.regions, pinned, len(given))
-                intact = await self._read(connection, theirs, blocks.take(given), proofs)
-                for row, index in enumerate(given):
-                    if row not in intact:
-                        outcomes[index] = _changed(keys[index], proofs)
-        finally:
-            connection.release(pinned.request_id)
-        return outcomes
-
-    async def _read(
-        self, connection: Connection, theirs: Descriptors, blocks: Descriptors, proofs: Proofs
-    ) -> set[int]:
-        """Read blocks, and return the positions of those that are proven to be right."""
-        memory, late = connection.memory, self._quarantine.hold
-        if not isinstance(proofs, Fences):
-            found = await memory.read(theirs, blocks, self._hasher, late=late)
-            pairs = enumerate(zip(found, proofs, strict=True))
-            return {index for index, (actual, expected) in pairs if actual == expected}
-        if self._generations is None:
-            raise ProtocolError(str(self.reconnect.endpoint), "sent generations, not checksums")
-        return set(await memory.read_fenced(theirs, blocks, proofs, self._generations, late=late))
 
     async def _store_staged(
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
@@ -314,7 +327,7 @@ class Client:
         self, connection: Connection, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         await connection.let_read()
-        if self._fenced:
+        if self._reader.is_fenced:
             return await self._pull(connection, keys, blocks, None)
         hashing = asyncio.ensure_future(self._hasher.checksums(blocks))  # while the holder reads
         try:
@@ -341,7 +354,7 @@ class Client:
             Pulled,
         )
         if not pulled.waits:
-            return self._outcomes(keys, pulled.endings)
+            return read_endings(connection, keys, pulled.endings)
         try:
             checksums = [] if hashing is None else await hashing
             published = await connection.request(
@@ -353,27 +366,14 @@ class Client:
         except BaseException:
             connection.release(pulled.request_id)
             raise
-        return self._outcomes(keys, published.endings)
+        return read_endings(connection, keys, published.endings)
 
     def _hold(self, blocks: Descriptors) -> AbstractAsyncContextManager[StagedBlocks]:
         return self._staging.hold(blocks.block_sizes.tolist(), blocks.payload_starts.tolist())
 
-    def _outcomes(self, keys: Sequence[BlockKey], endings: Sequence[Ending]) -> list[Outcome]:
-        """Turn the holder's endings into outcomes."""
-        self._require_number(len(endings), len(keys))
-        return [
-            DONE if ending.status is Status.DONE else Outcome(ending.status, reason=ending.reason)
-            for ending in endings
-        ]
-
-    def _require_number(self, given: int, wanted: int) -> None:
-        if given != wanted:
-            detail = f"sent {given} answers where {wanted} are needed"
-            raise ProtocolError(str(self.reconnect.endpoint), detail)
-
     def _count(self, outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
         """Count the blocks that are not done; return the bytes of those that are."""
-        done = _done(outcomes)
+        done = positions_done(outcomes)
         if len(done) < len(outcomes):
             statuses = [outcome.status for outcome in outcomes]
             self.statistics.num_corrupt += statuses.count(Status.CORRUPT)
@@ -382,17 +382,13 @@ class Client:
         return blocks.take(done).num_bytes
 
 
-def _changed(key: BlockKey, proofs: Proofs) -> Outcome:
-    if isinstance(proofs, Fences):
-        return _OVERWRITTEN
-    return Outcome(Status.CORRUPT, reason=f"{key.hex()} arrived with other bytes")
-
-
 def _is_in_crumbs(blocks: Descriptors) -> bool:
     """Whether transferring gathered blocks and copying them is less work than single fragments."""
     many = len(blocks) > blocks.num_blocks * MANY_PIECES
     return many and blocks.num_bytes < len(blocks) * SMALL_FRAGMENT_BYTES
 
 
-def _done(outcomes: Sequence[Outcome]) -> list[int]:
-    return [index for index, outcome in enumerate(outcomes) if outcome.done]
+async def _release(connection: Connection, tickets: Sequence[str]) -> None:
+    await connection.request(
+        lambda number: Release(request_id=number, tickets=list(tickets)), Released
+    )

@@ -15,6 +15,7 @@ from kvxfer.backends.nixl.agents import MAX_LINES
 from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
+from kvxfer.backends.nixl.ticket_session import TicketSession
 from kvxfer.backends.nixl.wire import (
     Answer,
     Attach,
@@ -29,6 +30,7 @@ from kvxfer.backends.nixl.wire import (
     Found,
     FrameChannel,
     Greeting,
+    Hold,
     Lookup,
     Pin,
     Ping,
@@ -39,6 +41,7 @@ from kvxfer.backends.nixl.wire import (
     Pulled,
     Ready,
     Request,
+    TicketRequest,
 )
 from kvxfer.errors import (
     ClosedError,
@@ -49,6 +52,7 @@ from kvxfer.errors import (
 )
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.leases import LeaseDesk
 from kvxfer.storage.lending import (
     GENERATION_BYTES,
     BlockParts,
@@ -78,11 +82,13 @@ class BlockStore:
         backend: Backend for lookups and deletions.
         lender: Lender of the blocks, in place.
         hasher: Hasher of blocks that arrive.
+        desk: Desk at which peers ask for tickets; None where there are none.
     """
 
     backend: Backend
     lender: Lender
     hasher: BlockHasher
+    desk: LeaseDesk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +109,8 @@ class _Unpublished:
 class ClientSession:
     """Session of one peer: answers the requests of its control connection, several at a time.
 
-    Its pins are released and its requests ended when its connection ends, or when it was silent for
-    `lease_s`.
+    When its connection ends, or it was silent for `lease_s`, its pins are released, its requests
+    ended, and its tickets no longer held.
 
     Args:
         node: Node of this process.
@@ -125,6 +131,7 @@ class ClientSession:
         self._node = node
         self._channel = channel
         self._greeting = greeting
+        self._tickets = TicketSession(store.desk, greeting.version)
         self._theirs: RemoteMemory | None = None
         self._jobs: dict[int, asyncio.Task[None]] = {}
         self._pins: dict[int, AsyncExitStack] = {}
@@ -197,7 +204,7 @@ class ClientSession:
             self._num_attached -= 1
 
     def drain(self) -> None:
-        """Refuse lookups, pins and stores from here on; what is under way may end.
+        """Refuse lookups, pins, stores and tickets from here on; what is under way may end.
 
         Reads of blocks that are not pinned need no waiting: what they get counts only if it has the
         checksum.
@@ -234,7 +241,7 @@ class ClientSession:
             await self._refuse(number, f"request {number} has not ended")
         elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
             await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
-        elif self._draining and isinstance(request, Lookup | Pin | Pull):
+        elif self._draining and isinstance(request, Lookup | Pin | Pull | Hold):
             await self._refuse(number, "this peer is about to end")
         else:
             job = self._jobs[number] = asyncio.create_task(self._do(request))
@@ -265,6 +272,8 @@ class ClientSession:
             return self._pin(request)
         if isinstance(request, Publish):
             return self._publish(request)
+        if isinstance(request, TicketRequest):
+            return self._tickets.answer(request)
         assert isinstance(request, Pull)
         return self._pull(request)
 
@@ -359,6 +368,7 @@ class ClientSession:
     async def _release_all(self) -> None:
         """Release the pins, cancel requests, and wait until nothing is read from the peer."""
         self._ended = True
+        self._tickets.end()
         await self._channel.aclose()
         await self._release_pins()  # at once, although the peer may stall
         tasks = [*self._jobs.values(), *self._lending]

@@ -8,9 +8,9 @@ from typing import Literal, get_args
 
 import msgspec
 
-from kvxfer.backends.nixl.peers import MAX_PORT, Endpoint
 from kvxfer.backends.nixl.wire import HANDSHAKE_TIMEOUT_S
 from kvxfer.checks import require_integer, require_positive, require_text
+from kvxfer.endpoint import MAX_PORT, Endpoint
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.integrity import read_secret
 from kvxfer.units import ByteSize
@@ -97,9 +97,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Check what can be checked without reading a file."""
         for name, value in self._convert():
             msgspec.structs.force_setattr(self, name, value)
-        peers = self.peers
-        if not peers and self.listen_endpoint is None:
-            raise InvalidArgumentError("address", self.address, "peers, or listen=HOST:PORT")
+        peers, listen = self.peers, self.listen_endpoint
         if len(set(peers)) < len(peers):
             raise InvalidArgumentError("address", self.address, "each peer once")
         if self.capacity is not None and not self.listen:
@@ -110,7 +108,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.replicas < 1 or (peers and self.replicas > len(peers)):
             wanted = f"1 to {len(peers)}, the number of peers"
             raise InvalidArgumentError("replicas", self.replicas, wanted)
-        if self.data_port and self.data_port == getattr(self.listen_endpoint, "port", 0):
+        if self.data_port and self.data_port == getattr(listen, "port", 0):
             raise InvalidArgumentError("data_port", self.data_port, "another port than listen")
         if self.data_port and not self.listen:
             raise InvalidArgumentError("data_port", self.data_port, "0 without listen=HOST:PORT")
@@ -130,6 +128,19 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Endpoint at which blocks of this process are served; None where they are not."""
         return Endpoint.parse("listen", self.listen) if self.listen else None
 
+    def at_rank(self, rank: int) -> "NixlConfig":
+        """Make the configuration of a worker, which listens at the rank-th port after `listen`.
+
+        Raises:
+            InvalidArgumentError: There is no such port.
+        """
+        listen = self.listen_endpoint
+        if listen is None or not listen.port:
+            return self
+        at = str(Endpoint(listen.host, listen.port + rank))
+        data_port = self.data_port and self.data_port + rank
+        return msgspec.structs.replace(self, listen=at, data_port=data_port)
+
     @property
     def uses_tls(self) -> bool:
         """Whether connections are encrypted, and peers authenticate by certificate."""
@@ -139,6 +150,11 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def is_fenced(self) -> bool:
         """Whether blocks are proven by their generations where a holder keeps some."""
         return self.integrity == "fenced"
+
+    @property
+    def proves_peers(self) -> bool:
+        """Whether peers have to prove who they are: without, only loopback addresses are used."""
+        return self.uses_tls or bool(self.secret_file) or SECRET_VARIABLE in os.environ
 
     def read_secret(self) -> bytes | None:
         """Read the secret of all peers from the file or the environment.

@@ -15,7 +15,6 @@ from kvxfer.backends.nixl.agents import (
     MAX_LINES,
 )
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.places import Places
 from kvxfer.backends.nixl.remote_memory import RemoteMemory
 from kvxfer.backends.nixl.wire import (
@@ -38,6 +37,7 @@ from kvxfer.backends.nixl.wire import (
     describe_error,
     greet_as_client,
 )
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     KVXferError,
     PeerClosedError,
@@ -77,6 +77,8 @@ class Connection:
         endpoint: As given.
         memory: As given.
         places: Places of blocks in it that lookups found.
+        tickets: Tickets that the holder may hold for this connection.
+        description: What a reader must know of the holder's blocks; None until it was asked.
     """
 
     def __init__(
@@ -91,10 +93,13 @@ class Connection:
         self.endpoint = endpoint
         self.memory = memory
         self.places = Places(memory.regions)
+        self.tickets: set[str] = set()
+        self.description: bytes | None = None
         self._node = node
         self._timeout_s = node.config.handshake_timeout_s
         self._channel = channel
         self._session = greeting.session
+        self._version = greeting.version
         self._data_endpoint = Endpoint(channel.peer.host, greeting.reach.data_port)
         self._tls = tls
         self._numbers = count(1)
@@ -165,6 +170,26 @@ class Connection:
     def is_open(self) -> bool:
         """Whether requests can be made."""
         return self._error is None
+
+    def require_version(self, oldest: int) -> None:
+        """Check the version of the protocol before a request that not all of them have.
+
+        Raises:
+            PeerError: The holder and this process speak an earlier version.
+        """
+        if self._version < oldest:
+            detail = f"version {self._version} of the protocol is spoken; this needs {oldest}"
+            raise PeerError(str(self.endpoint), detail)
+
+    def require_number(self, given: int, wanted: int) -> None:
+        """Check how many parts an answer of the holder has.
+
+        Raises:
+            ProtocolError: There are more or fewer.
+        """
+        if given != wanted:
+            detail = f"sent {given} answers where {wanted} are needed"
+            raise ProtocolError(str(self.endpoint), detail)
 
     async def request(self, make: MakeRequest, answer_type: type[AnswerT]) -> AnswerT:
         """Send a request, and wait for the answer.
@@ -355,4 +380,6 @@ async def _connect(
         raise PeerTimeoutError(str(endpoint), "connecting", timeout_s) from exc
     except OSError as exc:  # ssl.SSLError is one
         raise PeerClosedError(str(endpoint), f"cannot connect: {describe_error(exc)}") from exc
+    except UnicodeError as exc:  # a name that cannot be one of a host
+        raise PeerClosedError(str(endpoint), f"cannot connect: {exc}") from exc
     return FrameChannel(reader, writer)

@@ -8,7 +8,7 @@ import time
 
 from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.peers import Endpoint
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import ClosedError, KVXferError, PeerClosedError
 from kvxfer.storage.calls import fetch_error
 
@@ -57,6 +57,12 @@ class Reconnect:
             return "own memory"
         connection = self._connection
         return connection.memory.carrier if connection and connection.is_open else "not connected"
+
+    @property
+    def holds_tickets(self) -> bool:
+        """Whether the holder may hold tickets for the present connection."""
+        connection = self._connection
+        return connection is not None and connection.is_open and bool(connection.tickets)
 
     @property
     def is_closed(self) -> bool:

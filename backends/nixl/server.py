@@ -11,7 +11,6 @@ import msgspec
 from kvxfer.backends.nixl.client_session import BlockStore, ClientSession
 from kvxfer.backends.nixl.config import server_context
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.peers import Endpoint
 from kvxfer.backends.nixl.refusals import MAX_CHARACTERS, RefusalLog
 from kvxfer.backends.nixl.wire import (
     Attach,
@@ -22,6 +21,7 @@ from kvxfer.backends.nixl.wire import (
     describe_error,
     greet_as_server,
 )
+from kvxfer.endpoint import Endpoint
 from kvxfer.errors import (
     BackendUnavailableError,
     KVXferError,

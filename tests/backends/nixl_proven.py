@@ -6,14 +6,16 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig, identify_host
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.backends.nixl import Endpoint, Exchange, NixlBackend, NixlConfig, identify_host
 from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
 from kvxfer.backends.nixl.wire import (
+    PROTOCOL_VERSION,
     Answer,
     FrameChannel,
     Greeting,
@@ -26,6 +28,7 @@ from kvxfer.backends.nixl.wire import (
 from kvxfer.errors import PeerError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.leases import LeaseDesk
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
@@ -40,6 +43,7 @@ ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 READY: msgspec.msgpack.Decoder[Ready] = msgspec.msgpack.Decoder(Ready)
 
 MakeAgent = Callable[[], TransferAgent]
+Holder: TypeAlias = NixlBackend | Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,11 @@ class ProvenPeer:
     greeting: Greeting
     channel: FrameChannel
 
-    async def ask(self, request: Message) -> Answer | None:
+    async def ask(self, request: Message | dict[str, Any]) -> Answer | None:
         """Send a request; return the answer, None when the holder ended the connection."""
         try:
             async with asyncio.timeout(LIMIT_S):
-                await self.channel.send(request)
+                await self.channel.send(request)  # type: ignore[arg-type]
                 return await self.channel.receive(ANSWER)
         except PeerError:
             return None
@@ -61,7 +65,11 @@ class ProvenPeer:
 
 @contextlib.asynccontextmanager
 async def proven(
-    endpoint: Endpoint, reach: Reach, *, incarnation: bytes = b"p" * 16
+    endpoint: Endpoint,
+    reach: Reach,
+    *,
+    incarnation: bytes = b"p" * 16,
+    version: int = PROTOCOL_VERSION,
 ) -> AsyncIterator[ProvenPeer | None]:
     """Shake hands with a holder as a peer of this machine; yield None when it ends that."""
 
@@ -70,7 +78,11 @@ async def proven(
 
     boot_id, pid, pid_namespace = identify_host()
     ours = msgspec.structs.replace(
-        hello(incarnation, NAMESPACE), boot_id=boot_id, pid=pid, pid_namespace=pid_namespace
+        hello(incarnation, NAMESPACE),
+        version=version,
+        boot_id=boot_id,
+        pid=pid,
+        pid_namespace=pid_namespace,
     )
     channel = FrameChannel(*await asyncio.open_connection(endpoint.host, endpoint.port))
     peer: ProvenPeer | None = None
@@ -90,24 +102,40 @@ async def holding(
     tmp_path: Path, *, make_agent: MakeAgent = NixlAgent, **fields: Any
 ) -> AsyncIterator[NixlBackend]:
     """Open a holder with a secret."""
-    (tmp_path / "secret").write_bytes(SECRET)
-    (tmp_path / "secret").chmod(0o600)
-    config = NixlConfig(
-        listen=f"{HOST}:0", capacity=CAPACITY, secret_file=str(tmp_path / "secret"), **fields
-    )
+    secret_file = write_secret(tmp_path)
+    config = NixlConfig(listen=f"{HOST}:0", capacity=CAPACITY, secret_file=secret_file, **fields)
     async with NixlBackend(config, NAMESPACE, make_agent=make_agent) as holder:
         await holder.start()
         yield holder
 
 
-def endpoint_of(holder: NixlBackend) -> Endpoint:
+@contextlib.asynccontextmanager
+async def lending(tmp_path: Path, desk: LeaseDesk | None, **fields: Any) -> AsyncIterator[Exchange]:
+    """Open a holder with a secret and a desk for tickets."""
+    config = NixlConfig(listen=f"{HOST}:0", secret_file=write_secret(tmp_path), **fields)
+    async with (
+        HostBackend(HostConfig(capacity=CAPACITY), NAMESPACE) as own,
+        Exchange(config, NAMESPACE, own=own, largest_block_bytes=4096, desk=desk) as holder,
+    ):
+        yield holder
+
+
+def write_secret(folder: Path) -> str:
+    """Write the secret of all peers to a file; return its path."""
+    path = folder / "secret"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    return str(path)
+
+
+def endpoint_of(holder: Holder) -> Endpoint:
     assert holder.server is not None
     return holder.server.endpoint
 
 
 @contextlib.asynccontextmanager
 async def asking(
-    tmp_path: Path, holder: NixlBackend, *, make_agent: MakeAgent = NixlAgent, **fields: Any
+    tmp_path: Path, holder: Holder, *, make_agent: MakeAgent = NixlAgent, **fields: Any
 ) -> AsyncIterator[NixlBackend]:
     """Open an honest peer of a holder."""
     config = NixlConfig(
@@ -128,7 +156,7 @@ async def require_served(client: NixlBackend, first_key: int = 0) -> list[BlockK
     return keys
 
 
-async def until_alone(holder: NixlBackend, num_peers: int = 0) -> None:
+async def until_alone(holder: Holder, num_peers: int = 0) -> None:
     """Wait until the holder serves no more than so many peers."""
     assert holder.server is not None
     async with asyncio.timeout(LIMIT_S):

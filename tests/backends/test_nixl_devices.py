@@ -63,7 +63,7 @@ async def test_blocks_of_a_gpu_are_refused_by_name_unless_the_backend_reaches_it
         for move in (pair.client.load, pair.client.store):
             with pytest.raises(InvalidArgumentError, match="device of blocks is 'cuda:0'"):
                 await move(KEYS[:1], blocks)
-        pair.client.memory_kinds = frozenset({"cpu", "cuda"})
+        pair.client._exchange.memory_kinds = frozenset({"cpu", "cuda"})
         for move in (pair.client.load, pair.client.store):
             with pytest.raises(InvalidArgumentError, match="memory of cuda:0 that was attached"):
                 await move(KEYS[:1], blocks)

@@ -43,7 +43,7 @@ async def pair(
 
 def lines(backend: NixlBackend, *, serving: bool) -> list[Line]:
     """List the data connections that the other side reads through, or this one."""
-    agent = backend._node.sockets
+    agent = backend._exchange._node.sockets
     if serving:
         return list(agent._serving)
     return [line for remote in agent._remotes.values() for line in remote._lines]

@@ -48,7 +48,7 @@ async def test_after_drain_nothing_changes_the_memory_of_loads_that_were_late(
         ):
             client.attach(memory_regions(memory.caches))
             await store_generated(client, KEYS, target)
-            [one] = client._clients.values()
+            [one] = client._exchange.clients.values()
             seen: list[Outcome] = []
             pieces = view_memory(target.addresses, target.lengths)
             views = [np.frombuffer(piece, np.uint8) for piece in pieces]

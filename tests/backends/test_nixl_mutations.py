@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.backends.nixl import Endpoint, LocalNode, NixlBackend, NixlConfig
+from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlConfig
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
@@ -30,12 +30,16 @@ from kvxfer.backends.nixl.wire import (
     Cancel,
     DataConnection,
     Delete,
+    Describe,
+    Described,
     Failed,
     Fencing,
     Found,
     FrameChannel,
     FrameCodec,
+    HeldTicket,
     Hello,
+    Hold,
     Lookup,
     Message,
     Pin,
@@ -49,6 +53,7 @@ from kvxfer.backends.nixl.wire import (
     Read,
     Ready,
     Refusal,
+    Release,
     Request,
     greet_as_client,
     greet_as_server,
@@ -68,12 +73,14 @@ from tests.backends.nixl_proven import (
     asking,
     endpoint_of,
     holding,
+    lending,
     proven,
     require_quiet_log,
     require_served,
     until_alone,
 )
 from tests.backends.nixl_wire import HOST, SECRET, hello
+from tests.backends.recording_desk import RecordingDesk
 from tests.backends.test_nixl_proven import ONE, REGION, extents, pin, pull
 
 NUM_FRAMES = [
@@ -83,6 +90,7 @@ NUM_FRAMES = [
 HONEST_EVERY = 100
 KEYS = [make_block_key(bytes([number]) * 16, 0) for number in range(3)]
 """Keys that no few mutations make those of honest peers."""
+OURS = [make_block_key(b"ours" * 4, 0)]
 REACH = Reach(regions=[REGION])
 FENCES = Fencing(extents=extents((64, 8)), generations=bytes(8))
 PONG: msgspec.msgpack.Decoder[Pong] = msgspec.msgpack.Decoder(Pong)
@@ -152,7 +160,7 @@ class _Mutated:
         buffer[offset:] = self._payload
 
 
-def proof_sender(holder: NixlBackend) -> Send:
+def proof_sender(holder: Exchange) -> Send:
     """Send a greeting and a proof, one of them mutated."""
 
     async def send(rng: Rng) -> None:
@@ -178,7 +186,7 @@ def proof_sender(holder: NixlBackend) -> Send:
     return send
 
 
-def reach_sender(holder: NixlBackend) -> Send:
+def reach_sender(holder: Exchange) -> Send:
     async def send(rng: Rng) -> None:
         async def reach(_: Hello) -> Reach:
             return REACH
@@ -206,12 +214,15 @@ REQUESTS: list[Message] = [
     pull(ONE, hashed=False),
     Publish(request_id=1, pull=1, checksums=[0]),
     Delete(request_id=1, keys=KEYS),
+    Describe(request_id=1),
+    Hold(request_id=1, ticket="theirs", keys=KEYS),
+    Release(request_id=1, tickets=["theirs", "nobody's"]),
     Cancel(request_id=1),
     Ping(request_id=1),
 ]
 
 
-def request_sender(holder: NixlBackend, stack: contextlib.AsyncExitStack) -> Send:
+def request_sender(holder: Exchange, stack: contextlib.AsyncExitStack) -> Send:
     """Send a request on a connection that goes on as long as the holder lets it."""
     peers: list[tuple[ProvenPeer, Mutator]] = []
 
@@ -219,7 +230,7 @@ def request_sender(holder: NixlBackend, stack: contextlib.AsyncExitStack) -> Sen
         if not peers:
             opened = await stack.enter_async_context(proven(endpoint_of(holder), REACH))
             assert opened is not None
-            kinds = Lookup, Pin, Pull, Publish, Delete, Cancel
+            kinds = Lookup, Pin, Pull, Publish, Delete, Describe, Hold, Release, Cancel
             peers.append((opened, Mutator(opened.channel._codec, kinds, rng)))
         (peer, mutator), number = peers[0], rng.getrandbits(40)
         try:
@@ -228,7 +239,7 @@ def request_sender(holder: NixlBackend, stack: contextlib.AsyncExitStack) -> Sen
             if mutator.is_open:
                 peer.channel._writer.write_eof()
             while (answer := await peer.channel.receive(ANSWER)) != Pong(request_id=number):
-                if isinstance(answer, Found):
+                if isinstance(answer, Found | HeldTicket):
                     assert not any(answer.there)
                 elif isinstance(answer, Pinned):
                     assert all(each.status is not Status.DONE for each in answer.endings)
@@ -251,7 +262,7 @@ async def end_of(connection: DataConnection) -> None:
     connection.close()
 
 
-def data_sender(holder: NixlBackend, peer: ProvenPeer, kind: type[Message]) -> Send:
+def data_sender(holder: Exchange, peer: ProvenPeer, kind: type[Message]) -> Send:
     """Open a data connection; mutate its first message, or the one after it."""
     assert holder.server is not None
     place = Endpoint(HOST, holder.server.data_port)
@@ -281,9 +292,9 @@ def data_sender(holder: NixlBackend, peer: ProvenPeer, kind: type[Message]) -> S
 async def test_mutated_frames_of_a_peer_cost_nobody_else_anything(
     stage: str, num_frames: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rng = random.Random(stage)
+    rng, desk = random.Random(stage), RecordingDesk({"ours": OURS})
     async with (
-        holding(tmp_path, **QUICK) as holder,
+        lending(tmp_path, desk, **QUICK) as holder,
         asking(tmp_path, holder, transport="socket") as client,
         contextlib.AsyncExitStack() as stack,
     ):
@@ -306,6 +317,10 @@ async def test_mutated_frames_of_a_peer_cost_nobody_else_anything(
                 await require_served(client, first_key=10 + 4 * (number // HONEST_EVERY % 10))
         await stack.aclose()
         await until_alone(holder, num_peers=1)
+        assert (desk.num_holds > 0) == (stage == "requests")
+        assert not desk.held, "tickets of peers that are gone"
+        assert len(set(desk.dropped)) == len(desk.dropped)
+        assert desk.tickets == {"ours": OURS}
         async with asyncio.timeout(LIMIT_S):
             while holder.server.num_unproven:  # noqa: ASYNC110 - it notices by itself
                 await asyncio.sleep(0)
@@ -360,13 +375,26 @@ def answer_to(request: Request) -> Answer:
     if isinstance(request, Pin):
         fences = FENCES if request.fenced else None
         return Pinned(request_id=number, endings=[], checksums=[0], extents=ONE, fences=fences)
+    if isinstance(request, Describe):
+        return Described(request_id=number, description=b"pages")
+    if isinstance(request, Hold):
+        there = [True] * len(request.keys)
+        return HeldTicket(request_id=number, is_known=True, is_complete=True, there=there)
     return Pong(request_id=number)
 
 
 @pytest.mark.parametrize("num_frames", NUM_FRAMES)
 @pytest.mark.parametrize(
     ("kind", "is_fenced"),
-    [(Ready, False), (Found, False), (Found, True), (Pinned, False), (Pinned, True)],
+    [
+        (Ready, False),
+        (Found, False),
+        (Found, True),
+        (Pinned, False),
+        (Pinned, True),
+        (Described, False),
+        (HeldTicket, False),
+    ],
 )
 async def test_mutated_frames_of_a_holder_cost_no_more_than_its_blocks(
     kind: type[Message],
@@ -408,6 +436,10 @@ async def test_mutated_frames_of_a_holder_cost_no_more_than_its_blocks(
                 reconnect._retry_at = 0.0
                 with contextlib.suppress(KVXferError, TimeoutError):
                     await liar.lookup(KEYS[:1])
+                    if kind is Described:
+                        assert isinstance(await liar.describe(), bytes)
+                    if kind is HeldTicket:
+                        assert len((await liar.hold("ours", KEYS)).there) == len(KEYS)
                 assert statuses(await liar.load(KEYS[:1], target)) != [Status.DONE]
                 if kind is Ready:
                     reconnect.disconnect()

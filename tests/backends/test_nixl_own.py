@@ -130,3 +130,8 @@ def test_what_is_served_is_a_pool_or_ones_own_and_only_where_one_listens(
     cache = EngineCache()
     with pytest.raises(InvalidArgumentError, match="capacity"):
         NixlBackend(config, cache.memory.namespace(), own=cache if has_own else None)
+
+
+def test_a_backend_that_knows_no_peers_and_holds_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="address is ''; expected peers, or listen"):
+        NixlBackend(NixlConfig(), BlockMemory([[4096]], num_blocks=1).namespace())

@@ -4,6 +4,7 @@ import asyncio
 import random
 import uuid
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,11 +17,14 @@ from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.agents.nixl_peers import NUM_SLOTS
 from kvxfer.backends.nixl.wire import (
     MAX_REGIONS,
+    MAX_TICKET_CHARACTERS,
+    MAX_TICKETS,
     AgentMetadata,
     Cancel,
     Delete,
     Extents,
     Failed,
+    Hold,
     Lookup,
     Message,
     Pin,
@@ -31,6 +35,7 @@ from kvxfer.backends.nixl.wire import (
     Pull,
     Reach,
     Region,
+    Release,
 )
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
@@ -40,11 +45,13 @@ from tests.backends.nixl_proven import (
     asking,
     endpoint_of,
     holding,
+    lending,
     proven,
     require_quiet_log,
     require_served,
     until_alone,
 )
+from tests.backends.recording_desk import RecordingDesk
 
 REGION = Region(1 << 20, 1 << 16)
 REGIONS = {
@@ -101,6 +108,7 @@ def extents(
 KEY, *OTHERS = make_keys(4, first=50)
 MANY = make_keys(5000, first=100)
 ONE = extents((0, 4096))
+LONG = "t" * (MAX_TICKET_CHARACTERS + 1)
 
 
 def pull(places: Extents, **fields: object) -> Pull:
@@ -112,7 +120,7 @@ def pin(**fields: object) -> Pin:
     return msgspec.structs.replace(Pin(request_id=1, keys=[KEY], starts=[0], sizes=[1]), **fields)
 
 
-LIES: dict[str, Message] = {
+LIES: dict[str, Message | dict[str, Any]] = {
     "outside of the region": pull(extents((1 << 16, 4096))),
     "across the end of the region": pull(extents(((1 << 16) - 1, 4096))),
     "no such region": pull(extents((0, 4096), region=1)),
@@ -163,6 +171,15 @@ LIES: dict[str, Message] = {
     "no key to delete": Delete(request_id=1, keys=[]),
     "thousands of keys twice to delete": Delete(request_id=1, keys=MANY * 2),
     "an empty key to delete": Delete(request_id=1, keys=[BlockKey(b"")]),
+    "one key twice to hold": Hold(request_id=1, ticket="t", keys=[KEY] * 2),
+    "thousands of keys twice to hold": Hold(request_id=1, ticket="t", keys=MANY * 2),
+    "an empty ticket": {"type": "Hold", "request_id": 1, "ticket": "", "keys": []},
+    "a long ticket": {"type": "Hold", "request_id": 1, "ticket": LONG, "keys": []},
+    "a huge ticket": {"type": "Hold", "request_id": 1, "ticket": LONG * 10_000, "keys": []},
+    "a ticket of no text": {"type": "Hold", "request_id": 1, "ticket": "\0\x1b[2J", "keys": []},
+    "an empty ticket to release": {"type": "Release", "request_id": 1, "tickets": [""]},
+    "a long ticket to release": {"type": "Release", "request_id": 1, "tickets": ["t", LONG]},
+    "many tickets to release": Release(request_id=1, tickets=["t"] * (MAX_TICKETS + 1)),
     "release of what was not pinned": Lookup(request_id=1, keys=[KEY], let_go=[1, -1, 2**63]),
     "negative number": Lookup(request_id=-1, keys=[KEY]),
     "largest number": Lookup(request_id=2**64 - 1, keys=[KEY]),
@@ -173,8 +190,9 @@ LIES: dict[str, Message] = {
 async def test_a_lie_is_answered_by_a_short_error_or_ends_the_connection(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    desk = RecordingDesk({"t": [KEY]})
     async with (
-        holding(tmp_path, transport="socket", timeout_s=1.0) as holder,
+        lending(tmp_path, desk, transport="socket", timeout_s=1.0) as holder,
         asking(tmp_path, holder, transport="socket") as client,
     ):
         keys = await require_served(client)
@@ -189,6 +207,8 @@ async def test_a_lie_is_answered_by_a_short_error_or_ends_the_connection(
             if answer is not None:
                 await peer.channel.send(Cancel(request_id=7))
                 assert await peer.ask(Ping(request_id=8)) == Pong(request_id=8)
+            assert not desk.held
+            assert desk.tickets == {"t": [KEY]}
             await require_served(client, first_key=10)
         await until_alone(holder, num_peers=1)
         assert await client.lookup([*keys, KEY]) == [True] * 4 + [False]

@@ -165,7 +165,7 @@ async def test_many_peers_that_do_not_answer_cost_one_deadline_together(
 async def test_calls_that_fail_at_once_leave_the_event_loop_to_others(call: str) -> None:
     async with open_pair() as pair:
         blocks = pair.memory.describe(0, range(4))
-        [client] = pair.client._clients.values()
+        [client] = pair.client._exchange.clients.values()
 
         async def call_on_and_on() -> None:
             while True:
@@ -191,7 +191,7 @@ async def test_who_comes_when_an_attempt_has_just_failed_does_not_get_its_error_
         raise PeerClosedError("the holder", "is gone")
 
     async def come_late() -> list[bool]:
-        [client] = backend._clients.values()
+        [client] = backend._exchange.clients.values()
         seen.append(client.reconnect._opening)
         return await client.lookup(KEYS)
 

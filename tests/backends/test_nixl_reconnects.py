@@ -71,7 +71,7 @@ async def test_a_peer_that_reconnects_costs_no_descriptor_on_either_side() -> No
         holder = await asyncio.to_thread(process.open, memory.namespace())
         async with open_client(memory.namespace(), holder, transport="nixl") as client:
             await store_generated(client, keys, memory.describe(0, range(4)))
-            [one] = client._clients.values()
+            [one] = client._exchange.clients.values()
             before = count()
             for _ in range(NUM_RECONNECTS):
                 one.reconnect.disconnect()

@@ -366,7 +366,7 @@ async def test_no_message_waits_for_the_acknowledgement_of_the_one_before(
         config = NixlConfig(address=address, transport="socket", **tls)
         async with NixlBackend(config, NAMESPACE) as client:
             assert await client.lookup(make_keys(1)) == [False]
-            [ours] = client._clients.values()
+            [ours] = client._exchange.clients.values()
             [theirs] = holder.server.sessions
             for channel in ((await ours.reconnect.open())._channel, theirs._channel):
                 connection = channel._writer.get_extra_info("socket")

@@ -110,7 +110,6 @@ def test_peers_and_the_place_to_listen_are_read() -> None:
 @pytest.mark.parametrize(
     ("parameters", "argument"),
     [
-        ({}, "address"),
         ({"address": "a:1,"}, "address"),
         ({"address": "a:1,b"}, "address"),
         ({"address": "a:1,a:1"}, "address"),

@@ -70,7 +70,8 @@ async def test_a_processor_never_hashes_blocks_of_a_gpu(
         async with NixlBackend(config, namespace, make_agent=FakeNixlAgent) as client:
             address = gpu.allocate(SIZE)
             client.attach([MemoryRegion(address, SIZE, gpu, GPU)])
-            client.memory_kinds = frozenset({"cpu", "cuda"})  # which it is when blocks are fenced
+            # As they are when blocks are fenced.
+            client._exchange.memory_kinds = frozenset({"cpu", "cuda"})
             await store_generated(client, KEYS[:1], memory.describe(0, [0]))
             blocks = Descriptors.of_pieces(words(address), [SIZE], device=GPU)
             for outcomes in (

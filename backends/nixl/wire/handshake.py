@@ -163,11 +163,13 @@ class Greeting:
         hello: Greeting of the other side.
         reach: Access to its memory.
         session: Keys of this connection and of its data connections.
+        version: Version of the protocol that both sides speak, the newest such one.
     """
 
     hello: Hello
     reach: Reach
     session: Session
+    version: int
 
 
 async def greet_as_client(
@@ -208,7 +210,7 @@ async def greet_as_client(
         await handshake.verify()
         session = handshake.secure(holder=theirs)
         await channel.send(await reach(theirs))
-        return Greeting(theirs, await handshake.receive(_REACH), session)
+        return await handshake.end(theirs, session)
 
 
 async def greet_as_server(
@@ -242,7 +244,7 @@ async def greet_as_server(
         await channel.send(handshake.proof())
         session = handshake.secure(holder=handshake.ours)
         await channel.send(offered)
-        return Greeting(theirs, await handshake.receive(_REACH), session)
+        return await handshake.end(theirs, session)
 
 
 class _Greeting:
@@ -314,6 +316,11 @@ class _Greeting:
         session = Session(self._role, session_id=holder.nonce, key=self._mac("session"))
         self._channel.secure(session.frame_keys())
         return session
+
+    async def end(self, theirs: Hello, session: Session) -> Greeting:
+        """Wait for the access to the other side's memory; return the result."""
+        version = min(self.ours.version, theirs.version)
+        return Greeting(theirs, await self.receive(_REACH), session, version)
 
     def _mac(self, purpose: str, *parts: bytes) -> bytes:
         said = self._hellos[Role.ASKING], self._hellos[Role.SERVING]

@@ -1,4 +1,4 @@
-"""Messages between peers, and the version of their protocol.
+"""Messages between peers, and the version of their protocol; see `requests` for the requests.
 
 Every message is a tagged struct in one frame of MessagePack. Arrays of numbers travel as their
 little-endian bytes. Unknown fields are refused, so any change of a message needs a new
@@ -10,12 +10,11 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvxfer.backends.nixl.peers import MAX_PORT
-from kvxfer.storage.backend import Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.endpoint import MAX_PORT
+from kvxfer.storage.keys import Namespace
 from kvxfer.text import printable
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Newest version of the messages that this release speaks."""
 
 OLDEST_VERSION = 4
@@ -124,7 +123,7 @@ class Refusal(Message, frozen=True):
 
     def __post_init__(self) -> None:
         """Make the text fit for logs."""
-        _clip(self, "field", "ours", "theirs")
+        clip(self, "field", "ours", "theirs")
 
 
 class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -142,190 +141,6 @@ class Extents(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     offsets: bytes
     lengths: bytes
     block_offsets: bytes
-
-
-class Ending(msgspec.Struct, frozen=True, array_like=True):
-    """Outcome of one block on the wire."""
-
-    status: Status
-    reason: str = ""
-
-    def __post_init__(self) -> None:
-        """Make the text fit for logs."""
-        if self.reason:
-            _clip(self, "reason")
-
-
-class NumberedRequest(Message, frozen=True, kw_only=True):
-    """Base class of the requests on a control connection.
-
-    Attributes:
-        request_id: Number of the request and of its answer.
-        let_go: Numbers of `Pin`s to release and of `Pull`s to forget, before the request and
-            without an answer.
-    """
-
-    request_id: int
-    let_go: list[int] = []
-
-
-class Lookup(NumberedRequest, frozen=True):
-    """Ask which keys the holder has; answered by `Found`.
-
-    Attributes:
-        places: Whether to answer with their places, too.
-        fenced: Whether to answer with generations instead of checksums, if there are any.
-    """
-
-    keys: list[BlockKey]
-    places: bool = False
-    fenced: bool = False
-
-
-class Fencing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Generations of blocks, and where they are kept; see `lending.Fences`.
-
-    Attributes:
-        extents: Place of the generation of each block, 8 bytes.
-        generations: uint64, one per block, as they are now.
-    """
-
-    extents: Extents
-    generations: bytes
-
-
-class Found(Message, frozen=True):
-    """Answer `Lookup`: for each key whether the holder has it.
-
-    Attributes:
-        there: Whether the holder has each key.
-        starts: Byte of its chunk at which each found block begins, in order. This and the next two
-            are empty where places were not asked for or blocks have none.
-        checksums: XXH3-64 of each found block; empty with `fences`.
-        extents: Present places of the found blocks. They are not pinned: bytes read there count
-            only if they have the checksum, or if their generations are still the same.
-        fences: Generations of the found blocks.
-    """
-
-    request_id: int
-    there: list[bool]
-    starts: list[int] = []
-    checksums: list[int] = []
-    extents: Extents | None = None
-    fences: Fencing | None = None
-
-
-class Pin(NumberedRequest, frozen=True):
-    """Ask the holder to pin blocks, so that the asking side can read them; answered by `Pinned`.
-
-    Attributes:
-        starts: Byte of its chunk at which each block is wanted from.
-        sizes: Bytes wanted of each block.
-        fenced: As in `Lookup`.
-    """
-
-    keys: list[BlockKey]
-    starts: list[int]
-    sizes: list[int]
-    fenced: bool = False
-
-
-class Pinned(Message, frozen=True):
-    """Answer `Pin`; blocks that are `DONE` stay pinned until released, or until the lease expires.
-
-    Attributes:
-        endings: Outcome of each key; `DONE` means that it is pinned.
-        checksums: XXH3-64 of the wanted bytes of each pinned block, in order; zeros where the
-            holder keeps none; empty with `fences`.
-        extents: Places of the pinned blocks, in order.
-        fences: Their generations.
-    """
-
-    request_id: int
-    endings: list[Ending]
-    checksums: list[int]
-    extents: Extents
-    fences: Fencing | None = None
-
-
-class Pull(NumberedRequest, frozen=True):
-    """Ask the holder to read blocks out of the memory of the asking side; answered by `Pulled`.
-
-    Attributes:
-        starts: Byte of its chunk at which each block begins.
-        extents: Places of the blocks.
-        hashed: Whether the holder hashes what it has read, to compare it with the checksums of a
-            `Publish`.
-    """
-
-    keys: list[BlockKey]
-    starts: list[int]
-    extents: Extents
-    hashed: bool
-
-
-class Pulled(Message, frozen=True):
-    """Answer `Pull` and `Publish`.
-
-    Attributes:
-        endings: Outcome of each key.
-        waits: Whether the blocks that are `DONE` are not stored before they are published. They are
-            forgotten when the request is let go.
-    """
-
-    request_id: int
-    endings: list[Ending]
-    waits: bool = False
-
-
-class Publish(NumberedRequest, frozen=True):
-    """Confirm that blocks did not change until they had been read; answered by `Pulled`.
-
-    Attributes:
-        pull: Number of the `Pull` of these blocks.
-        checksums: XXH3-64 of each of its keys; empty if the holder has not hashed them.
-    """
-
-    pull: int
-    checksums: list[int]
-
-
-class Cancel(NumberedRequest, frozen=True):
-    """Ask the holder to give up a request, which may be answered all the same."""
-
-
-class Delete(NumberedRequest, frozen=True):
-    """Ask the holder to delete keys; answered by `Deleted`."""
-
-    keys: list[BlockKey]
-
-
-class Deleted(Message, frozen=True):
-    """Answer `Delete`: for each key whether it was deleted."""
-
-    request_id: int
-    deleted: list[bool]
-
-
-class Failed(Message, frozen=True):
-    """Answer a request that the holder cannot do: nothing was moved."""
-
-    request_id: int
-    reason: str
-
-    def __post_init__(self) -> None:
-        """Make the text fit for logs."""
-        _clip(self, "reason")
-
-
-class Ping(NumberedRequest, frozen=True):
-    """Heartbeat, which renews the sender's leases; answered by `Pong`."""
-
-
-class Pong(Message, frozen=True):
-    """Answer `Ping`."""
-
-    request_id: int
 
 
 class Attach(Message, frozen=True):
@@ -369,15 +184,13 @@ class Reading(Message, frozen=True):
     def __post_init__(self) -> None:
         """Make the text fit for logs."""
         if self.refusal:
-            _clip(self, "refusal")
+            clip(self, "refusal")
 
 
 Handshake: TypeAlias = Hello | Proof | Reach | Ready | Refusal | Attach
-Request: TypeAlias = Lookup | Pin | Pull | Publish | Cancel | Delete | Ping
-Answer: TypeAlias = Found | Pinned | Pulled | Deleted | Pong | Failed
 
 
-def _clip(message: msgspec.Struct, *names: str) -> None:
+def clip(message: msgspec.Struct, *names: str) -> None:
     """Make text of either side printable and short, when it is sent and when it arrives."""
     for name in names:
         text = printable(getattr(message, name), MAX_TEXT_CHARACTERS)

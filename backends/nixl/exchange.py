@@ -1,0 +1,299 @@
+"""Exchange: this process among its peers, with the memory, the server and the clients it has."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from kvxfer.backends.nixl.agents import (
+    NixlAgent,
+    TransferAgent,
+)
+from kvxfer.backends.nixl.client import Client
+from kvxfer.backends.nixl.client_session import BlockStore
+from kvxfer.backends.nixl.config import NixlConfig, client_context
+from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.peers import PeerStatistics
+from kvxfer.backends.nixl.quarantine import Quarantine
+from kvxfer.backends.nixl.reconnect import Reconnect
+from kvxfer.backends.nixl.remote_memory import generations_memory
+from kvxfer.backends.nixl.server import Server
+from kvxfer.backends.nixl.wire import MAX_DESCRIPTION_BYTES, Regions
+from kvxfer.checks import require_positive
+from kvxfer.endpoint import Endpoint
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.memory_region import HOST, MemoryRegion
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.leases import LeaseDesk
+from kvxfer.storage.lending import LendingBackend
+from kvxfer.storage.staging_memory import StagingMemory
+
+SETTLE_S = 0.5
+"""Time that `Exchange.settle` waits for reads before it ends them."""
+
+logger = logging.getLogger(__name__)
+
+
+class Exchange:
+    """Exchange of blocks with peers: a client for each of them, and a server with `listen`.
+
+    The caller says which peer has a block. The namespace need not have groups; without them nobody
+    checks how large blocks are.
+
+    Args:
+        config: See `NixlConfig`; its `address`, `replicas` and `capacity` mean nothing here.
+        namespace: Namespace of the blocks; peers with another one are refused.
+        own: Backend whose blocks are served with `listen`; closed by its maker. None without.
+        largest_block_bytes: Bytes of the largest block that has to fit into staging memory.
+        make_agent: Opens the agent that moves bytes between registered memory.
+        desk: Desk at which peers ask for tickets, with `own`; None where there are none.
+        max_clients: Most peers that connections are kept to; idle ones are closed, the least
+            recently used first. None for no limit.
+
+    Attributes:
+        memory_kinds: Kinds of memory that blocks can be moved from and to, as of a `Backend`.
+        clients: Clients of peers by endpoint, the least recently used first.
+        staging: Registered memory for blocks on their way, which callers may hold as well.
+
+    Raises:
+        InvalidArgumentError: There is `own` without `listen`, the reverse, or a desk without
+            either; the description of the desk is too large; or a parameter is out of range.
+    """
+
+    def __init__(
+        self,
+        config: NixlConfig,
+        namespace: Namespace,
+        *,
+        own: LendingBackend | None = None,
+        largest_block_bytes: int,
+        make_agent: Callable[[], TransferAgent] = NixlAgent,
+        desk: LeaseDesk | None = None,
+        max_clients: int | None = None,
+    ) -> None:
+        if (own is not None) != bool(config.listen):
+            wanted = "HOST:PORT with a backend whose blocks are served, and nothing without one"
+            raise InvalidArgumentError("listen", config.listen, wanted)
+        _require_desk(desk, own)
+        largest = require_positive("largest_block_bytes", largest_block_bytes)
+        self._max_clients = max_clients
+        if max_clients is not None:
+            self._max_clients = require_positive("max_clients", max_clients)
+        self.memory_kinds = frozenset({"cpu"})
+        if config.is_fenced and config.transport == "nixl":  # nobody hashes, and NIXL reaches it
+            self.memory_kinds = frozenset({"cpu", "cuda"})
+        self._guard = CallGuard("exchange")
+        self._config = config
+        self._own = own
+        self._desk = desk
+        self._tls = client_context(config)
+        self._node = LocalNode(config, namespace, make_agent=make_agent)
+        self._hasher = BlockHasher()
+        self._quarantine = Quarantine()
+        self.staging = StagingMemory(config.staging, largest, self._quarantine.drain)
+        self._generations = generations_memory(self._quarantine.drain) if config.is_fenced else None
+        self.clients: dict[Endpoint, Client] = {}
+        self._former_clients: list[Client] = []
+        self._server: Server | None = None
+        self._starting = asyncio.Lock()
+        self._started = False
+        if own is not None and config.listen_endpoint is not None:
+            self.attach(own.regions)
+            self._server = Server(self._node, self._open_store, config.listen_endpoint)
+        self.attach([self.staging.region])
+        if self._generations is not None:
+            self.attach([self._generations.region])
+
+    async def __aenter__(self) -> Self:
+        """Start; the exchange is closed when the context ends."""
+        try:
+            await self.start()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close; see `aclose`."""
+        await self.aclose()
+
+    @property
+    def statistics(self) -> dict[str, tuple[str, PeerStatistics]]:
+        """Carrier and statistics of each peer."""
+        return {str(e): (p.reconnect.carrier, p.statistics) for e, p in self.clients.items()}
+
+    @property
+    def num_quarantined_bytes(self) -> int:
+        """Bytes that reads may still change after their deadline."""
+        return self._quarantine.num_bytes
+
+    @property
+    def server(self) -> Server | None:
+        """Server of the blocks of this process, if there is one."""
+        return self._server
+
+    @property
+    def memory(self) -> Regions:
+        """Registered memory of this process, which peers may read."""
+        return self._node.memory
+
+    def attach(self, memory: Sequence[MemoryRegion]) -> None:
+        """Let blocks be moved straight from and to memory; before the first call of `start`.
+
+        Raises:
+            InvalidArgumentError: Memory of a GPU, without `transport=nixl`; or memory that overlaps
+                other memory or is empty.
+        """
+        self._node.add_memory(memory)
+
+    def require_reach(self, blocks: Descriptors) -> None:
+        """Check that clients can move blocks from or to their memory.
+
+        Raises:
+            InvalidArgumentError: They are on a device that cannot be reached, or in memory of a GPU
+                that was not attached.
+        """
+        if blocks.device.type not in self.memory_kinds:
+            kinds = " or ".join(sorted(self.memory_kinds))
+            raise InvalidArgumentError("device of blocks", str(blocks.device), kinds)
+        if blocks.device != HOST and not self.memory.contains(blocks):
+            wanted = f"memory of {blocks.device} that was attached"
+            raise InvalidArgumentError("blocks", blocks, wanted)
+
+    async def start(self) -> None:
+        """Open NIXL, and listen if configured; before the first peer is asked.
+
+        Raises:
+            BackendUnavailableError: The address cannot be listened at, or `transport=nixl` and NIXL
+                cannot be used.
+            ClosedError: The exchange was closed.
+        """
+        self._guard.check()
+        if self._started:  # backends call this for every batch
+            return
+        async with self._starting:
+            if not self._started:
+                await self._node.open()
+                if self._server is not None:
+                    await self._server.start()
+                self._started = True
+
+    def peer(self, endpoint: Endpoint) -> Client:
+        """Get the client of a peer, which connects when it is first asked.
+
+        Get it for every call: one that is kept without a call or a ticket may be closed.
+
+        Raises:
+            ClosedError: The exchange was closed.
+        """
+        self._guard.check()
+        client = self.clients.pop(endpoint, None)
+        if client is not None:
+            self.clients[endpoint] = client  # at the end: the latest one
+            return client
+        if self._max_clients is not None:
+            self._close_idle(len(self.clients) + 1 - self._max_clients)
+        client = self.clients[endpoint] = self._open_client(endpoint)
+        return client
+
+    def leave(self, endpoint: Endpoint) -> None:
+        """Begin to close the client of a peer; unknown ones are ignored."""
+        self._former_clients = [c for c in self._former_clients if not c.reconnect.is_closed]
+        former = self.clients.pop(endpoint, None)
+        if former is not None:
+            former.reconnect.close()
+            self._former_clients.append(former)
+
+    async def connect(self, endpoints: Sequence[Endpoint]) -> None:
+        """Connect to peers, all at once, within the time of one request; failures are ignored."""
+        if not endpoints:
+            return
+        connecting = [
+            asyncio.ensure_future(self.peer(endpoint).reconnect.open()) for endpoint in endpoints
+        ]
+        await asyncio.wait(connecting, timeout=self._config.timeout_s)
+        for each in connecting:
+            each.cancel()
+        await asyncio.gather(*connecting, return_exceptions=True)
+
+    async def keep_quarantine_small(self) -> None:
+        """Replace the agent when its late reads keep too much memory in quarantine."""
+        if self._quarantine.num_bytes > self._config.quarantine:
+            await self._end_reads()
+
+    async def settle(self) -> None:
+        """Wait until no read changes memory after its deadline; end those that stall.
+
+        For callers that cannot keep the memory out of use.
+        """
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await self._quarantine.drain()
+        except TimeoutError:
+            await self._end_reads()
+            await self._quarantine.drain()
+
+    async def _end_reads(self) -> None:
+        text = "%d bytes may still be changed by reads past their deadline: restarting NIXL"
+        logger.warning(text, self._quarantine.num_bytes)
+        await self._node.restart()
+        for client in self.clients.values():
+            client.reconnect.disconnect()
+        if self._server is not None:
+            await self._server.disconnect()
+
+    async def drain(self) -> None:
+        """Wait until no read changes memory after its deadline any more."""
+        await self._quarantine.drain()
+
+    async def aclose(self) -> None:
+        """End every connection and read; may be called again."""
+        if not self._guard.close():
+            return
+        clients = [*self.clients.values(), *self._former_clients]
+        if self._server is not None:
+            self._server.close()
+        for client in clients:
+            client.reconnect.close()
+        await self._node.aclose()  # ends reads, also those that stall
+        if self._server is not None:
+            await self._server.wait_closed()
+        for client in clients:
+            await client.reconnect.wait_closed()
+        await self._quarantine.drain()
+        await self._hasher.aclose()
+
+    def _close_idle(self, surplus: int) -> None:
+        """Close so many clients, the least recently used of those that are idle."""
+        idle = [endpoint for endpoint, client in self.clients.items() if client.is_idle]
+        for endpoint in idle[: max(surplus, 0)]:
+            self.leave(endpoint)
+
+    def _open_client(self, endpoint: Endpoint) -> Client:
+        return Client(
+            Reconnect(self._node, endpoint, self._tls),
+            memory=self._node.memory,
+            hasher=self._hasher,
+            staging=self.staging,
+            quarantine=self._quarantine,
+            timeout_s=self._config.timeout_s,
+            generations=self._generations,
+        )
+
+    async def _open_store(self, namespace: Namespace) -> BlockStore:  # noqa: ARG002 - only ours comes
+        assert self._own is not None
+        return BlockStore(self._own, self._own, self._hasher, self._desk)
+
+
+def _require_desk(desk: LeaseDesk | None, own: LendingBackend | None) -> None:
+    if desk is None:
+        return
+    if own is None:
+        raise InvalidArgumentError("desk", desk, "none without blocks that are served")
+    num_bytes = len(desk.description)
+    if num_bytes > MAX_DESCRIPTION_BYTES:
+        wanted = f"at most {MAX_DESCRIPTION_BYTES}"
+        raise InvalidArgumentError("bytes of desk.description", num_bytes, wanted)

@@ -1,0 +1,56 @@
+"""Desk for tickets that records what peers ask of it."""
+
+import asyncio
+from collections.abc import Callable, Hashable, Sequence
+
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.leases import Held, LeaseDesk
+
+
+class RecordingDesk(LeaseDesk):
+    """Desk with tickets that are known from the start, and whose leases never end by themselves.
+
+    Attributes:
+        tickets: Blocks of each ticket; one that is released is taken out.
+        held: Tickets that each present holder has asked for.
+        dropped: Holders that are gone, each as often as it was dropped.
+        num_holds: Tickets that were asked for so far.
+    """
+
+    def __init__(
+        self, tickets: dict[str, Sequence[BlockKey]] | None = None, description: bytes = b"pages"
+    ) -> None:
+        self.description = description
+        self.tickets = dict(tickets or {})
+        self.held: dict[Hashable, list[str]] = {}
+        self.dropped: list[Hashable] = []
+        self.num_holds = 0
+        self._changed = asyncio.Event()
+
+    def hold(self, ticket: str, keys: Sequence[BlockKey], holder: Hashable) -> Held:
+        self._change()
+        self.num_holds += 1
+        self.held.setdefault(holder, []).append(ticket)
+        offered = {key for blocks in self.tickets.values() for key in blocks}
+        is_known = ticket in self.tickets
+        return Held(is_known, is_known, [key in offered for key in keys])
+
+    def release(self, tickets: Sequence[str]) -> None:
+        self._change()
+        for ticket in tickets:
+            self.tickets.pop(ticket, None)
+
+    def drop(self, holder: Hashable) -> None:
+        self._change()
+        self.held.pop(holder, None)
+        self.dropped.append(holder)
+
+    async def until(self, is_so: Callable[["RecordingDesk"], bool], timeout_s: float) -> None:
+        """Wait until something is true of the desk."""
+        async with asyncio.timeout(timeout_s):
+            while not is_so(self):
+                await self._changed.wait()
+                self._changed.clear()
+
+    def _change(self) -> None:
+        self._changed.set()
