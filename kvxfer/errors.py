@@ -124,6 +124,27 @@ class PageMappingError(LayoutError):
         super().__init__(f"pages cannot be mapped along {axis!r}: {actual}; expected {expected}")
 
 
+class CacheMismatchError(LayoutError):
+    """Caches of two engines that cannot exchange blocks.
+
+    Attributes:
+        group: KV-cache group that differs; None where it is not one group.
+        field: What differs: a field of the caches' descriptions, or an axis of their pages.
+        ours: Value on this side.
+        theirs: Value on the other side.
+    """
+
+    def __init__(self, group: int | None, field: str, ours: object, theirs: object) -> None:
+        self.group = group
+        self.field = field
+        self.ours = ours
+        self.theirs = theirs
+        where = "" if group is None else f" of group {group}"
+        super().__init__(
+            f"caches differ in {field}{where}: ours is {_shown(ours)}, theirs is {_shown(theirs)}"
+        )
+
+
 class SpecMergeError(KVXferError, ValueError):
     """KV-cache specs that cannot be merged into one.
 

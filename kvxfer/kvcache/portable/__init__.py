@@ -1,5 +1,10 @@
 """Portable pages: blocks of a whole model in one fixed order, and the workers' parts of them."""
 
+from kvxfer.kvcache.portable.cache_description import (
+    CacheDescription,
+    GroupDescription,
+    describe_caches,
+)
 from kvxfer.kvcache.portable.cache_mapping import map_caches, opaque_boxes, payload_boxes
 from kvxfer.kvcache.portable.page import (
     PortablePage,
@@ -16,19 +21,27 @@ from kvxfer.kvcache.portable.page_mapping import (
     verify_mappings,
 )
 from kvxfer.kvcache.portable.page_template import PageTemplate
+from kvxfer.kvcache.portable.peer_blocks import PeerBlocks, match_caches
+from kvxfer.kvcache.portable.peer_mapping import map_peers
 from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
 
 __all__ = [
     "OPAQUE",
+    "CacheDescription",
     "CopyRun",
+    "GroupDescription",
     "PageFragments",
     "PageMapping",
     "PageTemplate",
+    "PeerBlocks",
     "PortablePage",
     "PortableTensor",
     "WorkerShard",
     "compile_mapping",
+    "describe_caches",
     "map_caches",
+    "map_peers",
+    "match_caches",
     "natural_order",
     "opaque_boxes",
     "payload_boxes",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,6 +174,7 @@ def compile_mapping(
     payload_sizes: Sequence[int],
     num_writers: int = 1,
     writer_index: int = 0,
+    max_fragments: int | None = None,
 ) -> PageMapping:
     """Compute the mapping of a worker's blocks to portable pages.
 
@@ -186,10 +187,12 @@ def compile_mapping(
             contiguous in memory only within one piece.
         num_writers: See `PageMapping`.
         writer_index: See `PageMapping`.
+        max_fragments: Fragments of all boxes that the mapping may have, where the boxes are not
+            the caller's own; any number by default.
 
     Raises:
         PageMappingError: The page is no rearrangement of the boxes' elements; the error names the
-            axis or the tensor that prevents it.
+            axis or the tensor that prevents it. Or there would be more than `max_fragments`.
     """
     tokens = page.num_tokens or tokens_per_block
     cuts = np.cumsum(payload_sizes)
@@ -204,12 +207,16 @@ def compile_mapping(
         named.setdefault(name, []).append(box)
     _require_tensors(named, page)
     pages: list[PageFragments] = []
+    left = max_fragments
     for first in firsts:
         parts = []
         for tensor, offset in zip(page.tensors, page.offsets_bytes, strict=True):
             for box in named[tensor.name]:
                 placed = box.shifted("token", -first)
-                parts += _place(placed, tensor, offset, blocks_per_page, tokens_per_block)
+                found = _place(placed, tensor, offset, blocks_per_page, tokens_per_block, left)
+                if left is not None:
+                    left -= sum(len(each.lengths) for each in found)
+                parts += found
         if not parts:
             axis = "token" if len(firsts) > 1 else "head"
             raise PageMappingError(axis, f"nothing of page {len(pages)} of a block", "a part of it")
@@ -219,8 +226,9 @@ def compile_mapping(
     )
     _require_disjoint(mapping)
     expected = blocks_per_page * sum(box.num_bytes for box in boxes)
-    if (found := sum(int(fragments.lengths.sum()) for fragments in pages)) != expected:
-        raise PageMappingError("page", f"{found} bytes in pages", f"all {expected} of the blocks")
+    if (num_bytes := sum(int(fragments.lengths.sum()) for fragments in pages)) != expected:
+        wanted = f"all {expected} of the blocks"
+        raise PageMappingError("page", f"{num_bytes} bytes in pages", wanted)
     return mapping
 
 
@@ -264,7 +272,12 @@ def _require_tiles(parts: Sequence[PageFragments], size: int) -> None:
 
 
 def _place(
-    box: PageBox, tensor: PortableTensor, offset: int, num_blocks: int, tokens_per_block: int
+    box: PageBox,
+    tensor: PortableTensor,
+    offset: int,
+    num_blocks: int,
+    tokens_per_block: int,
+    max_fragments: int | None,
 ) -> list[PageFragments]:
     """Compute the fragments of the elements that a box and a portable tensor both have.
 
@@ -282,9 +295,14 @@ def _place(
     for axis, first in zip(tensor.axes, tensor.first, strict=True):
         offset += (box.first_index(axis) - first) * strides[axis]
     loops = [
-        (digit.size, digit.stride_bytes, digit.step * strides[digit.axis]) for digit in box.digits
+        (digit.size, digit.stride_bytes, digit.step * strides[digit.axis])
+        for digit in box.digits
+        if digit.size > 1
     ]
     length, loops = _coalesce(loops, box.dtype.itemsize)
+    count = num_blocks * prod(size for size, _, _ in loops)
+    if max_fragments is not None and count > max_fragments:
+        raise PageMappingError("page", f"{count} fragments", f"at most {max_fragments}")
     local = np.array([box.offset_bytes], np.int64)
     page = np.array([offset], np.int64)
     for size, local_stride, page_stride in loops:
@@ -305,7 +323,7 @@ def _coalesce(
     loops: Sequence[tuple[int, int, int]], length: int
 ) -> tuple[int, list[tuple[int, int, int]]]:
     """Merge loops over adjacent pieces into one longer piece."""
-    left = [loop for loop in loops if loop[0] > 1]
+    left = list(loops)
     while True:
         inner = next((loop for loop in left if loop[1:] == (length, length)), None)
         if inner is None:

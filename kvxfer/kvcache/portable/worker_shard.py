@@ -77,7 +77,7 @@ class WorkerShard:
         placed = []
         for box in boxes:
             found = heads[box.layer_name, box.part]
-            if _is_state(box):
+            if is_state(box):
                 if self.num_workers > 1 and "head" not in box.axes:
                     raise PageMappingError("head", f"{box.part} without heads", "one worker")
                 if self.num_token_shares > 1:
@@ -109,7 +109,7 @@ class WorkerShard:
             InvalidArgumentError: There is no box.
         """
         require_instances("boxes", boxes, PageBox, at_least_one=True)
-        if _is_state(boxes[0]):
+        if is_state(boxes[0]):
             return boxes[0].extent("head") * self.tp_size
         return self.num_kv_heads
 
@@ -142,10 +142,11 @@ class WorkerShard:
 
     def _num_copies(self, box: PageBox) -> int:
         """Count the workers of a tensor-parallel group that keep the same heads of a box."""
-        if _is_state(box) or box.part.startswith(OPAQUE):
+        if is_state(box) or box.part.startswith(OPAQUE):
             return 1
         return max(1, self.tp_size // self.num_kv_heads) if "head" in box.axes else self.tp_size
 
 
-def _is_state(box: PageBox) -> bool:
+def is_state(box: PageBox) -> bool:
+    """Whether a box holds a state of a recurrent layer."""
     return box.part.startswith("state")

@@ -1,0 +1,229 @@
+"""Cache descriptions: the meaning of the bytes of a worker's blocks, told to other engines."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+
+from kvxfer.checks import (
+    require_flag,
+    require_instance,
+    require_instances,
+    require_integer,
+    require_positive,
+    require_text,
+)
+from kvxfer.errors import InvalidArgumentError, PageMappingError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.portable.cache_mapping import payload_boxes
+from kvxfer.kvcache.portable.worker_shard import WorkerShard, is_state
+from kvxfer.kvcache.spec import MambaSpec
+
+MAX_DESCRIPTION_BYTES = 1 << 20
+"""Longest description that is decoded: 4000 boxes; a model of 126 layers has 252."""
+
+MAX_PAYLOAD_BYTES = 1 << 40
+"""Largest block that may be described; offsets in it fit 64 bits in any sum."""
+
+MAX_INDEX = 1 << 40
+"""Largest index of a head or a token, and number of workers."""
+
+MAX_NAME_CHARACTERS = 512
+MAX_DIGITS = 32
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not dtype.is_complex
+}
+
+
+class GroupDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Description of one block of a group on one worker.
+
+    Attributes:
+        tokens_per_block: Tokens that a block spans, over all workers that share its tokens.
+        payload_size_bytes: Bytes of a block: the pages of the group's refs, one after the other.
+        boxes: Boxes of elements in these bytes, with the worker's own indices of heads and tokens;
+            empty where they are unknown.
+        opaque: Where boxes are unknown, a text that names all that must be equal besides the rank:
+            engine, release, layout, packing.
+        has_states: Whether a block holds states of recurrent layers instead of tokens.
+
+    Raises:
+        InvalidArgumentError: A number is out of bounds, a box is not within the payload, or there
+            are neither boxes nor an opaque text, or both.
+    """
+
+    tokens_per_block: int
+    payload_size_bytes: int
+    boxes: tuple[PageBox, ...] = ()
+    opaque: str = ""
+    has_states: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("tokens_per_block", _count(self, "tokens_per_block", MAX_INDEX)),
+            ("payload_size_bytes", _count(self, "payload_size_bytes", MAX_PAYLOAD_BYTES)),
+            ("opaque", require_text("opaque", self.opaque)),
+            ("has_states", require_flag("has_states", self.has_states)),
+        ):
+            msgspec.structs.force_setattr(self, name, value)
+        require_instances("boxes", self.boxes, PageBox)
+        msgspec.structs.force_setattr(self, "boxes", tuple(self.boxes))
+        if bool(self.boxes) == bool(self.opaque):
+            expected = "text where there are no boxes, and only there"
+            raise InvalidArgumentError("opaque", self.opaque, expected)
+        for index, box in enumerate(self.boxes):
+            _require_inside(f"boxes[{index}]", box, self.payload_size_bytes)
+        if any(is_state(box) != self.has_states for box in self.boxes):
+            parts = sorted({box.part for box in self.boxes})
+            raise InvalidArgumentError("has_states", self.has_states, f"what {parts} are")
+
+
+class CacheDescription(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="kvxfer-caches-1"
+):
+    """Description of one worker's caches: what another engine needs to read its raw blocks.
+
+    The tag has the version of the format: other versions are refused.
+
+    Attributes:
+        shard: Position of the worker in its model.
+        groups: Its KV-cache groups.
+
+    Raises:
+        InvalidArgumentError: There is no group, or more workers than can be.
+    """
+
+    shard: WorkerShard
+    groups: tuple[GroupDescription, ...]
+
+    def __post_init__(self) -> None:
+        require_instance("shard", self.shard, WorkerShard)
+        require_instances("groups", self.groups, GroupDescription, at_least_one=True)
+        msgspec.structs.force_setattr(self, "groups", tuple(self.groups))
+        shard = self.shard
+        for name in ("num_kv_heads", "tp_size", "pcp_size", "dcp_size", "interleave_tokens"):
+            require_integer(f"shard.{name}", getattr(shard, name), maximum=MAX_INDEX)
+
+    def at_rank(self, rank: int) -> "CacheDescription":
+        """Describe another worker of the same engine, where all are alike.
+
+        Raises:
+            InvalidArgumentError: The engine has no such worker.
+        """
+        return msgspec.structs.replace(self, shard=replace(self.shard, rank=rank))
+
+    def encode(self) -> bytes:
+        """Encode for another process.
+
+        Raises:
+            InvalidArgumentError: The description is longer than `MAX_DESCRIPTION_BYTES`.
+        """
+        encoded = msgspec.msgpack.encode(self, enc_hook=_encode_dtype)
+        if len(encoded) > MAX_DESCRIPTION_BYTES:
+            expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
+            raise InvalidArgumentError("description", f"{len(encoded)} bytes", expected)
+        return encoded
+
+    @staticmethod
+    def decode(encoded: bytes) -> "CacheDescription":
+        """Decode what another process has encoded, which may be anything.
+
+        Raises:
+            InvalidArgumentError: It is no description of this version, or too long; or a value in
+                it is out of bounds.
+        """
+        if len(encoded) > MAX_DESCRIPTION_BYTES:
+            expected = f"at most {MAX_DESCRIPTION_BYTES} bytes"
+            raise InvalidArgumentError("description", f"{len(encoded)} bytes", expected)
+        try:
+            return msgspec.msgpack.decode(encoded, type=CacheDescription, dec_hook=_decode_dtype)
+        except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as exc:
+            shown = f"{len(encoded)} bytes: {exc}"
+            raise InvalidArgumentError("description", shown, "a CacheDescription") from exc
+
+
+def describe_caches(
+    caches: CanonicalKVCaches, shard: WorkerShard, *, opaque: str = ""
+) -> CacheDescription:
+    """Describe caches from `canonicalize` or `allocate_canonical`, whose refs have boxes.
+
+    Args:
+        caches: The caches of a worker.
+        shard: Position of the worker in its model.
+        opaque: If given, groups without boxes are described as bytes, for equal workers only. The
+            text names all that must be equal besides the rank: engine, release and layout.
+
+    Raises:
+        PageMappingError: A group has no boxes, and `opaque` is empty.
+        InvalidArgumentError: The caches have no specs.
+    """
+    require_instance("caches", caches, CanonicalKVCaches)
+    require_instance("shard", shard, WorkerShard)
+    opaque = require_text("opaque", opaque)
+    if len(caches.group_specs) != len(caches.group_data_refs):
+        raise InvalidArgumentError("caches", "no specs", "caches made by canonicalize")
+    groups = []
+    for spec, refs in zip(caches.group_specs, caches.group_data_refs, strict=True):
+        boxes: Sequence[PageBox] = ()
+        try:
+            boxes = payload_boxes(refs)
+        except PageMappingError:
+            if not opaque:
+                raise
+        groups.append(
+            GroupDescription(
+                tokens_per_block=spec.tokens_per_block * shard.num_token_shares,
+                payload_size_bytes=sum(ref.page_size_bytes for ref in refs),
+                boxes=tuple(boxes),
+                opaque="" if boxes else opaque,
+                has_states=any(map(is_state, boxes)) or isinstance(spec, MambaSpec),
+            )
+        )
+    return CacheDescription(shard=shard, groups=tuple(groups))
+
+
+def _require_inside(name: str, box: PageBox, payload_size_bytes: int) -> None:
+    """Check that a box is well formed, and all its elements lie in the payload."""
+    texts = (box.layer_name, box.part, box.encoding, *(digit.axis for digit in box.digits))
+    texts += tuple(axis for axis, _ in box.first)
+    if max(map(len, texts)) > MAX_NAME_CHARACTERS:
+        raise InvalidArgumentError(name, "long texts", f"at most {MAX_NAME_CHARACTERS} characters")
+    if len(box.digits) > MAX_DIGITS or len(dict(box.first)) != len(box.first):
+        expected = f"at most {MAX_DIGITS} digits, and each axis once in `first`"
+        raise InvalidArgumentError(name, f"{len(box.digits)} digits, {box.first}", expected)
+    end = require_integer(f"{name}.offset_bytes", box.offset_bytes, maximum=payload_size_bytes)
+    end += box.dtype.itemsize
+    for digit in box.digits:
+        for field in ("size", "step"):
+            value = getattr(digit, field)
+            require_integer(f"{name}.{digit.axis}.{field}", value, minimum=1, maximum=MAX_INDEX)
+        stride = require_integer(f"{name}.{digit.axis}.stride_bytes", digit.stride_bytes)
+        end += (digit.size - 1) * stride
+    for axis, index in box.first:
+        require_integer(f"{name}.first[{axis!r}]", index, maximum=MAX_INDEX)
+    if max(end, box.num_bytes) > payload_size_bytes:
+        expected = f"at most {payload_size_bytes} bytes of payload"
+        raise InvalidArgumentError(name, f"bytes up to {max(end, box.num_bytes)}", expected)
+
+
+def _count(group: GroupDescription, name: str, maximum: int) -> int:
+    count = require_positive(name, getattr(group, name))
+    return require_integer(name, count, maximum=maximum)
+
+
+def _encode_dtype(value: Any) -> str:
+    require_instance("dtype", value, torch.dtype)
+    return str(value).removeprefix("torch.")
+
+
+def _decode_dtype(_kind: type, value: Any) -> torch.dtype:
+    dtype = _DTYPES.get(value) if isinstance(value, str) else None
+    if dtype is None:
+        raise InvalidArgumentError("dtype", value, "a data type of torch")
+    return dtype

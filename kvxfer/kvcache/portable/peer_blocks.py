@@ -1,0 +1,314 @@
+"""Peer blocks: raw blocks of another engine's workers, as sources of our own blocks."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from kvxfer.checks import (
+    find_repeated,
+    require_instance,
+    require_instances,
+    require_integer,
+    require_integers,
+)
+from kvxfer.errors import BlockIdError, CacheMismatchError, DuplicateError, InvalidArgumentError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
+from kvxfer.kvcache.memory_region import HOST
+from kvxfer.kvcache.portable.cache_description import MAX_INDEX, CacheDescription
+from kvxfer.kvcache.portable.peer_mapping import PeerMapping, map_peers
+
+Indices = NDArray[np.int64]
+
+
+class PeerBlocks:
+    """Blocks of one group that another engine's workers keep, as sources of our blocks.
+
+    Its pages are equal parts of a block on both sides. States of recurrent layers have no tokens:
+    there a page is a block, and its index is whatever the caller counts on both sides.
+
+    Args:
+        caches: Our caches; kept alive.
+        group: The group.
+        mapping: Mapping of their blocks to ours.
+        tokens_per_block: Tokens that a block of theirs spans.
+    """
+
+    def __init__(
+        self, caches: CanonicalKVCaches, group: int, mapping: PeerMapping, tokens_per_block: int
+    ) -> None:
+        refs = caches.group_data_refs[group]
+        self.caches, self.group, self._mapping = caches, group, mapping
+        self._tokens_per_block = tokens_per_block
+        tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
+        starts = list(accumulate((ref.page_size_bytes for ref in refs[:-1]), initial=0))
+        self._starts = np.array(starts, np.int64)
+        self._bases = np.array([tensor.data_ptr() for tensor in tensors], np.int64) - self._starts
+        self._strides = np.array([tensor.stride(0) for tensor in tensors], np.int64)
+        self._num_blocks = min(len(tensor) for tensor in tensors)
+        self._device = tensors[0].device
+        self._templates: dict[tuple[int, ...], _Template] = {}
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks of their workers that hold parts of our blocks; all of them are needed."""
+        return self._mapping.sources
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether a block of the only source is our block, byte by byte: read it in place."""
+        return self._mapping.is_direct
+
+    @property
+    def tokens_per_page(self) -> int:
+        """Tokens of a page, the smallest part of a block that is copied."""
+        return self._mapping.tokens_per_page
+
+    def their_blocks(self, first_token: int, num_tokens: int) -> range:
+        """Find the indices in the prompt of their blocks that contain these tokens.
+
+        Raises:
+            InvalidArgumentError: A number is negative.
+        """
+        first_token = require_integer("first_token", first_token, maximum=MAX_INDEX)
+        num_tokens = require_integer("num_tokens", num_tokens, maximum=MAX_INDEX)
+        first = first_token // self._tokens_per_block
+        stop = -(-(first_token + num_tokens) // self._tokens_per_block)
+        return range(first, stop if num_tokens else first)
+
+    def describe(
+        self,
+        rank: int,
+        their_indices: ArrayLike,
+        addresses: ArrayLike,
+        block_ids: ArrayLike,
+        *,
+        first_block_index: int = 0,
+        first_page: int = 0,
+        stop_page: int | None = None,
+        device: torch.device = HOST,
+    ) -> tuple[Descriptors, Descriptors]:
+        """Describe the copy of staged blocks of one of their workers into our blocks.
+
+        Pages that are not in both are left out, and those of our null block. The fragments of both
+        sides are equal, so that any copy engine copies them as they are.
+
+        Args:
+            rank: Rank of their worker, one of `sources`.
+            their_indices: Index in the prompt of each staged block of theirs, `(n,)`.
+            addresses: Address of each of their payloads, each in one piece, `(n,)`.
+            block_ids: Our blocks, consecutive in the prompt, `(m,)`; the caches' null block any
+                number of times.
+            first_block_index: Index in the prompt of the first of them.
+            first_page: First page in the prompt that is wanted.
+            stop_page: Page after the last one; all by default.
+            device: Device of the staged blocks.
+
+        Returns:
+            Source and destination: one batch entry for each run of pages within a block on both
+            sides. The caller keeps the staged memory alive.
+
+        Raises:
+            InvalidArgumentError: `rank` is not a source, or numbers are negative or not one
+                address for each index.
+            BlockIdError: A block id is negative or past the end of the cache.
+            DuplicateError: An index or a block id appears twice.
+        """
+        rank = require_integer("rank", rank)
+        if rank not in self.sources:
+            raise InvalidArgumentError("rank", rank, f"one of {self.sources}")
+        theirs = require_integers("their_indices", their_indices)
+        staged = require_integers("addresses", addresses, dtype=np.uint64)
+        if len(staged) != len(theirs):
+            raise InvalidArgumentError("addresses", len(staged), f"one for each of {len(theirs)}")
+        if len(theirs) and not 0 <= theirs.min() <= theirs.max() <= MAX_INDEX:
+            raise InvalidArgumentError("their_indices", theirs, f"from 0 to {MAX_INDEX}")
+        if (twice := find_repeated(theirs.tolist())) is not None:
+            raise DuplicateError("their_indices", twice)
+        first = require_integer("first_block_index", first_block_index, maximum=MAX_INDEX)
+        wanted = self._choose_pages(theirs, self.check_ids(block_ids), first, first_page, stop_page)
+        return self._expand(rank, staged, require_integers("block_ids", block_ids), *wanted, device)
+
+    def check_ids(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
+        """Check our block ids, and return which of them are not the null block.
+
+        Raises:
+            BlockIdError: A block id is negative or past the end of the cache.
+            DuplicateError: A block id other than that of the null block appears twice.
+        """
+        name = f"block_ids[{self.group}]"
+        ids = require_integers(name, block_ids)
+        outside = ids.view(np.uint64) >= self._num_blocks  # negative ones, too
+        if outside.any():
+            raise BlockIdError(self.group, int(ids[outside.argmax()]), self._num_blocks)
+        null = self.caches.null_block_id
+        used = np.ones(len(ids), bool) if null is None else ids != null
+        if (twice := find_repeated(ids[used].tolist())) is not None:
+            raise DuplicateError(name, twice)
+        return used
+
+    def _choose_pages(
+        self,
+        theirs: Indices,
+        used: NDArray[np.bool_],
+        first_block: int,
+        first_page: int,
+        stop_page: int | None,
+    ) -> tuple[Indices, Indices, Indices]:
+        """Choose wanted pages; return them in order, with the positions of both sides' blocks."""
+        first_page = require_integer("first_page", first_page)
+        per_block = self._mapping.their_pages_per_block
+        pages = (theirs[:, None] * per_block + np.arange(per_block)).reshape(-1)
+        rows = np.arange(len(theirs)).repeat(per_block)
+        ours = pages // self._mapping.our_pages_per_block - first_block
+        chosen = (ours >= 0) & (ours < len(used)) & (pages >= first_page)
+        if stop_page is not None:
+            chosen &= pages < require_integer("stop_page", stop_page)
+        chosen[chosen] = used[ours[chosen]]
+        pages, rows, ours = pages[chosen], rows[chosen], ours[chosen]
+        order = np.argsort(pages)
+        return pages[order], rows[order], ours[order]
+
+    def _expand(
+        self,
+        rank: int,
+        staged: Addresses,
+        ids: Indices,
+        pages: Indices,
+        rows: Indices,
+        ours: Indices,
+        device: torch.device,
+    ) -> tuple[Descriptors, Descriptors]:
+        goes_on = (np.diff(pages) == 1) & (np.diff(rows) == 0) & (np.diff(ours) == 0)
+        firsts = run_starts(goes_on) if len(pages) else np.zeros(0, np.int64)
+        counts = np.diff(firsts, append=len(pages))
+        mapping = self._mapping
+        kinds = np.stack(
+            (
+                pages[firsts] % mapping.our_pages_per_block,
+                pages[firsts] % mapping.their_pages_per_block,
+                counts,
+            ),
+            axis=1,
+        )
+        kinds, kind_of_run = np.unique(kinds, axis=0, return_inverse=True)
+        kind_of_run = kind_of_run.reshape(-1)
+        parts = []
+        for number, kind in enumerate(kinds.tolist()):
+            runs = firsts[kind_of_run == number]
+            template = self._template(rank, *kind)
+            parts.append(template.at(staged[rows[runs]], ids[ours[runs]]))
+        source, destination = (
+            _describe([(part[side], part[2]) for part in parts], where, owners)
+            for side, where, owners in ((0, device, ()), (1, self._device, (self.caches,)))
+        )
+        return source, destination
+
+    def _template(self, rank: int, first: int, their_first: int, num_pages: int) -> "_Template":
+        key = rank, first, their_first, num_pages
+        template = self._templates.get(key)
+        if template is None:
+            ours, theirs, lengths = self._mapping.pairs(rank, first, their_first, num_pages)
+            ref = np.searchsorted(self._starts, ours, side="right") - 1
+            template = _Template(self._bases[ref] + ours, self._strides[ref], theirs, lengths)
+            self._templates[key] = template
+        return template
+
+
+class _Template:
+    """Template of a run of pages: places of its bytes in a block of both sides."""
+
+    def __init__(
+        self, bases: Indices, strides: Indices, offsets: Indices, lengths: Indices
+    ) -> None:
+        touching = touch(bases, lengths) & touch(offsets, lengths) & (strides[1:] == strides[:-1])
+        joined = join(touching, bases, strides, offsets, lengths)
+        self._bases, self._strides, self._offsets, self._lengths = (
+            each.astype(np.uint64) for each in joined
+        )
+
+    def at(self, staged: Addresses, ids: Indices) -> tuple[Addresses, Addresses, Addresses]:
+        """Compute sources, destinations and lengths for blocks, `(num_runs, num_pieces)` each."""
+        destinations = ids.astype(np.uint64)[:, None] * self._strides
+        destinations += self._bases
+        lengths = np.broadcast_to(self._lengths, destinations.shape)
+        return staged[:, None] + self._offsets, destinations, lengths
+
+
+def _describe(
+    parts: Sequence[tuple[Addresses, Addresses]], device: torch.device, owners: tuple[object, ...]
+) -> Descriptors:
+    empty = np.zeros(0, np.uint64)
+    counts = [np.full(len(places), places.shape[1]) for places, _ in parts]
+    num_runs = sum(map(len, counts))
+    return Descriptors(
+        addresses=np.concatenate([empty, *(places.reshape(-1) for places, _ in parts)]),
+        lengths=np.concatenate([empty, *(lengths.reshape(-1) for _, lengths in parts)]),
+        block_offsets=np.concatenate([np.zeros(1, np.int64), *counts]).cumsum(),
+        payload_starts=np.zeros(num_runs, np.int64),
+        device=device,
+        owners=owners,
+    )
+
+
+def match_caches(
+    caches: CanonicalKVCaches, ours: CacheDescription, theirs: Sequence[CacheDescription]
+) -> tuple[PeerBlocks, ...]:
+    """Find out how another engine's blocks become ours, once for each pair of engines.
+
+    Args:
+        caches: Our caches.
+        ours: Their description.
+        theirs: Descriptions of the other engine's caches: that of rank 0, if all its workers are
+            alike, or one for each rank.
+
+    Returns:
+        One for each group.
+
+    Raises:
+        CacheMismatchError: Blocks of a group cannot be rearranged into ours; the error names the
+            group, the field, and both values.
+        InvalidArgumentError: `ours` does not describe `caches`, or `theirs` is not one or one for
+            each rank.
+    """
+    require_instance("caches", caches, CanonicalKVCaches)
+    require_instance("ours", ours, CacheDescription)
+    require_instances("theirs", theirs, CacheDescription, at_least_one=True)
+    sizes = [[ref.page_size_bytes for ref in refs] for refs in caches.group_data_refs]
+    described = [group.payload_size_bytes for group in ours.groups]
+    if [sum(each) for each in sizes] != described:
+        raise InvalidArgumentError("ours", described, f"blocks of {[*map(sum, sizes)]} bytes")
+    _require_one_engine(theirs)
+    if len(theirs[0].groups) != len(ours.groups):
+        raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs[0].groups))
+    return tuple(
+        PeerBlocks(
+            caches,
+            group,
+            map_peers(sizes[group], group, ours, theirs),
+            theirs[0].groups[group].tokens_per_block,
+        )
+        for group in range(len(sizes))
+    )
+
+
+def _require_one_engine(theirs: Sequence[CacheDescription]) -> None:
+    """Check that descriptions are those of one engine's workers, by rank."""
+    first = theirs[0]
+    if len(theirs) not in {1, first.shard.num_workers}:
+        expected = f"one, or one for each of {first.shard.num_workers} workers"
+        raise InvalidArgumentError("theirs", len(theirs), expected)
+    for rank, each in enumerate(theirs):
+        if each.shard != first.at_rank(rank).shard or len(each.groups) != len(first.groups):
+            expected = f"rank {rank} of the same engine"
+            raise InvalidArgumentError(f"theirs[{rank}]", each.shard, expected)
+        for group, (mine, other) in enumerate(zip(first.groups, each.groups, strict=True)):
+            for field in ("tokens_per_block", "opaque", "has_states"):
+                if getattr(mine, field) != getattr(other, field):
+                    value = getattr(other, field)
+                    expected = f"{getattr(mine, field)!r} as rank 0"
+                    raise InvalidArgumentError(f"theirs[{rank}].{field}[{group}]", value, expected)

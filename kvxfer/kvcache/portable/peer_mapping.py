@@ -1,0 +1,381 @@
+"""Peer mappings: which bytes of another engine's blocks are which bytes of ours."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import CacheMismatchError, PageMappingError
+from kvxfer.kvcache.fragments import join, touch
+from kvxfer.kvcache.layout import same_bytes
+from kvxfer.kvcache.page_box import PageBox
+from kvxfer.kvcache.portable.cache_description import CacheDescription, GroupDescription
+from kvxfer.kvcache.portable.page import PortablePage, portable_page, tensor_names
+from kvxfer.kvcache.portable.page_mapping import (
+    Offsets,
+    PageFragments,
+    PageMapping,
+    compile_mapping,
+)
+from kvxfer.kvcache.portable.worker_shard import WorkerShard
+
+MAX_FRAGMENTS = 1 << 22
+"""Fragments of a block; a block of 80 layers that is transposed element by element has more."""
+
+MAX_PLACEMENTS = 1 << 16
+"""Boxes of a block times the pages in it, each placed by some lines of Python."""
+
+MOST_SHOWN_NAMES = 4
+"""Names of tensors in an error."""
+
+UNIT = WorkerShard(num_kv_heads=1)
+
+
+class BytePairs(NamedTuple):
+    """Bytes of a block of ours and of theirs that are equal, int64 `(n,)` each.
+
+    Attributes:
+        ours: Offset in the payload of our block.
+        theirs: Offset in the payload of their block.
+        lengths: Bytes.
+    """
+
+    ours: Offsets
+    theirs: Offsets
+    lengths: Offsets
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMapping:
+    """Mapping of one group's blocks of another engine's workers to ours, by common pages.
+
+    Attributes:
+        tokens_per_page: Tokens of a common page; those of our block where pages are blocks.
+        our_pages_per_block: Consecutive pages that one of our blocks holds.
+        their_pages_per_block: Consecutive pages that one of their blocks holds.
+        is_direct: Whether a block of the only source is our block, byte by byte.
+        sources: Ranks of their workers that hold parts of our blocks.
+    """
+
+    tokens_per_page: int
+    our_pages_per_block: int
+    their_pages_per_block: int
+    is_direct: bool
+    sources: tuple[int, ...]
+    _ours: tuple[PageFragments, ...]
+    _theirs: Mapping[int, tuple[PageFragments, ...]]
+
+    def pairs(self, rank: int, first: int, their_first: int, num_pages: int) -> BytePairs:
+        """Find the equal bytes of `num_pages` pages, by our offsets; neighbours are not joined.
+
+        Args:
+            rank: One of `sources`.
+            first: Index of the first page in our block.
+            their_first: Index of the first page in their block.
+            num_pages: Number of pages, all in one block on both sides.
+        """
+        theirs = self._theirs[rank]
+        found = [
+            _intersect(self._ours[first + page], theirs[their_first + page])
+            for page in range(num_pages)
+        ]
+        ours, others, lengths = (np.concatenate(each) for each in zip(*found, strict=True))
+        order = np.argsort(ours, kind="stable")
+        return BytePairs(ours[order], others[order], lengths[order])
+
+
+def map_peers(
+    ours: Sequence[int], group: int, mine: CacheDescription, theirs: Sequence[CacheDescription]
+) -> PeerMapping:
+    """Map one group of their blocks to ours.
+
+    Args:
+        ours: Bytes of the pieces of our block's payload; neighbouring bytes are contiguous in
+            memory only within one piece.
+        group: The group.
+        mine: Our caches.
+        theirs: Their caches: of the worker of rank 0, if all are alike, or of each by rank.
+
+    Raises:
+        CacheMismatchError: Their blocks are no rearrangement of ours.
+    """
+    try:
+        return _PeerMapper(ours, group, mine, theirs).map()
+    except PageMappingError as exc:
+        raise CacheMismatchError(group, exc.axis, exc.expected, exc.actual) from exc
+
+
+class _PeerMapper:
+    """Computation of a peer mapping."""
+
+    def __init__(
+        self,
+        payload_sizes: Sequence[int],
+        group: int,
+        mine: CacheDescription,
+        theirs: Sequence[CacheDescription],
+    ) -> None:
+        self._payload_sizes, self._group = payload_sizes, group
+        self._mine, self._theirs = mine, theirs
+        self._ours = mine.groups[group]
+        self._first = theirs[0].groups[group]
+
+    def map(self) -> PeerMapping:
+        ours, theirs = self._ours, self._first
+        self._require("has_states", ours.has_states, theirs.has_states)
+        self._require("opaque", ours.opaque, theirs.opaque)
+        if ours.opaque:
+            self._require_same_shards()
+            self._require("payload_size_bytes", ours.payload_size_bytes, theirs.payload_size_bytes)
+            self._require_same_tokens()
+            return self._map_directly(self._mine.shard.rank)
+        shares = self._mine.shard.num_token_shares, self._theirs[0].shard.num_token_shares
+        if ours.has_states or max(shares) > 1:
+            self._require_same_shards()
+            self._require_same_tokens()
+            rank = self._mine.shard.rank
+            return self._map_boxes(ours.boxes, {rank: self._of_rank(rank).boxes}, UNIT)
+        boxes = self._mine.shard.place(ours.boxes)
+        if any("head" in box.axes for box in boxes):
+            self._require(
+                "num_kv_heads", self._mine.shard.num_kv_heads, self._theirs[0].shard.num_kv_heads
+            )
+        return self._map_boxes(boxes, dict(self._place_sources(boxes)), self._mine.shard)
+
+    def _map_boxes(
+        self,
+        boxes: Sequence[PageBox],
+        sources: Mapping[int, Sequence[PageBox]],
+        shard: WorkerShard,
+    ) -> PeerMapping:
+        first = next(iter(sources.values()))
+        self._require_same_tensors(boxes, first)
+        rank = self._find_equal(boxes, sources)
+        if rank is not None:
+            return self._map_directly(rank)
+        tokens = self._common_tokens([*boxes, *first])
+        page = portable_page(boxes, _of_heads(boxes, shard), num_tokens=tokens, axes=_orders(boxes))
+        ours = self._compile(boxes, page, self._ours, self._payload_sizes)
+        theirs = {
+            rank: self._compile(of_rank, page, self._of_rank(rank), None)
+            for rank, of_rank in sources.items()
+        }
+        self._require_all_bytes(ours, list(theirs.values()))
+        return PeerMapping(
+            tokens_per_page=tokens * self._mine.shard.num_token_shares,
+            our_pages_per_block=ours.pages_per_block,
+            their_pages_per_block=next(iter(theirs.values())).pages_per_block,
+            is_direct=False,
+            sources=tuple(theirs),
+            _ours=ours.pages,
+            _theirs={rank: mapping.pages for rank, mapping in theirs.items()},
+        )
+
+    def _map_directly(self, rank: int) -> PeerMapping:
+        sizes = np.array(self._payload_sizes, np.int64)
+        starts, zeros = np.cumsum(sizes) - sizes, np.zeros_like(sizes)
+        whole = PageFragments(zeros, starts, starts, sizes)
+        return PeerMapping(
+            tokens_per_page=self._ours.tokens_per_block,
+            our_pages_per_block=1,
+            their_pages_per_block=1,
+            is_direct=True,
+            sources=(rank,),
+            _ours=(whole,),
+            _theirs={rank: (whole,)},
+        )
+
+    def _find_equal(
+        self, boxes: Sequence[PageBox], sources: Mapping[int, Sequence[PageBox]]
+    ) -> int | None:
+        """Find the source whose blocks are ours, byte by byte."""
+        for rank, theirs in sources.items():
+            block = self._of_rank(rank)
+            if (
+                block.payload_size_bytes == self._ours.payload_size_bytes
+                and (block.tokens_per_block == self._ours.tokens_per_block or block.has_states)
+                and len(theirs) == len(boxes)
+                and _bytes_of(theirs) == _bytes_of(boxes)
+            ):
+                return rank
+        return None
+
+    def _place_sources(self, boxes: Sequence[PageBox]) -> Iterator[tuple[int, tuple[PageBox, ...]]]:
+        """Yield their ranks that hold our heads, with the boxes that are theirs to give."""
+        shard, mine = self._theirs[0].shard, self._mine.shard
+        heads, copies = max(1, shard.num_kv_heads // shard.tp_size), 1
+        ranges = [
+            (box.first_index("head"), box.first_index("head") + box.extent("head"))
+            for box in boxes
+            if "head" in box.axes
+        ]
+        if not ranges:
+            rank = mine.rank % shard.tp_size
+            yield rank, self._place(rank)
+            return
+        copies = max(1, shard.tp_size // shard.num_kv_heads)
+        first, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
+        for index, part in enumerate(range(first // heads, -(-stop // heads))):
+            rank = part * copies + mine.rank % copies
+            placed = self._place(rank)
+            yield rank, tuple(box for box in placed if "head" in box.axes or not index)
+
+    def _place(self, rank: int) -> tuple[PageBox, ...]:
+        described = self._theirs[0] if len(self._theirs) == 1 else self._theirs[rank]
+        return described.at_rank(rank).shard.place(described.groups[self._group].boxes)
+
+    def _of_rank(self, rank: int) -> GroupDescription:
+        return (self._theirs[0] if len(self._theirs) == 1 else self._theirs[rank]).groups[
+            self._group
+        ]
+
+    def _common_tokens(self, boxes: Sequence[PageBox]) -> int:
+        """Find the tokens of a page that is an equal part of both blocks, and of their planes."""
+        ours, theirs = self._ours.tokens_per_block, self._first.tokens_per_block
+        shares = self._mine.shard.num_token_shares
+        if ours == theirs or self._ours.has_states:
+            return ours // shares
+        tokens = gcd(ours, theirs)
+        if not all("token" in box.axes for box in boxes):
+            self._require_same_tokens()
+        digits = {digit for box in boxes for digit in box.digits if digit.axis == "token"}
+        steps = {digit.step for digit in digits if digit.size > 1}
+        while crossed := [step for step in steps if tokens % step and step % tokens]:
+            tokens = gcd(tokens, *crossed)
+        pages = max(ours, theirs) // tokens
+        if pages * len(boxes) > MAX_PLACEMENTS:
+            raise CacheMismatchError(self._group, "tokens_per_block", ours, theirs)
+        return tokens
+
+    def _compile(
+        self,
+        boxes: Sequence[PageBox],
+        page: PortablePage,
+        block: GroupDescription,
+        payload_sizes: Sequence[int] | None,
+    ) -> PageMapping:
+        tokens = block.tokens_per_block // self._mine.shard.num_token_shares
+        return compile_mapping(
+            boxes,
+            page,
+            tokens_per_block=page.num_tokens or 1 if block.has_states else tokens,
+            payload_sizes=payload_sizes or [block.payload_size_bytes],
+            max_fragments=MAX_FRAGMENTS,
+        )
+
+    def _require(self, field: str, ours: object, theirs: object) -> None:
+        if ours != theirs:
+            raise CacheMismatchError(self._group, field, ours, theirs)
+
+    def _require_same_shards(self) -> None:
+        """Check that workers divide heads and tokens as ours do."""
+        ours, theirs = self._mine.shard, self._theirs[0].shard
+        for field in ("tp_size", "pcp_size", "dcp_size", "num_kv_heads", "interleave_tokens"):
+            self._require(field, getattr(ours, field), getattr(theirs, field))
+
+    def _require_same_tokens(self) -> None:
+        if not self._ours.has_states:
+            ours, theirs = self._ours.tokens_per_block, self._first.tokens_per_block
+            self._require("tokens_per_block", ours, theirs)
+
+    def _require_same_tensors(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> None:
+        """Check that both sides have the same tensors, and tell which only one has."""
+        our_names, their_names = set(tensor_names(boxes)), set(tensor_names(theirs))
+        if our_names != their_names:
+            only = [sorted(a - b) for a, b in ((our_names, their_names), (their_names, our_names))]
+            ours, others = (_shorten(names) for names in only)
+            raise CacheMismatchError(self._group, "tensors", ours, others)
+        of_name = dict(zip(tensor_names(boxes), boxes, strict=True))
+        for name, box in zip(tensor_names(theirs), theirs, strict=True):
+            self._require(f"encoding of {name}", of_name[name].encoding, box.encoding)
+            if not same_bytes(box.dtype, of_name[name].dtype):
+                self._require(f"dtype of {name}", of_name[name].dtype, box.dtype)
+
+    def _require_all_bytes(self, ours: PageMapping, theirs: Sequence[PageMapping]) -> None:
+        """Check that each of their pages has all bytes that each of our pages needs."""
+        needed = _merge([ours.pages[0]])
+        for page in ours.pages[1:]:
+            if not np.array_equal(_merge([page]), needed):
+                raise CacheMismatchError(self._group, "boxes", "other bytes in each page", "any")
+        wanted = PageFragments(needed[0], needed[0], needed[0], needed[1])
+        for index in range(theirs[0].pages_per_block):
+            held = _merge([mapping.pages[index] for mapping in theirs])
+            there = PageFragments(held[0], held[0], held[0], held[1])
+            found = int(_intersect(wanted, there).lengths.sum())
+            if found != int(needed[1].sum()):
+                what = f"{int(needed[1].sum())} bytes of a page"
+                raise CacheMismatchError(self._group, "boxes", what, f"{found} of them")
+
+
+def _of_heads(boxes: Sequence[PageBox], shard: WorkerShard) -> WorkerShard:
+    """Make the shard of a page of these boxes: of the whole model, or of one worker alone."""
+    if shard is not UNIT:
+        return shard
+    heads = [box.extent("head") for box in boxes if "head" in box.axes]
+    return WorkerShard(num_kv_heads=max(heads, default=1))
+
+
+def _orders(boxes: Sequence[PageBox]) -> dict[str, tuple[str, ...]]:
+    """Order the axes of each part as they are in memory, so that pages have few fragments."""
+    orders = {}
+    for box in reversed(boxes):
+        strides: dict[str, int] = {}
+        for digit in box.digits:
+            stride = digit.stride_bytes if digit.size > 1 else msgspec.UNSET
+            if isinstance(stride, int):
+                strides[digit.axis] = min(stride, strides.get(digit.axis, stride))
+        inner = [axis for axis in box.axes if axis != "head"]
+        inner.sort(key=lambda axis: -strides.get(axis, 0))
+        orders[box.part] = (*(axis for axis in box.axes if axis == "head"), *inner)
+    return orders
+
+
+def _bytes_of(boxes: Sequence[PageBox]) -> set[tuple[object, ...]]:
+    """Describe where the elements of boxes are, whatever their layers are called."""
+    return {
+        (
+            name,
+            box.dtype.itemsize,
+            box.encoding,
+            box.offset_bytes,
+            frozenset(digit for digit in box.digits if digit.size > 1),
+            tuple((axis, index) for axis, index in box.first if index),
+        )
+        for name, box in zip(tensor_names(boxes), boxes, strict=True)
+    }
+
+
+def _intersect(ours: PageFragments, theirs: PageFragments) -> BytePairs:
+    """Find the bytes of a page that both sides have, cut at the fragments of both."""
+    our_ends, their_ends = ours.page_offsets + ours.lengths, theirs.page_offsets + theirs.lengths
+    cuts = np.unique(np.concatenate((ours.page_offsets, our_ends, theirs.page_offsets, their_ends)))
+    starts, lengths = cuts[:-1], np.diff(cuts)
+    our_index = np.searchsorted(ours.page_offsets, starts, side="right") - 1
+    their_index = np.searchsorted(theirs.page_offsets, starts, side="right") - 1
+    both = (our_index >= 0) & (their_index >= 0)
+    both &= (starts < our_ends[our_index]) & (starts < their_ends[their_index])
+    starts, our_index, their_index = starts[both], our_index[both], their_index[both]
+    return BytePairs(
+        ours.local_offsets[our_index] + starts - ours.page_offsets[our_index],
+        theirs.local_offsets[their_index] + starts - theirs.page_offsets[their_index],
+        lengths[both],
+    )
+
+
+def _merge(pages: Sequence[PageFragments]) -> tuple[Offsets, Offsets]:
+    """Merge the bytes of a page that workers have; starts and lengths."""
+    starts = np.concatenate([each.page_offsets for each in pages])
+    lengths = np.concatenate([each.lengths for each in pages])
+    order = np.argsort(starts, kind="stable")
+    starts, lengths = starts[order], lengths[order]
+    starts, lengths = join(touch(starts, lengths), starts, lengths)
+    return starts, lengths
+
+
+def _shorten(names: Sequence[str]) -> str:
+    more = len(names) - MOST_SHOWN_NAMES
+    shown = ", ".join(names[:MOST_SHOWN_NAMES]) or "nothing else"
+    return f"{shown} and {more} more" if more > 0 else shown

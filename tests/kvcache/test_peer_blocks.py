@@ -1,0 +1,496 @@
+"""Peer blocks: raw blocks of any engine's workers become those of any other engine's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.engine_side import EngineLayout
+from kvxfer.errors import (
+    BlockIdError,
+    CacheMismatchError,
+    DuplicateError,
+    InvalidArgumentError,
+    PageMappingError,
+)
+from kvxfer.kvcache.canonical import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    canonicalize,
+)
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.describer import BlockDescriber
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.kvcache.portable import (
+    CacheDescription,
+    GroupDescription,
+    PeerBlocks,
+    WorkerShard,
+    describe_caches,
+    match_caches,
+)
+from kvxfer.kvcache.spec import FullAttentionSpec, MambaSpec, MLASpec
+from tests.examples import examples
+from tests.kvcache.page_worlds import World
+from tests.kvcache.random_worlds import engine_options, generators, worlds
+from tests.kvcache.world_engines import EngineOptions, Worker, WorldEngine, start_engine
+from tests.kvcache.zoo_engines import ZOO
+
+LAYOUTS = (
+    "block kv token head dim",
+    "block kv head token dim",
+    "block head kv token dim",
+    "block head token kv dim",
+)
+
+
+@pytest.fixture(scope="module")
+def copies() -> Iterator[CPUCopyEngine]:
+    engine = CPUCopyEngine(num_threads=1)
+    yield engine
+    engine.close()
+
+
+def described(worker: Worker) -> CacheDescription:
+    """Describe a worker as another process learns of it."""
+    return CacheDescription.decode(describe_caches(worker.caches, worker.shard).encode())
+
+
+def stage(
+    caches: CanonicalKVCaches, group: int, block_ids: Sequence[int], copies: CPUCopyEngine
+) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
+    """Copy the payloads of blocks to memory of their own, as a reader does; one row for each."""
+    describer = BlockDescriber(caches)
+    size = describer.block_size_bytes(group)
+    staged = np.zeros((len(block_ids), size), np.uint8)
+    addresses = staged.ctypes.data + np.arange(len(block_ids), dtype=np.uint64) * np.uint64(size)
+    if block_ids:
+        lengths = np.full(len(block_ids), size)
+        rows = Descriptors.of_pieces(addresses, lengths, owners=(staged,))
+        copies.copy(describer.describe(group, block_ids), rows)
+    return staged, addresses
+
+
+def load(
+    blocks: PeerBlocks,
+    theirs: WorldEngine,
+    block_ids: Sequence[int],
+    copies: CPUCopyEngine,
+    **wanted: Any,
+) -> None:
+    """Load one group of a worker from all sources, the staged blocks in any order."""
+    for rank in blocks.sources:
+        their_ids = theirs.block_ids[blocks.group]
+        order = np.random.default_rng(len(their_ids)).permutation(len(their_ids))
+        staged, addresses = stage(
+            theirs.workers[rank].caches, blocks.group, [their_ids[index] for index in order], copies
+        )
+        copies.copy(*blocks.describe(rank, order, addresses, block_ids, **wanted))
+        del staged
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=lambda entry: f"{entry.engine}, {entry.name}")
+@examples(12)
+@given(data=st.data())
+def test_a_model_moves_to_an_engine_of_any_shape(
+    entry: EngineLayout, data: st.DataObject, copies: CPUCopyEngine
+) -> None:
+    world = data.draw(worlds(entry))
+    is_even = len({width for _, width in world.parts}) == 1
+    others = [
+        other
+        for other in ZOO
+        if other.content == entry.content and (is_even or "kv*dim" in other.shape.split())
+    ]
+    engines = []
+    for each in (entry, data.draw(st.sampled_from(others))):
+        options = data.draw(
+            engine_options(world, each).filter(lambda o: o.shard.num_token_shares == 1)
+        )
+        engines.append(start_engine(data.draw(generators()), world, options))
+    theirs, ours = engines
+    for worker in theirs.workers:
+        worker.fill()
+    for worker in ours.workers:
+        worker.clear()
+        told = [described(each) for each in theirs.workers[: data.draw(st.sampled_from([1, None]))]]
+        for blocks in match_caches(worker.caches, described(worker), told):
+            load(blocks, theirs, ours.block_ids[blocks.group], copies)
+        worker.check()
+
+
+def test_kernel_blocks_of_8_and_of_6_tokens_become_one_another(copies: CPUCopyEngine) -> None:
+    """Blocks of 24 tokens on both sides, in pieces whose edges differ: once they were refused."""
+    entry = next(e for e in ZOO if e.attention_layout is not None and "head" in e.shape)
+    rng = np.random.default_rng(1)
+    options = {"head_dim": 4, "dtype": torch.float16}
+    world = World(rng, positions=[(0, 1)], num_heads=2, num_tokens=48, options=options)
+    theirs, ours = (
+        start_engine(
+            rng,
+            world,
+            EngineOptions(
+                entry=entry,
+                shard=WorkerShard(num_kv_heads=2),
+                tokens_per_block=24,
+                kernel_blocks_per_block=count,
+            ),
+        )
+        for count in (3, 4)
+    )
+    theirs.workers[0].fill()
+    [worker] = ours.workers
+    worker.clear()
+    (blocks,) = match_caches(worker.caches, described(worker), [described(theirs.workers[0])])
+    load(blocks, theirs, ours.block_ids[0], copies)
+    worker.check()
+
+
+def numbered(
+    tokens_per_block: int = 32, *, layout: str = "block kv token head dim", **shard: Any
+) -> tuple[CanonicalKVCaches, torch.Tensor]:
+    """Make two layers of one tensor each, whose elements are numbers of their own."""
+    whole = WorkerShard(**{"num_kv_heads": 4, **shard})
+    spec = FullAttentionSpec(
+        tokens_per_block=tokens_per_block,
+        num_kv_heads=max(1, whole.num_kv_heads // whole.tp_size),
+        head_dim=3,
+        dtype=torch.int32,
+    )
+    sizes = {**spec.cache_tensors[0].axis_sizes, "block": 9}
+    shape = [sizes[axis] for axis in layout.split()]
+    layers = torch.arange(2 * int(np.prod(shape)), dtype=torch.int32).view(2, *shape)
+    config = KVCacheConfig(9, (KVCacheGroup(spec, ("layers.0", "layers.1")),), null_block_id=0)
+    names = {"layers.0": layers[0], "layers.1": layers[1]}
+    return canonicalize(names, config, layouts=dict.fromkeys(names, layout)), layers
+
+
+def whole(**fields: Any) -> WorkerShard:
+    return WorkerShard(**{"num_kv_heads": 4, **fields})
+
+
+def test_equal_engines_read_their_blocks_in_place(copies: CPUCopyEngine) -> None:
+    ours, memory = numbered()
+    theirs, their_memory = numbered()
+    told = describe_caches(theirs, whole())
+    (blocks,) = match_caches(ours, describe_caches(ours, whole()), [told])
+    assert blocks.is_direct
+    assert (blocks.sources, blocks.tokens_per_page) == ((0,), 32)
+    memory.zero_()
+    _, addresses = staged = stage(theirs, 0, [4, 5], copies)
+    copies.copy(*blocks.describe(0, [1, 2], addresses, [7, 8, 3]))
+    del staged
+    expected = torch.zeros_like(memory)
+    expected[:, 8], expected[:, 3] = their_memory[:, 4], their_memory[:, 5]
+    assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "sources"),
+    [
+        ({"tp_size": 2, "rank": 1}, {"tp_size": 2}, (1,)),
+        ({}, {"tp_size": 4}, (0, 1, 2, 3)),
+        ({"tp_size": 2, "rank": 1}, {"tp_size": 4}, (2, 3)),
+        ({"tp_size": 4, "rank": 3}, {"tp_size": 2}, (1,)),
+        ({"tp_size": 8, "rank": 3}, {"tp_size": 8}, (3,)),
+        ({"tp_size": 2, "rank": 1}, {"tp_size": 8}, (5, 7)),
+        ({"tp_size": 8, "rank": 5}, {"tp_size": 2}, (1,)),
+        ({"tp_size": 8, "rank": 5}, {"tp_size": 16}, (9,)),
+    ],
+)
+def test_sources_are_the_workers_that_hold_our_heads_one_of_each_copy(
+    mine: dict[str, Any], theirs: dict[str, Any], sources: tuple[int, ...]
+) -> None:
+    ours, _ = numbered(**mine)
+    others, _ = numbered(**theirs)
+    (blocks,) = match_caches(
+        ours,
+        describe_caches(ours, whole(**mine)),
+        [describe_caches(others, whole(**theirs))],
+    )
+    assert blocks.sources == sources
+    same_heads = min(4, mine.get("tp_size", 1)) == min(4, theirs["tp_size"])
+    assert blocks.is_direct == same_heads
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "tokens"), [(32, 64, 32), (64, 32, 32), (48, 32, 16), (128, 16, 16)]
+)
+def test_pages_are_the_largest_equal_parts_of_both_blocks(
+    mine: int, theirs: int, tokens: int
+) -> None:
+    blocks = matched(mine, theirs)
+    assert (blocks.tokens_per_page, blocks.is_direct) == (tokens, False)
+    assert blocks.their_blocks(0, theirs) == range(1)
+    assert blocks.their_blocks(theirs - 1, 2) == range(2)
+    assert blocks.their_blocks(5 * theirs, 1) == range(5, 6)
+    assert not blocks.their_blocks(7 * theirs, 0)
+    assert not blocks.their_blocks(7, 0)
+
+
+def matched(mine: int, theirs: int, **options: Any) -> PeerBlocks:
+    ours, _ = numbered(mine, **options)
+    others, _ = numbered(theirs)
+    (blocks,) = match_caches(
+        ours, describe_caches(ours, whole()), [describe_caches(others, whole())]
+    )
+    return blocks
+
+
+@examples(30)
+@given(data=st.data())
+def test_only_pages_that_are_wanted_and_there_are_written(
+    data: st.DataObject, copies: CPUCopyEngine
+) -> None:
+    mine, their_tokens = data.draw(st.permutations([16, 32, 48]))[:2]
+    ours, memory = numbered(mine, layout=data.draw(st.sampled_from(LAYOUTS)))
+    theirs, _ = numbered(their_tokens)
+    (blocks,) = match_caches(
+        ours, describe_caches(ours, whole()), [describe_caches(theirs, whole())]
+    )
+    page = blocks.tokens_per_page
+    their_ids = data.draw(st.permutations(range(9)))
+    there = data.draw(st.lists(st.integers(0, 8), unique=True))
+    first_block = data.draw(st.integers(0, 5))
+    block_ids = data.draw(st.permutations(range(1, 9)))[: data.draw(st.integers(0, 8))]
+    nulls = data.draw(st.sets(st.integers(0, 8)))
+    block_ids = [0 if index in nulls else each for index, each in enumerate(block_ids)]
+    first_page = data.draw(st.integers(0, 30))
+    stop_page = data.draw(st.none() | st.integers(0, 30))
+    expected = ours_by_token(ours, describe_caches(ours, whole()), mine)
+    reference = ours_by_token(theirs, describe_caches(theirs, whole()), their_tokens)
+    for index, block_id in enumerate(block_ids):
+        for token in range(mine):
+            place = (first_block + index) * mine + token
+            is_there = place // their_tokens in there and block_id
+            last = 10**9 if stop_page is None else stop_page
+            if is_there and first_page <= place // page < last:
+                source = their_ids[place // their_tokens]
+                expected[block_id, token] = reference[source, place % their_tokens]
+    _, addresses = staged = stage(theirs, 0, [their_ids[index] for index in there], copies)
+    copies.copy(
+        *blocks.describe(
+            0,
+            there,
+            addresses,
+            block_ids,
+            first_block_index=first_block,
+            first_page=first_page,
+            stop_page=stop_page,
+        )
+    )
+    del staged
+    found = ours_by_token(ours, describe_caches(ours, whole()), mine)
+    np.testing.assert_array_equal(found, expected)
+    assert memory.numel() == found.size
+
+
+def ours_by_token(
+    caches: CanonicalKVCaches, description: CacheDescription, tokens: int
+) -> NDArray[np.int32]:
+    """Copy all memory out as `(block, token, layer, part, head, dim)`, by the boxes alone."""
+    (group,) = description.groups
+    found = np.zeros((9, tokens, 2, 2, 4, 3), np.int32)
+    starts = np.cumsum([0, *(ref.page_size_bytes for ref in caches.group_data_refs[0])])
+    for box in group.boxes:
+        ref = int(np.searchsorted(starts, box.offset_bytes, side="right")) - 1
+        tensor = caches.tensors[caches.group_data_refs[0][ref].tensor_idx].tensor.numpy()
+        strides = {digit.axis: digit.stride_bytes for digit in box.digits}
+        offset = box.offset_bytes - int(starts[ref])
+        view = np.lib.stride_tricks.as_strided(
+            tensor[:, offset : offset + 4].view(np.int32),
+            (9, tokens, 4, 3),
+            (tensor.strides[0], strides["token"], strides["head"], strides["dim"]),
+        )
+        found[:, :, int(box.layer_name[-1]), "kv".index(box.part)] = view
+    return found
+
+
+def test_a_group_of_latents_is_read_from_one_worker() -> None:
+    spec = MLASpec(tokens_per_block=16, head_dim=8, dtype=torch.float16)
+    config = KVCacheConfig(4, (KVCacheGroup(spec, ("layers.0",)),))
+    caches = canonicalize({"layers.0": torch.zeros(4, 16, 8, dtype=torch.float16)}, config)
+    shards = [WorkerShard(num_kv_heads=1, tp_size=size) for size in (4, 2)]
+    for rank in range(4):
+        mine = describe_caches(caches, replace(shards[0], rank=rank))
+        (blocks,) = match_caches(caches, mine, [describe_caches(caches, shards[1])])
+        assert (blocks.sources, blocks.is_direct) == ((rank % 2,), True)
+
+
+DESCRIBED = describe_caches(numbered()[0], whole())
+STATES = GroupDescription(
+    tokens_per_block=32, payload_size_bytes=96, opaque="vLLM 0.32", has_states=True
+)
+
+
+def altered(**fields: Any) -> CacheDescription:
+    """Alter the description of the only group."""
+    (group,) = DESCRIBED.groups
+    return msgspec.structs.replace(DESCRIBED, groups=(msgspec.structs.replace(group, **fields),))
+
+
+def boxes_with(**fields: Any) -> CacheDescription:
+    first, *rest = DESCRIBED.groups[0].boxes
+    return altered(boxes=(replace(first, **fields), *rest))
+
+
+REFUSED = {
+    "groups": (msgspec.structs.replace(DESCRIBED, groups=DESCRIBED.groups * 2), (1, 2)),
+    "num_kv_heads": (msgspec.structs.replace(DESCRIBED, shard=whole(num_kv_heads=8)), (4, 8)),
+    "dcp_size": (
+        msgspec.structs.replace(DESCRIBED, shard=whole(tp_size=8, dcp_size=2)),
+        (1, 8),
+    ),
+    "has_states": (msgspec.structs.replace(DESCRIBED, groups=(STATES,)), (False, True)),
+    "opaque": (altered(boxes=(), opaque="vLLM 0.31"), ("", "vLLM 0.31")),
+    "tensors": (boxes_with(layer_name="layers.7"), ("layers.0.k", "layers.7.k")),
+    "encoding of layers.0.k": (boxes_with(encoding="fp8"), ("", "fp8")),
+    "dtype of layers.0.k": (boxes_with(dtype=torch.float32), (torch.int32, torch.float32)),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_engines_that_differ_are_refused_by_field_and_both_values(field: str) -> None:
+    theirs, (ours, other) = REFUSED[field]
+    with pytest.raises(CacheMismatchError) as caught:
+        match_caches(numbered()[0], DESCRIBED, [theirs])
+    assert caught.value.field == {"dcp_size": "tp_size"}.get(field, field)
+    assert caught.value.group == (None if field == "groups" else 0)
+    assert (caught.value.ours, caught.value.theirs) == (ours, other)
+    assert str(caught.value.theirs) in str(caught.value)
+
+
+def test_blocks_that_lack_elements_are_refused() -> None:
+    first = DESCRIBED.groups[0].boxes[0]
+    changes: list[tuple[str, dict[str, Any]]] = [
+        ("dim", {"size": 2}),
+        ("token", {"size": 16}),
+        ("head", {"size": 2}),
+        ("token", {"stride_bytes": 0}),
+        ("dim", {"step": 2}),
+    ]
+    for axis, fields in changes:
+        digits = (replace(d, **fields) if d.axis == axis else d for d in first.digits)
+        with pytest.raises(CacheMismatchError):
+            match_caches(numbered()[0], DESCRIBED, [boxes_with(digits=tuple(digits))])
+
+
+def test_blocks_that_would_take_long_to_map_are_refused() -> None:
+    ours, _ = numbered()
+    with pytest.raises(CacheMismatchError) as caught:
+        match_caches(ours, DESCRIBED, [altered(tokens_per_block=2**40 - 1)])
+    assert (caught.value.field, caught.value.theirs) == ("tokens_per_block", 2**40 - 1)
+    spec = FullAttentionSpec(
+        tokens_per_block=1 << 12, num_kv_heads=1, head_dim=1 << 11, dtype=torch.int8
+    )
+    config = KVCacheConfig(1, (KVCacheGroup(spec, ("layers.0",)),))
+    cache = torch.empty(1, 2, 1 << 12, 1, 1 << 11, dtype=torch.int8)
+    large = canonicalize(
+        {"layers.0": cache}, config, layouts={"layers.0": "block kv token head dim"}
+    )
+    mine = describe_caches(large, WorkerShard(num_kv_heads=1))
+    (group,) = mine.groups
+    boxes = tuple(
+        replace(
+            box,
+            digits=(
+                *(replace(d, stride_bytes=2) for d in box.digits if d.axis == "dim"),
+                *(replace(d, stride_bytes=1 << 12) for d in box.digits if d.axis == "token"),
+            ),
+        )
+        for box in group.boxes
+    )
+    scattered = msgspec.structs.replace(group, boxes=boxes, payload_size_bytes=1 << 26)
+    with pytest.raises(CacheMismatchError, match="fragments"):
+        match_caches(large, mine, [msgspec.structs.replace(mine, groups=(scattered,))])
+
+
+def opaque_caches() -> CanonicalKVCaches:
+    tensor = CanonicalKVCacheTensor(torch.zeros(3, 96, dtype=torch.int8), 96)
+    spec = MambaSpec(tokens_per_block=32, shapes=((12, 4),), dtypes=(torch.float16,))
+    return CanonicalKVCaches((tensor,), ((CanonicalKVCacheRef(0, 96, ("layers.0",)),),), (spec,))
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs", "shard"),
+    [
+        ("opaque", {"opaque": "vLLM 0.31"}, {}),
+        ("payload_size_bytes", {"payload_size_bytes": 98}, {}),
+        ("tp_size", {}, {"tp_size": 2}),
+        ("num_kv_heads", {}, {"num_kv_heads": 2}),
+    ],
+)
+def test_opaque_blocks_are_read_only_from_equal_workers(
+    field: str, theirs: dict[str, Any], shard: dict[str, int]
+) -> None:
+    caches = opaque_caches()
+    mine = describe_caches(caches, whole(), opaque="vLLM 0.32")
+    assert mine.groups == (STATES,)
+    (blocks,) = match_caches(caches, mine, [mine])
+    assert (blocks.is_direct, blocks.sources) == (True, (0,))
+    other = CacheDescription(
+        shard=whole(**shard), groups=(msgspec.structs.replace(STATES, **theirs),)
+    )
+    with pytest.raises(CacheMismatchError) as caught:
+        match_caches(caches, mine, [other])
+    assert caught.value.field == field
+    with pytest.raises(PageMappingError):
+        describe_caches(caches, whole())
+
+
+def test_states_are_read_from_the_same_rank_whatever_their_tokens_are() -> None:
+    spec = MambaSpec(tokens_per_block=64, shapes=((4, 3),), dtypes=(torch.float16,))
+    config = KVCacheConfig(4, (KVCacheGroup(spec, ("layers.0",)),))
+    caches = canonicalize({"layers.0": [torch.zeros(4, 4, 3, dtype=torch.float16)]}, config)
+    mine = describe_caches(caches, whole(tp_size=2, rank=1))
+    (group,) = mine.groups
+    longer = msgspec.structs.replace(group, tokens_per_block=4096)
+    theirs = msgspec.structs.replace(mine.at_rank(0), groups=(longer,))
+    (blocks,) = match_caches(caches, mine, [theirs])
+    assert (blocks.is_direct, blocks.sources) == (True, (1,))
+    apart = replace(group.boxes[0], offset_bytes=8)
+    moved = msgspec.structs.replace(group, boxes=(apart,), payload_size_bytes=32)
+    theirs = msgspec.structs.replace(mine.at_rank(0), groups=(moved,))
+    (blocks,) = match_caches(caches, mine, [theirs])
+    source, destination = blocks.describe(1, [0], [4096], [2])
+    assert (blocks.is_direct, source.addresses.tolist()) == (False, [4104])
+    assert destination.addresses.tolist() == [caches.tensors[0].tensor.data_ptr() + 48]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"rank": 1}, InvalidArgumentError),
+        ({"their_indices": [-1]}, InvalidArgumentError),
+        ({"their_indices": [2**62]}, InvalidArgumentError),
+        ({"their_indices": [1, 1], "addresses": [0, 0]}, DuplicateError),
+        ({"addresses": []}, InvalidArgumentError),
+        ({"block_ids": [9]}, BlockIdError),
+        ({"block_ids": [-1]}, BlockIdError),
+        ({"block_ids": [3, 3]}, DuplicateError),
+        ({"first_block_index": -1}, InvalidArgumentError),
+        ({"first_page": -1}, InvalidArgumentError),
+        ({"stop_page": 1.5}, InvalidArgumentError),
+    ],
+)
+def test_arguments_are_checked(wrong: dict[str, Any], error: type[Exception]) -> None:
+    good: dict[str, Any] = {
+        "rank": 0,
+        "their_indices": [0],
+        "addresses": [4096],
+        "block_ids": [1, 0, 0],
+    }
+    blocks = matched(32, 64)
+    source, _ = blocks.describe(**good)
+    assert source.num_blocks == 1
+    with pytest.raises(error, match=next(iter(wrong))):
+        blocks.describe(**{**good, **wrong})
