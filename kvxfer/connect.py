@@ -11,10 +11,11 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
+from kvxfer.backends.nixl import NixlConfig
 from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
-from kvxfer.kvcache.portable import PageMapping
+from kvxfer.kvcache.portable import PageMapping, WorkerShard
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.portable_backend import PortableBackend
@@ -23,6 +24,7 @@ from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
+from kvxfer.transfer.prompt_exchange import PromptExchange
 from kvxfer.transfer.staged_backend import stage
 from kvxfer.units import ByteSize
 
@@ -106,6 +108,37 @@ def connect(
         )
         undo.pop_all()
     return engine
+
+
+def exchange(
+    backend: BackendChoice,
+    caches: CanonicalKVCaches,
+    *,
+    namespace: Namespace,
+    shard: WorkerShard | None = None,
+    advertise: str = "",
+) -> PromptExchange:
+    """Open an exchange of prompts between engines, one of which computes what another goes on with.
+
+    Args:
+        backend: A URL such as `nixl://?listen=127.0.0.1:7100`, or the same as a mapping; without
+            `listen` this engine only reads. See `NixlConfig`.
+        caches: Caches of this worker, from `canonicalize` or `allocate_canonical`.
+        namespace: Identity of the model, without groups; engines of another one are refused.
+        shard: Position of this worker in its model; by default it is the only one.
+        advertise: Host by which others reach `listen`; by default the one of `listen`.
+
+    Returns:
+        The exchange, to be used as an asynchronous context manager.
+
+    Raises:
+        InvalidArgumentError: The backend is not `nixl`, or a parameter is of no use.
+        PageMappingError: It is not known what the bytes of a group mean.
+    """
+    _, config = parse_backend(backend)
+    if not isinstance(config, NixlConfig):
+        raise InvalidArgumentError("backend", backend, "one of the type nixl")
+    return PromptExchange(config, caches, namespace, shard=shard, advertise=advertise)
 
 
 def open_backend(backend: BackendChoice | Sequence[BackendChoice], namespace: Namespace) -> Backend:

@@ -4,7 +4,7 @@ What fewer programs need is one level down: `kvxfer.kvcache`, `kvxfer.storage`, 
 `kvxfer.transfer`, `kvxfer.engine_side`, `kvxfer.errors`.
 """
 
-from kvxfer.connect import connect
+from kvxfer.connect import connect, exchange
 from kvxfer.errors import KVXferError
 from kvxfer.kvcache import (
     CanonicalKVCaches,
@@ -56,6 +56,7 @@ __all__ = [
     "canonicalize",
     "connect",
     "describe",
+    "exchange",
     "make_block_key",
     "map_caches",
 ]

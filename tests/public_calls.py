@@ -1,5 +1,7 @@
 """Valid calls of every public callable, from which tests make wrong ones."""
 
+import asyncio
+import functools
 import inspect
 from collections.abc import Callable
 from enum import Enum
@@ -10,6 +12,7 @@ import torch
 
 import kvxfer
 from kvxfer import engine_side, kvcache, public, storage, tiering, transfer
+from kvxfer.backends.nixl import NixlConfig
 from kvxfer.engine_side import (
     LAYOUT_ZOO,
     AttentionMetadataBuilder,
@@ -27,7 +30,7 @@ from kvxfer.kvcache import (
     UniformTypeKVCacheSpecs,
 )
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage import StoredTensor
+from kvxfer.storage import PromptKeys, StoredTensor
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.job import Direction
 
@@ -102,6 +105,29 @@ def tiers() -> kvxfer.TieredBackend:
 
 def engine() -> kvxfer.TransferEngine:
     return kvxfer.TransferEngine(CACHES, backend())
+
+
+@functools.cache
+def prompts() -> transfer.PromptExchange:
+    """Open an exchange that lends a prompt, for all calls."""
+    opened = kvxfer.exchange(
+        "nixl://?listen=127.0.0.1:0&transport=socket", CACHES, namespace=kvxfer.Namespace(model="m")
+    )
+    asyncio.run(opened.__aenter__())
+    return opened
+
+
+@functools.cache
+def ticket() -> str:
+    """Ticket of a prompt that another exchange lends."""
+    lender = kvxfer.exchange(
+        "nixl://?listen=127.0.0.1:0&transport=socket", CACHES, namespace=kvxfer.Namespace(model="m")
+    )
+    asyncio.run(lender.__aenter__())
+    return asyncio.run(lender.offer([1, 2, 3], [[4]]))
+
+
+TICKET = ticket()
 
 
 async def call() -> bool:
@@ -268,6 +294,25 @@ VALID_TRANSFERS = {
             "caches": CACHES,
             "namespace": kvxfer.Namespace(model="m"),
         }
+    ),
+    "Fetched": Valid({"bad_blocks": [[]]}),
+    "PromptExchange": Valid(
+        {"config": NixlConfig(), "caches": CACHES, "namespace": kvxfer.Namespace(model="m")}
+    ),
+    "PromptExchange.ask": Valid({"ticket": TICKET, "tokens": [1, 2, 3]}, prompts),
+    "PromptExchange.fetch": Valid(
+        {"ticket": TICKET, "tokens": [1, 2, 3], "block_ids": [[5]]}, prompts
+    ),
+    "PromptExchange.give_up": Valid({"ticket": TICKET}, prompts),
+    "PromptExchange.offer": Valid({"tokens": [1, 2, 3], "block_ids": [[1]]}, prompts),
+    "PromptExchange.release": Valid({"ticket": TICKET}, prompts),
+    "PromptKeys": Valid({"tokens": [1, 2, 3]}),
+    "PromptKeys.block_keys": Valid(
+        {"group": 0, "tokens_per_block": 2, "num_tokens": 3}, lambda: PromptKeys([1, 2, 3])
+    ),
+    "PromptKeys.state_key": Valid({"group": 0, "num_tokens": 3}, lambda: PromptKeys([1, 2, 3])),
+    "exchange": Valid(
+        {"backend": "nixl://", "caches": CACHES, "namespace": kvxfer.Namespace(model="m")}
     ),
     "group_of": Valid({"key": KEYS[0]}),
     "make_block_key": Valid({"content_hash": b"a", "group": 0}),

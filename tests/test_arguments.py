@@ -17,7 +17,7 @@ import torch
 import kvxfer
 from kvxfer.checks import require_timeout
 from kvxfer.errors import InvalidArgumentError, KVXferError
-from kvxfer.transfer import PolledEngine
+from kvxfer.transfer import PolledEngine, PromptExchange
 from tests.public_calls import VALID_CALLS, public_callables
 
 PLAIN_VALUES: tuple[Any, ...] = (
@@ -75,6 +75,8 @@ def run(name: str, arguments: dict[str, Any]) -> None:
     for opened in (owner, result):
         if isinstance(opened, PolledEngine):
             opened.close()
+    if isinstance(result, PromptExchange):
+        asyncio.run(result.aclose())
 
 
 def test_every_public_callable_has_a_valid_call() -> None:

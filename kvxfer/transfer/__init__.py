@@ -1,8 +1,18 @@
-"""Batches of blocks on their way: the transfer engine, its polled face, and jobs."""
+"""Blocks on their way: the transfer engine, its polled face, jobs, and exchanges of prompts."""
 
 from kvxfer.transfer.begun_jobs import Slices
 from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.fetching import Fetched
 from kvxfer.transfer.job import FinishedJob, JobId
 from kvxfer.transfer.polled_engine import PolledEngine
+from kvxfer.transfer.prompt_exchange import PromptExchange
 
-__all__ = ["FinishedJob", "JobId", "PolledEngine", "Slices", "TransferEngine"]
+__all__ = [
+    "Fetched",
+    "FinishedJob",
+    "JobId",
+    "PolledEngine",
+    "PromptExchange",
+    "Slices",
+    "TransferEngine",
+]

@@ -1,0 +1,207 @@
+"""Asking: which pages of a prompt another engine lends, and for how long it keeps them."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvxfer.backends.nixl import Endpoint, Exchange
+from kvxfer.errors import CacheMismatchError
+from kvxfer.kvcache.portable import CacheDescription, map_peers
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.leases import Held
+from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.transfer.fetching import Wanted
+from kvxfer.transfer.peer_engine import PeerEngine
+
+LOOK_S = 0.01
+"""Time between two looks for a ticket that is not known yet."""
+
+SETTLE_S = 0.25
+"""Time that a ticket may take from the answer of the other engine's server to its workers."""
+
+MAX_ENGINES = 256
+"""Most engines whose workers are remembered: tickets, which come from outside, name them."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Pages of a prompt that another engine lends.
+
+    Attributes:
+        num_tokens: Tokens from the beginning of the prompt whose pages are there, or will be.
+        is_complete: Whether they are there now.
+        tokens_per_block: Tokens of a block of the other engine, for each group.
+        our_tokens_per_block: Tokens of a block of ours, likewise.
+    """
+
+    num_tokens: int
+    is_complete: bool
+    tokens_per_block: tuple[int, ...]
+    our_tokens_per_block: tuple[int, ...]
+
+    def wanted(
+        self,
+        prompt: PromptKeys,
+        first_token: int,
+        num_tokens: int,
+        block_ids: Sequence[Sequence[int]],
+        *,
+        null_block_id: int | None = 0,
+    ) -> Wanted:
+        """Name the blocks of the other engine that have the pages of our blocks.
+
+        Args:
+            prompt: Keys of the prompt.
+            first_token: First token that is wanted.
+            num_tokens: Tokens of the prompt up to the last one that is wanted.
+            block_ids: Our blocks of each group, from the beginning of the prompt; the null block
+                for those that are not wanted.
+            null_block_id: Id of our null block; None where there is none.
+        """
+        firsts, keys, kept = [], [], []
+        for group, (theirs, ours) in enumerate(
+            zip(self.tokens_per_block, self.our_tokens_per_block, strict=True)
+        ):
+            begin = first_token // ours
+            ids = block_ids[group]
+            used = (at for at in range(begin, len(ids)) if ids[at] != null_block_id)
+            first = max(first_token, next(used, len(ids)) * ours)
+            stop = min(-(-num_tokens // theirs) * theirs, prompt.num_tokens)
+            first = min(first, stop)
+            keys.append(prompt.block_keys(group, theirs, stop, first_token=first))
+            firsts.append(first // theirs)
+            kept.append([0] * begin + list(block_ids[group][begin:]))
+        return Wanted(
+            keys=keys,
+            first_blocks=firsts,
+            block_ids=kept,
+            first_token=first_token,
+            num_tokens=num_tokens,
+            tokens_per_block=self.tokens_per_block,
+        )
+
+
+class Asker:
+    """Asker of other engines for the pages of prompts.
+
+    Args:
+        exchange: Exchange by which they are asked.
+        description: Description of our caches.
+        timeout_s: Time that a question may take.
+    """
+
+    def __init__(
+        self, exchange: Exchange, description: CacheDescription, *, timeout_s: float
+    ) -> None:
+        self._exchange = exchange
+        self._description = description
+        self._timeout_s = timeout_s
+        self._workers: dict[Endpoint, list[Endpoint]] = {}
+
+    async def ask(
+        self,
+        endpoint: Endpoint,
+        ticket: str,
+        prompt: PromptKeys,
+        windows: Sequence[int | None] = (),
+        *,
+        waits: bool = False,
+    ) -> Found:
+        """See `Handover.ask`."""
+        async with asyncio.timeout(self._timeout_s):
+            return await self._ask(endpoint, ticket, prompt, windows, waits=waits)
+
+    async def _ask(
+        self,
+        endpoint: Endpoint,
+        ticket: str,
+        prompt: PromptKeys,
+        windows: Sequence[int | None],
+        *,
+        waits: bool,
+    ) -> Found:
+        engine = PeerEngine(await self._exchange.peer(endpoint).describe())
+        theirs = engine.description
+        self._require_fit(theirs)
+        workers = engine.workers(endpoint)
+        if len(self._workers) >= MAX_ENGINES:
+            self._workers.clear()
+        self._workers[endpoint] = workers
+        windows = [*windows, *[None] * len(theirs.groups)][: len(theirs.groups)]
+        num_tokens = prompt.num_tokens
+        keys = [
+            prompt.block_keys(
+                group,
+                theirs.groups[group].tokens_per_block,
+                num_tokens,
+                first_token=0 if window is None else max(num_tokens - window, 0),
+            )
+            for group, window in enumerate(windows)
+        ]
+        wanted = [key for each in keys for key in each]
+        at_workers = [engine.worker_keys(rank, wanted) for rank in range(len(workers))]
+        held = await self._hold(workers, ticket, at_workers)
+        loop = asyncio.get_running_loop()
+        stop = loop.time() + (self._timeout_s if waits else SETTLE_S)
+        while not held.is_known and not all(held.there) and loop.time() < stop:
+            await asyncio.sleep(LOOK_S)
+            held = await self._hold(workers, ticket, at_workers)
+        is_promised = waits and held.is_known and not held.is_complete
+        return Found(
+            num_tokens=num_tokens
+            if is_promised
+            else _count(held.there, keys, theirs, windows, prompt),
+            is_complete=not is_promised,
+            tokens_per_block=engine.tokens_per_block,
+            our_tokens_per_block=tuple(g.tokens_per_block for g in self._description.groups),
+        )
+
+    async def release(self, endpoint: Endpoint, ticket: str) -> None:
+        """See `Handover.release`."""
+        workers = self._workers.get(endpoint, [endpoint])
+        releases = (self._exchange.peer(worker).release([ticket]) for worker in workers)
+        for failed in await asyncio.gather(*releases, return_exceptions=True):
+            if isinstance(failed, BaseException):
+                logger.debug("%s was not released at %s: %r", ticket, endpoint, failed)
+
+    def _require_fit(self, theirs: CacheDescription) -> None:
+        """Check that each group of theirs can be turned into ours; errors as `ask`."""
+        ours = self._description
+        if len(theirs.groups) != len(ours.groups):
+            raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs.groups))
+        for group, each in enumerate(ours.groups):
+            map_peers([each.payload_size_bytes], group, ours, [theirs])
+
+    async def _hold(
+        self, workers: Sequence[Endpoint], ticket: str, keys: Sequence[Sequence[BlockKey]]
+    ) -> Held:
+        """Hold a ticket at every worker; what one of them lacks is not there."""
+        every = await asyncio.gather(
+            *(
+                self._exchange.peer(worker).hold(ticket, each)
+                for worker, each in zip(workers, keys, strict=True)
+            )
+        )
+        return Held(
+            is_known=all(held.is_known for held in every),
+            is_complete=all(held.is_complete for held in every),
+            there=[all(at) for at in zip(*(held.there for held in every), strict=True)],
+        )
+
+
+def _count(
+    there: Sequence[bool],
+    keys: Sequence[Sequence[BlockKey]],
+    theirs: CacheDescription,
+    windows: Sequence[int | None],
+    prompt: PromptKeys,
+) -> int:
+    """Count the tokens from the beginning of a prompt whose pages are all there."""
+    if all(there):
+        return prompt.num_tokens
+    if len(keys) > 1 or windows[0] is not None:  # windows of a shorter prompt were not asked for
+        return 0
+    return there.index(False) * theirs.groups[0].tokens_per_block

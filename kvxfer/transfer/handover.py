@@ -1,0 +1,336 @@
+"""Hand-over: blocks of prompts that one engine computed, read by another out of its KV caches."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
+from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.leases import CacheLender, require_ticket
+from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.storage.threads import Threads
+from kvxfer.transfer.asking import Asker, Found
+from kvxfer.transfer.event_loop import EngineLoop
+from kvxfer.transfer.fetching import Fetched, Fetcher, Wanted
+from kvxfer.transfer.peer_engine import worker_keys
+
+T = TypeVar("T")
+
+LOOK_S = 0.01
+"""Time between two looks for leases that are over, and for pages that are being computed."""
+
+MAX_CLIENTS = 256
+"""Most engines that connections are kept to: tickets, which come from outside, name them."""
+
+CLOSE_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class Handover:
+    """Hand-over of blocks between engines: offers those of this one, and fetches those of others.
+
+    An engine *offers* the blocks of a prompt under a ticket. Another one *asks* for them by the
+    tokens of its own prompt, *fetches* them into its own blocks, and *releases* the ticket. One
+    that nobody asks for ends with its lease. Blocks are read where they are, are verified when they
+    have arrived, and may have another shape on the other side.
+
+    All work is done on an event loop of its own; `offer`, `submit` and `take_ended` return at once
+    and may be called from any thread.
+
+    Args:
+        config: How engines reach each other; with `listen`, blocks are lent.
+        namespace: Namespace of the blocks, without groups; engines of another one are refused.
+        description: Description of our caches.
+        caches: Our caches; None for a process that only asks, such as a scheduler.
+
+    Raises:
+        InvalidArgumentError: A parameter is of no use, or memory is where nobody can read it.
+    """
+
+    def __init__(
+        self,
+        config: NixlConfig,
+        namespace: Namespace,
+        description: CacheDescription,
+        caches: CanonicalKVCaches | None = None,
+    ) -> None:
+        self._config = config
+        self._description = description
+        self._guard = CallGuard("hand-over")
+        self._copy_engine = CPUCopyEngine()
+        self._threads = Threads("kvxfer-handover", 2)
+        self._lender: CacheLender | None = None
+        if caches is not None and config.listen:
+            self._lender = CacheLender(
+                caches,
+                lease_s=config.lease_s,
+                description=description.encode(),
+                threads=self._threads,
+                copy_engine=self._copy_engine,
+                hash_early=not config.is_fenced,
+            )
+        self._exchange = Exchange(
+            config,
+            namespace,
+            own=self._lender,
+            desk=self._lender,
+            largest_block_bytes=max(group.payload_size_bytes for group in description.groups),
+            max_clients=MAX_CLIENTS,
+        )
+        self._asker = Asker(self._exchange, description, timeout_s=config.timeout_s)
+        self._fetcher: Fetcher | None = None
+        if caches is not None:
+            self._exchange.attach(memory_regions(caches))
+            self._fetcher = Fetcher(
+                self._exchange,
+                caches,
+                description,
+                copy_engine=self._copy_engine,
+                threads=self._threads,
+                timeout_s=config.timeout_s,
+            )
+        self._loop = EngineLoop("hand-over")
+        self._ended: deque[str] = deque()
+        self._watching: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    @property
+    def port(self) -> int:
+        """Port at which blocks are lent, once it was started; 0 where they are not."""
+        return self._exchange.server.endpoint.port if self._exchange.server is not None else 0
+
+    @property
+    def num_expired(self) -> int:
+        """Leases that ran out before anybody released them."""
+        return self._lender.book.num_expired if self._lender is not None else 0
+
+    def start(self) -> None:
+        """Open NIXL and begin to listen; blocks.
+
+        Raises:
+            BackendUnavailableError: The address cannot be listened at, or NIXL was demanded and
+                cannot be used.
+        """
+        self._loop.run_blocking(self._exchange.start())
+
+    def submit(self, call: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Begin a call of `lend`, `ask`, `fetch` or `release`, and return at once.
+
+        Raises:
+            ClosedError: The hand-over was closed.
+        """
+        try:
+            self._guard.check()
+            return self._loop.submit(self._run(call))
+        except BaseException:
+            call.close()
+            raise
+
+    def offer(
+        self,
+        ticket: str,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        *,
+        is_complete: bool = True,
+    ) -> None:
+        """Lend blocks, which must not change until `take_ended` returns the ticket.
+
+        Args:
+            ticket: The ticket; with `is_complete=False` more may be offered under it.
+            keys: Keys of the blocks, by the tokens of the prompt.
+            block_ids: Block of each key.
+            is_complete: Whether these are the last ones, so that the lease begins to run.
+
+        Raises:
+            InvalidArgumentError: The ticket cannot be one. Whatever else is wrong is logged, and
+                ends the ticket when it is complete.
+            ClosedError: The hand-over was closed.
+        """
+        self._guard.check()
+        ticket = require_ticket("ticket", ticket)
+        offer = partial(self._offer, ticket, list(keys), list(block_ids), is_complete=is_complete)
+        self._loop.call_soon(offer)
+
+    async def lend(
+        self,
+        ticket: str,
+        keys: Sequence[BlockKey],
+        block_ids: Sequence[int],
+        *,
+        is_complete: bool = True,
+    ) -> None:
+        """Lend blocks as `offer`, and raise what is wrong with them: nothing is lent then.
+
+        Raises:
+            InvalidArgumentError: `CacheLender.offer` refuses them, or there is no `listen`.
+        """
+        if self._lender is None:
+            raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
+        keys = worker_keys(self._description, keys)
+        self._lender.offer(ticket, keys, block_ids, complete=is_complete)
+        self._watch_soon()
+
+    def revoke(self, tickets: Sequence[str]) -> None:
+        """End tickets at once: their blocks are about to change. Blocks until nobody finds them."""
+
+        async def revoke() -> None:
+            for ticket in tickets:
+                if self._lender is not None:
+                    self._lender.revoke(ticket)
+
+        self._loop.run_blocking(revoke())
+
+    def give_up(self, tickets: Sequence[str]) -> None:
+        """End tickets soon, also open ones; `take_ended` returns them when nobody reads them.
+
+        Raises:
+            ClosedError: The hand-over was closed.
+        """
+        self._guard.check()
+        for ticket in tickets:
+            self._loop.call_soon(self._give_up, ticket)
+
+    def take_ended(self) -> list[str]:
+        """Take the tickets that have ended since the last call: nobody reads their blocks."""
+        taken = []
+        while self._ended:
+            taken.append(self._ended.popleft())
+        return taken
+
+    async def ask(
+        self,
+        endpoint: Endpoint,
+        ticket: str,
+        prompt: PromptKeys,
+        windows: Sequence[int | None] = (),
+        *,
+        waits: bool = False,
+    ) -> Found:
+        """Ask another engine for the pages of a prompt, and keep them until the ticket is released.
+
+        Args:
+            endpoint: Endpoint of its worker of rank 0.
+            ticket: The ticket.
+            prompt: Keys of the prompt.
+            windows: Tokens that each group needs at the end of the prompt; None, or no entry, for
+                all of them.
+            waits: Whether to wait until the other engine knows the ticket, and to count pages that
+                it is still to compute.
+
+        Raises:
+            CacheMismatchError: Its blocks cannot be turned into ours.
+            NamespaceMismatchError: It has another model.
+            KVXferError: It cannot be reached, or makes no sense.
+            TimeoutError: It did not answer in time.
+        """
+        return await self._asker.ask(endpoint, ticket, prompt, windows, waits=waits)
+
+    async def fetch(
+        self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
+    ) -> Fetched:
+        """Read pages of another engine into our blocks.
+
+        Args:
+            endpoint: As for `ask`.
+            wanted: What is read, and where it goes.
+            waits_for: Ticket under which pages that are missing are still being computed.
+
+        Returns:
+            What arrived, at the latest after the time-out of the configuration and the time that
+            it takes to end reads that stall. Then nothing writes to our blocks any more.
+        """
+        assert self._fetcher is not None, "a process with caches fetches"
+        return await self._fetcher.fetch(endpoint, wanted, waits_for=waits_for)
+
+    async def release(self, endpoint: Endpoint, ticket: str) -> None:
+        """Tell another engine that a ticket's pages are not needed any more; failures are ignored.
+
+        The lease then ends by itself.
+        """
+        await self._asker.release(endpoint, ticket)
+
+    def close(self) -> None:
+        """End every ticket and call, and wait until nothing touches our caches; blocks."""
+        if not self._guard.close():
+            return
+        self._loop.run_blocking(self._shut_down())
+        self._loop.stop()
+
+    def __enter__(self) -> Self:
+        """Start; closed when the context ends."""
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close; see `close`."""
+        self.close()
+
+    async def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return await task
+
+    def _offer(
+        self, ticket: str, keys: list[BlockKey], block_ids: list[int], *, is_complete: bool
+    ) -> None:
+        try:
+            if self._lender is not None:
+                keys = worker_keys(self._description, keys)
+                self._lender.offer(ticket, keys, block_ids, complete=is_complete)
+        except Exception:  # whatever it is, the engine waits for the end of the ticket
+            logger.exception("the blocks of %s are not lent", ticket)
+            if is_complete:
+                self._give_up(ticket)
+        if self._lender is None and is_complete:  # without `listen` nobody reads it
+            self._ended.append(ticket)
+        self._watch_soon()
+
+    def _give_up(self, ticket: str) -> None:
+        """End a ticket, known or not; it has ended when nobody reads its blocks."""
+        if self._lender is None:
+            self._ended.append(ticket)
+            return
+        with suppress(InvalidArgumentError):  # it is complete already
+            self._lender.offer(ticket, [], [], complete=True)
+        self._lender.revoke(ticket)
+        self._watch_soon()
+
+    def _watch_soon(self) -> None:
+        if self._lender is not None and (self._watching is None or self._watching.done()):
+            self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """Collect tickets that have ended, as long as there are any."""
+        assert self._lender is not None
+        while self._lender.book.num_tickets:
+            self._ended.extend(self._lender.take_ended())
+            await asyncio.sleep(LOOK_S)
+        self._ended.extend(self._lender.take_ended())
+
+    async def _shut_down(self) -> None:
+        for call in self._calls:
+            call.cancel()
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                if self._calls:
+                    await asyncio.wait(self._calls)
+                if self._watching is not None:
+                    self._watching.cancel()
+                await self._exchange.aclose()
+                await self._threads.aclose()
+        except TimeoutError:
+            logger.warning("not closed after %g s", CLOSE_S)
+        self._copy_engine.close()

@@ -1,0 +1,86 @@
+"""Peer engine: another engine that lends blocks, as the description of its caches tells of it."""
+
+import hashlib
+from collections.abc import Sequence
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.endpoint import MAX_PORT
+from kvxfer.errors import CacheMismatchError, InvalidArgumentError
+from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.storage.keys import BlockKey, group_of, make_block_key
+
+MAX_WORKERS = 128
+"""Most workers of another engine: each is connected to, because the first one says so."""
+
+DIGEST_BYTES = 16
+
+
+class PeerEngine:
+    """Engine that lends blocks.
+
+    Args:
+        encoded: Description that its worker of rank 0 gives, which may be anything.
+
+    Attributes:
+        description: The same, decoded.
+
+    Raises:
+        InvalidArgumentError: It is no description.
+        CacheMismatchError: It is that of another worker, or of more workers than there can be.
+    """
+
+    def __init__(self, encoded: bytes) -> None:
+        self.description = CacheDescription.decode(encoded)
+        shard = self.description.shard
+        if shard.rank != 0:
+            raise CacheMismatchError(None, "shard.rank of the first worker", 0, shard.rank)
+        if shard.num_workers > MAX_WORKERS:
+            at_most = f"at most {MAX_WORKERS}"
+            raise CacheMismatchError(None, "shard.num_workers", at_most, shard.num_workers)
+        self._digests: dict[int, bytes] = {}
+
+    @property
+    def tokens_per_block(self) -> tuple[int, ...]:
+        """Tokens of a block of each group."""
+        return tuple(group.tokens_per_block for group in self.description.groups)
+
+    def workers(self, first: Endpoint) -> list[Endpoint]:
+        """List the endpoints of its workers by rank: each listens at the port after the last one's.
+
+        Raises:
+            InvalidArgumentError: There are not as many ports after that of the first one.
+        """
+        num_workers = self.description.shard.num_workers
+        if first.port + num_workers - 1 > MAX_PORT:
+            rule = f"at most {MAX_PORT - num_workers + 1} with {num_workers} workers"
+            raise InvalidArgumentError("port", first.port, rule)
+        return [Endpoint(first.host, first.port + rank) for rank in range(num_workers)]
+
+    def worker_keys(self, rank: int, keys: Sequence[BlockKey]) -> list[BlockKey]:
+        """Make the keys of blocks on one of its workers; see `worker_keys`."""
+        if rank not in self._digests:
+            self._digests[rank] = _digest(self.description.at_rank(rank))
+        return _of_worker(self._digests[rank], keys)
+
+
+def worker_keys(description: CacheDescription, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """Make the keys of blocks on one worker out of those of the prompt.
+
+    They name the worker's part of the model and the layout of its memory as well. So who asks the
+    wrong worker, or one that was started anew with other caches, finds nothing: equal prompts have
+    other bytes there.
+    """
+    return _of_worker(_digest(description), keys)
+
+
+def _digest(description: CacheDescription) -> bytes:
+    return hashlib.blake2b(description.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def _of_worker(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
+    return [
+        make_block_key(
+            hashlib.blake2b(key, digest_size=DIGEST_BYTES, key=digest).digest(), group_of(key)
+        )
+        for key in keys
+    ]

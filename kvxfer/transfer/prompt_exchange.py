@@ -1,0 +1,286 @@
+"""Prompt exchange: hand-over of prompts between engines, by their tokens and blocks."""
+
+import asyncio
+import secrets
+from collections.abc import Coroutine, Sequence
+from typing import Any, Self, TypeVar
+
+from numpy.typing import ArrayLike
+
+from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.checks import (
+    require_instance,
+    require_integer,
+    require_integers,
+    require_sequence,
+    require_text,
+)
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.portable import WorkerShard, describe_caches
+from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.leases import require_ticket
+from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.transfer.fetching import Fetched
+from kvxfer.transfer.handover import Handover
+
+EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to refuse them
+
+T = TypeVar("T")
+
+
+class PromptExchange:
+    """Exchange of prompts between engines: one lends the blocks it computed, another reads them.
+
+    An engine *offers* the blocks of a prompt, and gets a ticket, a text that it gives to another
+    engine in any way. That one *fetches* the blocks of a prompt of its own into its own blocks:
+    they are found by its tokens, whatever the ticket says, and verified. It *releases* the ticket;
+    one that is not ends with its lease. Use it as an asynchronous context manager.
+
+    All work is done on a thread of its own. For an engine whose scheduler and workers are different
+    processes, there is `Handover` below this.
+
+    Args:
+        config: How engines reach each other; with `listen`, blocks are lent. The worker of rank r
+            listens at the r-th port after it.
+        caches: Caches of this worker, from `canonicalize` or `allocate_canonical`.
+        namespace: Identity of the model, without groups; engines of another one are refused.
+        shard: Position of this worker in its model; by default it is the only one.
+        advertise: Host by which others reach `listen`; by default the one of `listen`.
+
+    Raises:
+        InvalidArgumentError: A parameter is of no use.
+        PageMappingError: It is not known what the bytes of a group mean.
+    """
+
+    def __init__(
+        self,
+        config: NixlConfig,
+        caches: CanonicalKVCaches,
+        namespace: Namespace,
+        *,
+        shard: WorkerShard | None = None,
+        advertise: str = "",
+    ) -> None:
+        require_instance("config", config, NixlConfig)
+        require_instance("caches", caches, CanonicalKVCaches)
+        require_instance("namespace", namespace, Namespace)
+        shard = _only_worker(caches) if shard is None else shard
+        require_instance("shard", shard, WorkerShard)
+        if config.address:
+            rule = "none: tickets name other engines"
+            raise InvalidArgumentError("address", config.address, rule)
+        if namespace.groups:
+            raise InvalidArgumentError("namespace.groups", namespace.groups, "none")
+        description = describe_caches(caches, shard)
+        for group, described in enumerate(description.groups):
+            if described.has_states:
+                raise InvalidArgumentError("caches", f"states in group {group}", "tokens in each")
+        self._proves_peers = config.proves_peers
+        self._host = _host(config, shard, require_text("advertise", advertise))
+        self._rank = shard.rank
+        self._null_block_id = caches.null_block_id
+        self._sizes = [group.tokens_per_block for group in description.groups]
+        self._windows = [getattr(spec, "sliding_window", None) for spec in caches.group_specs]
+        self._handover = Handover(config.at_rank(shard.rank), namespace, description, caches)
+
+    async def __aenter__(self) -> Self:
+        """Open NIXL and begin to listen.
+
+        Raises:
+            BackendUnavailableError: The address cannot be listened at, or NIXL was demanded and
+                cannot be used.
+        """
+        try:
+            await asyncio.to_thread(self._handover.start)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close; see `aclose`."""
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End every call, and wait until nothing touches the caches; may be called again."""
+        closing = asyncio.ensure_future(asyncio.to_thread(self._handover.close))
+        await wait_despite_cancel(closing)
+
+    async def offer(
+        self,
+        tokens: ArrayLike,
+        block_ids: Sequence[ArrayLike],
+        *,
+        ticket: str = "",
+        num_computed_tokens: int | None = None,
+        scope: bytes = b"",
+    ) -> str:
+        """Lend the blocks of a prompt, which must not change until `take_ended` has the ticket.
+
+        Args:
+            tokens: Token ids of the prompt, integers, `(num_tokens,)`.
+            block_ids: Its blocks of each group, from its beginning; the null block for those that
+                are gone, as behind a sliding window. Further ones are ignored.
+            ticket: Ticket of an earlier offer with fewer tokens computed, or one that rank 0 got;
+                by default a new one.
+            num_computed_tokens: Tokens that are computed; all by default. With fewer, only whole
+                blocks are lent, and more may be offered under the same ticket; the lease begins to
+                run with all of them.
+            scope: What else changes the bytes at equal tokens, such as an adapter or a salt.
+
+        Returns:
+            The ticket.
+
+        Raises:
+            InvalidArgumentError: An argument is of no use, or there is no `listen`.
+            BlockIdError: There is no such block.
+            ClosedError: The exchange was closed.
+        """
+        if not self._host:
+            raise InvalidArgumentError("listen", "", "HOST:PORT to lend blocks")
+        prompt = PromptKeys(tokens, scope=scope)
+        ids = self._require_blocks(block_ids)
+        stop = prompt.num_tokens if num_computed_tokens is None else num_computed_tokens
+        stop = require_integer("num_computed_tokens", stop, maximum=prompt.num_tokens)
+        is_new = not require_text("ticket", ticket)
+        lease = secrets.token_hex(16) if is_new else self._read(ticket)[1]
+        keys: list[BlockKey] = []
+        blocks: list[int] = []
+        for group, size in enumerate(self._sizes):
+            end = stop if stop == prompt.num_tokens else stop - stop % size
+            named = prompt.block_keys(group, size, end)
+            kept = [at for at, block in enumerate(ids[group]) if block != self._null_block_id]
+            keys += [named[at] for at in kept if at < len(named)]
+            blocks += [ids[group][at] for at in kept if at < len(named)]
+        is_complete = stop == prompt.num_tokens
+        await self._run(self._handover.lend(lease, keys, blocks, is_complete=is_complete))
+        return self._ticket(lease)
+
+    async def ask(self, ticket: str, tokens: ArrayLike, *, scope: bytes = b"") -> int:
+        """Ask how many tokens, from the beginning of a prompt, can be fetched now; keep them.
+
+        Raises:
+            InvalidArgumentError: The ticket cannot be one, or leads to where nobody proves who it
+                is.
+            KVXferError: The other engine cannot be reached, has another model, or blocks that
+                cannot be turned into ours; the error names the field and both values.
+            TimeoutError: It did not answer in time.
+        """
+        endpoint, lease = self._read(ticket)
+        prompt = PromptKeys(tokens, scope=scope)
+        found = await self._run(self._handover.ask(endpoint, lease, prompt, self._windows))
+        return found.num_tokens
+
+    async def fetch(
+        self,
+        ticket: str,
+        tokens: ArrayLike,
+        block_ids: Sequence[ArrayLike],
+        *,
+        first_token: int = 0,
+        scope: bytes = b"",
+    ) -> Fetched:
+        """Read the blocks of a prompt into ours, also those that are computed meanwhile.
+
+        When this ends, in any way, nothing writes to our blocks any more: a caller that is
+        cancelled waits for that, no longer than the time-outs of the configuration.
+
+        Args:
+            ticket: Ticket from the other engine.
+            tokens: Token ids of our prompt.
+            block_ids: Our blocks of each group, from the beginning of the prompt; the null block
+                for those that are not wanted.
+            first_token: First token that is wanted.
+            scope: As for `offer`.
+
+        Returns:
+            What arrived, and which of our blocks did not: see `Fetched.bad_blocks`.
+
+        Raises: as `ask`, and
+            BlockIdError: We have no such block.
+            DuplicateError: A block of ours appears twice.
+        """
+        endpoint, lease = self._read(ticket)
+        prompt = PromptKeys(tokens, scope=scope)
+        first = require_integer("first_token", first_token, maximum=prompt.num_tokens)
+        ids = self._require_blocks(block_ids, prompt.num_tokens)
+        found = await self._run(self._handover.ask(endpoint, lease, prompt, self._windows))
+        wanted = found.wanted(
+            prompt, first, prompt.num_tokens, ids, null_block_id=self._null_block_id
+        )
+        return await self._run(self._handover.fetch(endpoint, wanted, waits_for=lease))
+
+    async def release(self, ticket: str) -> None:
+        """Tell the other engine that its blocks are not needed any more.
+
+        Failures are ignored: the lease then ends by itself.
+
+        Raises:
+            InvalidArgumentError: As for `ask`.
+        """
+        await self._run(self._handover.release(*self._read(ticket)))
+
+    def give_up(self, ticket: str) -> None:
+        """End a ticket of ours, also one whose prompt is not computed; `take_ended` has it soon."""
+        self._handover.give_up([self._read(ticket)[1]])
+
+    def take_ended(self) -> list[str]:
+        """Take the tickets of ours that have ended since the last call: their blocks are free."""
+        return [self._ticket(lease) for lease in self._handover.take_ended()]
+
+    def _ticket(self, lease: str) -> str:
+        return f"{Endpoint(self._host, self._handover.port - self._rank)}/{lease}"
+
+    async def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        return await wait_despite_cancel(asyncio.wrap_future(self._handover.submit(call)))
+
+    def _read(self, ticket: str) -> tuple[Endpoint, str]:
+        """Read a ticket: the endpoint of the first worker, and the name of the lease."""
+        text, _, lease = require_ticket("ticket", ticket).rpartition("/")
+        try:
+            endpoint = Endpoint.parse("ticket", text)
+        except InvalidArgumentError as exc:
+            rule = "HOST:PORT/LEASE, as `offer` returns it"
+            raise InvalidArgumentError("ticket", ticket, rule) from exc
+        if not (endpoint.is_loopback or self._proves_peers):
+            rule = "one of a loopback address, without a secret or TLS"
+            raise InvalidArgumentError("ticket", ticket, rule)
+        return endpoint, require_ticket("ticket", lease)
+
+    def _require_blocks(
+        self, block_ids: Sequence[ArrayLike], num_tokens: int = 0
+    ) -> list[list[int]]:
+        require_sequence("block_ids", block_ids, "the blocks of each group")
+        if len(block_ids) != len(self._sizes):
+            rule = f"those of {len(self._sizes)} groups"
+            raise InvalidArgumentError("block_ids", block_ids, rule)
+        found = []
+        for group, (each, size) in enumerate(zip(block_ids, self._sizes, strict=True)):
+            ids = require_integers(f"block_ids[{group}]", each).tolist()
+            if len(ids) * size < num_tokens:
+                rule = f"at least {-(-num_tokens // size)} for {num_tokens} tokens"
+                raise InvalidArgumentError(f"number of block_ids[{group}]", len(ids), rule)
+            found.append(ids)
+        return found
+
+
+def _only_worker(caches: CanonicalKVCaches) -> WorkerShard:
+    """Make the shard of a worker that has all heads of its model."""
+    heads = [getattr(spec, "num_kv_heads", 1) for spec in caches.group_specs]
+    return WorkerShard(num_kv_heads=max(heads, default=1))
+
+
+def _host(config: NixlConfig, shard: WorkerShard, advertise: str) -> str:
+    """Find the host by which others reach our workers; empty where nothing is lent."""
+    listen = config.listen_endpoint
+    if listen is None:
+        return ""
+    if shard.num_workers > 1 and not listen.port:
+        rule = f"a port, after which there are those of {shard.num_workers} workers"
+        raise InvalidArgumentError("listen", config.listen, rule)
+    if not advertise and listen.host in EVERY_ADDRESS:
+        rule = f"the host by which others reach listen={config.listen}"
+        raise InvalidArgumentError("advertise", advertise, rule)
+    return advertise or listen.host

@@ -1,0 +1,391 @@
+"""Handover: prompts go from the blocks of one engine to those of another, of any shape."""
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.errors import (
+    BlockIdError,
+    CacheMismatchError,
+    ClosedError,
+    DuplicateError,
+    InvalidArgumentError,
+    KVXferError,
+    NamespaceMismatchError,
+    PeerError,
+)
+from kvxfer.storage.prompt_keys import PromptKeys
+from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
+
+TICKET = "0123456789abcdef"
+TOKENS = prompt(22)
+OURS, THEIRS = [3, 9, 4, 12, 7, 1], [11, 2, 8, 5, 6, 10]
+SHORT_LEASE: dict[str, Any] = {"lease_s": 0.2, "heartbeat_s": 0.1}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def open_engine(stack: ExitStack, *args: Any, **options: Any) -> Engine:
+    engine = Engine(*args, **options)
+    stack.callback(engine.close)
+    return engine
+
+
+def ids(engine: Engine, blocks: list[int]) -> list[list[int]]:
+    """Blocks of an engine for `TOKENS`, the same ones for each group."""
+    count = -(-len(TOKENS) // engine.tokens_per_block)
+    return [blocks[:count]] * len(engine.windows)
+
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "equal": ({}, {}),
+    "larger blocks": ({"tokens_per_block": 8}, {}),
+    "smaller blocks": ({}, {"tokens_per_block": 8}),
+    "blocks that share no edge": ({"tokens_per_block": 6}, {}),
+    "TP 2 to 1": ({"tp_size": 2}, {}),
+    "TP 1 to 2": ({}, {"tp_size": 2}),
+    "TP 2 to 2": ({"tp_size": 2}, {"tp_size": 2}),
+    "TP 4 to 2, larger blocks": ({"tp_size": 4, "tokens_per_block": 8}, {"tp_size": 2}),
+    "HND to NHD": ({"layout": HND}, {"layout": NHD}),
+    "NHD to HND, TP 2 to 1": ({"tp_size": 2}, {"layout": HND}),
+    "two groups": ({"windows": (None, None)}, {"windows": (None, None)}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_prompt_goes_to_an_engine_of_another_shape(shape: str, stack: ExitStack) -> None:
+    theirs, ours = (open_engine(stack, **each) for each in SHAPES[shape])
+    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    assert (found.num_tokens, found.is_complete) == (len(TOKENS), True)
+    wanted = ids(ours, OURS)
+    for fetched in ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted):
+        assert not any(fetched.bad_blocks)
+        assert fetched.num_verified > 0
+        assert fetched.num_bytes > 0
+        assert not fetched.missing
+    assert ours.all_good(TOKENS, wanted)
+    assert ours.is_untouched(wanted)
+    ours.release(theirs.endpoint, TICKET)
+    wait_until_ended(theirs, TICKET)
+
+
+def wait_until_ended(engine: Engine, ticket: str) -> None:
+    """Wait until every worker has returned a ticket, and only once."""
+    ended: list[list[str]] = [[] for _ in engine.workers]
+    stop = time.monotonic() + 10
+    while not all(ended):
+        assert time.monotonic() < stop, "the ticket has not ended"
+        for rank, each in enumerate(engine.take_ended()):
+            ended[rank].extend(each)
+    assert ended == [[ticket]] * len(ended)
+    assert not any(engine.take_ended())
+
+
+@pytest.mark.parametrize("their_size", [4, 8])
+def test_only_the_tokens_that_are_wanted_are_read(their_size: int, stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack, their_size), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
+    wanted = [[NULL, NULL, *OURS[2:6]]]
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted, first_token=8, num_tokens=16)
+    assert fetched.num_verified == 8 // their_size
+    assert ours.good(TOKENS, wanted)[0][0][2:4] == [True, True]
+    assert ours.is_untouched([OURS[2:4]])
+
+
+def test_a_window_needs_only_the_end_of_a_prompt(stack: ExitStack) -> None:
+    windows = (None, 8)
+    theirs, ours = (open_engine(stack, windows=windows) for _ in range(2))
+    blocks = [THEIRS, [NULL, NULL, NULL, *THEIRS[:3]]]
+    theirs.lend(TICKET, TOKENS, blocks)
+    assert ours.ask(theirs.endpoint, TICKET, TOKENS).num_tokens == len(TOKENS)
+    wanted = [OURS, [NULL, NULL, NULL, 20, 21, 22]]
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, wanted)
+    assert not any(fetched.bad_blocks)
+    assert fetched.num_verified == 9
+    [good] = ours.good(TOKENS, wanted)
+    assert good == [[True] * 6, [False] * 3 + [True] * 3]
+    assert ours.is_untouched([OURS, [20, 21, 22]])
+
+
+def test_another_prompt_is_found_only_as_far_as_it_is_the_same(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    other = [*TOKENS[:9], 1 + TOKENS[9], *TOKENS[10:]]
+    assert ours.ask(theirs.endpoint, TICKET, other).num_tokens == 8
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, other, [OURS])
+    assert fetched.bad_blocks == [OURS[2:]]
+    assert fetched.missing == {"missing": 4}
+    assert ours.good(other, [OURS])[0][0][:2] == [True, True]
+    assert ours.is_untouched([OURS[:2]])
+
+
+def test_pages_are_found_by_their_content_whatever_the_ticket_is(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    [fetched] = ours.fetch(theirs.endpoint, "another-ticket-00", TOKENS, [OURS])
+    assert not any(fetched.bad_blocks)
+    assert ours.all_good(TOKENS, [OURS])
+
+
+@pytest.mark.parametrize("end", ["expired", "revoked", "released", "never offered"])
+def test_what_is_not_lent_any_more_is_missing(end: str, stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack, **SHORT_LEASE), open_engine(stack)
+    if end != "never offered":
+        theirs.lend(TICKET, TOKENS, [THEIRS])
+    if end == "revoked":
+        theirs.revoke(TICKET)
+    if end == "released":
+        ours.release(theirs.endpoint, TICKET)
+    if end != "never offered":
+        wait_until_ended(theirs, TICKET)
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    assert (found.num_tokens, found.is_complete) == (0, True)
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])
+    assert fetched.bad_blocks == [OURS]
+    assert fetched.missing == {"missing": 6}
+    assert ours.is_untouched([[]])
+    assert theirs.workers[0].num_expired == (end == "expired")
+
+
+@pytest.mark.parametrize(("their_size", "bad"), [(4, [14]), (8, [15, 16])])
+def test_a_page_that_was_altered_after_its_offer_is_bad(
+    their_size: int, bad: list[int], stack: ExitStack
+) -> None:
+    theirs, ours = open_engine(stack, their_size), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
+    ours.fetch(theirs.endpoint, TICKET, TOKENS, [OURS])  # its checksums are known by now
+    theirs.alter(THEIRS[1])
+    targets = [13, 14, 15, 16, 17, 18]
+    [fetched] = ours.fetch(theirs.endpoint, TICKET, TOKENS, [targets])
+    assert fetched.bad_blocks == [bad]
+    assert fetched.missing == {"corrupt": 1}
+    assert "other bytes" in fetched.reason
+    good = ours.good(TOKENS, [targets])[0][0]
+    assert [block for block, is_good in zip(targets, good, strict=True) if not is_good] == bad
+
+
+def test_pages_are_read_while_others_are_computed(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
+    assert (found.num_tokens, found.is_complete) == (len(TOKENS), False)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
+    stop = time.monotonic() + 10
+    while not all(ours.good(TOKENS, [OURS])[0][0][:2]):
+        assert time.monotonic() < stop, "the first pages did not come before the last ones"
+    assert not loading.done()
+    theirs.offer(TICKET, TOKENS, [THEIRS], num_tokens=16, is_complete=False)
+    theirs.offer(TICKET, TOKENS, [THEIRS])
+    fetched = get(loading)
+    assert not any(fetched.bad_blocks)
+    assert fetched.num_verified == 6
+    assert ours.all_good(TOKENS, [OURS])
+
+
+@pytest.mark.parametrize("end", ["given up", "closed"])
+def test_a_lender_that_ends_half_way_leaves_what_had_come(end: str, stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
+    stop = time.monotonic() + 10
+    while not all(ours.good(TOKENS, [OURS])[0][0][:2]):
+        assert time.monotonic() < stop
+    if end == "closed":
+        theirs.close()
+    else:
+        theirs.workers[0].give_up([TICKET])
+    fetched = get(loading)
+    assert set(fetched.bad_blocks[0]) >= set(OURS[2:])
+    for block in set(OURS) - set(fetched.bad_blocks[0]):
+        index = OURS.index(block)
+        assert ours.good(TOKENS, [OURS])[0][0][index]
+
+
+def test_a_question_that_waits_for_an_unknown_ticket_ends_in_time(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack, timeout_s=0.3)
+    with pytest.raises(TimeoutError):
+        ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        pytest.param(lambda e: e.offer(TICKET, TOKENS, [[99] * 6]), id="no such block"),
+        pytest.param(lambda e: e.offer(TICKET, TOKENS, [[3] * 6]), id="a block twice"),
+    ],
+)
+def test_an_offer_that_fails_ends_its_ticket(offer: Any, stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    offer(theirs)
+    theirs.settle()
+    assert theirs.take_ended() == [[TICKET]]
+    assert not any(theirs.take_ended())
+    assert ours.ask(theirs.endpoint, TICKET, TOKENS).num_tokens == 0
+
+
+def test_what_is_no_ticket_is_refused_at_once(stack: ExitStack) -> None:
+    theirs = open_engine(stack)
+    with pytest.raises(InvalidArgumentError, match="ticket is ''"):
+        theirs.offer("", TOKENS, [THEIRS])
+
+
+def test_without_listen_a_ticket_ends_at_once(stack: ExitStack) -> None:
+    ours = open_engine(stack, lends=False)
+    assert ours.workers[0].port == 0
+    ours.offer(TICKET, TOKENS, [OURS])
+    ours.settle()
+    assert ours.take_ended() == [[TICKET]]
+
+
+def test_an_engine_of_another_model_is_refused_by_field_and_both_values(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack, model="theirs"), open_engine(stack, model="ours")
+    with pytest.raises(KVXferError, match=r"model.*(ours.*theirs|theirs.*ours)") as refused:
+        ours.ask(theirs.endpoint, TICKET, TOKENS)
+    assert isinstance(refused.value, (NamespaceMismatchError, PeerError))
+
+
+def test_an_engine_of_other_groups_is_refused_by_both_values(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack, windows=(None, None)), open_engine(stack)
+    with pytest.raises(CacheMismatchError, match="groups: ours is 1, theirs is 2"):
+        ours.ask(theirs.endpoint, TICKET, TOKENS)
+
+
+def test_an_engine_that_was_started_anew_with_other_blocks_is_refused(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    theirs.close()
+    again = open_engine(stack, 8, port=theirs.endpoint.port)
+    again.lend(TICKET, TOKENS, ids(again, THEIRS))
+    stop = time.monotonic() + 20
+    while True:
+        [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
+        error = loading.exception(LIMIT_S)
+        if isinstance(error, CacheMismatchError):
+            break
+        assert isinstance(error, KVXferError)  # not connected again yet
+        assert time.monotonic() < stop
+    assert (error.field, error.ours, error.theirs) == ("tokens_per_block", (4,), (8,))
+    assert ours.is_untouched([[]])
+
+
+def test_an_engine_that_was_started_anew_with_other_pages_has_none(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    theirs.close()
+    again = open_engine(stack, port=theirs.endpoint.port)
+    again.lend(TICKET, prompt(22, seed=1), [THEIRS])
+    stop = time.monotonic() + 20
+    while True:
+        [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS])
+        try:
+            fetched = get(loading)
+            break
+        except KVXferError:  # not connected again yet
+            assert time.monotonic() < stop
+    assert fetched.bad_blocks == [OURS]
+    assert fetched.num_verified == 0
+
+
+def test_a_port_of_another_worker_gives_no_pages(stack: ExitStack) -> None:
+    """Worker 1 has other heads of the same prompt."""
+    theirs, ours = open_engine(stack, tp_size=2), open_engine(stack, tp_size=2)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    forged = Endpoint(theirs.endpoint.host, theirs.endpoint.port + 1)
+    with pytest.raises(CacheMismatchError, match=r"rank of the first worker: ours is 0, theirs"):
+        ours.ask(forged, TICKET, TOKENS)
+    for loading in ours.begin_fetch(forged, found, TOKENS, [OURS]):
+        with pytest.raises(CacheMismatchError, match="rank"):
+            get(loading)
+    assert ours.is_untouched([[]])
+
+
+def test_two_engines_at_neighbouring_ports_are_not_taken_for_one(stack: ExitStack) -> None:
+    """What listens where worker 1 should be is worker 0 of another engine, with the same prompt."""
+    ours = open_engine(stack, tp_size=2)
+    first = open_engine(stack, tp_size=2)
+    first.lend(TICKET, TOKENS, [THEIRS])
+    first.workers[1].close()
+    second = open_engine(stack, tp_size=2, port=first.endpoint.port + 1)
+    second.lend(TICKET, TOKENS, [THEIRS])
+    assert ours.ask(first.endpoint, TICKET, TOKENS).num_tokens == 0
+
+
+def test_a_port_after_which_there_are_not_enough_for_all_workers_is_refused(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack, tp_size=2), open_engine(stack)
+    monkeypatch.setattr("kvxfer.transfer.peer_engine.MAX_PORT", theirs.endpoint.port)
+    with pytest.raises(InvalidArgumentError, match=r"port is .*2 workers"):
+        ours.ask(theirs.endpoint, TICKET, TOKENS)
+
+
+@pytest.mark.parametrize("host", ["x" * 70, "not-a-host.invalid"])
+def test_a_host_that_cannot_be_found_is_a_peer_error(host: str, stack: ExitStack) -> None:
+    ours = open_engine(stack)
+    with pytest.raises((PeerError, TimeoutError)):
+        ours.ask(Endpoint(host, 7100), TICKET, TOKENS)
+
+
+def test_release_never_raises(stack: ExitStack) -> None:
+    ours = open_engine(stack)
+    ours.release(Endpoint("x" * 70, 7100), TICKET)
+    ours.release(Endpoint("127.0.0.1", 1), TICKET)
+
+
+def test_blocks_that_we_do_not_have_are_refused_before_anything_is_read(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    with pytest.raises(BlockIdError, match=r"block_ids\[0\] is 99"):
+        ours.fetch(theirs.endpoint, TICKET, TOKENS, [[*OURS[:5], 99]])
+    with pytest.raises(DuplicateError, match=r"block_ids\[0\] is 3"):
+        ours.fetch(theirs.endpoint, TICKET, TOKENS, [[*OURS[:5], 3]])
+    assert ours.is_untouched([[]])
+
+
+def test_many_prompts_go_both_ways_at_once(stack: ExitStack) -> None:
+    first, second = open_engine(stack, 8), open_engine(stack)
+    loads = []
+    for number in range(5):
+        tokens = prompt(16, seed=number)
+        mine, other = [[4 * number + b for b in range(1, 5)]], [[2 * number + 1, 2 * number + 2]]
+        first.lend(f"{TICKET}{number}", tokens, other)
+        found = second.ask(first.endpoint, f"{TICKET}{number}", tokens)
+        loads.append((tokens, mine, second.begin_fetch(first.endpoint, found, tokens, mine)))
+    back = prompt(12, seed=9)
+    second.lend(TICKET, back, [[21, 22, 23]])
+    [fetched] = first.fetch(second.endpoint, TICKET, back, [[20, 21]])
+    assert not any(fetched.bad_blocks)
+    assert first.all_good(back, [[20, 21]])
+    for tokens, mine, [loading] in loads:
+        assert not any(get(loading).bad_blocks)
+        assert second.all_good(tokens, mine)
+
+
+def test_closing_ends_calls_under_way_and_refuses_others(stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, [THEIRS], num_tokens=8, is_complete=False)
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS, waits=True)
+    [loading] = ours.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
+    ours.close()
+    ours.close()
+    assert loading.done()
+    worker = ours.workers[0]
+    with pytest.raises(ClosedError):
+        worker.submit(worker.ask(theirs.endpoint, TICKET, PromptKeys(TOKENS)))
+    with pytest.raises(ClosedError):
+        ours.offer(TICKET, TOKENS, [OURS])
+    with pytest.raises(ClosedError):
+        worker.give_up([TICKET])

@@ -1,0 +1,213 @@
+"""Exchanges of prompts: engines offer and fetch by tokens and blocks, on their own event loop."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import kvxfer
+from kvxfer.errors import CacheMismatchError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.kvcache import CanonicalKVCaches, SlidingWindowSpec
+from kvxfer.transfer import PromptExchange
+
+MODEL = kvxfer.Namespace(model="m")
+TOKENS = list(range(100, 122))
+NUM_BLOCKS = 16
+
+
+def caches(
+    tokens_per_block: int = 4, num_heads: int = 3, window: int | None = None
+) -> tuple[CanonicalKVCaches, torch.Tensor]:
+    fields: dict[str, Any] = {
+        "tokens_per_block": tokens_per_block,
+        "num_kv_heads": num_heads,
+        "head_dim": 5,
+        "dtype": torch.int32,
+    }
+    spec = (
+        kvxfer.FullAttentionSpec(**fields)
+        if window is None
+        else SlidingWindowSpec(**fields, sliding_window=window)
+    )
+    memory = torch.full((NUM_BLOCKS, 2, tokens_per_block, num_heads, 5), -1, dtype=torch.int32)
+    plan = kvxfer.KVCacheConfig(
+        NUM_BLOCKS, (kvxfer.KVCacheGroup(spec, ("layers.0",)),), null_block_id=0
+    )
+    layouts = {"layers.0": "block kv token head dim"}
+    return kvxfer.canonicalize({"layers.0": memory}, plan, layouts=layouts), memory
+
+
+def compute(memory: torch.Tensor) -> None:
+    """Write another number to each element."""
+    memory.copy_(torch.arange(memory.numel(), dtype=torch.int32).view(memory.shape))
+
+
+def opened(made: CanonicalKVCaches, *, lends: bool = True, **options: Any) -> PromptExchange:
+    listen = "listen=127.0.0.1:0&" if lends else ""
+    url = f"nixl://?{listen}transport=socket&timeout_s=5"
+    return kvxfer.exchange(url, made, **{"namespace": MODEL} | options)
+
+
+async def wait_until_ended(lender: PromptExchange, ticket: str) -> None:
+    async with asyncio.timeout(10):
+        while not (ended := lender.take_ended()):  # noqa: ASYNC110 - as an engine does
+            await asyncio.sleep(0.001)
+    assert ended == [ticket]
+
+
+@pytest.mark.parametrize("block_0_is_null", [True, False])
+async def test_a_prompt_is_offered_fetched_and_released(*, block_0_is_null: bool) -> None:
+    (lent, theirs), (read, ours) = caches(), caches()
+    if not block_0_is_null:
+        read = kvxfer.CanonicalKVCaches(
+            read.tensors, read.group_data_refs, group_specs=read.group_specs
+        )
+    compute(theirs)
+    first = 7 if block_0_is_null else 0
+    async with opened(lent) as lender, opened(read, lends=False) as reader:
+        ticket = await lender.offer(np.array(TOKENS), [[3, 1, 4, 15, 9, 2, 6]])
+        assert await reader.ask(ticket, TOKENS) == len(TOKENS)
+        assert await reader.ask(ticket, TOKENS, scope=b"salt") == 0
+        fetched = await reader.fetch(ticket, TOKENS, [[first, 2, 3, 4, 5, 6]])
+        assert not any(fetched.bad_blocks)
+        assert fetched.num_verified == 6
+        assert not lender.take_ended()
+        await reader.release(ticket)
+        await wait_until_ended(lender, ticket)
+    assert torch.equal(ours[[first, 2, 3, 4, 5, 6]], theirs[[3, 1, 4, 15, 9, 2]])
+
+
+async def test_a_prompt_is_fetched_while_it_is_computed() -> None:
+    (lent, theirs), (read, ours) = caches(), caches()
+    compute(theirs)
+    blocks, targets = [3, 1, 4, 15, 9, 2], [1, 2, 3, 4, 5, 6]
+    async with opened(lent) as lender, opened(read, lends=False) as reader:
+        ticket = await lender.offer(TOKENS, [blocks], num_computed_tokens=10)
+        assert await reader.ask(ticket, TOKENS) == 8
+        loading = asyncio.create_task(reader.fetch(ticket, TOKENS, [targets]))
+        async with asyncio.timeout(10):
+            while not torch.equal(ours[[1, 2]], theirs[[3, 1]]):  # noqa: ASYNC110 - memory tells nobody
+                await asyncio.sleep(0.001)
+        assert not loading.done()
+        assert await lender.offer(TOKENS, [blocks], ticket=ticket) == ticket
+        assert not any((await loading).bad_blocks)
+    assert torch.equal(ours[targets], theirs[blocks])
+
+
+async def test_a_prompt_that_is_given_up_ends_and_leaves_what_had_come() -> None:
+    (lent, theirs), (read, _) = caches(), caches()
+    compute(theirs)
+    async with opened(lent) as lender, opened(read, lends=False) as reader:
+        ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]], num_computed_tokens=8)
+        lender.give_up(ticket)
+        await wait_until_ended(lender, ticket)
+        fetched = await reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5, 6]])
+        assert fetched.bad_blocks == [[1, 2, 3, 4, 5, 6]]
+
+
+async def test_a_window_is_taken_from_the_caches() -> None:
+    (lent, theirs), (read, ours) = caches(window=8), caches(window=8)
+    compute(theirs)
+    async with opened(lent) as lender, opened(read, lends=False) as reader:
+        ticket = await lender.offer(TOKENS, [[0, 0, 0, 15, 9, 2]])
+        assert await reader.ask(ticket, TOKENS) == len(TOKENS)
+        fetched = await reader.fetch(ticket, TOKENS, [[0, 0, 0, 4, 5, 6]])
+        assert not any(fetched.bad_blocks)
+    assert torch.equal(ours[[4, 5, 6]], theirs[[15, 9, 2]])
+
+
+async def test_a_caller_that_is_cancelled_waits_until_nothing_writes_to_its_blocks() -> None:
+    (lent, theirs), (read, ours) = caches(), caches()
+    compute(theirs)
+    url = "nixl://?transport=socket&timeout_s=0.5"
+    async with opened(lent) as lender, kvxfer.exchange(url, read, namespace=MODEL) as reader:
+        ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]], num_computed_tokens=8)
+        loading = asyncio.create_task(reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5, 6]]))
+        async with asyncio.timeout(10):
+            while not torch.equal(ours[[1, 2]], theirs[[3, 1]]):  # noqa: ASYNC110 - memory tells nobody
+                await asyncio.sleep(0.001)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        before = ours.clone()
+        await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]], ticket=ticket)
+        await reader.ask(ticket, TOKENS)
+        assert torch.equal(ours, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "named"),
+    [
+        ({"num_heads": 6}, CacheMismatchError, "ours is 3, theirs is 6"),
+        ({"namespace": kvxfer.Namespace(model="n")}, NamespaceMismatchError, "ours is 'm'"),
+    ],
+)
+async def test_another_model_is_refused_by_field(
+    options: dict[str, Any], error: type[Exception], named: str
+) -> None:
+    heads = {"num_heads": options.pop("num_heads", 3)}
+    async with (
+        opened(caches(**heads)[0], **options) as lender,
+        opened(caches()[0], lends=False) as reader,
+    ):
+        ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
+        with pytest.raises(error, match=named):
+            await reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5, 6]])
+
+
+@pytest.mark.parametrize(
+    "ticket",
+    ["", "x", "a/b", "127.0.0.1:7100", "127.0.0.1:99999/x", "10.0.0.1:7100/x", "h:1/" * 99],
+)
+async def test_what_is_no_ticket_is_refused(ticket: str) -> None:
+    async with opened(caches()[0], lends=False) as reader:
+        with pytest.raises(InvalidArgumentError, match="ticket"):
+            await reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5, 6]])
+
+
+async def test_arguments_of_no_use_are_refused_by_name() -> None:
+    async with opened(caches()[0]) as lender, opened(caches()[0], lends=False) as reader:
+        ticket = await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]])
+        with pytest.raises(InvalidArgumentError, match=r"number of block_ids\[0\] is 5"):
+            await reader.fetch(ticket, TOKENS, [[1, 2, 3, 4, 5]])
+        with pytest.raises(InvalidArgumentError, match=r"block_ids is .*1 groups"):
+            await reader.fetch(ticket, TOKENS, [])
+        with pytest.raises(InvalidArgumentError, match="listen"):
+            await reader.offer(TOKENS, [[1, 2, 3, 4, 5, 6]])
+        with pytest.raises(InvalidArgumentError, match=r"block_ids\[0\] is 99"):
+            await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 99]])
+        with pytest.raises(InvalidArgumentError, match="not complete"):
+            await lender.offer(TOKENS, [[3, 1, 4, 15, 9, 2]], ticket=ticket)
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "named"),
+    [
+        ("host://?capacity=64KiB", {}, "backend is .*nixl"),
+        ("nixl://127.0.0.1:7100", {}, "address"),
+        ("nixl://?listen=127.0.0.1:0", {"shard": {"num_kv_heads": 6, "tp_size": 2}}, "listen"),
+        (
+            "nixl://?listen=127.0.0.1:65535",
+            {"shard": {"num_kv_heads": 6, "tp_size": 2, "rank": 1}},
+            "listen",
+        ),
+        (
+            "nixl://",
+            {
+                "namespace": kvxfer.Namespace(
+                    model="m", groups=(kvxfer.GroupIdentity(page_sizes_bytes=(8,)),)
+                )
+            },
+            "groups",
+        ),
+    ],
+)
+def test_what_cannot_be_an_exchange_is_refused(
+    url: str, options: dict[str, Any], named: str
+) -> None:
+    if "shard" in options:
+        options = {"shard": kvxfer.WorkerShard(**options["shard"])}
+    with pytest.raises(InvalidArgumentError, match=named):
+        kvxfer.exchange(url, caches()[0], **{"namespace": MODEL} | options)
