@@ -16,16 +16,15 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm import KVXferOffloadingSpec
+from kvxfer.integrations.vllm.common.model_identity import ModelIdentity, identify_model
+from kvxfer.integrations.vllm.common.worker_pages import GroupPages, WorkerPages
 from kvxfer.integrations.vllm.offloading.identity import (
-    ModelIdentity,
     WorkerIdentity,
-    identify_model,
     publish_identity,
     receive_identities,
     row_namespace,
 )
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
-from kvxfer.integrations.vllm.offloading.worker_pages import GroupPages, WorkerPages
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.testing import BlockMemory
 from tests.integrations.test_vllm import SECOND_GROUP_ID, as_vllm_caches, make_config

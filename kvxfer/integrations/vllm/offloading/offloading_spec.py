@@ -11,11 +11,12 @@ from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
+from kvxfer.integrations.vllm.common.model_identity import identify_model
+from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, describe_pages
 from kvxfer.integrations.vllm.connector.hooks import convert_caches
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.identity import (
     WorkerIdentity,
-    identify_model,
     publish_identity,
     receive_identities,
     row_namespace,
@@ -38,7 +39,6 @@ from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
-from kvxfer.integrations.vllm.offloading.worker_pages import describe_pages
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex
@@ -149,9 +149,13 @@ class KVXferOffloadingSpec(OffloadingSpec):
         if vllm_config is None:
             rule = "host:// alone, since vLLM does not tell its model's configuration"
             raise InvalidArgumentError("backend", self.extra_config["backend"], rule)
+        shares = self.config.parallel.pcp_size * self.config.parallel.dcp_size
+        groups = [
+            GroupLayers(group.layer_names, group.tokens_per_block // shares)
+            for group in self.config.groups
+        ]
         return WorkerIdentity(
-            model=identify_model(vllm_config),
-            pages=describe_pages(caches, self.config, vllm_config),
+            model=identify_model(vllm_config), pages=describe_pages(caches, groups, vllm_config)
         )
 
     def _publish(self, identity: WorkerIdentity) -> SharedSegment:

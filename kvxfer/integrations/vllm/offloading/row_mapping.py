@@ -6,12 +6,12 @@ import torch
 
 from kvxfer.backends.host import PoolShape
 from kvxfer.errors import InvalidArgumentError, KVXferError, PageMappingError
+from kvxfer.integrations.vllm.common.worker_pages import WorkerPages
 from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingConfig,
     group_ids,
     workers_keep_the_same,
 )
-from kvxfer.integrations.vllm.offloading.worker_pages import WorkerPages
 from kvxfer.kvcache.page_box import Digit, PageBox
 from kvxfer.kvcache.portable import (
     OPAQUE,

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from kvxfer.connect import parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
-from kvxfer.integrations.vllm.offloading.identity import ModelIdentity, row_namespace
+from kvxfer.integrations.vllm.common.model_identity import ModelIdentity
+from kvxfer.integrations.vllm.offloading.identity import row_namespace
 from kvxfer.integrations.vllm.offloading.interface import (
     JobResult,
     LookupResult,

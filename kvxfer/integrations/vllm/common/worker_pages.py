@@ -19,7 +19,7 @@ from kvxfer.integrations.vllm.common.cpu_packing import (
 )
 from kvxfer.integrations.vllm.common.kv_config import convert_spec
 from kvxfer.integrations.vllm.common.layouts import CPU_BACKEND, layer_cache
-from kvxfer.integrations.vllm.offloading.interface import OffloadingConfig, installed_version
+from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import Digit, PageBox
@@ -62,8 +62,15 @@ class WorkerPages(msgspec.Struct, frozen=True, kw_only=True):
     interleave_tokens: int = 1
 
 
+class GroupLayers(NamedTuple):
+    """Layers of a group, and the tokens of one of its blocks on this worker."""
+
+    layer_names: Sequence[str]
+    tokens_per_block: int
+
+
 def describe_pages(
-    caches: CanonicalKVCaches, config: OffloadingConfig, vllm_config: Any
+    caches: CanonicalKVCaches, groups: Sequence[GroupLayers], vllm_config: Any
 ) -> WorkerPages:
     """Describe the bytes of this worker's caches.
 
@@ -72,13 +79,13 @@ def describe_pages(
 
     Args:
         caches: The caches that vLLM handed over, which are bytes.
-        config: vLLM's plan of the offloading.
+        groups: Layers of each group of the caches.
         vllm_config: A `vllm.config.VllmConfig`.
     """
     return WorkerPages(
         groups=tuple(
-            _describe_group(refs, group, caches, config, vllm_config)
-            for refs, group in zip(caches.group_data_refs, config.groups, strict=True)
+            _describe_group(refs, group, caches, vllm_config)
+            for refs, group in zip(caches.group_data_refs, groups, strict=True)
         ),
         num_kv_heads=int(vllm_config.model_config.get_total_num_kv_heads()),
         interleave_tokens=int(
@@ -89,9 +96,8 @@ def describe_pages(
 
 def _describe_group(
     refs: Sequence[CanonicalKVCacheRef],
-    group: Any,
+    group: GroupLayers,
     caches: CanonicalKVCaches,
-    config: OffloadingConfig,
     vllm_config: Any,
 ) -> GroupPages:
     starts = list(accumulate((ref.page_size_bytes for ref in refs), initial=0))
@@ -102,10 +108,9 @@ def _describe_group(
         if len(refs) not in (1, len(group.layer_names)):
             expected = f"one for each of {len(group.layer_names)} layers, or for all"
             raise PageMappingError("layer", f"{len(refs)} pieces", expected)  # noqa: TRY301
-        tokens = group.tokens_per_block // (config.parallel.pcp_size * config.parallel.dcp_size)
         for index, name in enumerate(group.layer_names):
             place = min(index, len(refs) - 1)
-            layer = _describe_layer(name, refs[place], caches, tokens, vllm_config)
+            layer = _describe_layer(name, refs[place], caches, group.tokens_per_block, vllm_config)
             boxes += [box.moved(starts[place]) for box in layer.boxes]
     except Exception as exc:  # noqa: BLE001 - a group that is not understood is kept as bytes
         return GroupPages(payload_size_bytes=size, reason=f"{type(exc).__name__}: {exc}")

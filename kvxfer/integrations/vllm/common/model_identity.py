@@ -1,0 +1,155 @@
+"""Identity of a model under vLLM: what changes the values of its cache at equal tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import Namespace
+
+VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Identity of a model, beyond `OffloadingConfig`: properties that change the cache's values.
+
+    Attributes:
+        revision: Revision of the weights.
+        quantization: Quantization of weights and cache.
+        config_hash: XXH3 of all other properties that change values: configuration of the model
+            (RoPE, windows), attention backend, draft model.
+    """
+
+    revision: str
+    quantization: str = ""
+    config_hash: str = ""
+
+
+def identify_model(vllm_config: Any) -> ModelIdentity:
+    """Identify the model of an engine.
+
+    Args:
+        vllm_config: A `vllm.config.VllmConfig`.
+
+    Raises:
+        InvalidArgumentError: The revision of the weights is unknown, or adapters are loaded.
+    """
+    if vllm_config.lora_config is not None:
+        rule = "an engine without LoRA, whose keys name an adapter's folder and not its weights"
+        raise InvalidArgumentError("backend", "a tier below host memory", rule)
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    facts = _describe(model) | {
+        "cache": [
+            str(cache.cache_dtype),
+            list(cache.kv_cache_dtype_skip_layers),
+            str(cache.mamba_cache_dtype),
+            str(cache.mamba_ssm_cache_dtype),
+            str(cache.mamba_cache_mode),
+        ],
+        "attention": str(vllm_config.attention_config),
+        "load_format": str(vllm_config.load_config.load_format),
+    }
+    if draft := getattr(vllm_config.speculative_config, "draft_model_config", None):
+        facts["draft"] = [find_revision(draft), _describe(draft)]
+    return ModelIdentity(
+        revision=find_revision(model),
+        quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
+        config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
+    )
+
+
+def _describe(model: Any) -> dict[str, Any]:
+    """Collect the parts of a model's configuration that change its values."""
+    config = {
+        name: value
+        for name, value in model.hf_config.to_dict().items()
+        if name not in VOLATILE_FIELDS
+    }
+    facts = {
+        "config": config,
+        "dtype": str(model.dtype),
+        "quantization": [str(model.quantization), str(model.quantization_config)],
+        "implementation": [str(model.model_impl), str(model.model_class_overrides)],
+        "sliding_window_off": bool(model.disable_sliding_window),
+    }
+    if "longrope" in json.dumps(config, default=str):
+        facts["max_model_len"] = model.max_model_len  # long or short factors depend on it
+    return facts
+
+
+def find_revision(model: Any) -> str:
+    """Find the revision of the weights: a commit, the `revision` of the caller, or a file hash.
+
+    The files of a local folder are hashed by size and time, not by content, which would read the
+    whole model again. So a copy of the folder is another revision, unless `revision` is given.
+    """
+    path = Path(model.model_weights or model.model)
+    if not path.exists():
+        revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
+    else:
+        revision = model.revision or _hash_files(path)
+    if not revision:
+        rule = f"a revision of the weights at {str(path)!r}, which has no commit or weight file"
+        raise InvalidArgumentError("revision", revision, rule)
+    return str(revision)
+
+
+def _hash_files(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES)]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    return hash_text(json.dumps(stats)) if stats else ""
+
+
+def hash_text(text: str) -> str:
+    """Hash a text, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:
+    """Make the namespace in which engines hand pages over: of one model, whatever its engines.
+
+    It has neither paths nor vLLM's release nor what the engine derives from the checkpoint, so that
+    engines of different releases, on different machines, can share it.
+
+    Args:
+        vllm_config: A `vllm.config.VllmConfig`.
+        revision: Revision of the weights, in place of the one that is found.
+
+    Raises:
+        InvalidArgumentError: The revision of the weights is unknown.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    facts = {
+        "config": _read_config(model),
+        "overrides": str(getattr(model, "hf_overrides", None) or {}),
+        "skipped": sorted(map(str, getattr(cache, "kv_cache_dtype_skip_layers", ()))),
+        "states": [str(cache.mamba_cache_dtype), str(cache.mamba_ssm_cache_dtype)],
+        "sliding_window_off": bool(model.disable_sliding_window),
+    }
+    if "longrope" in json.dumps(facts, default=str):
+        facts["max_model_len"] = model.max_model_len
+    if draft := getattr(vllm_config.speculative_config, "draft_model_config", None):
+        facts["draft"] = [find_revision(draft), _read_config(draft)]
+    return Namespace(
+        model=" ".join(getattr(model.hf_config, "architectures", None) or ()),
+        revision=revision or find_revision(model),
+        dtype=str(model.dtype),
+        quantization=f"weights {model.quantization}, cache {cache.cache_dtype}",
+        config_hash=hash_text(json.dumps(facts, sort_keys=True, default=str)),
+    )
+
+
+def _read_config(model: Any) -> dict[str, Any]:
+    """Read the configuration of a checkpoint as its makers wrote it.
+
+    Engines of different releases add different defaults to it.
+    """
+    path = Path(model.model) / "config.json"
+    config = json.loads(path.read_text()) if path.is_file() else model.hf_config.to_diff_dict()
+    dtypes = ("torch_dtype", "dtype")  # a field of its own in the namespace
+    return {key: value for key, value in config.items() if key not in (*VOLATILE_FIELDS, *dtypes)}
