@@ -1,7 +1,8 @@
-"""Offloading of vLLM's KV cache.
+"""KV caches of vLLM: offloading, and prefill and decode in separate engines.
 
-`KVXferOffloadingSpec` serves vLLM's OffloadingConnector, `KVXferTier` its TieringOffloadingSpec.
-Both are imported at their first use: connectors with hooks of kvxfer need no offloading of vLLM's.
+`KVXferOffloadingSpec` serves vLLM's OffloadingConnector, `KVXferTier` its TieringOffloadingSpec;
+`KVXferConnector` hands the KV cache of prompts from one engine to another. Each is imported at its
+first use: what one of them needs of vLLM, the others do not.
 """
 
 import importlib
@@ -9,11 +10,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvxfer.integrations.vllm.offloading import KVXferOffloadingSpec, KVXferTier
+    from kvxfer.integrations.vllm.prefill_decode import KVXferConnector
 
-__all__ = ["KVXferOffloadingSpec", "KVXferTier"]
+__all__ = ["KVXferConnector", "KVXferOffloadingSpec", "KVXferTier"]
+
+_ROOMS = {"KVXferConnector": "prefill_decode"}
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("kvxfer.integrations.vllm.offloading"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_ROOMS.get(name, 'offloading')}"), name)

@@ -1,0 +1,342 @@
+"""Connector: prefill in one engine and decode in another, by way of vLLM's connector interface."""
+
+import importlib
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.model_identity import handover_namespace
+from kvxfer.integrations.vllm.connector import KVCacheHooks
+from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
+from kvxfer.integrations.vllm.prefill_decode.groups import (
+    Groups,
+    can_report_failures,
+    fails_by_block,
+    why_not,
+)
+from kvxfer.integrations.vllm.prefill_decode.interface import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    KVConnectorStats,
+    SupportsHMA,
+    transfer_groups,
+    transfer_results,
+)
+from kvxfer.integrations.vllm.prefill_decode.metrics import (
+    OFFLOADING,
+    Counters,
+    PrefillDecodeMetrics,
+    PrefillDecodeStats,
+)
+from kvxfer.integrations.vllm.prefill_decode.prefill import PrefillScheduler
+from kvxfer.integrations.vllm.prefill_decode.settings import Settings
+from kvxfer.integrations.vllm.prefill_decode.step_data import StepData
+from kvxfer.integrations.vllm.prefill_decode.ticket import wants_prefill
+from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeWorker
+from kvxfer.integrations.vllm.prefill_decode.worker_caches import describe_worker
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.transfer.handover import Handover
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerFacts(KVConnectorHandshakeMetadata):
+    """Facts about a worker that the scheduler needs.
+
+    Attributes:
+        description: Description of its caches.
+        port: Port at which it listens; 0 where it does not.
+    """
+
+    def __init__(self, description: bytes, port: int) -> None:
+        self.description = description
+        self.port = port
+
+
+class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
+    """Connector that hands the KV cache of prompts from prefill engines to decode engines.
+
+    Settings are in `kv_connector_extra_config`, see `Settings`. An engine with `listen` lends the
+    pages of prompts that it computes; any engine reads those of others. With `backend`, the object
+    is a `TieredConnector`.
+
+    Raises:
+        InvalidArgumentError: A setting is unknown or of no use, or the engine is parallel in a way
+            that is not supported.
+    """
+
+    def __new__(  # noqa: PYI034 - of a subclass, too
+        cls,
+        vllm_config: Any,
+        role: Any,  # noqa: ARG004 - of `__init__`
+        kv_cache_config: Any = None,  # noqa: ARG004
+    ) -> "KVXferConnector":
+        """Choose the class by the configuration: vLLM knows this one by its name only."""
+        kind = _type_for(vllm_config)
+        return object.__new__(cls if issubclass(cls, kind) else kind)
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._settings = Settings.parse(transfer.kv_connector_extra_config)
+        transfer.kv_load_failure_policy = self._settings.on_failure  # read after this
+        for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+            if (size := getattr(parallel, name, 1)) > 1:
+                raise InvalidArgumentError(name, size, "1 with KVXferConnector")
+        self._settings.require_ports(parallel.tensor_parallel_size)
+        self._reads, self._lends = self._sides(is_scheduler=role == KVConnectorRole.SCHEDULER)
+        self._namespace = handover_namespace(vllm_config, self._settings.revision)
+        self._counters = Counters()
+        self._prefill: PrefillScheduler | None = None
+        self._decode: DecodeScheduler | None = None
+        self._worker: PrefillDecodeWorker | None = None
+        self._handover: Handover | None = None
+        self._facts: WorkerFacts | None = None
+        self._ended = Ended()
+        self._has_warned = False
+
+    # The side of the scheduler.
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, WorkerFacts]) -> None:
+        """Take what the workers say of themselves, by rank."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): metadata[rank] for rank in metadata})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], WorkerFacts]
+    ) -> None:
+        """Take what the workers say of themselves, by pipeline and tensor-parallel rank."""
+        if not (self._reads or self._lends):
+            return
+        facts = metadata.get((0, 0))
+        if not isinstance(facts, WorkerFacts):
+            rule = "what KVXferConnector's workers say, so this one first of a MultiConnector's"
+            raise InvalidArgumentError("metadata[0, 0]", facts, rule)
+        groups = Groups.of(self._kv_cache_config, self._num_token_shares)
+        self._handover = Handover(
+            self._settings.asking, self._namespace, CacheDescription.decode(facts.description)
+        )
+        if self._reads:
+            self._decode = DecodeScheduler(
+                self._handover, self._settings, groups=groups, counters=self._counters
+            )
+        if (listen := self._settings.exchange.listen_endpoint) is not None and self._lends:
+            host = self._settings.advertise or listen.host
+            self._prefill = PrefillScheduler(
+                groups=groups,
+                endpoint=Endpoint(host, facts.port),
+                engine_id=self._vllm_config.kv_transfer_config.engine_id,
+                tp_size=self._vllm_config.parallel_config.tensor_parallel_size,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """See vLLM's `KVConnectorBase_V1`."""
+        return self._lends
+
+    def on_new_request(self, request: Any) -> None:
+        """Ask about a request of D at once."""
+        if self._decode is not None:
+            self._decode.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See vLLM's `KVConnectorBase_V1`."""
+        if self._decode is None:
+            return 0, False
+        return self._decode.num_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        if self._decode is not None:
+            self._decode.on_alloc(request, blocks, num_external_tokens)
+        if self._prefill is not None:
+            self._prefill.on_alloc(request)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepData:
+        """See vLLM's `KVConnectorBase_V1`."""
+        step = StepData()
+        if self._decode is not None:
+            self._decode.plan(step)
+        if self._prefill is not None:
+            self._prefill.plan(step, scheduler_output)
+        return step
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        if self._decode is not None:
+            self._decode.on_received(connector_output.finished_recving or ())
+        if self._prefill is not None:
+            self._prefill.on_sent(list(connector_output.finished_sending or ()))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM's `KVConnectorBase_V1`."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See vLLM's `SupportsHMA`."""
+        if self._decode is not None:
+            self._decode.finish(request)
+        if not wants_prefill(request.kv_transfer_params):
+            return False, None
+        if self._prefill is None:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("a request is to be handed over, by an engine that lends nothing")
+            return False, None
+        return self._prefill.finish(request, block_ids)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:  # noqa: ARG002 - vLLM's
+        """See vLLM's `KVConnectorBase_V1`."""
+        return transfer_groups(self._kv_cache_config)
+
+    # The side of a worker.
+
+    def use_kv_caches(self, caches: CanonicalKVCaches) -> None:
+        """Lend and fill the blocks of this worker's caches from now on."""
+        if not (self._reads or self._lends):
+            return
+        description = describe_worker(caches, self._kv_cache_config, self._vllm_config)
+        rank = description.shard.rank
+        config = self._settings.listen_at(rank) if self._lends else self._settings.reading
+        self._handover = Handover(config, self._namespace, description, caches)
+        self._handover.start()
+        self._worker = PrefillDecodeWorker(self._handover, self._counters)
+        self._facts = WorkerFacts(description.encode(), self._handover.port)
+
+    def get_handshake_metadata(self) -> WorkerFacts | None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        return self._facts
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Prepare a step: vLLM calls this in each, before it writes to any block."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepData):
+            self._worker.prepare(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ARG002 - vLLM's
+        """Begin the loads of a step."""
+        step = self._get_connector_metadata()
+        if self._worker is not None and isinstance(step, StepData):
+            self._worker.begin(step)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: loads end before a request is scheduled."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Do nothing: blocks are read where they are."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing, for the same reason."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        """See vLLM's `KVConnectorBase_V1`; before 0.30 vLLM calls this one."""
+        self._ended = self._take_ended(finished_req_ids)
+        return self._ended.sent, self._ended.received
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See vLLM's `KVConnectorBase_V1`; from 0.30 on vLLM calls this one."""
+        self._ended = ended = self._take_ended(finished_req_ids)
+        failed = set() if self._groups_fail_by_block else set(ended.bad_blocks)
+        return transfer_results(ended.sent, ended.received, failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """List blocks that were not loaded, of a model whose loads can fail by block."""
+        if not self._groups_fail_by_block:
+            return set()
+        return {block for (bad,) in self._ended.bad_blocks.values() for block in bad}
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        num_leases = self._prefill.num_leases if self._prefill is not None else None
+        stats = self._counters.take(num_leases)
+        return None if stats.is_empty() else stats
+
+    def shutdown(self) -> None:
+        """End every lease and load."""
+        if self._worker is not None:
+            self._worker.close()
+        elif self._handover is not None:
+            self._handover.close()
+
+    # Both sides.
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
+        """Whether vLLM may move the caches, from 0.33 on: no, others read them where they are."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """See vLLM's `KVConnectorBase_V1`."""
+        if data is not None and OFFLOADING in data:
+            return _tiers().TieredStats(data)
+        return PrefillDecodeStats(data)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *args: Any) -> PrefillDecodeMetrics:
+        """See vLLM's `KVConnectorBase_V1`."""
+        if (kind := _type_for(vllm_config)) is not cls:
+            return kind.build_prom_metrics(vllm_config, *args)
+        return PrefillDecodeMetrics(vllm_config, *args)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """See vLLM's `KVConnectorBase_V1`: any layout will do, but tiers may want a certain one."""
+        kind = _type_for(vllm_config)
+        return None if kind is cls else kind.get_required_kvcache_layout(vllm_config)
+
+    def _sides(self, *, is_scheduler: bool) -> tuple[bool, bool]:
+        """Decide whether this engine reads and lends; its scheduler says why it does not."""
+        transfer, config = self._vllm_config.kv_transfer_config, self._kv_cache_config
+        reads, lends = transfer.is_kv_consumer, transfer.is_kv_producer
+        lends &= self._settings.exchange.listen_endpoint is not None
+        whys = []
+        if why := why_not(config):
+            reads = lends = False
+            whys = [f"prompts are neither read nor lent: {why}"]
+        elif reads and not can_report_failures(config):
+            reads = False
+            whys = ["prompts are not read: before 0.30 vLLM lets no load of several groups fail"]
+        if is_scheduler:
+            for why in whys:
+                logger.warning("%s", why)
+        return reads, lends
+
+    @property
+    def _groups_fail_by_block(self) -> bool:
+        return fails_by_block(self._kv_cache_config)
+
+    @property
+    def _num_token_shares(self) -> int:
+        parallel = self._vllm_config.parallel_config
+        return int(getattr(parallel, "decode_context_parallel_size", 1))
+
+    def _take_ended(self, finished_req_ids: set[str]) -> Ended:  # noqa: ARG002 - of the tiers
+        return Ended() if self._worker is None else self._worker.take_ended()
+
+
+def _type_for(vllm_config: Any) -> type[KVXferConnector]:
+    """Return the connector with tiers where the configuration has any."""
+    if not vllm_config.kv_transfer_config.kv_connector_extra_config.get("backend"):
+        return KVXferConnector
+    return _tiers().TieredConnector  # type: ignore[no-any-return]
+
+
+def _tiers() -> Any:
+    """Import the connector with tiers at its first use: it builds on this one, and needs more."""
+    return importlib.import_module("kvxfer.integrations.vllm.prefill_decode.tiers")
+
+
+__all__ = ["KVConnectorRole", "KVXferConnector"]

@@ -1,0 +1,243 @@
+"""Decode: the scheduler's side of D, which asks P for the pages of a prompt."""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.integrations.vllm.prefill_decode.groups import Groups
+from kvxfer.integrations.vllm.prefill_decode.metrics import Counters, Reason
+from kvxfer.integrations.vllm.prefill_decode.prompts import prompt_keys
+from kvxfer.integrations.vllm.prefill_decode.settings import Settings
+from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, StepData
+from kvxfer.integrations.vllm.prefill_decode.ticket import Ticket, read_ticket, wants_decode
+from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.text import printable
+from kvxfer.transfer.asking import Found
+from kvxfer.transfer.handover import Handover
+
+T = TypeVar("T")
+
+MAX_REASON_CHARACTERS = 500
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """Request that P was asked about.
+
+    Attributes:
+        ticket: Where, and for which lease.
+        keys: Keys of the prompt.
+        answer: P's answer, when it comes.
+        deadline: Time until which it is waited for, by the clock.
+        found: The answer, once it was used.
+        num_local_tokens: Tokens that were here when it was used.
+    """
+
+    ticket: Ticket
+    keys: PromptKeys
+    answer: "Future[Found]"
+    deadline: float
+    found: Found | None = None
+    num_local_tokens: int = 0
+
+
+class DecodeScheduler:
+    """Scheduler's side of D.
+
+    A request is asked about once, and its lease released once. Whatever goes wrong is a warning, a
+    count by reason, and a prompt that D computes itself. D always computes the last token of a
+    prompt, to get at the next one; so that one is never loaded.
+
+    Args:
+        handover: Asks P's workers, on a thread of its own.
+        settings: Settings of the connector.
+        groups: The groups whose blocks are loaded.
+        counters: Counters to add to.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self,
+        handover: Handover,
+        settings: Settings,
+        *,
+        groups: Groups,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._handover = handover
+        self._settings = settings
+        self._windows = groups.windows
+        self._tokens_per_hit = math.lcm(*groups.tokens_per_block)
+        self._counters = counters
+        self._clock = clock
+        self._asked: dict[str, _Asked] = {}
+        self._settled: set[str] = set()  # requests that P is not asked about again
+        self._fetches: list[Fetch] = []
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that something is remembered of."""
+        return len(self._asked.keys() | self._settled)
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin to ask about a request as soon as it is known."""
+        if wants_decode(request.kv_transfer_params):
+            self._ask(request)
+
+    def num_matched_tokens(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
+        """Say how many tokens P has beyond those that are here.
+
+        Returns:
+            The tokens, and whether they are loaded while other requests are computed; None for the
+            tokens while the answer is under way.
+        """
+        if not wants_decode(request.kv_transfer_params) or request.request_id in self._settled:
+            return 0, False
+        if getattr(request, "skip_reading_prefix_cache", False):  # it wants every log-probability
+            return self._refuse(request, Reason.NOT_WANTED, "it reads no cache")
+        asked = self._asked.get(request.request_id) or self._ask(request)
+        if asked is None:
+            return 0, False
+        if asked.found is None and not asked.answer.done() and self._clock() < asked.deadline:
+            return None, False
+        return self._take_answer(request, asked, num_local_tokens)
+
+    def on_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Plan the load of a request whose blocks are allocated.
+
+        Args:
+            request: A `vllm.v1.request.Request`.
+            blocks: Its `KVCacheBlocks`.
+            num_external_tokens: Tokens that are to be loaded, which may be fewer than P has.
+        """
+        asked = self._asked.get(request.request_id)
+        if asked is None or asked.found is None or request.request_id in self._settled:
+            return
+        if not num_external_tokens:  # another connector has more, or vLLM computes them after all
+            self._settle(request.request_id)
+            return
+        first = asked.num_local_tokens
+        block_ids = [[_writable(block) for block in ids] for ids in blocks.blocks]
+        wanted = asked.found.wanted(asked.keys, first, first + num_external_tokens, block_ids)
+        self._fetches.append(
+            Fetch(
+                request_id=request.request_id,
+                endpoint=asked.ticket.endpoint,
+                lease=asked.ticket.lease,
+                wanted=wanted,
+                waits=not asked.found.is_complete,
+            )
+        )
+        self._settled.add(request.request_id)
+
+    def plan(self, step: StepData) -> None:
+        """Add the loads that were planned to the data of a step."""
+        step.fetches, self._fetches = self._fetches, []
+
+    def on_received(self, request_ids: Iterable[str]) -> None:
+        """Release the leases of requests whose load has ended on every worker."""
+        for request_id in request_ids:
+            self._release(request_id)
+
+    def finish(self, request: Any) -> None:
+        """Forget a request that is finished; a load that goes on releases its lease at its end."""
+        request_id = request.request_id
+        is_settled, is_asked = request_id in self._settled, request_id in self._asked
+        self._settled.discard(request_id)
+        if is_asked and not is_settled:
+            self._release(request_id)
+        elif not is_asked and not is_settled and wants_decode(request.kv_transfer_params):
+            ticket = self._read_ticket(request)  # it never was queued: P need not wait
+            if isinstance(ticket, Ticket):
+                self._submit(self._handover.release(ticket.endpoint, ticket.lease))
+
+    def _take_answer(
+        self, request: Any, asked: _Asked, num_local_tokens: int
+    ) -> tuple[int | None, bool]:
+        try:
+            asked.found = asked.answer.result(timeout=0)
+        except Exception as exc:  # noqa: BLE001 - whatever P says or does, or does not in time
+            text = printable(str(exc) or "no answer in time", MAX_REASON_CHARACTERS)
+            return self._refuse(request, Reason.of(exc), text)
+        if asked.found.num_tokens == 0:
+            return self._refuse(request, Reason.MISSING, "P has no page of the prompt")
+        asked.num_local_tokens = num_local_tokens
+        num_tokens = self._usable(request, asked.found) - num_local_tokens
+        if num_tokens > 0:
+            return num_tokens, True
+        self._settle(request.request_id)  # all of it is here already
+        return 0, False
+
+    def _usable(self, request: Any, found: Found) -> int:
+        """Tokens from the beginning of the prompt that can be loaded."""
+        if found.num_tokens >= request.num_prompt_tokens:
+            return int(request.num_prompt_tokens) - 1
+        return found.num_tokens - found.num_tokens % self._tokens_per_hit
+
+    def _ask(self, request: Any) -> _Asked | None:
+        ticket = self._read_ticket(request)
+        if isinstance(ticket, InvalidArgumentError):
+            self._refuse(request, Reason.INVALID, str(ticket))
+            return None
+        keys = prompt_keys(request)
+        if keys is None:
+            self._submit(self._handover.release(ticket.endpoint, ticket.lease))
+            self._refuse(request, Reason.NO_TOKENS, "the prompt is not one of tokens")
+            return None
+        self._counters.add("tickets")
+        answer = self._submit(
+            self._handover.ask(
+                ticket.endpoint, ticket.lease, keys, self._windows, waits=ticket.overlaps
+            )
+        )
+        if answer is None:
+            self._refuse(request, Reason.ERROR, "this engine shuts down")
+            return None
+        asked = _Asked(ticket, keys, answer, self._clock() + self._settings.ask_timeout_s)
+        self._asked[request.request_id] = asked
+        return asked
+
+    def _read_ticket(self, request: Any) -> Ticket | InvalidArgumentError:
+        try:
+            ticket = read_ticket(request.kv_transfer_params)
+            self._settings.require_allowed(ticket.endpoint)
+        except InvalidArgumentError as exc:
+            return exc
+        return ticket
+
+    def _refuse(self, request: Any, reason: Reason, text: str) -> tuple[int, bool]:
+        logger.warning("request %s computes its prompt here: %s", request.request_id, text)
+        self._counters.add_reason("refused", reason)
+        self._settle(request.request_id)
+        return 0, False
+
+    def _settle(self, request_id: str) -> None:
+        self._settled.add(request_id)
+        self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        asked = self._asked.pop(request_id, None)
+        if asked is not None:
+            asked.answer.cancel()
+            self._submit(self._handover.release(asked.ticket.endpoint, asked.ticket.lease))
+
+    def _submit(self, call: Coroutine[Any, Any, T]) -> "Future[T] | None":
+        """Begin a call; None where the hand-over is closed."""
+        try:
+            return self._handover.submit(call)
+        except KVXferError as exc:
+            logger.debug("a call to P was not begun: %s", exc)
+            return None
+
+
+def _writable(block: Any) -> int:
+    """Return the id of a block that a load may write; 0 for the null block, and for shared ones."""
+    return 0 if block.is_null or block.block_hash is not None else int(block.block_id)

@@ -1,0 +1,227 @@
+"""Prefill: the scheduler's side of P, which lends the pages of finished prompts."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.integrations.vllm.prefill_decode.groups import Groups
+from kvxfer.integrations.vllm.prefill_decode.interface import RequestStatus
+from kvxfer.integrations.vllm.prefill_decode.prompts import prompt_keys
+from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
+from kvxfer.integrations.vllm.prefill_decode.ticket import (
+    lease_of_router,
+    make_lease,
+    make_params,
+    wants_prefill,
+)
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.prompt_keys import PromptKeys
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Early:
+    """Request whose pages are lent while the rest of its prompt is computed.
+
+    Attributes:
+        request: vLLM's request.
+        num_preemptions: How often it had been preempted when it was noted.
+        lease: Name of its lease, given by the router.
+        keys: Keys of its prompt.
+        block_ids: Its blocks so far, for each group.
+        num_offered: Blocks of each group that were offered.
+    """
+
+    request: Any
+    num_preemptions: int
+    lease: str
+    keys: PromptKeys
+    block_ids: list[list[int]]
+    num_offered: list[int] = field(default_factory=list)
+
+    @property
+    def was_preempted(self) -> bool:
+        """Whether vLLM took its blocks away."""
+        return bool(self.request.num_preemptions != self.num_preemptions)
+
+
+class PrefillScheduler:
+    """Scheduler's side of P.
+
+    Args:
+        groups: The groups whose blocks are lent.
+        endpoint: Endpoint of the worker of rank 0, as others reach it.
+        engine_id: vLLM's id of this engine.
+        tp_size: Workers.
+    """
+
+    def __init__(
+        self,
+        *,
+        groups: Groups,
+        endpoint: Endpoint,
+        engine_id: str,
+        tp_size: int,
+    ) -> None:
+        self._groups = groups
+        self._endpoint = endpoint
+        self._engine_id = engine_id
+        self._tp_size = tp_size
+        self._early: dict[str, _Early] = {}
+        self._leases: dict[str, str] = {}  # of requests whose blocks vLLM keeps for us
+        self._offers: list[Offer] = []
+        self._revoked: list[str] = []
+        self._given_up: list[str] = []
+
+    @property
+    def num_leases(self) -> int:
+        """Requests whose blocks are lent, or were not reported as free yet."""
+        return len(self._leases)
+
+    def on_alloc(self, request: Any) -> None:
+        """Note a request that is about to be computed; called again after a preemption."""
+        params = request.kv_transfer_params
+        if request.request_id in self._early or not wants_prefill(params):
+            return
+        lease = lease_of_router(params)
+        if lease is None or self._is_used(lease):
+            return
+        if (keys := prompt_keys(request)) is not None:
+            blocks: list[list[int]] = [[] for _ in self._groups.windows]
+            early = _Early(request, request.num_preemptions, lease, keys, blocks)
+            self._early[request.request_id] = early
+            # With no blocks yet: D may ask already.
+            self._offers.append(Offer(request.request_id, lease, [], [], is_complete=False))
+
+    def plan(self, step: StepData, output: Any) -> None:
+        """Add the offers of a step, those of chunks that earlier steps computed included.
+
+        Args:
+            step: Step data to add to.
+            output: vLLM's `SchedulerOutput` of the step.
+        """
+        for request_id, early in list(self._early.items()):
+            if early.was_preempted:  # its blocks are gone
+                del self._early[request_id]
+                self._revoked.append(early.lease)
+        for data in output.scheduled_new_reqs:
+            self._advance(data.req_id, data.block_ids, data.num_computed_tokens, replaces=True)
+        cached = output.scheduled_cached_reqs
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, block_ids, num_computed in rows:
+            replaces = request_id in cached.resumed_req_ids
+            self._advance(request_id, block_ids, num_computed, replaces=replaces)
+        step.offers, self._offers = self._offers, []
+        step.revoked, self._revoked = self._revoked, []
+        step.given_up, self._given_up = self._given_up, []
+
+    def finish(
+        self, request: Any, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Lend the blocks of a request that is finished.
+
+        Args:
+            request: A `vllm.v1.request.Request` of P.
+            block_ids: Its blocks, for each group of vLLM.
+
+        Returns:
+            Whether vLLM is to keep the blocks until the workers report the request, and the
+            parameters for D, None where nothing is lent.
+        """
+        early = self._early.pop(request.request_id, None)
+        ends = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        keys = early.keys if early else prompt_keys(request)
+        is_whole = request.num_computed_tokens >= request.num_prompt_tokens
+        if request.status not in ends or keys is None or not is_whole:
+            return self._give_up(request.request_id, early), None
+        lease = early.lease if early else make_lease()
+        offered = self._pair(keys, block_ids, request.num_prompt_tokens)
+        self._offers.append(Offer(request.request_id, lease, *offered, is_complete=True))
+        self._leases[request.request_id] = lease
+        return True, make_params(
+            lease,
+            self._endpoint,
+            engine_id=self._engine_id,
+            tp_size=self._tp_size,
+            num_tokens=request.num_prompt_tokens,
+        )
+
+    def on_sent(self, request_ids: Sequence[str]) -> None:
+        """Note requests whose leases are over and whose blocks vLLM frees now."""
+        for request_id in request_ids:
+            self._leases.pop(request_id, None)
+
+    def _give_up(self, request_id: str, early: _Early | None) -> bool:
+        """End the lease of a request that was not finished; return whether its blocks are kept."""
+        if early is None:
+            return False
+        if early.was_preempted:  # vLLM has its blocks already
+            self._revoked.append(early.lease)
+            return False
+        self._given_up.append(early.lease)
+        if not any(early.num_offered):
+            return False
+        # Readers may be at its first pages: vLLM frees them when the workers say that nobody is.
+        self._leases[request_id] = early.lease
+        self._offers.append(Offer(request_id, early.lease, [], [], is_complete=True))
+        return True
+
+    def _advance(
+        self,
+        request_id: str,
+        block_ids: Sequence[Sequence[int]] | None,
+        num_computed: int,
+        *,
+        replaces: bool,
+    ) -> None:
+        """Note the blocks of a request, and offer those that earlier steps have filled."""
+        early = self._early.get(request_id)
+        if early is None:
+            return
+        for group, ids in enumerate(early.block_ids):
+            if replaces:
+                ids.clear()
+            if block_ids is not None:
+                ids.extend(block_ids[group])
+        if replaces:  # what is here already may be computed for another request, in this very step
+            early.num_offered = [0] * len(early.block_ids)
+            return
+        num_computed = min(num_computed, early.keys.num_tokens)
+        keys: list[BlockKey] = []
+        offered: list[int] = []
+        for group, ids in enumerate(early.block_ids):
+            size = self._groups.tokens_per_block[group]
+            full, done = num_computed // size, early.num_offered[group]
+            if full <= done or self._groups.windows[group] is not None:
+                continue
+            found = early.keys.block_keys(group, size, full * size, first_token=done * size)
+            pairs = zip(found, ids[done:full], strict=False)
+            kept = [(key, block_id) for key, block_id in pairs if block_id]
+            keys += [key for key, _ in kept]
+            offered += [block_id for _, block_id in kept]
+            early.num_offered[group] = full
+        if keys:
+            self._offers.append(Offer(request_id, early.lease, keys, offered, is_complete=False))
+
+    def _pair(
+        self, keys: PromptKeys, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> tuple[list[BlockKey], list[int]]:
+        """Pair the keys and blocks of a prompt, without null blocks."""
+        pairs = [
+            (key, block_id)
+            for group, size in enumerate(self._groups.tokens_per_block)
+            for key, block_id in zip(
+                keys.block_keys(group, size, num_tokens),
+                block_ids[group],
+                strict=False,  # blocks for tokens to come
+            )
+            if block_id
+        ]
+        return [key for key, _ in pairs], [block_id for _, block_id in pairs]
+
+    def _is_used(self, lease: str) -> bool:
+        early = (each.lease for each in self._early.values())
+        return lease in self._leases.values() or lease in early

@@ -1,0 +1,138 @@
+"""Settings of the connector: `kv_connector_extra_config`."""
+
+from collections.abc import Mapping
+from ipaddress import ip_address, ip_network
+from typing import Any
+
+import msgspec
+
+from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.checks import require_number, require_text, require_texts
+from kvxfer.endpoint import MAX_PORT
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.units import ByteSize
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `KVXferConnector`; all other names are those of `NixlConfig`.
+
+    Attributes:
+        exchange: How engines reach each other, and prove who they are.
+        advertise: Host by which other machines reach `listen`; by default the one of `listen`.
+        ask_timeout_s: Time for which a request of D waits for P's answer to its ticket.
+        allow: Networks, such as `10.0.0.0/8`, and names of hosts that a ticket may name; empty
+            for all. Without a secret and TLS, loopback addresses only, in any case.
+        revision: Revision of the weights, in place of the one that is found.
+        on_failure: What vLLM does with a request whose pages do not arrive: `recompute` them, or
+            `fail` the request.
+        backend: Tiers of this engine's own, as for `KVXferOffloadingSpec`, which checks them: the
+            head of a prompt may come from there, and the rest from P. None by default.
+    """
+
+    exchange: NixlConfig
+    advertise: str = ""
+    ask_timeout_s: float = 3.0
+    allow: tuple[str, ...] = ()
+    revision: str = ""
+    on_failure: str = "recompute"
+    backend: Any = None
+
+    def __post_init__(self) -> None:
+        """Check each setting."""
+        require_text("advertise", self.advertise)
+        require_text("revision", self.revision)
+        require_texts("allow", self.allow)
+        require_number("ask_timeout_s", self.ask_timeout_s)
+        for index, rule in enumerate(self.allow):
+            _require_rule(f"allow[{index}]", rule)
+        if self.on_failure not in ("recompute", "fail"):
+            raise InvalidArgumentError("on_failure", self.on_failure, "'recompute' or 'fail'")
+        listen = self.exchange.listen_endpoint
+        if listen is not None and not self.advertise and listen.host in ("0.0.0.0", "::"):  # noqa: S104
+            rule = "the host by which others reach listen=" + self.exchange.listen
+            raise InvalidArgumentError("advertise", self.advertise, rule)
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> "Settings":
+        """Read the settings.
+
+        Raises:
+            InvalidArgumentError: A name is unknown, or a value of no use; the error names it.
+        """
+        ours = {name: extra[name] for name in cls.__struct_fields__[1:] if name in extra}
+        theirs = {name: value for name, value in extra.items() if name not in ours}
+        try:
+            exchange = msgspec.convert(theirs, NixlConfig, strict=False, dec_hook=_decode)
+            return msgspec.convert(ours | {"exchange": exchange}, cls, strict=False)
+        except msgspec.ValidationError as exc:
+            raise InvalidArgumentError("kv_connector_extra_config", dict(extra), str(exc)) from exc
+
+    def listen_at(self, rank: int) -> NixlConfig:
+        """Make the configuration of the worker of a rank, which listens at the rank-th port."""
+        return self.exchange.at_rank(rank)
+
+    def require_ports(self, num_workers: int) -> None:
+        """Check that there is a port for each worker.
+
+        Raises:
+            InvalidArgumentError: There is not.
+        """
+        listen, config = self.exchange.listen_endpoint, self.exchange
+        if listen is None or num_workers == 1:
+            return
+        for name, port, value in (
+            ("listen", listen.port, config.listen),
+            ("data_port", config.data_port, config.data_port),
+        ):
+            if name == "listen" and not port:
+                rule = f"a port: {num_workers} workers listen at this one and the next ones"
+                raise InvalidArgumentError(name, value, rule)
+            if port + num_workers - 1 > MAX_PORT:
+                rule = f"{num_workers} ports for as many workers, up to {MAX_PORT}"
+                raise InvalidArgumentError(name, value, rule)
+
+    @property
+    def asking(self) -> NixlConfig:
+        """Configuration of the scheduler, which asks and moves no blocks."""
+        return msgspec.structs.replace(self.reading, transport="socket", integrity="full")
+
+    @property
+    def reading(self) -> NixlConfig:
+        """Configuration of a worker that lends nothing."""
+        return msgspec.structs.replace(self.exchange, listen="", data_port=0, capacity=None)
+
+    def require_allowed(self, endpoint: Endpoint) -> None:
+        """Check that a ticket may send us to an endpoint.
+
+        Raises:
+            InvalidArgumentError: It may not.
+        """
+        is_proven = endpoint.is_loopback or self.exchange.proves_peers
+        if not is_proven or (
+            self.allow and not any(_matches(endpoint.host, r) for r in self.allow)
+        ):
+            rule = "an address that `allow` names, and loopback without a secret or TLS"
+            raise InvalidArgumentError("kv_transfer_params.remote_host", str(endpoint), rule)
+
+
+def _require_rule(name: str, rule: str) -> None:
+    if "/" not in rule and rule.strip() == rule and rule:
+        return
+    try:
+        ip_network(rule)
+    except ValueError as exc:
+        expected = f"a network such as '10.0.0.0/8', or the name of a host ({exc})"
+        raise InvalidArgumentError(name, rule, expected) from exc
+
+
+def _matches(host: str, rule: str) -> bool:
+    try:
+        return ip_address(host) in ip_network(rule)
+    except ValueError:
+        return host == rule
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(kind)

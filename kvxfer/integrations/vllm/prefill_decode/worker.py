@@ -1,0 +1,114 @@
+"""Worker: lends the blocks of P's prompts, and reads the pages of D's."""
+
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvxfer.errors import KVXferError
+from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
+from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
+from kvxfer.transfer.fetching import Fetched
+from kvxfer.transfer.handover import Handover
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Ended:
+    """Requests whose transfers ended since the last look.
+
+    Attributes:
+        sent: Requests whose lease is over and whose blocks nobody reads any more.
+        received: Requests whose load has ended, well or not.
+        bad_blocks: Our blocks that were not loaded, for each of those that were not loaded wholly
+            and each group.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    bad_blocks: dict[str, list[list[int]]] = field(default_factory=dict)
+
+
+class PrefillDecodeWorker:
+    """Worker's side of P and of D, called from the engine's thread; it never waits there.
+
+    Args:
+        handover: Lends and reads, on a thread of its own; closed with this.
+        counters: Counters to add to.
+    """
+
+    def __init__(self, handover: Handover, counters: Counters) -> None:
+        self._handover = handover
+        self._counters = counters
+        self._lent: dict[str, str] = {}  # request of each lease that vLLM keeps blocks for
+        self._num_expired = 0
+        self._loads: dict[str, tuple[Fetch, Future[Fetched], float]] = {}
+
+    def prepare(self, step: StepData) -> None:
+        """Do what the scheduler planned for the time before a step's computation.
+
+        Leases end whose blocks vLLM is about to write to; this waits until nobody finds them. What
+        earlier steps computed is lent at once: D may be on its way, and a step may take long.
+        """
+        if step.revoked:
+            self._handover.revoke(step.revoked)
+        for offer in step.offers:
+            self._offer(offer)
+
+    def begin(self, step: StepData) -> None:
+        """Begin the loads that the scheduler planned for a step, after `prepare`."""
+        if step.given_up:
+            self._handover.give_up(step.given_up)
+        for fetch in step.fetches:
+            loading = self._handover.submit(
+                self._handover.fetch(
+                    fetch.endpoint, fetch.wanted, waits_for=fetch.lease if fetch.waits else None
+                )
+            )
+            self._loads[fetch.request_id] = fetch, loading, time.monotonic()
+
+    def take_ended(self) -> Ended:
+        """Return what ended since the last call; each request once."""
+        ended = Ended()
+        for lease in self._handover.take_ended():
+            if request_id := self._lent.pop(lease, None):
+                ended.sent.add(request_id)
+        num_expired = self._handover.num_expired
+        self._counters.add("expired", num_expired - self._num_expired)
+        self._num_expired = num_expired
+        for request_id in [each for each, (_, load, _) in self._loads.items() if load.done()]:
+            fetch, load, began = self._loads.pop(request_id)
+            ended.received.add(request_id)
+            if bad := self._count(fetch, load, time.monotonic() - began):
+                ended.bad_blocks[request_id] = bad
+        return ended
+
+    def close(self) -> None:
+        """End every lease and load, and wait until nothing touches the caches."""
+        self._handover.close()
+
+    def _offer(self, offer: Offer) -> None:
+        if offer.is_complete:
+            self._lent[offer.lease] = offer.request_id
+        self._handover.offer(
+            offer.lease, offer.keys, offer.block_ids, is_complete=offer.is_complete
+        )
+
+    def _count(self, fetch: Fetch, load: "Future[Fetched]", seconds: float) -> list[list[int]]:
+        """Count a load that has ended; return the blocks that are not good, for each group."""
+        try:
+            fetched = load.result()
+        except Exception as exc:
+            level = logging.WARNING if isinstance(exc, KVXferError) else logging.ERROR
+            logger.log(level, "load of %s failed: %r", fetch.request_id, exc, exc_info=level > 30)
+            self._counters.add_reason("missing", "error", sum(map(len, fetch.wanted.keys)))
+            return [[block for block in ids if block] for ids in fetch.wanted.block_ids]
+        self._counters.add_load(seconds)
+        self._counters.add("loaded_bytes", fetched.num_bytes)
+        self._counters.add("pages_verified", fetched.num_verified)
+        for reason, number in fetched.missing.items():
+            self._counters.add_reason("missing", reason, number)
+        if fetched.reason:
+            logger.warning("%s recomputes pages: %s", fetch.request_id, fetched.reason)
+        return fetched.bad_blocks if any(fetched.bad_blocks) else []

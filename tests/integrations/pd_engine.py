@@ -1,0 +1,211 @@
+"""Engine without a model: vLLM's own scheduler, and the connector on both of its sides."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvxfer.integrations.vllm import KVXferConnector
+from kvxfer.integrations.vllm.prefill_decode import connector as connector_module
+from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
+from tests.integrations.pd_fakes import BLOCK, FakeHandover
+
+NUM_BLOCKS = 32
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
+FULL: dict[str, Any] = {
+    "block_size": BLOCK,
+    "num_kv_heads": 1,
+    "head_size": 16,
+    "dtype": torch.float32,
+}
+
+
+def full() -> Any:
+    return FullAttentionSpec(**FULL)
+
+
+def sliding(window: int) -> Any:
+    return SlidingWindowSpec(**FULL, sliding_window=window)
+
+
+def cache_config(*specs: Any) -> Any:
+    """Make the KV caches of a model with a layer for each spec."""
+    groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=NUM_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def engine_config(folder: Path, role: str = "kv_both", **extra: Any) -> Any:
+    """Make the configuration of an engine whose model is not there."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    return VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=256
+        ),
+        cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=16,
+            max_model_len=256,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KVXferConnector",
+            kv_role=role,
+            kv_connector_module_path="kvxfer.integrations.vllm",
+            kv_connector_extra_config={"revision": "r"} | extra,
+        ),
+        device_config=DeviceConfig("cpu"),
+    )
+
+
+def describe(num_groups: int) -> CacheDescription:
+    """Describe the caches of an engine's worker."""
+    group = GroupDescription(tokens_per_block=BLOCK, payload_size_bytes=64, boxes=(), opaque="x")
+    return CacheDescription(shard=WorkerShard(num_kv_heads=1), groups=(group,) * num_groups)
+
+
+class Engine:
+    """Engine whose steps the test makes.
+
+    Attributes:
+        scheduler: vLLM's.
+        asking: Hand-over of its scheduler.
+        moving: Hand-over of its worker.
+        ended: Params that came with the end of each request.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, config: Any, *specs: Any, listens: bool = True
+    ) -> None:
+        monkeypatch.setattr(connector_module, "Handover", lambda *_: FakeHandover())
+        monkeypatch.setattr(connector_module, "describe_worker", lambda *_: describe(len(specs)))
+        caches = cache_config(*specs)
+        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self.worker = KVXferConnector(config, KVConnectorRole.WORKER, caches)
+        self.worker.use_kv_caches(None)  # type: ignore[arg-type] # they are not looked at
+        self.connector: Any = self.scheduler.connector
+        if (facts := self.worker.get_handshake_metadata()) is not None:
+            self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): facts})
+        self.asking: FakeHandover = self.connector._handover
+        self.moving: FakeHandover = self.worker._handover  # type: ignore[assignment] # it was patched
+        self.ended: dict[str, Any] = {}
+
+    def add(self, name: str, params: Any, *, tokens: int = 10, max_tokens: int = 1) -> Request:
+        """Add a request with a prompt of its own length."""
+        request = Request(
+            request_id=name,
+            prompt_token_ids=list(range(tokens)),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        request.kv_transfer_params = params  # as it is: the newest releases check some of it
+        self.scheduler.add_request(request)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Make a step; return the tokens that each request computed."""
+        planned = self.scheduler.schedule()
+        step = planned.kv_connector_metadata
+        self.worker.handle_preemptions(step)
+        self.worker.bind_connector_metadata(step)
+        self.worker.start_load_kv(None)
+        names = list(planned.num_scheduled_tokens)
+        requests = [self.scheduler.requests[name] for name in names]
+        sampled = [[7] if each.num_computed_tokens >= each.num_tokens else [] for each in requests]
+        ended = self.scheduler.update_from_output(
+            planned,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: index for index, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+                kv_connector_output=self._transfers(),
+            ),
+        )
+        self.worker.clear_connector_metadata()
+        for outputs in ended.values():
+            for output in outputs.outputs:
+                if output.finish_reason is not None:
+                    self.ended[output.request_id] = output.kv_transfer_params
+        return dict(planned.num_scheduled_tokens)
+
+    def abort(self, *names: str) -> None:
+        self.scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+    def blocks(self, name: str) -> tuple[list[int], ...]:
+        blocks: tuple[list[int], ...] = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return blocks
+
+    @property
+    def num_free(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def require_over(self) -> None:
+        """Check that no block is kept, and that nothing is remembered of any request."""
+        assert not self.scheduler.requests
+        assert self.num_free == NUM_BLOCKS - 1  # without the null block
+        if self.connector._decode is not None:
+            assert self.connector._decode.num_requests == 0
+        if self.connector._prefill is not None:
+            assert self.connector._prefill.num_leases == 0
+            assert not self.connector._prefill._early
+
+    def _transfers(self) -> KVConnectorOutput:
+        output = KVConnectorOutput()
+        if hasattr(self.worker, "get_transfer_results") and hasattr(output, "failed_recving"):
+            results = self.worker.get_transfer_results(set())
+            output.finished_sending = results.finished_sending
+            output.finished_recving = results.finished_recving
+            output.failed_recving = results.failed_recving
+        else:
+            output.finished_sending, output.finished_recving = self.worker.get_finished(set())
+        output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
+        return output

@@ -1,0 +1,332 @@
+"""Tickets, settings and prompts: what comes from outside gets an answer, whatever it is."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.prefill_decode.prompts import prompt_keys
+from kvxfer.integrations.vllm.prefill_decode.settings import Settings
+from kvxfer.integrations.vllm.prefill_decode.ticket import (
+    lease_of_router,
+    make_lease,
+    make_params,
+    read_ticket,
+    wants_decode,
+    wants_prefill,
+)
+from tests.integrations.pd_fakes import make_request, ticket_params
+
+FIELDS = ("remote_request_id", "remote_host", "remote_port", "tp_size", "transfer_mode")
+DEEP: list[Any] = []
+for _ in range(5 * sys.getrecursionlimit()):
+    DEEP = [DEEP]
+ABSURD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1 << 64,
+    10**5000,
+    1.5,
+    float("nan"),
+    "",
+    "\ud800",
+    "a\nb",
+    "x" * 100_000,
+    b"bytes",
+    [],
+    {},
+    DEEP,
+    object(),
+]
+
+
+@given(
+    st.from_regex(r"[0-9A-Za-z_.:-]{16,128}", fullmatch=True),
+    st.sampled_from(["127.0.0.1", "::1", "node-1", "node-1.cluster.local"]),
+    st.integers(1, 65535),
+    st.integers(1, 1024),
+)
+def test_a_ticket_comes_back_as_it_was_made(lease: str, host: str, port: int, size: int) -> None:
+    endpoint = Endpoint(host, port)
+    params = make_params(lease, endpoint, engine_id="p", tp_size=size, num_tokens=10)
+    assert wants_decode(params)
+    assert not wants_prefill(params)
+    ticket = read_ticket(params)
+    assert (ticket.lease, ticket.endpoint, ticket.overlaps) == (lease, endpoint, False)
+
+
+def test_leases_of_our_own_are_tickets() -> None:
+    first, second = make_lease(), make_lease()
+    assert first != second
+    assert lease_of_router({"remote_request_id": first}) == first
+
+
+@pytest.mark.parametrize("value", ABSURD, ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize("field", FIELDS[:4])
+def test_a_value_of_no_use_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        read_ticket(ticket_params(**{field: value}))
+    assert str(refused.value).startswith(f"kv_transfer_params.{field} is ")
+    assert len(str(refused.value)) < 500
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("field", FIELDS[:3])
+def test_a_field_that_is_missing_is_named(field: str) -> None:
+    params = ticket_params()
+    del params[field]
+    with pytest.raises(InvalidArgumentError, match=f"kv_transfer_params.{field} is None"):
+        read_ticket(params)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("remote_request_id", "a" * 15),
+        ("remote_request_id", "a" * 129),
+        ("remote_request_id", "a" * 32 + "\n"),
+        ("remote_request_id", "é" * 32),
+        ("remote_host", "[::1]"),
+        ("remote_host", "user@host"),
+        ("remote_host", "host/path"),
+        ("remote_host", "127.0.0.1\n"),
+        ("remote_host", "a" * 256),
+        ("remote_port", "7100"),
+        ("remote_port", 65536),
+        ("tp_size", 1025),
+    ],
+)
+def test_a_value_that_nearly_fits_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"kv_transfer_params.{field} is "):
+        read_ticket(ticket_params(**{field: value}))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON | st.fixed_dictionaries({}, optional=dict.fromkeys(FIELDS, JSON)))
+def test_any_parameters_make_a_ticket_or_an_error(params: Any) -> None:
+    assert wants_decode(params) in (True, False)
+    assert wants_prefill(params) in (True, False)
+    if isinstance(params, dict):
+        assert lease_of_router(params) is None or isinstance(lease_of_router(params), str)
+        try:
+            assert read_ticket(params).endpoint.port
+        except InvalidArgumentError as error:
+            assert str(error).isprintable()  # noqa: PT017 - either is right
+
+
+@pytest.mark.parametrize("value", ABSURD, ids=lambda value: type(value).__name__)
+def test_absurd_parameters_want_nothing(value: Any) -> None:
+    assert not wants_decode(value)
+    assert not wants_prefill(value)
+    assert not wants_decode({"do_remote_prefill": value if value is not True else 1})
+    assert lease_of_router({"remote_request_id": value}) is None
+
+
+def test_a_transfer_mode_says_whether_p_may_be_computing() -> None:
+    assert read_ticket(ticket_params(transfer_mode="overlap")).overlaps
+    others: list[Any] = ["pull", None, [], 10**5000]
+    for mode in others:
+        assert not read_ticket(ticket_params(transfer_mode=mode)).overlaps
+
+
+# Settings.
+
+
+def test_settings_are_those_of_the_exchange_and_ours() -> None:
+    settings = Settings.parse(
+        {"listen": "127.0.0.1:7100", "lease_s": 4, "ask_timeout_s": "1.5", "allow": ["10.0.0.0/8"]}
+    )
+    assert settings.exchange.listen == "127.0.0.1:7100"
+    assert settings.exchange.lease_s == 4.0
+    assert settings.ask_timeout_s == 1.5
+    assert settings.allow == ("10.0.0.0/8",)
+    assert settings.on_failure == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"lisen": "127.0.0.1:1"}, "lisen"),
+        ({"exchange": {}}, "exchange"),
+        ({"listen": "7100"}, "listen"),
+        ({"listen": 7100}, "listen"),
+        ({"on_failure": "ignore"}, "on_failure"),
+        ({"ask_timeout_s": -1}, "ask_timeout_s"),
+        ({"ask_timeout_s": float("nan")}, "ask_timeout_s"),
+        ({"allow": "10.0.0.0/8"}, "allow"),
+        ({"allow": ["10.0.0.1/8"]}, "allow"),
+        ({"allow": ["10.0.0.0/33"]}, "allow"),
+        ({"allow": [""]}, "allow"),
+        ({"lease_s": 1, "heartbeat_s": 2}, "lease_s"),
+        ({"listen": "0.0.0.0:7100"}, "advertise"),
+        ({"advertise": 1}, "advertise"),
+        ({"revision": 1}, "revision"),
+        ({"transport": "pigeon"}, "transport"),
+    ],
+)
+def test_a_setting_of_no_use_is_named(extra: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=named):
+        Settings.parse(extra)
+
+
+def test_workers_listen_at_consecutive_ports() -> None:
+    settings = Settings.parse({"listen": "127.0.0.1:7100", "data_port": 7200})
+    assert settings.listen_at(0) == settings.exchange
+    assert settings.listen_at(2).listen == "127.0.0.1:7102"
+    assert settings.listen_at(2).data_port == 7202
+    assert Settings.parse({"listen": "127.0.0.1:0"}).listen_at(0).listen == "127.0.0.1:0"
+    assert Settings.parse({}).listen_at(3).listen_endpoint is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"listen": "127.0.0.1:0"}, "listen"),
+        ({"listen": "127.0.0.1:65535"}, "listen"),
+        ({"listen": "127.0.0.1:7100", "data_port": 65535}, "data_port"),
+    ],
+)
+def test_workers_without_a_port_each_are_refused(extra: dict[str, Any], named: str) -> None:
+    settings = Settings.parse(extra)
+    settings.require_ports(1)
+    with pytest.raises(InvalidArgumentError, match=f"^{named} is"):
+        settings.require_ports(2)
+
+
+def test_a_scheduler_asks_and_lends_nothing() -> None:
+    extra = {"listen": "127.0.0.1:7100", "data_port": 7200, "capacity": "1GiB"}
+    asking = Settings.parse(extra).asking
+    assert asking.listen_endpoint is None
+    assert asking.transport == "socket"
+
+
+@pytest.mark.parametrize(
+    ("allow", "host", "is_allowed"),
+    [
+        ([], "127.0.0.1", True),
+        ([], "::1", True),
+        ([], "localhost", True),
+        ([], "10.0.0.1", False),
+        ([], "node-1", False),
+        (["127.0.0.1"], "127.0.0.1", True),
+        (["127.0.0.0/8"], "127.0.0.2", True),
+        (["10.0.0.0/8"], "127.0.0.1", False),
+        (["localhost"], "localhost", True),
+        (["localhost"], "127.0.0.1", False),
+    ],
+)
+def test_without_a_secret_tickets_lead_to_loopback(
+    allow: list[str], host: str, *, is_allowed: bool
+) -> None:
+    require_allowed(Settings.parse({"allow": allow}), host, is_allowed=is_allowed)
+
+
+@pytest.mark.parametrize(
+    ("allow", "host", "is_allowed"),
+    [
+        ([], "10.0.0.1", True),
+        ([], "node-1", True),
+        (["10.0.0.0/8"], "10.1.2.3", True),
+        (["10.0.0.0/8"], "11.1.2.3", False),
+        (["10.0.0.0/8"], "node-1", False),
+        (["node-1", "10.0.0.0/8"], "node-1", True),
+        (["node-1"], "node-2", False),
+        (["fd00::/8"], "fd00::1", True),
+    ],
+)
+def test_with_a_secret_tickets_lead_to_what_is_allowed(
+    allow: list[str], host: str, tmp_path: Any, *, is_allowed: bool
+) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"s" * 32)
+    settings = Settings.parse({"allow": allow, "secret_file": str(file)})
+    require_allowed(settings, host, is_allowed=is_allowed)
+
+
+def require_allowed(settings: Settings, host: str, *, is_allowed: bool) -> None:
+    """Check whether a ticket may lead to a host."""
+    if is_allowed:
+        settings.require_allowed(Endpoint(host, 7100))
+        return
+    with pytest.raises(InvalidArgumentError, match=r"kv_transfer_params\.remote_host"):
+        settings.require_allowed(Endpoint(host, 7100))
+
+
+# Prompts.
+
+
+def keys_of(**fields: Any) -> list[Any]:
+    """Keys of a prompt with these fields."""
+    request = make_request({})
+    for name, value in fields.items():
+        setattr(request, name, value)
+    keys = prompt_keys(request)
+    assert keys is not None
+    return list(keys.block_keys(0, 4, 10))
+
+
+def image(identifier: str, offset: int = 2, length: int = 3) -> Any:
+    return SimpleNamespace(
+        identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=length)
+    )
+
+
+def lora(name: str, path: str) -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=path)
+
+
+SCOPES: list[dict[str, Any]] = [
+    {},
+    {"cache_salt": "one"},
+    {"cache_salt": "other"},
+    {"cache_salt": "\ud800"},
+    {"lora_request": lora("a", "/a")},
+    {"lora_request": lora("b", "/a")},
+    {"lora_request": lora("a", "/b")},
+    {"lora_request": lora("a", "/a"), "cache_salt": "one"},
+    {"mm_features": [image("one")]},
+    {"mm_features": [image("other")]},
+    {"mm_features": [image("\ud800")]},
+    {"mm_features": [image("one", offset=3)]},
+    {"mm_features": [image("one"), image("other", offset=6)]},
+    {"mm_features": [image("other"), image("one", offset=6)]},
+    {"prompt_token_ids": [*range(9), 10]},
+]
+
+
+def test_what_changes_the_bytes_of_pages_changes_their_keys() -> None:
+    keys = [keys_of(**scope) for scope in SCOPES]
+    assert [keys_of(**scope) for scope in SCOPES] == keys
+    last = {each[-1] for each in keys}
+    assert len(last) == len(SCOPES)
+    assert len({each[0] for each in keys}) == len(SCOPES) - 1  # another last token
+
+
+def test_no_salt_and_no_images_are_the_same_however_they_are_said() -> None:
+    assert keys_of(cache_salt=None, lora_request=None, mm_features=[]) == keys_of()
+
+
+@pytest.mark.parametrize("prompt", [None, [], [1 << 70], [1.5], ["a"], [[1]]])
+def test_a_prompt_that_is_not_one_of_tokens_has_no_keys(prompt: Any) -> None:
+    request = make_request({})
+    request.prompt_token_ids = prompt
+    assert prompt_keys(request) is None
+
+
+def test_a_prompt_of_embeddings_has_no_keys() -> None:
+    assert prompt_keys(make_request({}, prompt_embeds=object())) is None

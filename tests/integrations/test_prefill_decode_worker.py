@@ -1,0 +1,296 @@
+"""Worker and connector: each request is reported once, and what is not supported is refused."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.errors import InvalidArgumentError, PeerTimeoutError
+from kvxfer.integrations.vllm import KVXferConnector
+from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
+from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
+from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
+from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
+from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.transfer.fetching import Fetched
+from tests.integrations.pd_engine import FULL, Engine, cache_config, engine_config, full, sliding
+from tests.integrations.pd_fakes import LEASE, make_found, ticket_params
+
+LISTEN = "127.0.0.1:7100"
+ENDPOINT = Endpoint("127.0.0.1", 7100)
+
+several_can_fail = pytest.mark.skipif(
+    not HAS_TRANSFER_RESULTS, reason="no load of several groups fails in this vLLM"
+)
+
+
+def recurrent() -> Any:
+    return MambaSpec(block_size=4, shapes=((2, 3),), dtypes=(torch.float32,))
+
+
+def chunked() -> Any:
+    return ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=8)
+
+
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, *specs: Any, **extra: Any) -> Engine:
+    config = engine_config(folder, extra.pop("role", "kv_both"), **{"listen": LISTEN} | extra)
+    return Engine(monkeypatch, config, *specs)
+
+
+def make_fetch(name: str, *block_ids: list[int]) -> Fetch:
+    found = make_found(10, num_groups=len(block_ids))
+    wanted = found.wanted(PromptKeys(range(10)), 0, 9, block_ids)
+    return Fetch(name, ENDPOINT, LEASE, wanted, waits=False)
+
+
+def begin(engine: Engine, step: StepData) -> None:
+    engine.worker.handle_preemptions(step)
+    engine.worker.bind_connector_metadata(step)
+    engine.worker.start_load_kv(None)
+    engine.worker.clear_connector_metadata()
+
+
+def finished(engine: Engine) -> tuple[set[str], set[str], set[str], set[int]]:
+    """What ended: sent, received, failed requests, and blocks that were not loaded."""
+    failed: set[str] = set()
+    if HAS_TRANSFER_RESULTS:
+        results = engine.worker.get_transfer_results(set())
+        sent, received, failed = (
+            results.finished_sending,
+            results.finished_recving,
+            results.failed_recving,
+        )
+    else:
+        sent, received = engine.worker.get_finished(set())
+    return sent, received, failed, engine.worker.get_block_ids_with_load_errors()
+
+
+def test_a_request_is_reported_once_when_its_lease_has_ended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    keys = PromptKeys(range(8)).block_keys(0, 4, 8)
+    begin(engine, StepData(offers=[Offer("p", "early", keys[:1], [1], is_complete=False)]))
+    begin(engine, StepData(offers=[Offer("p", "early", keys, [1, 2], is_complete=True)]))
+    assert finished(engine)[0] == set()
+    engine.moving.ended += ["early", "of nobody"]
+    assert finished(engine)[0] == {"p"}
+    engine.moving.ended.append("early")
+    assert finished(engine)[0] == set()
+
+
+def test_a_lease_that_ends_before_it_is_complete_reports_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    begin(engine, StepData(offers=[Offer("p", "early", [], [], is_complete=False)]))
+    begin(engine, StepData(revoked=["early"]))
+    assert engine.moving.revoked == ["early"]
+    engine.moving.ended.append("early")
+    assert finished(engine)[0] == set()
+
+
+def test_leases_are_revoked_before_a_step_and_given_up_after_its_offers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    step = StepData(revoked=["a"], given_up=["b"])
+    engine.worker.handle_preemptions(step)
+    assert (engine.moving.revoked, engine.moving.given_up) == (["a"], [])
+    engine.worker.bind_connector_metadata(step)
+    engine.worker.start_load_kv(None)
+    assert (engine.moving.revoked, engine.moving.given_up) == (["a"], ["b"])
+
+
+def test_blocks_of_one_group_are_reported_by_their_ids(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    begin(engine, StepData(fetches=[make_fetch(name, [5, 6, 7]) for name in "abc"]))
+    assert finished(engine) == (set(), set(), set(), set())
+    good, bad, broken = (end for *_, end in engine.moving.fetches)
+    good.set_result(Fetched([[]]))
+    bad.set_result(Fetched([[6]]))
+    assert finished(engine) == (set(), {"a", "b"}, set(), {6})
+    broken.set_exception(PeerTimeoutError("127.0.0.1:1", "a description", 1.0))
+    assert finished(engine) == (set(), {"c"}, set(), {5, 6, 7})
+    assert finished(engine) == (set(), set(), set(), set())
+
+
+@several_can_fail
+def test_a_load_of_several_groups_fails_as_a_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full(), sliding(6))
+    begin(engine, StepData(fetches=[make_fetch(name, [5, 6, 7], [0, 8, 9]) for name in "abc"]))
+    good, bad, broken = (end for *_, end in engine.moving.fetches)
+    good.set_result(Fetched([[], []]))
+    bad.set_result(Fetched([[], [8]]))
+    broken.set_exception(RuntimeError("a fault of ours"))
+    assert finished(engine) == (set(), {"a", "b", "c"}, {"b", "c"}, set())
+
+
+def test_before_030_loads_end_in_two_sets(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(folder, monkeypatch, full())
+    begin(engine, StepData(fetches=[make_fetch("a", [5, 6, 7])]))
+    engine.moving.fetches[0][2].set_result(Fetched([[7]]))
+    assert engine.worker.get_finished(set()) == (set(), {"a"})
+    assert engine.worker.get_block_ids_with_load_errors() == {7}
+    assert engine.worker.get_finished(set()) == (set(), set())
+    assert engine.worker.get_block_ids_with_load_errors() == set()
+
+
+@pytest.mark.parametrize(
+    ("specs", "reason"),
+    [
+        ([recurrent()], "group 0 is a MambaSpec"),
+        ([full(), recurrent()], "group 1 is a MambaSpec"),
+        ([full(), chunked()], "group 1 is a ChunkedLocalAttentionSpec"),
+    ],
+)
+def test_a_model_that_cannot_be_handed_over_is_refused_with_one_warning(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    specs: list[Any],
+    reason: str,
+) -> None:
+    assert why_not(cache_config(*specs)).startswith(reason)
+    config = engine_config(folder, listen=LISTEN)
+    caches = cache_config(*specs)
+    scheduler = KVXferConnector(config, KVConnectorRole.SCHEDULER, caches)
+    worker = KVXferConnector(config, KVConnectorRole.WORKER, caches)
+    assert caplog.text.count(reason) == 1
+    worker.use_kv_caches(None)  # type: ignore[arg-type] # they are not looked at
+    assert worker.get_handshake_metadata() is None
+    scheduler.set_xfer_handshake_metadata_pp_aware({})
+    assert not scheduler.requires_kv_delivery
+    request: Any = SimpleNamespace(
+        request_id="x", kv_transfer_params=ticket_params(do_remote_decode=True)
+    )
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, None, 0)
+    step = scheduler.build_connector_meta(None)
+    assert scheduler.request_finished_all_groups(request, ([1],)) == (False, None)
+    worker.handle_preemptions(step)
+    worker.bind_connector_metadata(step)
+    worker.start_load_kv(None)
+    assert worker.get_finished(set()) == (set(), set())
+    worker.shutdown()
+    scheduler.shutdown()
+
+
+def test_a_group_whose_layers_have_several_windows_is_refused() -> None:
+    specs = {"a": sliding(6), "b": sliding(8)}
+    group = SimpleNamespace(block_size=4, kv_cache_specs=specs)
+    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=group)])
+    assert why_not(config) == "the layers of group 0 have several windows"
+    specs["b"] = sliding(6)
+    assert not why_not(config)
+    assert Groups.of(config, 2) == Groups((8,), (6,))
+
+
+def test_groups_that_are_not_to_be_transferred_are_refused() -> None:
+    config = SimpleNamespace(kv_cache_groups=cache_config(full(), full()).kv_cache_groups)
+    assert not why_not(config)
+    config.transfer_group_ids = (0,)
+    assert "not to be handed over" in why_not(config)
+    assert why_not(SimpleNamespace(kv_cache_groups=[])) == "the model has no KV cache"
+
+
+def test_a_full_group_with_a_window_keeps_all_of_its_blocks() -> None:
+    spec = type(full())(**FULL, sliding_window=6)
+    assert Groups.of(cache_config(spec, sliding(6)), 1).windows == (None, 6)
+
+
+def test_before_030_prompts_of_several_groups_are_lent_and_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(groups_module, "HAS_TRANSFER_RESULTS", False)
+    engine = start(folder, monkeypatch, full(), sliding(6))
+    assert caplog.text.count("before 0.30 vLLM lets no load of several groups fail") == 1
+    engine.add("d", ticket_params(do_remote_decode=True))
+    assert engine.step() == {"d": 10}
+    assert not engine.asking.asked
+    assert engine.ended["d"]["do_remote_prefill"]
+
+
+def test_a_producer_reads_nothing_and_a_consumer_lends_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer = start(folder, monkeypatch, full(), role="kv_producer")
+    producer.add("d", ticket_params(do_remote_decode=True))
+    assert producer.step() == {"d": 10}
+    assert not producer.asking.asked
+    assert producer.ended["d"] is not None
+    consumer = start(folder, monkeypatch, full(), role="kv_consumer")
+    assert not consumer.connector.requires_kv_delivery
+    consumer.add("d", ticket_params(do_remote_decode=True))
+    assert consumer.step() == {}
+    assert list(consumer.asking.asked) == [LEASE]
+
+
+def test_a_child_of_a_multi_connector_wants_what_its_own_workers_say(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    with pytest.raises(InvalidArgumentError, match="first of a MultiConnector"):
+        engine.connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): KVConnectorHandshakeMetadata()}
+        )
+
+
+def test_ranks_say_where_they_listen_in_either_form(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(folder, monkeypatch, full())
+    engine.connector.set_xfer_handshake_metadata({0: engine.worker.get_handshake_metadata()})
+    engine.add("p", {"do_remote_decode": True})
+    engine.step()
+    assert engine.ended["p"]["remote_port"] == 7100
+
+
+def test_a_parallel_engine_without_a_port_for_each_worker_is_refused(folder: Path) -> None:
+    config = engine_config(folder, listen="127.0.0.1:0")
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(InvalidArgumentError, match="listen"):
+        KVXferConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
+    config.parallel_config.tensor_parallel_size = 1
+    config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(InvalidArgumentError, match="pipeline_parallel_size"):
+        KVXferConnector(config, KVConnectorRole.SCHEDULER, cache_config(full()))
+
+
+def test_closing_twice_closes_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(folder, monkeypatch, full())
+    for _ in range(2):
+        engine.worker.shutdown()
+        engine.connector.shutdown()
+    assert engine.moving.is_closed
+    assert engine.asking.is_closed
+    engine.add("d", ticket_params())
+    assert engine.step() == {"d": 10}
+
+
+def test_vllm_sees_every_hook_that_it_calls() -> None:
+    assert issubclass(KVXferConnector, SupportsHMA)
+    assert not KVXferConnector.__abstractmethods__
+    assert not KVXferConnector.supports_sleep_mode(None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
