@@ -17,6 +17,7 @@ _COMMANDS = {
     "ls": ("kvxfer.cli.ls", "list the namespaces of a file store"),
     "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
     "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
+    "proxy": ("kvxfer.cli.proxy", "route requests between prefill and decode engines"),
     "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a file store"),
 }
 

@@ -14,7 +14,7 @@ from kvxfer.connect import connect
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ["bench", "fsck", "gc", "inspect", "ls", "serve"]
+COMMANDS = ["bench", "fsck", "gc", "inspect", "ls", "proxy", "serve"]
 
 SHOW_HELP = """
 import sys
@@ -75,9 +75,13 @@ def test_the_transports_that_can_be_named_are_those_that_there_are() -> None:
     assert get_args(Transport) == TRANSPORTS
 
 
-def test_every_option_of_serve_is_in_the_table_of_the_page_about_peers() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "peers.md").read_text()
-    explained = "\n".join(line for line in page.splitlines() if line.startswith("| `--"))
-    options = set(re.findall(r"--[a-z-]+", run(SHOW_HELP, "serve", "--help"))) - {"--help"}
-    assert "--capacity" in options
+@pytest.mark.parametrize(
+    ("command", "page", "example"),
+    [("serve", "peers.md", "--capacity"), ("proxy", "prefill-decode.md", "--overlap")],
+)
+def test_every_option_is_in_the_table_of_a_page(command: str, page: str, example: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    explained = "\n".join(line for line in text.splitlines() if line.startswith("| `--"))
+    options = set(re.findall(r"--[a-z-]+", run(SHOW_HELP, command, "--help"))) - {"--help"}
+    assert example in options
     assert not [option for option in sorted(options) if f"`{option}" not in explained]

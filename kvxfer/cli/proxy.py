@@ -1,0 +1,105 @@
+"""Command `kvxfer proxy`: a router for prefill and decode in separate engines."""
+
+import argparse
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
+from kvxfer.errors import KVXferError
+from kvxfer.units import ByteSize, Duration
+
+if TYPE_CHECKING:
+    from kvxfer.proxy import ProxyConfig
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Route requests until SIGTERM or SIGINT; return 0.
+
+    Raises:
+        KVXferError: aiohttp is not installed, or an argument cannot be used.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        from kvxfer.proxy import ProxyConfig
+    except ModuleNotFoundError as exc:
+        if exc.name != "aiohttp":
+            raise
+        raise KVXferError("needs the package aiohttp: pip install 'kvxfer[proxy]'") from exc
+
+    log_to_stderr(arguments.log_level)
+    config = ProxyConfig(
+        prefill=tuple(arguments.prefill),
+        decode=tuple(arguments.decode),
+        listen=arguments.listen,
+        overlap=arguments.overlap,
+        timeout_s=Duration.parse(arguments.timeout),
+        prefill_timeout_s=Duration.parse(arguments.prefill_timeout),
+        drain_timeout_s=Duration.parse(arguments.drain_timeout),
+        max_body_bytes=ByteSize.parse(arguments.max_body),
+    )
+    asyncio.run(_route(config))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvxfer proxy",
+        description="Route requests for completions to vLLM's OpenAI servers: the prompt is "
+        "computed by a prefill engine and continued by a decode engine. SIGTERM or Ctrl-C ends "
+        "the process once no request is under way any more, a second signal at once.",
+        epilog=exit_statuses("when a signal ended it"),
+    )
+    for option, task in (("prefill", "compute prompts"), ("decode", "continue them")):
+        parser.add_argument(
+            f"--{option}",
+            required=True,
+            nargs="+",
+            action="extend",
+            metavar="URL",
+            help=f"servers of the engines that {task}, such as http://node-1:8000",
+        )
+    parser.add_argument(
+        "--listen",
+        default="127.0.0.1:8000",
+        metavar="HOST:PORT",
+        help="address that clients connect to; port 0 chooses a free port; default 127.0.0.1:8000",
+    )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="begin both at once: the decode engine reads the first pages of a prompt while the "
+        "prefill engine computes the next; only with engines that use KVXferConnector",
+    )
+    for option, default, meaning in (
+        ("timeout", "600s", "time for a whole request"),
+        (
+            "prefill-timeout",
+            "60s",
+            "time for its prompt, after which the decode engine computes it",
+        ),
+        ("drain-timeout", "20s", "time to wait at the end for requests under way"),
+    ):
+        explained = f"{meaning}; default {default}"
+        parser.add_argument(f"--{option}", default=default, metavar="TIME", help=explained)
+    parser.add_argument(
+        "--max-body",
+        default="64MiB",
+        metavar="SIZE",
+        help="size of a request's body at most; default 64MiB",
+    )
+    add_log_level(parser)
+    return parser
+
+
+async def _route(config: "ProxyConfig") -> None:
+    from kvxfer.proxy import Proxy
+
+    asked_to_end = stop_signal()
+    async with Proxy(config):
+        await asked_to_end.wait()
+    logger.info("ended")

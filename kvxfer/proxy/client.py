@@ -1,0 +1,133 @@
+"""The client's side of one request: its headers for engines, and its answer as it arrives."""
+
+import asyncio
+import uuid
+from collections.abc import Iterable
+from http import HTTPStatus
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from kvxfer.errors import KVXferError
+from kvxfer.proxy.engines import EngineFailedError
+
+REQUEST_ID = "X-Request-Id"
+
+# Headers of one connection, not of the message. Source: RFC 9110, section 7.6.1
+_OF_A_CONNECTION = {
+    *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
+    *("upgrade", "proxy-authenticate", "proxy-authorization"),
+}
+# A request is decoded, and its body written anew.
+_NOT_FOR_ENGINES = _OF_A_CONNECTION | {
+    *("host", "content-length", "content-encoding", "accept-encoding", "expect"),
+}
+_NOT_FOR_CLIENTS = _OF_A_CONNECTION | {"date", "server"}
+
+
+class RefusedError(KVXferError):
+    """Request that ends with an error of the proxy's own.
+
+    Attributes:
+        status: HTTP status.
+        message: Description of the error, for the client.
+    """
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        self.status = status
+        self.message = message
+        super().__init__(message)
+
+
+class Client:
+    """Client of one request.
+
+    Args:
+        request: Its request.
+
+    Attributes:
+        request: As given.
+        request_id: Name of the request, by the client or else made here.
+        answer: Answer to it, once one has begun.
+        is_answered: Whether an engine's answer was passed on completely.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self.request = request
+        self.request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
+        self.answer: web.StreamResponse | None = None
+        self.is_answered = False
+
+    @property
+    def headers(self) -> CIMultiDict[str]:
+        """Headers for engines: those of the client, with the name of the request."""
+        headers = _without(self.request.headers.items(), _NOT_FOR_ENGINES)
+        headers[REQUEST_ID] = self.request_id
+        return headers
+
+    async def read(self, deadline_s: float) -> bytes:
+        """Read the body.
+
+        Args:
+            deadline_s: Time of the event loop when it has to be there.
+
+        Raises:
+            RefusedError: It is larger than the server accepts, too slow, or not encoded as it says.
+        """
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await self.request.read()
+        except web.RequestPayloadError as exc:
+            message = "the body cannot be decoded"
+            raise RefusedError(HTTPStatus.BAD_REQUEST, message) from exc
+        except TimeoutError as exc:
+            message = "the body did not arrive in time"
+            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, message) from exc
+        except web.HTTPRequestEntityTooLarge as exc:
+            message = f"the body has more than {self.request.client_max_size} bytes"
+            raise RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, message) from exc
+
+    async def pass_on(self, answer: aiohttp.ClientResponse) -> None:
+        """Pass an engine's answer on, each piece as it arrives.
+
+        Raises:
+            EngineFailedError: The engine broke off.
+            ConnectionResetError: The client is gone.
+        """
+        headers = _without(answer.headers.items(), _NOT_FOR_CLIENTS)
+        self.answer = web.StreamResponse(
+            status=answer.status, reason=answer.reason, headers=headers
+        )
+        await self.answer.prepare(self.request)
+        while piece := await _read_piece(answer):
+            await self.answer.write(piece)
+        await self.answer.write_eof()
+        self.is_answered = True
+
+    def refuse(self, status: HTTPStatus, message: str) -> web.StreamResponse:
+        """Answer with an error, or break off an answer that has begun, which the client notices."""
+        if self.answer is None:
+            return error_response(status, message)
+        if self.request.transport is not None:
+            self.request.transport.close()
+        return self.answer
+
+
+def error_response(status: HTTPStatus, message: str) -> web.Response:
+    """Make an error in the form of OpenAI's interface."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error = {"message": message, "type": kind, "param": None, "code": status.value}
+    return web.json_response({"error": error}, status=status)
+
+
+async def _read_piece(answer: aiohttp.ClientResponse) -> bytes:
+    """Read what has arrived; empty at the end."""
+    try:
+        return await answer.content.readany()
+    except (aiohttp.ClientError, OSError) as exc:
+        raise EngineFailedError(f"broke off its answer: {exc}") from exc
+
+
+def _without(headers: Iterable[tuple[str, str]], names: Iterable[str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers if name.lower() not in names)

@@ -1,0 +1,164 @@
+"""Client of the engines: one request to one of them, with what is learned of its health."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from http import HTTPStatus
+from typing import Literal, TypeVar
+
+import aiohttp
+from multidict import CIMultiDict
+from yarl import URL
+
+from kvxfer.errors import KVXferError
+from kvxfer.proxy.engines import Engine, EngineFailedError, EnginePool
+from kvxfer.proxy.metrics import ProxyMetrics
+from kvxfer.text import printable
+
+Leg = Literal["prefill", "decode"]
+T = TypeVar("T")
+
+MAX_REASON = 200
+"""Characters of a reason in the log."""
+
+# Answers about the request, not about the engine: vLLM's for a task that its model does not have.
+_HEALTHY_ERRORS = {HTTPStatus.NOT_IMPLEMENTED}
+
+
+class EngineTimeoutError(KVXferError, TimeoutError):
+    """Engine that did not answer in time."""
+
+
+class EnginePoolClient:
+    """Client of the engines of one leg.
+
+    It closes each connection after its request: an engine closes idle ones, and a request that
+    was sent at that moment would look like a failure.
+
+    Args:
+        leg: The leg, for metrics.
+        urls: Addresses of the engines.
+        connect_timeout_s: Seconds to connect, and for a probe.
+        metrics: Metrics to count in.
+
+    Attributes:
+        pool: The engines.
+    """
+
+    def __init__(
+        self, leg: Leg, urls: Sequence[str], connect_timeout_s: float, metrics: ProxyMetrics
+    ) -> None:
+        self.pool = EnginePool(urls, lambda engine: metrics.ejections.add(leg, engine.url))
+        self._leg = leg
+        self._connect_timeout_s = connect_timeout_s
+        self._metrics = metrics
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, connect=connect_timeout_s),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("Accept-Encoding", "User-Agent"),
+        )
+        self._probing = [
+            asyncio.create_task(self._keep_probing(engine)) for engine in self.pool.engines
+        ]
+
+    async def aclose(self) -> None:
+        """Stop probing and close connections; may be called again."""
+        for task in self._probing:
+            task.cancel()
+        await asyncio.wait(self._probing)
+        await self._session.close()
+
+    @contextlib.asynccontextmanager
+    async def ask(
+        self,
+        engine: Engine,
+        method: str,
+        path: str,
+        *,
+        headers: CIMultiDict[str],
+        body: bytes | None,
+        deadline_s: float,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request; the answer is valid within the context, leaving which ends the request.
+
+        Args:
+            engine: Engine of the pool.
+            method: HTTP method.
+            path: Path, with a query as it is.
+            headers: Headers.
+            body: Body; None without one.
+            deadline_s: Time of the event loop when all of it has to have ended.
+
+        Raises:
+            EngineFailedError: It cannot be reached, or answered that it failed; it is ejected.
+            EngineTimeoutError: The deadline passed; it is ejected if it had not begun to answer.
+        """
+        outcome, has_answered = "cancelled", False
+        try:
+            with engine.under_way():
+                async with asyncio.timeout_at(deadline_s):
+                    url = URL(engine.url + path, encoded=True)
+                    async with await _reach(
+                        lambda: self._session.request(
+                            method, url, headers=headers, data=body, allow_redirects=False
+                        )
+                    ) as answer:
+                        _check_status(answer.status)
+                        engine.succeeded()
+                        has_answered = True
+                        yield answer
+                        outcome = "done" if answer.status < 400 else "refused"
+        except EngineFailedError as exc:
+            outcome = "failed"
+            self._failed(engine, exc.reason)
+            raise
+        except TimeoutError as exc:
+            outcome = "timed_out"
+            if not has_answered:
+                self._failed(engine, "no answer in time")
+            raise EngineTimeoutError("an engine did not answer in time") from exc
+        finally:
+            self._metrics.legs.add(self._leg, engine.url, outcome)
+
+    def _failed(self, engine: Engine, reason: str) -> None:
+        now_s = asyncio.get_running_loop().time()
+        self.pool.failed(engine, printable(reason, MAX_REASON), now_s)
+
+    async def _keep_probing(self, engine: Engine) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await engine.ejected.wait()
+            await asyncio.sleep(max(engine.retry_at_s - loop.time(), 0))
+            if not engine.ejected.is_set() or loop.time() < engine.retry_at_s:
+                continue  # it has answered a request meanwhile, and may have failed again
+            try:
+                await self._probe(engine)
+            except EngineFailedError as exc:
+                if engine.ejected.is_set():
+                    engine.eject(printable(exc.reason, MAX_REASON), loop.time())
+            else:
+                engine.bring_back()
+
+    async def _probe(self, engine: Engine) -> None:
+        """Ask an engine for its health; raises EngineFailedError if it is not well."""
+        timeout = aiohttp.ClientTimeout(total=self._connect_timeout_s)
+        async with await _reach(
+            lambda: self._session.get(f"{engine.url}/health", timeout=timeout)
+        ) as answer:
+            if answer.status != HTTPStatus.OK:
+                raise EngineFailedError(f"its health has status {answer.status}")
+
+
+def _check_status(status: int) -> None:
+    if status >= 500 and status not in _HEALTHY_ERRORS:
+        raise EngineFailedError(f"answered with status {status}")
+
+
+async def _reach(call: Callable[[], Awaitable[T]]) -> T:
+    """Await a call of aiohttp's client; what it raises becomes an EngineFailedError."""
+    try:
+        return await call()
+    except (aiohttp.ClientError, OSError) as exc:
+        raise EngineFailedError(str(exc) or type(exc).__name__) from exc

@@ -1,0 +1,147 @@
+"""Engines that requests go to: which one is next, and which ones are left alone for a while."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from kvxfer.errors import KVXferError
+from kvxfer.proxy.legs import Lender
+
+FIRST_BACK_OFF_S = 0.5
+MAX_BACK_OFF_S = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+class EngineFailedError(KVXferError):
+    """Engine that cannot be reached, broke off, or answered that it failed.
+
+    Attributes:
+        reason: Description of what happened.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+class Engine:
+    """One engine, the requests that it has under way, and its ejection.
+
+    A failure ejects the engine for 0.5 s, each further one in a row for twice as long, up to 30 s.
+    Then it is probed, and comes back or stays away for longer.
+
+    Args:
+        url: Address of its server, such as `http://node-1:8000`.
+
+    Attributes:
+        url: As given.
+        num_requests: Requests under way.
+        lender: Address at which it lends its blocks; None while that is not known.
+        ejected: Event that is set while the engine is ejected.
+        retry_at_s: Time of the event loop when it may be probed; of use while it is ejected.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.num_requests = 0
+        self.lender: Lender | None = None
+        self.ejected = asyncio.Event()
+        self.retry_at_s = 0.0
+        self._num_failures = 0
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Count one more request under way."""
+        self.num_requests += 1
+        try:
+            yield
+        finally:
+            self.num_requests -= 1
+
+    def eject(self, reason: str, now_s: float) -> None:
+        """Leave the engine alone for a while, longer after each failure in a row.
+
+        Args:
+            reason: Description of the failure, for the log.
+            now_s: Time of the event loop.
+        """
+        back_off_s = min(FIRST_BACK_OFF_S * 2.0 ** min(self._num_failures, 32), MAX_BACK_OFF_S)
+        self._num_failures += 1
+        self.retry_at_s = now_s + back_off_s
+        self.lender = None
+        if not self.ejected.is_set():
+            logger.warning("ejected %s for %.1f s: %s", self.url, back_off_s, reason)
+        self.ejected.set()
+
+    def bring_back(self) -> None:
+        """Let it have requests again; whether its failures are over is not known yet."""
+        if self.ejected.is_set():
+            logger.info("%s is back", self.url)
+        self.ejected.clear()
+
+    def succeeded(self) -> None:
+        """Let it have requests, and forget its failures: it has answered one."""
+        self.bring_back()
+        self._num_failures = 0
+
+
+class EnginePool:
+    """Engines of one kind, each with its share of the requests.
+
+    Args:
+        urls: Addresses of the engines.
+        count_ejection: Called with each engine that is ejected.
+    """
+
+    def __init__(self, urls: Sequence[str], count_ejection: Callable[[Engine], None]) -> None:
+        self.engines = tuple(Engine(url) for url in urls)
+        self._count_ejection = count_ejection
+        self._turn = 0
+
+    def choose(self) -> Engine | None:
+        """Choose the engine with the least requests of those not ejected; None without one.
+
+        Where several have as few, they take turns.
+        """
+        return self._least_busy([each for each in self.engines if not each.ejected.is_set()])
+
+    def choose_any(self, tried: Collection[Engine]) -> Engine | None:
+        """Choose as `choose`, or an ejected engine where there is no other; None without one.
+
+        Of ejected engines it is the one whose time is next.
+
+        Args:
+            tried: Engines not to choose.
+        """
+        left = [each for each in self.engines if each not in tried]
+        healthy = [each for each in left if not each.ejected.is_set()]
+        return self._least_busy(healthy) or min(
+            left, key=lambda engine: engine.retry_at_s, default=None
+        )
+
+    def failed(self, engine: Engine, reason: str, now_s: float) -> None:
+        """Eject an engine; nothing where it is: all its requests under way fail at the same time.
+
+        Args:
+            engine: One of the engines.
+            reason: Description of the failure, for the log.
+            now_s: Time of the event loop.
+        """
+        if not engine.ejected.is_set():
+            engine.eject(reason, now_s)
+            self._count_ejection(engine)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether at least one engine is not ejected."""
+        return not all(engine.ejected.is_set() for engine in self.engines)
+
+    def _least_busy(self, engines: Sequence[Engine]) -> Engine | None:
+        if not engines:
+            return None
+        fewest = min(engine.num_requests for engine in engines)
+        idlest = [engine for engine in engines if engine.num_requests == fewest]
+        self._turn += 1
+        return idlest[self._turn % len(idlest)]

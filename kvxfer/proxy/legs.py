@@ -1,0 +1,146 @@
+"""Bodies of the two legs of a request: what the prefill engine gets, and what the decode engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+import msgspec
+
+from kvxfer.endpoint import MAX_PORT
+from kvxfer.errors import InvalidArgumentError
+
+PARAMS = "kv_transfer_params"
+
+# What a router asks of a prefill engine; the answer has the values for the decode engine.
+# Source: vllm/distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py, and the proxy of
+# vLLM's tests, tests/v1/kv_connector/nixl_integration/toy_proxy_server.py
+_LENDING: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_ONE_TOKEN: Mapping[str, Any] = {"max_tokens": 1, "stream": False}
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "best_of")
+
+
+class Lender(msgspec.Struct, frozen=True, kw_only=True):
+    """Address at which a prefill engine lends the blocks of prompts, as its answers name it.
+
+    Attributes:
+        remote_host: Host.
+        remote_port: TCP port.
+        tp_size: Workers of the engine, which listen at successive ports.
+    """
+
+    remote_host: Annotated[str, msgspec.Meta(min_length=1)]
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=MAX_PORT)]
+    tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+    @classmethod
+    def of(cls, params: msgspec.Raw) -> Self | None:
+        """Read the address from the parameters of an answer; None where they have none."""
+        try:
+            return msgspec.json.decode(params, type=cls)
+        except msgspec.ValidationError:
+            return None
+
+    def params(self, ticket: str) -> msgspec.Raw:
+        """Make the parameters of a decode leg that begins before the prefill leg has ended.
+
+        Args:
+            ticket: Name of the lease, the same as in the prefill leg.
+        """
+        return _raw(
+            {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "remote_request_id": ticket,
+                "remote_engine_id": "",
+                "remote_host": self.remote_host,
+                "remote_port": self.remote_port,
+                "remote_block_ids": [[0]],
+                "tp_size": self.tp_size,
+                "transfer_mode": "overlap",
+            }
+        )
+
+
+class _Answer(msgspec.Struct):
+    """The one field of a prefill engine's answer that matters."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def params_of_answer(body: bytes) -> msgspec.Raw | None:
+    """Find the parameters for the decode leg in a prefill engine's answer; None without them."""
+    try:
+        params = msgspec.json.decode(body, type=_Answer).kv_transfer_params
+    except msgspec.DecodeError:
+        return None
+    content = bytes(params)
+    return params if content.startswith(b"{") and msgspec.json.decode(content) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Request for a completion, of which only the outermost object is looked at.
+
+    Attributes:
+        fields: Values by name, as the client wrote them, without the parameters of a transfer:
+            those are the proxy's, and no client's.
+    """
+
+    fields: Mapping[str, msgspec.Raw]
+
+    @classmethod
+    def parse(cls, body: bytes) -> Self:
+        """Read the body of a request.
+
+        Raises:
+            InvalidArgumentError: It is not a JSON object.
+        """
+        try:
+            fields = msgspec.json.decode(body.decode(), type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            found = f"{len(body)} bytes"
+            raise InvalidArgumentError("body", found, f"a JSON object: {exc}") from exc
+        fields.pop(PARAMS, None)
+        return cls(fields)
+
+    @property
+    def has_several_prompts(self) -> bool:
+        """Whether it is a batch of prompts; an answer has the parameters of the first one only."""
+        prompt = self.fields.get("prompt")
+        if prompt is None or not bytes(prompt).lstrip().startswith(b"["):
+            return False
+        prompts = msgspec.json.decode(prompt, type=list[msgspec.Raw])
+        return len(prompts) > 1 and bytes(prompts[0]).lstrip()[:1] in {b"[", b'"'}
+
+    def prefill_body(self, ticket: str | None = None) -> bytes:
+        """Make the body of the prefill leg: one token, no stream, and the blocks are to be lent.
+
+        Args:
+            ticket: Name of the lease; None lets the engine choose it.
+        """
+        fields: dict[str, Any] = {**self.fields, **_ONE_TOKEN}
+        fields |= {name: 1 for name in ("max_completion_tokens", "n") if name in fields}
+        for name in _NOT_FOR_PREFILL:
+            fields.pop(name, None)
+        chosen = {} if ticket is None else {"remote_request_id": ticket}
+        return msgspec.json.encode({**fields, PARAMS: {**_LENDING, **chosen}})
+
+    def decode_body(self, params: msgspec.Raw | None) -> bytes:
+        """Make the body of the decode leg.
+
+        Args:
+            params: Parameters of the transfer; None lets the engine compute the prompt.
+        """
+        added = {} if params is None else {PARAMS: params}
+        return msgspec.json.encode({**self.fields, **added})
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))

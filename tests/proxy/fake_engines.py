@@ -1,0 +1,207 @@
+"""Servers that answer as engines of vLLM do, or fail as told, and a proxy in front of them."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import aiohttp
+from aiohttp import web
+
+from kvxfer.proxy import Proxy, ProxyConfig
+
+HOST = "127.0.0.1"
+LIMIT_S = 10.0
+SOON_S = 1.0
+RETRY_S = 0.02
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+BODY: Mapping[str, Any] = {"model": "m", "prompt": "once upon a time", "max_tokens": 7}
+PIECES = (b'data: {"choices": [1]}\n\n', b'data: {"choices": [2]}\n\n', b"data: [DONE]\n\n")
+PARAMS: Mapping[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[3, 1, 2]],
+    "remote_engine_id": "engine-p",
+    "remote_request_id": "cmpl-1",
+    "remote_host": "10.0.0.7",
+    "remote_port": 7100,
+    "tp_size": 2,
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request that an engine got."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: dict[str, Any]
+
+    @property
+    def params(self) -> Any:
+        return self.body.get("kv_transfer_params")
+
+
+class FakeEngine:
+    """Engine whose faults are set by its attributes.
+
+    Attributes:
+        asked: Requests that it got, probes left out.
+        status: Status of its answers.
+        health: Status of its answers to probes.
+        params: Parameters in its answers to prefill legs.
+        hangs: Whether it never answers.
+        breaks_off: Whether it cuts the connection after the first piece of a stream.
+        may_go_on: Event that has to be set before it sends the second piece of a stream.
+        is_asked: Event that is set when a request arrives.
+        is_left: Event that is set when the other side has left before the end of an answer.
+        probed: Event that is set when a probe has been answered.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self.status = self.health = 200
+        self.params: Any = PARAMS
+        self.hangs = False
+        self.breaks_off = False
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.is_asked = asyncio.Event()
+        self.is_left = asyncio.Event()
+        self.probed = asyncio.Event()
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        """Begin to listen; again at the same port after an end."""
+        application = web.Application()
+        application.router.add_get("/health", self._answer_probe)
+        application.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, HOST, self.port).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _answer_probe(self, _: web.Request) -> web.Response:
+        self.probed.set()
+        return web.Response(status=self.health)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        content = await request.read()
+        body = json.loads(content) if content else {}
+        self.asked.append(Asked(request.method, request.path_qs, request.headers, body))
+        self.is_asked.set()
+        try:
+            if self.hangs:
+                await asyncio.Event().wait()
+            if self.status != 200:
+                return web.json_response({"error": {"message": "as told"}}, status=self.status)
+            if body.get("stream"):
+                return await self._stream(request)
+        except asyncio.CancelledError:
+            self.is_left.set()
+            raise
+        is_prefill = (body.get("kv_transfer_params") or {}).get("do_remote_decode")
+        params = {"kv_transfer_params": self.params} if is_prefill else {}
+        return web.json_response({"by": self.url, **params})
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(PIECES[0])
+        await self.may_go_on.wait()
+        if self.breaks_off:
+            assert request.transport is not None
+            request.transport.abort()
+        for piece in PIECES[1:]:
+            await response.write(piece)
+        return response
+
+
+class Routed:
+    """Proxy with engines behind it, and a client of it."""
+
+    def __init__(
+        self,
+        proxy: Proxy,
+        prefill: Sequence[FakeEngine],
+        decode: Sequence[FakeEngine],
+        session: aiohttp.ClientSession,
+    ) -> None:
+        self.proxy = proxy
+        self.prefill = prefill
+        self.decode = decode
+        self.url = f"http://{proxy.endpoint}"
+        self.session = session
+
+    async def post(
+        self,
+        body: Mapping[str, Any] | bytes = BODY,
+        path: str = COMPLETIONS,
+        headers: Mapping[str, str] | None = None,
+    ) -> tuple[int, Any]:
+        """Ask for a completion; returns status and decoded body."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self.session.post(self.url + path, data=data, headers=headers) as response:
+            return response.status, json.loads(await response.read())
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Get something; returns status and body."""
+        async with self.session.get(self.url + path) as response:
+            return response.status, await response.text()
+
+    async def samples(self) -> dict[str, float]:
+        """Read the metrics, by name with labels."""
+        _, text = await self.get("/metrics")
+        lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name.removeprefix("kvxfer_proxy_"): float(value) for name, value in lines}
+
+    async def until(self, name: str, value: float) -> None:
+        """Wait until a metric has a value."""
+        async with asyncio.timeout(LIMIT_S):
+            while (await self.samples()).get(name) != value:  # noqa: ASYNC110 - of a server
+                await asyncio.sleep(RETRY_S)
+
+    async def until_closed(self) -> None:
+        """Wait until the proxy accepts no connection any more."""
+        endpoint = self.proxy.endpoint
+        async with asyncio.timeout(LIMIT_S):
+            with contextlib.suppress(ConnectionError):
+                while True:
+                    _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+                    writer.close()
+                    await writer.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def routed(
+    num_prefill: int = 1, num_decode: int = 1, **options: Any
+) -> AsyncIterator[Routed]:
+    """Start engines and a proxy in front of them."""
+    async with contextlib.AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(FakeEngine()) for _ in range(num_prefill + num_decode)
+        ]
+        prefill, decode = engines[:num_prefill], engines[num_prefill:]
+        config = ProxyConfig(
+            prefill=tuple(engine.url for engine in prefill),
+            decode=tuple(engine.url for engine in decode),
+            listen=f"{HOST}:0",
+            **{"drain_timeout_s": 0.0, **options},
+        )
+        proxy = await stack.enter_async_context(Proxy(config))
+        timeout = aiohttp.ClientTimeout(total=LIMIT_S)
+        session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout))
+        yield Routed(proxy, prefill, decode, session)
+    assert proxy.metrics.num_under_way == 0

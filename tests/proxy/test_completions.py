@@ -1,0 +1,273 @@
+"""Completions through the proxy: both legs, streams, engines that fail, and bad requests."""
+
+import asyncio
+import gzip
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.proxy.fake_engines import (
+    BODY,
+    CHAT,
+    COMPLETIONS,
+    LIMIT_S,
+    PARAMS,
+    PIECES,
+    SOON_S,
+    routed,
+)
+
+LENT = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_the_prefill_leg_computes_one_token_and_its_params_go_to_the_decode_leg(
+    path: str,
+) -> None:
+    kept = {"model": "m", "prompt": [1, 2, 3], "temperature": 0.25, "stop": ["\u00e9\n"]}
+    limits = {"max_tokens": 7, "max_completion_tokens": 8, "n": 2}
+    body = {**kept, **limits, "min_tokens": 5, "stream_options": {"include_usage": True}}
+    async with routed() as it:
+        status, answer = await it.post(body, path, {"Authorization": "Bearer key"})
+        assert (status, answer) == (200, {"by": it.decode[0].url})
+        (prefill,), (decode,) = it.prefill[0].asked, it.decode[0].asked
+    ones = dict.fromkeys(limits, 1)
+    assert prefill.body == {**kept, **ones, "stream": False, "kv_transfer_params": LENT}
+    assert decode.body == {**body, "kv_transfer_params": PARAMS}
+    assert prefill.path == decode.path == path
+    assert prefill.headers["Authorization"] == decode.headers["Authorization"] == "Bearer key"
+    assert prefill.headers["X-Request-Id"] == decode.headers["X-Request-Id"]
+
+
+async def test_a_request_id_of_the_client_is_kept_on_both_legs() -> None:
+    async with routed() as it:
+        await it.post(headers={"X-Request-Id": "mine"})
+        ids = [e.asked[0].headers["X-Request-Id"] for e in (*it.prefill, *it.decode)]
+    assert ids == ["mine", "mine"]
+
+
+async def test_no_client_can_choose_the_params_of_a_transfer() -> None:
+    stolen = {**BODY, "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "evil"}}
+    async with routed() as it:
+        it.prefill[0].params = None
+        assert (await it.post(stolen))[0] == 200
+        assert it.prefill[0].asked[0].params == LENT
+        assert "kv_transfer_params" not in it.decode[0].asked[0].body
+
+
+async def test_pieces_of_a_stream_arrive_as_the_engine_sends_them() -> None:
+    async with routed() as it:
+        it.decode[0].may_go_on.clear()
+        body = json.dumps({**BODY, "stream": True})
+        async with it.session.post(it.url + COMPLETIONS, data=body) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"] == "text/event-stream"
+            assert await response.content.readany() == PIECES[0]  # the engine waits
+            it.decode[0].may_go_on.set()
+            assert await response.read() == b"".join(PIECES[1:])
+
+
+async def test_an_error_of_the_decode_engine_about_the_request_is_passed_on() -> None:
+    async with routed() as it:
+        it.decode[0].status = 404
+        assert await it.post() == (404, {"error": {"message": "as told"}})
+        assert (await it.samples())[
+            f'legs_total{{leg="decode",engine="{it.decode[0].url}",outcome="refused"}}'
+        ]
+        assert (await it.get("/health"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ({"status": 500}, "failed"),
+        ({"status": 400}, "refused"),
+        ({"hangs": True}, "timed_out"),
+        ({"params": None}, "no_params"),
+        ({"params": {}}, "no_params"),
+        ({"params": "nonsense"}, "no_params"),
+    ],
+)
+async def test_decodes_alone_when_the_prefill_engine_is_of_no_use(
+    fault: dict[str, Any], reason: str
+) -> None:
+    async with routed(prefill_timeout_s=0.2) as it:
+        for name, value in fault.items():
+            setattr(it.prefill[0], name, value)
+        assert await it.post() == (200, {"by": it.decode[0].url})
+        assert it.decode[0].asked[0].body == BODY
+        assert (await it.samples())[f'decoded_alone_total{{reason="{reason}"}}'] == 1
+
+
+async def test_decodes_alone_when_no_prefill_engine_listens() -> None:
+    async with routed() as it:
+        await it.prefill[0].__aexit__()
+        assert await it.post() == (200, {"by": it.decode[0].url})
+        assert await it.post() == (200, {"by": it.decode[0].url})
+        samples = await it.samples()
+    assert samples['decoded_alone_total{reason="failed"}'] == 1
+    assert samples['decoded_alone_total{reason="ejected"}'] == 1  # it was not asked again
+
+
+@pytest.mark.parametrize("prompt", [["one", "two"], [[1, 2], [3, 4]]])
+async def test_a_batch_of_prompts_is_decoded_alone_as_params_are_for_one(prompt: Any) -> None:
+    async with routed() as it:
+        assert (await it.post({**BODY, "prompt": prompt}))[0] == 200
+        assert not it.prefill[0].asked
+
+
+@pytest.mark.parametrize("prompt", [["one"], [1, 2, 3], [[1, 2]], []])
+async def test_one_prompt_in_a_list_is_no_batch(prompt: Any) -> None:
+    async with routed() as it:
+        assert (await it.post({**BODY, "prompt": prompt}))[0] == 200
+        assert it.prefill[0].asked[0].body["prompt"] == prompt
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+async def test_the_next_decode_engine_is_asked_when_one_fails(*, is_gone: bool) -> None:
+    async with routed(num_decode=2) as it:
+        failing, other = it.decode
+        if is_gone:
+            await failing.__aexit__()
+        failing.status = 503
+        for _ in range(3):
+            assert await it.post() == (200, {"by": other.url})
+        assert {asked.params["remote_port"] for asked in other.asked} == {7100}
+        samples = await it.samples()
+    assert samples[f'legs_total{{leg="decode",engine="{failing.url}",outcome="failed"}}'] == 1
+
+
+async def test_an_error_in_the_form_of_openai_when_all_decode_engines_fail() -> None:
+    async with routed(num_decode=2) as it:
+        for engine in it.decode:
+            engine.status = 500
+        for _ in range(2):  # also when all are ejected
+            status, answer = await it.post()
+            assert status == 502
+            message = "none of 2 decode engines answered"
+            kind = {"type": "server_error", "param": None, "code": 502}
+            assert answer == {"error": {"message": message, **kind}}
+        assert (await it.get("/health"))[0] == 503
+        for engine in it.decode:
+            engine.status = 200
+        assert (await it.post())[0] == 200  # ejected or not
+        assert (await it.get("/health"))[0] == 200
+
+
+async def test_a_task_that_the_model_does_not_have_ejects_no_engine() -> None:
+    async with routed() as it:
+        it.decode[0].status = it.prefill[0].status = 501
+        assert (await it.post())[0] == 501
+        assert not [name for name in await it.samples() if name.startswith("ejections_total")]
+
+
+async def test_the_client_notices_when_the_engine_breaks_off_its_answer() -> None:
+    async with routed() as it:
+        it.decode[0].breaks_off = True
+        body = json.dumps({**BODY, "stream": True})
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with it.session.post(it.url + COMPLETIONS, data=body) as response:
+                await response.read()
+        await it.until('requests_total{outcome="broken"}', 1)
+
+
+async def test_an_engine_that_does_not_answer_in_time_is_a_gateway_timeout() -> None:
+    async with routed(timeout_s=0.3) as it:
+        it.decode[0].hangs = True
+        status, answer = await it.post()
+        assert (status, answer["error"]["message"]) == (504, "no complete answer within 0.3 s")
+        await asyncio.wait_for(it.decode[0].is_left.wait(), SOON_S)
+        assert (await it.get("/health"))[0] == 503
+
+
+async def test_an_answer_that_is_too_long_on_its_way_is_cut_off_and_ejects_nobody() -> None:
+    async with routed(timeout_s=0.5) as it:
+        it.decode[0].may_go_on.clear()
+        body = json.dumps({**BODY, "stream": True})
+        with pytest.raises(aiohttp.ClientPayloadError):
+            async with it.session.post(it.url + COMPLETIONS, data=body) as response:
+                await response.read()
+        await it.until('requests_total{outcome="timed_out"}', 1)
+        assert (await it.get("/health"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"a": "\xff"}', b'{"a": NaN}', b'{"a":' + b"[" * 100_000]
+)
+async def test_a_body_that_is_no_json_object_is_a_bad_request(body: bytes) -> None:
+    async with routed() as it:
+        status, answer = await it.post(body)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert "expected a JSON object" in answer["error"]["message"]
+        assert not it.prefill[0].asked
+        assert not it.decode[0].asked
+
+
+async def test_a_body_that_is_too_large_is_refused() -> None:
+    async with routed(max_body_bytes=1000) as it:
+        status, answer = await it.post({**BODY, "prompt": "x" * 1000})
+        assert (status, answer["error"]["message"]) == (413, "the body has more than 1000 bytes")
+        assert not it.prefill[0].asked
+
+
+async def test_a_body_that_does_not_arrive_is_refused_in_time() -> None:
+    async with routed(timeout_s=0.2) as it, asyncio.timeout(LIMIT_S):
+        endpoint = it.proxy.endpoint
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n{")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_other_questions_go_to_a_decode_engine_as_they_are() -> None:
+    async with routed() as it:
+        status, text = await it.get("/v1/models?limit=3")
+        assert (status, json.loads(text)) == (200, {"by": it.decode[0].url})
+        (asked,) = it.decode[0].asked
+        assert (asked.method, asked.path) == ("GET", "/v1/models?limit=3")
+        assert (await it.get("/v2/models"))[0] == 404
+        assert (await it.post(BODY, "/v1/embeddings"))[0] == 404
+        assert len(it.decode[0].asked) == 1
+
+
+async def test_a_body_that_is_not_encoded_as_it_says_is_a_bad_request() -> None:
+    async with routed() as it:
+        status, answer = await it.post(b"{}", headers={"Content-Encoding": "gzip"})
+        assert (status, answer["error"]["message"]) == (400, "the body cannot be decoded")
+
+
+async def test_a_body_that_is_compressed_reaches_the_engines() -> None:
+    async with routed() as it:
+        headers = {"Content-Encoding": "gzip"}
+        status, _ = await it.post(gzip.compress(json.dumps(BODY).encode()), headers=headers)
+        assert status == 200
+        assert it.decode[0].asked[0].body == {**BODY, "kv_transfer_params": PARAMS}
+
+
+async def test_a_compressed_body_is_refused_when_it_is_too_large_without_compression() -> None:
+    async with routed(max_body_bytes=10_000) as it:
+        body = gzip.compress(json.dumps({**BODY, "prompt": "x" * 1_000_000}).encode())
+        assert len(body) < 10_000
+        assert (await it.post(body, headers={"Content-Encoding": "gzip"}))[0] == 413
+
+
+async def test_nothing_of_a_malformed_request_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with routed() as it, asyncio.timeout(LIMIT_S):
+        endpoint = it.proxy.endpoint
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: key\x00\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+    assert "Authorization" not in caplog.text
+    assert "key" not in caplog.text
