@@ -12,7 +12,7 @@ import msgspec
 from kvxfer.bench.report import BenchRow
 from kvxfer.cli.exit_statuses import exit_statuses
 
-BENCHES = ("describe", "layout", "copy", "mapping", "engine-loop", "file", "nixl", "vllm")
+BENCHES = ("describe", "layout", "copy", "mapping", "engine-loop", "file", "nixl", "vllm", "pd")
 COLUMNS = BenchRow.__struct_fields__
 
 

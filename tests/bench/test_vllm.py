@@ -7,7 +7,7 @@ from typing import Self
 import pytest
 
 from kvxfer.bench.file import FOLDER_VARIABLE
-from kvxfer.bench.vllm import cases
+from kvxfer.bench.vllm import cases, model
 from kvxfer.bench.vllm.engine_process import EngineConfig, Generation
 
 COMPUTED_S, DEVICE_S, HOST_S, PLAIN_S, FILES_S = 8.0, 0.1, 0.2, 0.25, 0.15
@@ -91,8 +91,8 @@ class PretendedEngine:
 @pytest.fixture(autouse=True)
 def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[PretendedEngine]:
     (tmp_path / "config.json").touch()
-    monkeypatch.setenv(cases.MODEL_VARIABLE, str(tmp_path))
-    monkeypatch.setenv(cases.DTYPE_VARIABLE, "float16")
+    monkeypatch.setenv(model.MODEL_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(model.DTYPE_VARIABLE, "float16")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "files"))
     state = {"started": [], "files": {}, "keeps_files": True}
     engines = type("Engines", (PretendedEngine,), state)
@@ -154,10 +154,10 @@ def test_a_processor_without_bfloat16_computes_in_float32(
 ) -> None:
     monkeypatch.setattr(Path, "read_text", lambda _: flags)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert cases._fast_dtype() == dtype
+    assert model.fast_dtype() == dtype
 
 
 def test_a_missing_model_is_named_with_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cases.MODEL_VARIABLE, "/nowhere")
+    monkeypatch.setenv(model.MODEL_VARIABLE, "/nowhere")
     with pytest.raises(FileNotFoundError, match=r"/nowhere.*KVXFER_BENCH_MODEL"):
         cases.run(quick=True)

@@ -10,8 +10,9 @@ from functools import partial
 from typing import get_args
 
 from kvxfer.backends.nixl import IntegrityGrade
+from kvxfer.bench.nixl.contenders import Contender, in_turn
 from kvxfer.bench.nixl.far import FarProcess
-from kvxfer.bench.nixl.near import Contender, Near, in_turn
+from kvxfer.bench.nixl.near import Near
 from kvxfer.bench.nixl.raw import TOTAL_BYTES
 from kvxfer.bench.report import BenchRow, compare
 

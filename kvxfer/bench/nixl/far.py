@@ -5,13 +5,20 @@ import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
 from kvxfer.backends.nixl import NixlBackend, NixlConfig
-from kvxfer.bench.nixl.raw import Indices, NixlOperation, PlainServer, RawAgent, allocate
+from kvxfer.bench.nixl.raw import (
+    TOTAL_BYTES,
+    Indices,
+    NixlOperation,
+    PlainServer,
+    RawAgent,
+    allocate,
+)
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import ByteSize
 
@@ -24,14 +31,18 @@ class FarProcess:
 
     Args:
         environment: Environment variables that are set in it before NIXL is imported.
+        commands: The commands that it knows; made in the process.
     """
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str] | None = None,
+        commands: "Callable[[], Far] | None" = None,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._commands, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, dict(environment or {})), daemon=True
-        )
+        arguments = (theirs, dict(environment or {}), commands or Far)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -48,7 +59,7 @@ class FarProcess:
         self._process.join()
 
     def ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of `_Far` in the process; blocks.
+        """Call a method of its commands in the process; blocks.
 
         Raises:
             RuntimeError: The method failed.
@@ -60,11 +71,15 @@ class FarProcess:
         return answer
 
 
-class _Far:
-    """State of the far process, and the commands that it runs."""
+class Far:
+    """State of the far process, and the commands that it runs.
 
-    def __init__(self) -> None:
-        self._memory = allocate(seed=1)
+    Args:
+        num_bytes: Bytes of its memory.
+    """
+
+    def __init__(self, num_bytes: int = TOTAL_BYTES) -> None:
+        self._memory = allocate(seed=1, num_bytes=num_bytes)
         self._raw: RawAgent | None = None
         self._progress: asyncio.Task[None] | None = None
         self._holder: NixlBackend | None = None
@@ -137,13 +152,12 @@ class _Far:
             await asyncio.sleep(PROGRESS_PERIOD_S)
 
 
-def _serve(commands: Connection, environment: dict[str, str]) -> None:
+def _serve(commands: Connection, environment: dict[str, str], make: Callable[[], Far]) -> None:
     os.environ.update(environment)
-    asyncio.run(_run_commands(commands))
+    asyncio.run(_run_commands(commands, make()))
 
 
-async def _run_commands(commands: Connection) -> None:
-    far = _Far()
+async def _run_commands(commands: Connection, far: Far) -> None:
     loop = asyncio.get_running_loop()
     with contextlib.suppress(EOFError):
         while True:

@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import xxhash
 
 from kvxfer.backends.nixl import IntegrityGrade, NixlBackend, NixlConfig, Transport
+from kvxfer.bench.nixl.contenders import Contender, RawContender, fragments, open_raw
 from kvxfer.bench.nixl.far import FarProcess
 from kvxfer.bench.nixl.kvcr import KVCRPool
 from kvxfer.bench.nixl.raw import (
@@ -22,7 +24,6 @@ from kvxfer.bench.nixl.raw import (
     Indices,
     NixlOperation,
     PlainClient,
-    RawAgent,
     allocate,
 )
 from kvxfer.kvcache.descriptors import Descriptors
@@ -30,11 +31,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
 
-PAUSE_S = 0.02
 UCX_OVER_TCP = {"UCX_TLS": "tcp,self"}
-
-Contender = Callable[[], Awaitable[float]]
-"""Contender: moves a batch, and returns the seconds it took."""
 
 
 class Near:
@@ -135,18 +132,9 @@ class Near:
 
         return store
 
-    @contextlib.asynccontextmanager
-    async def raw(self) -> AsyncIterator["RawContender"]:
+    def raw(self) -> AbstractAsyncContextManager[RawContender]:
         """Open NIXL itself in both processes."""
-        agent = RawAgent(f"near-{uuid.uuid4()}", self._memory, own_progress=False)
-        agent.connect(await self._ask("open_raw", f"far-{uuid.uuid4()}", False))
-        raw = RawContender(self, agent)
-        try:
-            await asyncio.to_thread(raw.connect)
-            await self._ask("stop_raw_progress")
-            yield raw
-        finally:
-            await self._ask("close_raw")
+        return open_raw(self._far, self._memory, self._order, self.block_bytes)
 
     @contextlib.asynccontextmanager
     async def plain(self) -> AsyncIterator[tuple[Contender, Contender]]:
@@ -205,11 +193,8 @@ class Near:
         )
 
     def fragments(self, fragment_bytes: int) -> tuple[Indices, Indices]:
-        """List fragments of all blocks on both sides, layer by layer; no two touch on both."""
-        layers = np.arange(self.block_bytes // fragment_bytes) * self.num_blocks
-        near = (self._order[:, None] + layers).ravel().astype(np.int32)
-        far = (np.arange(self.num_blocks)[:, None] + layers).ravel().astype(np.int32)
-        return near, far
+        """List fragments of all blocks on both sides; see `fragments`."""
+        return fragments(self._order, self.block_bytes // fragment_bytes)
 
     async def _require_same_bytes(self, backend: NixlBackend) -> None:
         expected = xxhash.xxh3_64_digest(self._memory.data)
@@ -225,64 +210,6 @@ class Near:
 
     async def _ask(self, method: str, *arguments: object) -> Any:
         return await asyncio.to_thread(self._far.ask, method, *arguments)
-
-
-class RawContender:
-    """Contender NIXL itself, between the two processes.
-
-    Args:
-        near: Near process whose blocks are moved.
-        agent: Agent that moves them, connected.
-    """
-
-    def __init__(self, near: Near, agent: RawAgent) -> None:
-        self._near = near
-        self._agent = agent
-
-    def connect(self) -> None:
-        """Move a first block, upon which NIXL connects; blocks.
-
-        The other side must make progress meanwhile.
-        """
-        size = self._near.block_bytes
-        ours, theirs = self._near.fragments(size)
-        self._agent.prepare(size)
-        self._agent.move("READ", size, ours[:1], theirs[:1])
-
-    def moving(
-        self,
-        operation: NixlOperation,
-        *,
-        fragment_bytes: int | None = None,
-        num_blocks: int | None = None,
-    ) -> Contender:
-        """Make a contender that moves leading blocks in fragments; by default all, unfragmented."""
-        size = fragment_bytes or self._near.block_bytes
-        ours, theirs = self._near.fragments(size)
-        count = (num_blocks or self._near.num_blocks) * (self._near.block_bytes // size)
-        self._agent.prepare(size)
-
-        async def move() -> float:
-            began = time.perf_counter()
-            self._agent.move(operation, size, ours[:count], theirs[:count])
-            return time.perf_counter() - began
-
-        return move
-
-
-async def in_turn(contenders: Sequence[Contender], *, rounds: int) -> list[list[float]]:
-    """Measure the seconds of each contender in each round; one round is not counted.
-
-    They take turns, each after a pause in which background work of the last one can end.
-    """
-    seconds: list[list[float]] = [[] for _ in contenders]
-    for nth in range(rounds + 1):
-        for contender, times in zip(contenders, seconds, strict=True):
-            await asyncio.sleep(PAUSE_S)
-            took = await contender()
-            if nth:
-                times.append(took)
-    return seconds
 
 
 def _require_done(outcomes: Sequence[Outcome]) -> None:

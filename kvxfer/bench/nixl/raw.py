@@ -13,7 +13,7 @@ from kvxfer.backends.host.private_memory import PrivateMemory
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 
 TOTAL_BYTES = 64 << 20
-"""Bytes of a batch, and of the memory on either side."""
+"""Bytes of a batch, and of the memory on either side, unless the caller says otherwise."""
 
 SEND, RECEIVE, TAKEN = b"s", b"r", b"t"
 
@@ -21,9 +21,9 @@ Indices = NDArray[np.int32]
 NixlOperation = Literal["READ", "WRITE"]
 
 
-def allocate(seed: int) -> NDArray[np.uint8]:
-    """Allocate `TOTAL_BYTES` of random bytes, in the same kind of pages as a holder's blocks."""
-    memory = PrivateMemory(TOTAL_BYTES).memory
+def allocate(seed: int, num_bytes: int = TOTAL_BYTES) -> NDArray[np.uint8]:
+    """Allocate random bytes, in the same kind of pages as a holder's blocks."""
+    memory = PrivateMemory(num_bytes).memory
     words = memory.view(np.uint64)
     words[:] = np.random.default_rng(seed).integers(0, 1 << 63, len(words), np.uint64)
     return memory
@@ -34,7 +34,7 @@ class RawAgent:
 
     Args:
         name: Name of the agent.
-        memory: Memory that it may move; kept alive.
+        memory: Memory that it may move, as large as the peer's; kept alive.
         own_progress: Whether NIXL runs a thread that makes progress. Where the kernel copies
             between processes, the passive side needs one only while connecting.
     """
@@ -96,7 +96,7 @@ class RawAgent:
 
     def _rows(self, address: int, fragment_bytes: int) -> NDArray[np.uint64]:
         starts = np.arange(
-            0, TOTAL_BYTES - fragment_bytes + 1, fragment_bytes, dtype=np.uint64
+            0, self._memory.nbytes - fragment_bytes + 1, fragment_bytes, dtype=np.uint64
         ) + np.uint64(address)
         sizes = np.full_like(starts, fragment_bytes)
         return np.column_stack([starts, sizes, np.zeros_like(starts)])

@@ -10,16 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvxfer.bench.file import FOLDER_VARIABLE
 from kvxfer.bench.report import BenchRow, compare
 from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess
-
-MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
-DTYPE_VARIABLE = "KVXFER_BENCH_DTYPE"
-DEFAULT_MODEL = Path("build/models/smollm2")
-VOCAB_SIZE = 40_000
+from kvxfer.bench.vllm.model import VOCAB_SIZE, find_model
 
 CACHED_TOKENS = 19 * 128
 PROMPT_TOKENS = CACHED_TOKENS + 16  # a last block that is always computed, as in most real prompts
@@ -57,16 +51,14 @@ def run(*, quick: bool) -> list[BenchRow]:
         RuntimeError: A prefix was a hit that should have been a miss, or the reverse, or the hits
             of a prompt gave different tokens.
     """
-    model = Path(os.environ.get(MODEL_VARIABLE, DEFAULT_MODEL))
-    if not (model / "config.json").exists():
-        raise FileNotFoundError(f"no model at {model}; name its folder in {MODEL_VARIABLE}")
-    dtype = os.environ.get(DTYPE_VARIABLE) or _fast_dtype()
+    model = find_model()
 
     def start(connector: Mapping[str, Any] | None) -> EngineProcess:
         settings = dict(connector) if connector else None
-        return EngineProcess(EngineConfig(model=str(model), dtype=dtype, connector=settings))
+        config = EngineConfig(model=str(model.folder), dtype=model.dtype, connector=settings)
+        return EngineProcess(config)
 
-    case = f"first token of {PROMPT_TOKENS} tokens in {dtype}"
+    case = f"first token of {PROMPT_TOKENS} tokens in {model.dtype}"
     prompts = _prompts()
     with start(CONNECTOR) as engine:
         with start(PLAIN_CONNECTOR) as plain:
@@ -261,11 +253,3 @@ def _prompts() -> Iterator[_Source]:
     while True:
         yield _Source(seed)
         seed += 1
-
-
-def _fast_dtype() -> str:
-    """Return the model's own data type where a processor computes with it, else float32."""
-    processor = Path("/proc/cpuinfo")
-    flags = processor.read_text().split() if processor.exists() else []
-    has_bfloat16 = not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags)
-    return "bfloat16" if has_bfloat16 or torch.cuda.is_available() else "float32"

@@ -41,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         model: Folder of the model.
         connector: `kv_connector_extra_config` of the offloading connector; None for no connector.
+        transfer: `kv_transfer_config` of any other connector, in place of `connector`.
         multiprocessing: Engine core and workers in processes of their own.
         tensor_parallel_size: Workers; more than one needs `multiprocessing`.
         kv_cache_memory_bytes: Size of the device cache.
@@ -54,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str
     connector: dict[str, Any] | None = None
+    transfer: dict[str, Any] | None = None
     multiprocessing: bool = False
     tensor_parallel_size: int = 1
     kv_cache_memory_bytes: int = 512 << 20
@@ -75,6 +77,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         first_token_s: Seconds from adding the request to its first token; 0 without a token.
         last_token_s: Seconds from adding the request to its last token; 0 without a token.
         aborted: The request was aborted by the caller.
+        params: What the connector tells the engine that goes on with the prompt.
     """
 
     token_ids: list[int]
@@ -83,6 +86,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     first_token_s: float
     last_token_s: float
     aborted: bool
+    params: dict[str, Any] = {}
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -94,6 +98,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         read_cache: False computes every token, whatever is cached.
         abort_after_steps: Engine steps after which the prompt with this index is aborted.
         reset_after_steps: Engine steps after which the connector's cache is reset.
+        params: `kv_transfer_params` of the prompt with this index.
+        start_after_steps: Engine steps after which the prompt with this index is added; others are
+            added at once.
     """
 
     prompts: list[list[int]]
@@ -101,6 +108,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     read_cache: bool = True
     abort_after_steps: dict[int, int] = {}
     reset_after_steps: list[int] = []
+    params: dict[int, dict[str, Any]] = {}
+    start_after_steps: dict[int, int] = {}
 
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -203,6 +212,8 @@ class EngineProcess:
         read_cache: bool = True,
         abort_after_steps: dict[int, int] | None = None,
         reset_after_steps: Sequence[int] = (),
+        params: dict[int, dict[str, Any]] | None = None,
+        start_after_steps: dict[int, int] | None = None,
     ) -> list[Generation]:
         """Run the prompts, see `Generate`; one result per prompt, in order."""
         command = Generate(
@@ -211,6 +222,8 @@ class EngineProcess:
             read_cache=read_cache,
             abort_after_steps=abort_after_steps or {},
             reset_after_steps=list(reset_after_steps),
+            params=params or {},
+            start_after_steps=start_after_steps or {},
         )
         return self._ask(command, list[Generation])
 

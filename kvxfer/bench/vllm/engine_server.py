@@ -32,7 +32,8 @@ class _Engine:
     def __init__(self, config: EngineConfig) -> None:
         from vllm import LLM
 
-        transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        transfer = config.connector and offloading | {"kv_connector_extra_config": config.connector}
         self._llm = LLM(
             config.model,
             skip_tokenizer_init=True,
@@ -45,8 +46,7 @@ class _Engine:
             max_num_seqs=config.max_num_seqs,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             tensor_parallel_size=config.tensor_parallel_size,
-            kv_transfer_config=config.connector
-            and transfer | {"kv_connector_extra_config": config.connector},
+            kv_transfer_config=transfer or config.transfer,
         )
         self._num_requests = 0
         self._step_times: list[float] = []
@@ -71,26 +71,34 @@ class _Engine:
         from vllm import SamplingParams
 
         engine = self._llm.llm_engine
-        sampling = SamplingParams(
-            temperature=0,
-            max_tokens=command.max_tokens,
-            ignore_eos=True,
-            logprobs=0,
-            detokenize=False,
-            skip_reading_prefix_cache=not command.read_cache,
-        )
+
+        def sampling(index: int) -> SamplingParams:
+            params = command.params.get(index)
+            return SamplingParams(
+                temperature=0,
+                max_tokens=command.max_tokens,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                skip_reading_prefix_cache=not command.read_cache,
+                extra_args=params and {"kv_transfer_params": params},
+            )
+
         names = [str(self._num_requests + index) for index in range(len(command.prompts))]
         self._num_requests += len(names)
         outputs: dict[str, Any] = {}
         start_s: dict[str, float] = {}
         token_s: dict[str, list[float]] = {name: [] for name in names}
         aborted: set[str] = set()
-        for name, prompt in zip(names, command.prompts, strict=True):
-            start_s[name] = time.perf_counter()
-            engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        waiting = {index: command.start_after_steps.get(index, 0) for index in range(len(names))}
         self._step_times = []
         while True:
             num_steps = len(self._step_times)
+            for index in [at for at, after in waiting.items() if after <= num_steps]:
+                del waiting[index]
+                start_s[names[index]] = time.perf_counter()
+                prompt = {"prompt_token_ids": command.prompts[index]}
+                engine.add_request(names[index], prompt, sampling(index))
             for index, after in command.abort_after_steps.items():
                 if num_steps == after:
                     engine.abort_request([names[index]])
@@ -143,6 +151,7 @@ def _generation(output: Any, *, token_s: Sequence[float], aborted: bool) -> Gene
         first_token_s=token_s[0] if token_s else 0.0,
         last_token_s=token_s[-1] if token_s else 0.0,
         aborted=aborted,
+        params=(output.kv_transfer_params or {}) if output else {},
     )
 
 

@@ -1,0 +1,189 @@
+"""Pairs of real engines in `kvxfer bench pd`: one computes prompts, the other goes on with them."""
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvxfer.bench.pd.prefill import HOST
+from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess, Generation
+from kvxfer.bench.vllm.model import EngineModel
+
+MAX_MODEL_LEN = 8192
+CACHE_BYTES = 1 << 30
+LEASE_S = 60
+TIMEOUT_S = 10
+PORTS_PER_ENGINE = 4
+IDLE_S = 10.0
+CACHED_AT_P = "remote_prefill_cached_tokens"
+"""Parameter that vLLM adds. Source: `vllm/v1/engine/output_processor.py`."""
+
+NUM_MEETINGS = 10
+"""Attempts to hand over a first prompt: while engines connect, D may compute it itself."""
+MEETING_PROMPT = list(range(3, 303))
+SETTLE_S = 3.0
+"""Time after which an engine that has nothing to do is idle."""
+
+ENVIRONMENT = {
+    "NIXL_LOG_LEVEL": "WARN",
+    "OMP_NUM_THREADS": "1",  # both engines of a pair have to fit on this machine
+    "UCX_MODULES": "^efa",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
+"""What a router asks of the prefill engine. Source: vLLM, `toy_proxy_server.py`."""
+
+
+class NotLoadedError(RuntimeError):
+    """D computed tokens of a prompt that it should have loaded."""
+
+
+class EnginePair:
+    """Pair of engines with one connector; use as a context manager.
+
+    Args:
+        model: Their model.
+        connector: As for `start_engines`.
+
+    Attributes:
+        prefill: The engine that computes prompts.
+        decode: The engine that goes on with them.
+    """
+
+    def __init__(self, model: EngineModel, connector: str) -> None:
+        self.prefill, self.decode = start_engines(model, [connector] * 2)
+        try:
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End both engines; may be called again."""
+        self.decode.close()
+        self.prefill.close()
+
+    def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Have a prompt computed, or found in the device cache; return what D is to be told."""
+        (answer,) = self.prefill.generate([prompt], max_tokens=1, params={0: ASK})
+        # With it D would tell how many tokens were cached at P, and not at D itself.
+        return {name: value for name, value in answer.params.items() if name != CACHED_AT_P}
+
+    def hand_over(self, prompt: Sequence[int]) -> Generation:
+        """Have D go on with a prompt of which it has nothing.
+
+        Raises:
+            NotLoadedError: It has not loaded all but the last token.
+        """
+        params = self.offer(prompt)
+        if not self.decode.reset():
+            raise NotLoadedError("D still uses blocks of an earlier prompt")
+        (answer,) = self.decode.generate([prompt], max_tokens=1, params={0: params})
+        if answer.cached_tokens < len(prompt) - 1:
+            raise NotLoadedError(f"{answer.cached_tokens} of {len(prompt)} tokens were loaded")
+        return answer
+
+    def _meet(self) -> None:
+        """Hand over a prompt until it is loaded; errors as `hand_over`."""
+        for _ in range(NUM_MEETINGS - 1):
+            with contextlib.suppress(NotLoadedError):
+                self.hand_over(MEETING_PROMPT)
+                return
+        self.hand_over(MEETING_PROMPT)
+
+
+def start_engines(model: EngineModel, connectors: Sequence[str | None]) -> list[EngineProcess]:
+    """Start engines, all at once.
+
+    Args:
+        model: Their model.
+        connectors: `KVXferConnector`, `NixlConnector`, or None for an engine without a connector.
+
+    Raises:
+        EngineDiedError: One did not start; the others are closed.
+    """
+    with ThreadPoolExecutor(len(connectors)) as threads:
+        starting = [threads.submit(_start, model, connector) for connector in connectors]
+    engines = [each.result() for each in starting if each.exception() is None]
+    if len(engines) < len(starting):
+        for engine in engines:
+            engine.close()
+    return [each.result() for each in starting]
+
+
+def idle_cores(engines: Sequence[EngineProcess]) -> list[float]:
+    """Measure the cores that engines use which have nothing to do; blocks."""
+    time.sleep(SETTLE_S)
+    before = [_cpu_seconds(engine.process_id) for engine in engines]
+    time.sleep(IDLE_S)
+    after = [_cpu_seconds(engine.process_id) for engine in engines]
+    return [(end - begin) / IDLE_S for begin, end in zip(before, after, strict=True)]
+
+
+def _start(model: EngineModel, connector: str | None) -> EngineProcess:
+    port = _free_port()
+    environment = dict(ENVIRONMENT)
+    transfer: dict[str, Any] | None = None
+    if connector is not None:
+        transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+        transfer["kv_load_failure_policy"] = "recompute"
+    if connector == "KVXferConnector" and transfer is not None:
+        transfer["kv_connector_module_path"] = "kvxfer.integrations.vllm"
+        settings = {"listen": f"{HOST}:{port}", "lease_s": LEASE_S, "ask_timeout_s": TIMEOUT_S}
+        transfer["kv_connector_extra_config"] = settings
+    elif transfer is not None:
+        transfer["kv_buffer_device"] = "cpu"
+        transfer["kv_connector_extra_config"] = {"kv_lease_duration": LEASE_S}
+        environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = HOST
+        environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
+    return EngineProcess(
+        EngineConfig(
+            model=str(model.folder),
+            dtype=model.dtype,
+            transfer=transfer,
+            multiprocessing=True,
+            kv_cache_memory_bytes=CACHE_BYTES,
+            max_model_len=MAX_MODEL_LEN,
+            environment=environment,
+        )
+    )
+
+
+def _cpu_seconds(group: int) -> float:
+    """Add up the processor time of all processes of a process group."""
+    ticks = 0
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = each.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _free_port() -> int:
+    """Find the first of some free ports in a row, below those that outgoing connections get."""
+    while True:
+        first = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + PORTS_PER_ENGINE):
+                stack.enter_context(socket.create_server((HOST, port)))
+            return first

@@ -1,0 +1,40 @@
+"""Model of the benchmarks with real engines, and the data type that it computes in."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+MODEL_VARIABLE = "KVXFER_BENCH_MODEL"
+DTYPE_VARIABLE = "KVXFER_BENCH_DTYPE"
+DEFAULT_MODEL = Path("build/models/smollm2")
+VOCAB_SIZE = 40_000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """Model of engines: its folder, and the data type that they compute in."""
+
+    folder: Path
+    dtype: str
+
+
+def find_model() -> EngineModel:
+    """Find the model: its folder in `KVXFER_BENCH_MODEL`, its data type in `KVXFER_BENCH_DTYPE`.
+
+    Raises:
+        FileNotFoundError: There is no model.
+    """
+    folder = Path(os.environ.get(MODEL_VARIABLE, DEFAULT_MODEL))
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"no model at {folder}; name its folder in {MODEL_VARIABLE}")
+    return EngineModel(folder, os.environ.get(DTYPE_VARIABLE) or fast_dtype())
+
+
+def fast_dtype() -> str:
+    """Return the model's own data type where a processor computes with it, else float32."""
+    processor = Path("/proc/cpuinfo")
+    flags = processor.read_text().split() if processor.exists() else []
+    has_bfloat16 = not {"amx_bf16", "avx512_bf16"}.isdisjoint(flags)
+    return "bfloat16" if has_bfloat16 or torch.cuda.is_available() else "float32"
