@@ -12,14 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"checks", "errors", "text", "units"},
+    {"checks", "endpoint", "errors", "text", "units"},
     {"kvcache"},
     {"copy_engine"},
     {"storage"},
     {"tiering", "backends"},
     {"transfer"},
     {"connect", "engine_side"},
-    {"integrations", "cli", "bench", "testing"},
+    {"integrations", "proxy", "cli", "bench", "testing"},
     {"public", "kvxfer"},
 )
 MAX_LINES = 400

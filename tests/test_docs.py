@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -88,10 +89,24 @@ def test_the_files_that_pages_name_exist() -> None:
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 
 
+def constants(path: Path) -> dict[str, Any]:
+    """Read the literal constants of a module, without importing what it needs."""
+    values = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            with contextlib.suppress(ValueError):
+                values[ast.unparse(target)] = ast.literal_eval(node.value)
+    return values
+
+
 def test_the_metrics_that_pages_name_exist() -> None:
     named = {name for page in PAGES for name in METRIC.findall(page.read_text())}
-    reported = METRIC.findall((ROOT / "kvxfer/integrations/vllm/offloading/metrics.py").read_text())
-    assert named == set(reported)
+    folder = ROOT / "kvxfer/integrations/vllm"
+    reported = METRIC.findall((folder / "offloading/metrics.py").read_text())
+    pd = constants(folder / "prefill_decode/metrics.py")
+    names = *pd["COUNTERS"], *pd["COUNTERS_BY_REASON"], pd["LEASES"], pd["LOAD_SECONDS"]
+    assert named - {pd["PREFIX"]} == {*reported, *(pd["PREFIX"] + name for name in names)}
 
 
 def words(text: str) -> list[str]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -19,6 +20,32 @@ SPEC = {"spec_name": "AuditedSpec", "spec_module_path": "tests.e2e.audited_spec"
 
 DIE = "die"
 """File in the directory of the audit, see `Hook.DIE_WHILE_LENDING`."""
+
+
+class Log:
+    """Log of one process in the directory of the audit: a JSON line per event.
+
+    Args:
+        name: Beginning of the file's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._path = Path(os.environ[DIRECTORY], f"{name}-{os.getpid()}.jsonl")
+
+    def write(self, event: str, **values: Any) -> None:
+        """Append an event."""
+        with self._path.open("a") as file:
+            file.write(json.dumps({"event": event, **values}) + "\n")
+
+
+class Forwarding:
+    """Wrapper that passes every attribute of the wrapped object through."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 class Hook(enum.Enum):

@@ -32,22 +32,13 @@ from kvxfer.integrations.vllm.offloading.interface import group_ids
 from kvxfer.kvcache.describer import describe
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
-from tests.e2e.audit import DIE, DIRECTORY, HOOKS, Hook
+from tests.e2e.audit import DIE, DIRECTORY, HOOKS, Forwarding, Hook, Log
 
 MAX_EVICTION_ATTEMPTS = 1000
 EXPONENT_BIT = 0x40
 """Of the last byte of a little-endian float, of 16 bits or 32."""
 
 Key = bytes
-
-
-class _Log:
-    def __init__(self, name: str) -> None:
-        self._path = Path(os.environ[DIRECTORY], f"{name}-{os.getpid()}.jsonl")
-
-    def write(self, event: str, **values: Any) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps({"event": event, **values}) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +49,12 @@ class _NamedSpec(LoadStoreSpec):
     keys: Sequence[Key]
 
 
-class _Forwarding:
-    """Wrapper that passes every attribute of the wrapped object through."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
-class _AuditedManager(_Forwarding):
+class _AuditedManager(Forwarding):
     def __init__(self, inner: Any, group_id: int, hooks: Collection[Hook]) -> None:
         super().__init__(inner)
         self._group_id = group_id
         self._hooks = hooks
-        self._log = _Log("scheduler")
+        self._log = Log("scheduler")
         self._num_attempts = 0
 
     def prepare_load(self, keys: Collection[Key], req_context: ReqContext) -> LoadStoreSpec:
@@ -135,7 +116,7 @@ class _Load:
     expected: list[str | None] = field(default_factory=list)
 
 
-class _AuditedWorker(_Forwarding):
+class _AuditedWorker(Forwarding):
     def __init__(self, inner: Any, caches: Any, spec: "AuditedSpec") -> None:
         super().__init__(inner)
         self._caches = caches
@@ -143,7 +124,7 @@ class _AuditedWorker(_Forwarding):
         self._group_ids = group_ids(spec.config)
         self._rank = spec.config.parallel.rank
         self._storing_rank = 0 if spec.replicated_layout else self._rank
-        self._log = _Log(f"rank{self._rank}")
+        self._log = Log(f"rank{self._rank}")
         self._log.write("registered", descriptors=_descriptors_per_block(caches))
         self._stored = dict(_digests_of(self._rank))
         self._loads: dict[int, _Load] = {}
@@ -222,7 +203,7 @@ class _AuditedWorker(_Forwarding):
         return digest.hexdigest()
 
 
-class _BitFlippingWorker(_Forwarding):
+class _BitFlippingWorker(Forwarding):
     """Worker that flips a bit of the first page of every load, as a broken copy would.
 
     The bit is the highest of an exponent: attention to one value of thousands may round a small
@@ -276,9 +257,16 @@ class _DyingLender(Lender):
 
 
 class _DyingHolder(NixlBackend):
-    async def _open_store(self, namespace: Namespace) -> BlockStore:
-        store = await super()._open_store(namespace)
-        return replace(store, lender=_DyingLender(store.lender))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.server is not None
+        open_store = self.server._open_store
+
+        async def open_dying(namespace: Namespace) -> BlockStore:
+            store = await open_store(namespace)
+            return replace(store, lender=_DyingLender(store.lender))
+
+        self.server._open_store = open_dying
 
 
 class AuditedSpec(KVXferOffloadingSpec):

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvxfer.bench.vllm.engine_process import (
@@ -27,6 +26,7 @@ from kvxfer.bench.vllm.engine_process import (
     Generation,
 )
 from tests.e2e import audit, models, oracle, text
+from tests.e2e.demo_console import Step, add_dtype, show_steps
 
 NUM_PROMPTS = 4
 TOKENS_PER_BLOCK = 128
@@ -36,7 +36,6 @@ CAPACITY = "1GiB"
 FILE_CAPACITY = "4GiB"
 FILES = text.REPOSITORY / "build" / "demo"
 HITS = "vllm:external_prefix_cache_hits"
-NATIVE_BFLOAT16 = ("avx512_bf16", "amx_bf16", "bf16")
 
 NEXT = """
 What to try next:
@@ -44,9 +43,6 @@ What to try next:
   the files        .venv/bin/kvxfer ls {files}
   sharing blocks   .venv/bin/kvxfer serve --listen 127.0.0.1:7000 --capacity 4GiB
 """
-
-Step = Callable[[str, int], Callable[[], None]]
-"""Show the beginning of a step of so many parts; what it returns is called after each part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +67,7 @@ class Runs:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 1 when an output differs or a hit is missing."""
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
-    parser.add_argument(
-        "--dtype",
-        choices=sorted(oracle.LOGPROB_TOLERANCE),
-        default="bfloat16" if _has_native_bfloat16() else "float32",
-        help="what the model computes in; bfloat16 by default where the processor has it",
-    )
+    add_dtype(parser)
     parser.add_argument(
         "--plant",
         choices=["page", "file"],
@@ -97,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "blocks, in host memory and in files.\n"
     )
     try:
-        with _steps(console) as step:
+        with show_steps(console) as step:
             runs = _run(folder, options.dtype, options.plant, prompts, step)
     except EngineDiedError as exc:
         console.print(f"[red]{exc}")
@@ -169,23 +160,6 @@ def _started(
         engine.generate([prompt[TOKENS_PER_BLOCK - 9 :: -1]], max_tokens=2, read_cache=False)
         advance()
         yield engine
-
-
-@contextlib.contextmanager
-def _steps(console: Console) -> Iterator[Step]:
-    """Show a bar for each step on a terminal, and a line elsewhere."""
-    columns = TextColumn("{task.description:<45}"), BarColumn(None), MofNCompleteColumn()
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
-
-        def step(description: str, total: int) -> Callable[[], None]:
-            if not console.is_terminal:
-                console.print(f"{description} ...")
-            task = progress.add_task(description, total=total)
-            return lambda: progress.advance(task)
-
-        yield step
 
 
 def _table(runs: Runs) -> Table:
@@ -265,14 +239,6 @@ def _num_rounded(runs: Runs) -> int:
 
 def _relative(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _has_native_bfloat16() -> bool:
-    """Whether the CPU computes in bfloat16; others emulate it, several times slower."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith(("flags", "Features")):
-            return not set(NATIVE_BFLOAT16).isdisjoint(line.split())
-    return False
 
 
 if __name__ == "__main__":

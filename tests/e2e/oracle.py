@@ -107,13 +107,17 @@ def hit_difference(hit: Generation, device_hit: Generation) -> str | None:
     return None
 
 
-def rounding_difference(generation: Generation, computed: Generation, *, dtype: str) -> str | None:
+def rounding_difference(
+    generation: Generation, computed: Generation, *, dtype: str, tolerance: float | None = None
+) -> str | None:
     """How a generation differs from the computed one beyond rounding; None when it does not.
 
     In bfloat16 tokens may part where two are about equally likely. Log-probabilities are compared
     up to there, with that of the token itself: the highest of all log-probabilities moves by no
-    more than any of them does. What follows continues different texts.
+    more than any of them does. What follows continues different texts. Without a tolerance, that of
+    the data type is taken.
     """
+    limit = LOGPROB_TOLERANCE[dtype] if tolerance is None else tolerance
     ours, theirs = generation.token_ids, computed.token_ids
     parted = _first_difference(ours, theirs)
     if parted is not None and (dtype in EXACT_TOKENS or len(ours) != len(theirs)):
@@ -122,7 +126,7 @@ def rounding_difference(generation: Generation, computed: Generation, *, dtype: 
     for index, (one, other) in enumerate(
         zip(generation.logprobs[:end], computed.logprobs[:end], strict=True)
     ):
-        if not abs(one - other) <= LOGPROB_TOLERANCE[dtype]:  # NaN is a difference, too
+        if not abs(one - other) <= limit:  # NaN is a difference, too
             return f"the log-probability of output token {index} is {one}, and {other} was computed"
     return None
 

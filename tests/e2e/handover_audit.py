@@ -1,0 +1,371 @@
+"""Audit of hand-overs: an independent check of every page that is loaded from another engine.
+
+`AuditedHandover` keeps digests of what each token has in the blocks that are offered, as they are
+when they are offered, and of what it has in the blocks that were loaded, once they have landed.
+Both are read as the boxes of the caches say, without the mappings that move bytes, so that blocks
+of different sizes, layouts and workers are compared by what they mean. `read` compares them.
+
+Faults are planted by files with the name of a `Sign` in the directory of the audit.
+"""
+
+import contextlib
+import enum
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvxfer.backends.nixl import BlockStore, Endpoint
+from kvxfer.backends.nixl.block_reader import BlockReader
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.portable import CacheDescription, WorkerShard
+from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.lending import BlockParts, Lender, LentBlocks, ReservedBlocks
+from kvxfer.testing.payloads import read_payloads, write_payloads
+from kvxfer.transfer.fetching import Fetched, Wanted
+from kvxfer.transfer.handover import Handover
+from tests.e2e.audit import DIRECTORY, Forwarding, Log
+
+ALTERED_BYTE, SIGN_BIT = 3, 0x80
+"""Of the first elements of a block, little-endian floats of 16 or 32 bits; they stay finite."""
+BLOCK = "block"
+"""Stands for the head where nothing is known of a block but its bytes."""
+
+Digests = dict[str, list[int]]
+"""Digest of each token of a block, for each head of the model."""
+
+
+class Sign(enum.Enum):
+    """Fault that is there as long as there is a file of its name."""
+
+    ALTER_LENT = "alter-lent"
+    """A byte of a block is another one while it is lent, after its checksum was made."""
+    SWAP_LENT = "swap-lent"
+    """Two blocks have each other's bytes while they are lent, after their checksums were made."""
+    SKIP_VERIFICATION = "skip-verification"
+    """Readers take every block that arrives for a good one."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this process is to have the fault."""
+        return Path(os.environ[DIRECTORY], self.value).exists()
+
+
+@contextlib.contextmanager
+def planted(directory: Path, *signs: Sign) -> Iterator[None]:
+    """Plant faults in all processes under audit."""
+    for sign in signs:
+        (directory / sign.value).touch()
+    try:
+        yield
+    finally:
+        for sign in signs:
+            (directory / sign.value).unlink()
+
+
+class TokenDigests:
+    """Digests of what tokens have in a worker's blocks.
+
+    Args:
+        caches: The caches of the worker.
+        description: Their description.
+    """
+
+    def __init__(self, caches: CanonicalKVCaches, description: CacheDescription) -> None:
+        self._caches = caches
+        self._places = [
+            _find_tokens(group.boxes, description.shard) for group in description.groups
+        ]
+
+    def copy(self, group: int, block_id: int) -> NDArray[np.uint8]:
+        """Copy the bytes of a block."""
+        return np.concatenate(
+            [
+                self._caches.tensors[ref.tensor_idx].tensor[block_id][: ref.page_size_bytes].cpu()
+                for ref in self._caches.group_data_refs[group]
+            ]
+        ).view(np.uint8)
+
+    def digest(self, group: int, payload: NDArray[np.uint8]) -> Digests:
+        """Digest the tokens of a block, or all of it where it has none."""
+        places = self._places[group] or {BLOCK: np.arange(len(payload))[None]}
+        return {
+            head: [xxhash.xxh3_64_intdigest(row.tobytes()) for row in payload[rows]]
+            for head, rows in places.items()
+        }
+
+
+def _find_tokens(boxes: Sequence[PageBox], shard: WorkerShard) -> dict[str, NDArray[np.int64]]:
+    """Find the bytes of each token, `(tokens, bytes)`, for each head; nothing without tokens.
+
+    Those of a token are in the order of layers, parts and the other axes.
+    """
+    if not boxes or not all("token" in box.axes for box in boxes):
+        return {}
+    found: dict[str, list[NDArray[np.int64]]] = defaultdict(list)
+    for box in sorted(shard.place(boxes), key=lambda box: (box.layer_name, box.part)):
+        for head, rows in _rows_of(box):
+            found[str(head)].append(rows)
+    return {head: np.concatenate(rows, axis=1) for head, rows in found.items()}
+
+
+def _rows_of(box: PageBox) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    digits = (*box.digits, Digit("~byte", box.dtype.itemsize, 1))
+    values = np.indices([digit.size for digit in digits]).reshape(len(digits), -1)
+    places = np.full(values.shape[1], box.offset_bytes)
+    indices = {digit.axis: np.full_like(places, box.first_index(digit.axis)) for digit in digits}
+    for digit, value in zip(digits, values, strict=True):
+        places += value * digit.stride_bytes
+        indices[digit.axis] += value * digit.step
+    heads = indices.pop("head", np.full_like(places, -1))
+    tokens = indices.pop("token")
+    others = [indices[axis] for axis in sorted(indices, reverse=True)]
+    order = np.lexsort((*others, tokens, heads))  # the last one first
+    num_tokens = len(np.unique(tokens))
+    for head in np.unique(heads):
+        yield int(head), places[order[heads[order] == head]].reshape(num_tokens, -1)
+
+
+class AuditedHandover(Forwarding):
+    """Hand-over under audit, in place of the one that it wraps.
+
+    Args:
+        inner: A `Handover` of a worker.
+        caches: Its caches.
+        description: Their description.
+    """
+
+    def __init__(
+        self, inner: Handover, caches: CanonicalKVCaches, description: CacheDescription
+    ) -> None:
+        super().__init__(inner)
+        self._digests = TokenDigests(caches, description)
+        self._sizes = [group.tokens_per_block for group in description.groups]
+        self._rank = description.shard.rank
+        self._log = Log(f"handover{self._rank}")
+        self._null_block = caches.null_block_id
+        _plant_in_server(inner)
+        _plant_in_reader()
+
+    def offer(
+        self, ticket: str, keys: Sequence[BlockKey], block_ids: Sequence[int], **how: Any
+    ) -> None:
+        """See `Handover.offer`."""
+        groups = list(map(group_of, keys))
+        copies = [self._digests.copy(*pair) for pair in zip(groups, block_ids, strict=True)]
+        self._inner.offer(ticket, keys, block_ids, **how)  # now: digests would keep readers waiting
+        blocks = [
+            (key.hex(), self._sizes[group], self._digests.digest(group, payload))
+            for key, group, payload in zip(keys, groups, copies, strict=True)
+        ]
+        self._log.write("offer", blocks=blocks)
+
+    async def fetch(self, endpoint: Endpoint, wanted: Wanted, **how: Any) -> Fetched:
+        """See `Handover.fetch`."""
+        fetched: Fetched = await self._inner.fetch(endpoint, wanted, **how)
+        groups = [
+            {
+                "keys": [key.hex() for key in wanted.keys[group]],
+                "first_block": wanted.first_blocks[group],
+                "blocks": [
+                    (
+                        index * self._sizes[group],
+                        self._digests.digest(group, self._digests.copy(group, block)),
+                    )
+                    for index, block in enumerate(ids)
+                    if block != self._null_block and block not in fetched.bad_blocks[group]
+                    if (index + 1) * self._sizes[group] > wanted.first_token
+                    if index * self._sizes[group] < wanted.num_tokens
+                ],
+            }
+            for group, ids in enumerate(wanted.block_ids)
+        ]
+        tokens = (wanted.first_token, wanted.num_tokens)
+        self._log.write("load", rank=self._rank, tokens=tokens, groups=groups)
+        return fetched
+
+
+class _FaultyLender(Lender):
+    """Lender whose blocks are not those of its checksums, for as long as there is a `Sign`."""
+
+    def __init__(self, inner: Lender) -> None:
+        self.regions = inner.regions
+        self._inner = inner
+        self._own: dict[int, list[bytes]] = {}  # bytes of blocks with a fault, by the first address
+        self._num_loans: Counter[int] = Counter()
+
+    @asynccontextmanager
+    async def lend(self, wanted: BlockParts, *, fenced: bool = False) -> AsyncIterator[LentBlocks]:
+        async with self._inner.lend(wanted, fenced=fenced) as loan:
+            if loan.blocks is None or not _has_fault():
+                yield loan
+                return
+            first = int(loan.blocks.addresses[0])
+            self._num_loans[first] += 1
+            if self._num_loans[first] == 1:
+                self._own[first] = read_payloads(loan.blocks)
+                write_payloads(loan.blocks, _alter(self._own[first]))
+            try:
+                yield loan
+            finally:
+                self._num_loans[first] -= 1
+                if not self._num_loans[first]:
+                    write_payloads(loan.blocks, self._own.pop(first))
+
+    def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
+        """See `Lender.peek`: places would be read without a loan."""
+        return None if _has_fault() else self._inner.peek(keys, fenced=fenced)
+
+    def make_room(self, offered: BlockParts) -> AbstractAsyncContextManager[ReservedBlocks]:
+        return self._inner.make_room(offered)
+
+
+def _has_fault() -> bool:
+    return Sign.ALTER_LENT.is_there or Sign.SWAP_LENT.is_there
+
+
+def _alter(payloads: Sequence[bytes]) -> list[bytes]:
+    """Alter the bytes of blocks as the signs say."""
+    faulty = list(payloads)
+    if Sign.SWAP_LENT.is_there and len(payloads) > 1 and len(payloads[0]) == len(payloads[1]):
+        faulty[:2] = payloads[1], payloads[0]
+    if Sign.ALTER_LENT.is_there:
+        altered = bytearray(faulty[0])
+        altered[ALTERED_BYTE] ^= SIGN_BIT
+        faulty[0] = bytes(altered)
+    return faulty
+
+
+def _plant_in_server(handover: Handover) -> None:
+    server = handover._exchange.server
+    if server is None:
+        return
+    open_store = server._open_store
+
+    async def open_faulty(namespace: Namespace) -> BlockStore:
+        store = await open_store(namespace)
+        return replace(store, lender=_FaultyLender(store.lender))
+
+    server._open_store = open_faulty
+
+
+def _plant_in_reader() -> None:
+    read: Any = BlockReader._read
+    if getattr(read, "is_planted", False):
+        return
+
+    async def read_all(self: BlockReader, connection: Any, theirs: Any, *args: Any) -> set[int]:
+        intact: set[int] = await read(self, connection, theirs, *args)
+        return set(range(theirs.num_blocks)) if Sign.SKIP_VERIFICATION.is_there else intact
+
+    planted_read: Any = read_all
+    planted_read.is_planted = True
+    BlockReader._read = planted_read  # type: ignore[method-assign]
+
+
+@dataclass(slots=True)
+class HandoverAudit:
+    """Report of an audit.
+
+    Attributes:
+        num_pages: Blocks that were loaded and compared, over all ranks.
+        num_tokens: Tokens of the loads of rank 0, of the group with most of them.
+        groups: Groups of which pages were loaded.
+        ranks: Ranks that loaded pages.
+        different: Pages that were loaded with other bytes than were offered.
+        unknown: Pages that were loaded and never offered.
+    """
+
+    num_pages: int = 0
+    num_tokens: int = 0
+    groups: set[int] = field(default_factory=set)
+    ranks: set[int] = field(default_factory=set)
+    different: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def problem(self) -> str:
+        """What is wrong; empty when nothing is."""
+        if self.different or self.unknown:
+            pages = [*self.different, *self.unknown]
+            named = ", ".join(pages[:3])
+            return f"{len(self.different)} pages altered, {len(self.unknown)} unknown: {named}"
+        return ""
+
+
+@dataclass(slots=True)
+class _Offered:
+    """Blocks that were offered under one key, by all workers."""
+
+    tokens_per_block: int
+    digests: dict[str, list[list[int]]]
+
+
+def read(directory: Path) -> HandoverAudit:
+    """Compare what was loaded with what was offered, in all engines that share a directory."""
+    offered: dict[str, _Offered] = {}
+    loads = []
+    for path in sorted(directory.glob("handover*.jsonl")):
+        for text in path.read_text().splitlines(keepends=True):
+            if not text.endswith("\n"):  # its process was killed
+                continue
+            line = json.loads(text)
+            if line["event"] == "load":
+                loads.append(line)
+            for key, size, digests in line.get("blocks", ()):
+                known = offered.setdefault(key, _Offered(size, defaultdict(list)))
+                for head, tokens in digests.items():
+                    known.digests[head].append(tokens)
+    audit = HandoverAudit()
+    for load in loads:
+        counts = [
+            _compare(audit, load, group, found, offered)
+            for group, found in enumerate(load["groups"])
+        ]
+        audit.num_tokens += max(counts) if load["rank"] == 0 else 0
+    return audit
+
+
+def _compare(
+    audit: HandoverAudit, load: Any, group: int, found: Any, offered: dict[str, _Offered]
+) -> int:
+    """Compare the blocks of one group of a load; return the tokens that were compared."""
+    num_tokens = 0
+    for first, digests in found["blocks"]:
+        audit.num_pages += 1
+        audit.groups.add(group)
+        audit.ranks.add(load["rank"])
+        name = f"tokens from {first} of group {group} at rank {load['rank']}"
+        low, high = max(first, load["tokens"][0]), load["tokens"][1]
+        verdicts: set[bool | None] = set()
+        for head, tokens in digests.items():
+            ours = {first + at: digest for at, digest in enumerate(tokens)}
+            wanted = [at for at in ours if low <= at < high]
+            verdicts |= {_is_offered(found, head, at, ours[at], offered) for at in wanted}
+        num_tokens += len(wanted)
+        if None in verdicts:
+            audit.unknown.append(name)
+        elif False in verdicts:
+            audit.different.append(name)
+    return num_tokens
+
+
+def _is_offered(
+    found: Any, head: str, token: int, digest: int, offered: dict[str, _Offered]
+) -> bool | None:
+    """Whether a token has what was offered under its key; None when nothing was."""
+    size = next((offered[key].tokens_per_block for key in found["keys"] if key in offered), 0)
+    index = token // size - found["first_block"] if size else -1
+    key = found["keys"][index] if 0 <= index < len(found["keys"]) else ""
+    if key not in offered or head not in offered[key].digests:
+        return None
+    return any(tokens[token % size] == digest for tokens in offered[key].digests[head])

@@ -1,0 +1,71 @@
+"""`python -m tests.e2e.prefill_decode`: engines that prefill and decode, and what happens to them.
+
+Runs scenarios with real engines of vLLM on this machine, and prints what came out as a table in
+Markdown. A scenario is named as `late` (of one prefill and one decode engine), `gemma3` (all of a
+deployment) or `gemma3:late`; none are all of them. The exit status is 1 when one fails with kvxfer.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.e2e import audit
+from tests.e2e.prefill_decode.engines import CONNECTORS
+from tests.e2e.prefill_decode.plan import SCENARIOS, SHAPES, Result, choose, run, table
+
+LOGS = audit.REPOSITORY / "build" / "prefill-decode"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the scenarios named on the command line."""
+    parser = argparse.ArgumentParser(prog="tests.e2e.prefill_decode", description=__doc__)
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="SCENARIO",
+        help=f"of {', '.join(SCENARIOS)}; or a deployment, of {', '.join(SHAPES)}",
+    )
+    parser.add_argument(
+        "--connector",
+        action="append",
+        choices=CONNECTORS,
+        help="connector to run with; may be given again, kvxfer by default",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
+    parser.add_argument("--logs", type=Path, default=LOGS, help="folder of the engines' logs")
+    options = parser.parse_args(arguments)
+    try:
+        chosen = choose(options.names or SHAPES)
+    except KeyError as exc:
+        parser.error(f"no such scenario: {exc.args[0]}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engines have to end, too
+    results: list[Result] = []
+    try:
+        asyncio.run(_run(options.connector or ["kvxfer"], chosen, options.logs, results))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    print("\n".join(table(results)))
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(one) for one in results], indent=1))
+    return int(not all(one.ok for one in results if one.connector == "kvxfer"))
+
+
+async def _run(
+    connectors: Sequence[str],
+    chosen: Mapping[str, Sequence[str]],
+    logs: Path,
+    results: list[Result],
+) -> None:
+    for connector in connectors:
+        async for result in run(connector, chosen, logs):
+            results.append(result)
+            print(f"{connector} {result.shape}: {result.scenario}: {result}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

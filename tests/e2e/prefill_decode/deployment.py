@@ -1,0 +1,320 @@
+"""Prefill and decode engines side by side, and the engine alone that knows what is true."""
+
+import asyncio
+import itertools
+import random
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess, Generation
+from tests.e2e import audit, handover_audit, models, oracle
+from tests.e2e.prefill_decode.engines import (
+    LEASE_S,
+    MAX_MODEL_LEN,
+    POLL_S,
+    Answer,
+    Engine,
+    EngineShape,
+    Failure,
+    Metrics,
+    TransferParams,
+)
+
+MAX_TOKENS = 6
+TOLERANCE = 5e-5
+"""Most that a log-probability differs in float32 from that of one engine alone."""
+FREE_LIMIT_S = LEASE_S + 3.0
+"""One lease, and some time for a busy machine to count the blocks."""
+WARM_UP_LIMIT_S = 180.0
+ASK = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
+"""What a router asks of the prefill engine. Source: vLLM, toy_proxy_server.py."""
+SOURCE = "vllm:prompt_tokens_by_source_total"
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Engines of a deployment.
+
+    Attributes:
+        prefills: Those that compute prompts.
+        decodes: Those that go on from there.
+        exact: Its tokens are those of one engine alone; else only its bytes are compared, by the
+            audit: the model is not deterministic without any connector either.
+    """
+
+    prefills: Sequence[EngineShape] = (EngineShape(),)
+    decodes: Sequence[EngineShape] = (EngineShape(),)
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Prompt tokens of all decode engines by where they came from."""
+
+    computed: int
+    local: int
+    loaded: int
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.computed - other.computed, self.local - other.local, self.loaded - other.loaded
+        )
+
+    def __str__(self) -> str:
+        local = f", {self.local} there" if self.local else ""
+        return f"D computed {self.computed}, loaded {self.loaded}{local}"
+
+
+@dataclass(eq=False)
+class Deployment:
+    """Running engines; an asynchronous context manager.
+
+    Attributes:
+        connector: One of `engines.CONNECTORS`.
+        shape: Its engines.
+        directory: Where they write their logs.
+        seed: Of prompts and moments.
+    """
+
+    connector: str
+    shape: Shape
+    directory: Path
+    seed: int = 20
+    prefills: list[Engine] = field(init=False)
+    decodes: list[Engine] = field(init=False)
+    chance: random.Random = field(init=False)
+    _alone: dict[str, EngineProcess] = field(init=False, default_factory=dict)
+    _turns: "itertools.count[int]" = field(init=False, default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        def engines(letter: str, shapes: Sequence[EngineShape]) -> list[Engine]:
+            return [
+                Engine(f"{letter}{index}", self.connector, shape, self.directory)
+                for index, shape in enumerate(shapes)
+            ]
+
+        self.prefills = engines("P", self.shape.prefills)
+        self.decodes = engines("D", self.shape.decodes)
+        self.chance = random.Random(self.seed)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """All but the one alone."""
+        return [*self.prefills, *self.decodes]
+
+    async def __aenter__(self) -> Self:
+        for engine in self.engines:
+            engine.log_path.unlink(missing_ok=True)
+        try:
+            await self.start(self.engines)
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End all engines."""
+        for engine in self.engines:
+            engine.close()
+        for alone in self._alone.values():
+            await asyncio.to_thread(alone.close)
+        self._alone.clear()
+
+    async def start(self, engines: Sequence[Engine]) -> None:
+        """Start engines, again if they run, and let each pair meet."""
+        for engine in engines:
+            await asyncio.to_thread(engine.start)
+        for engine in engines:
+            await engine.wait_ready()
+        for engine in engines:
+            await engine.complete(self.prompt(9), max_tokens=2, limit_s=WARM_UP_LIMIT_S)
+        for prefill, decode in itertools.product(self.prefills, self.decodes):
+            if prefill in engines or decode in engines:
+                await self.hand_over(
+                    self.prompt(300), prefill=prefill, decode=decode, limit_s=WARM_UP_LIMIT_S
+                )
+
+    async def heal(self) -> None:
+        """Make all engines run and nothing in them be in use, however the last scenario ended."""
+        for engine in self.engines:
+            engine.signal(signal.SIGCONT)
+        broken = [engine for engine in self.engines if not await engine.is_healthy()]
+        if not broken:
+            try:
+                await self.require_free(*self.engines)
+            except Failure:
+                broken = self.engines
+        if broken:
+            await self.start(broken)
+
+    def prompt(self, num_tokens: int) -> Prompt:
+        """Make up a prompt that no engine has seen."""
+        return [self.chance.randrange(3, models.VOCAB_SIZE) for _ in range(num_tokens)]
+
+    def pair(self) -> tuple[Engine, Engine]:
+        """Take the next prefill and decode engine; each meets each."""
+        turn = next(self._turns)
+        decode = turn // len(self.prefills) % len(self.decodes)
+        return self.prefills[turn % len(self.prefills)], self.decodes[decode]
+
+    async def prefill(
+        self, prompt: Prompt, *, engine: Engine | None = None, **options: Any
+    ) -> dict[str, Any]:
+        """Compute a prompt as a router has it computed; return what D is to be told."""
+        answer = await (engine or self.prefills[0]).complete(
+            prompt, max_tokens=1, params=ASK, **options
+        )
+        return answer.params
+
+    async def decode(
+        self,
+        prompt: Prompt,
+        params: TransferParams | None,
+        *,
+        engine: Engine | None = None,
+        max_tokens: int = MAX_TOKENS,
+        **options: Any,
+    ) -> Answer:
+        """Go on with a prompt where it is told."""
+        return await (engine or self.decodes[0]).complete(
+            prompt, max_tokens=max_tokens, params=params, **options
+        )
+
+    async def hand_over(
+        self,
+        prompt: Prompt,
+        *,
+        prefill: Engine | None = None,
+        decode: Engine | None = None,
+        **options: Any,
+    ) -> Answer:
+        """Both legs of a request."""
+        first, second = self.pair()
+        params = await self.prefill(prompt, engine=prefill or first, **options)
+        return await self.decode(prompt, params, engine=decode or second, **options)
+
+    async def require_true(
+        self, prompts: Sequence[Prompt], answers: Sequence[Answer], *, dtype: str | None = None
+    ) -> None:
+        """Fail unless answers are those of an engine alone."""
+        if not self.shape.exact:
+            return
+        for prompt, answer in zip(prompts, answers, strict=True):
+            (truth,) = await asyncio.to_thread(self._compute, [prompt], dtype)
+            ours = answer.generation
+            name = dtype or self.shape.decodes[0].dtype
+            tolerance = TOLERANCE if name == "float32" else None
+            wrong = oracle.rounding_difference(ours, truth, dtype=name, tolerance=tolerance)
+            if wrong:
+                raise Failure(f"wrong tokens, HTTP 200: prompt of {len(prompt)}: {wrong}")
+
+    async def counts(self) -> Counts:
+        """Where the decode engines' prompt tokens came from, so far."""
+        metrics = [await engine.metrics() for engine in self.decodes]
+
+        def total(source: str) -> int:
+            return round(sum(one.get(f"{SOURCE}{{{source}}}", 0) for one in metrics))
+
+        return Counts(
+            total("local_compute"), total("local_cache_hit"), total("external_kv_transfer")
+        )
+
+    @property
+    def audit_directory(self) -> Path:
+        """Directory that all engines write their audits to."""
+        return self.engines[0].audit_directory
+
+    def audit(self) -> handover_audit.HandoverAudit:
+        """Compare what was loaded with what was offered, of the present scenario."""
+        return handover_audit.read(self.audit_directory)
+
+    def forget_audit(self) -> None:
+        """Begin a new audit."""
+        for path in self.audit_directory.glob("*.jsonl"):
+            path.unlink()
+
+    def require_audited(self, num_tokens: int) -> str:
+        """Fail unless as many tokens as vLLM counts have what was offered; with kvxfer."""
+        if self.connector != "kvxfer":
+            return ""
+        report = self.audit()
+        if report.problem:
+            raise Failure(report.problem)
+        if report.num_tokens < num_tokens:
+            raise Failure(f"{report.num_tokens} of {num_tokens} loaded tokens were audited")
+        return f", {report.num_pages} pages audited"
+
+    async def require_free(self, *engines: Engine) -> float:
+        """Fail unless no block of engines is in use within a lease; return the seconds."""
+        start_s = time.monotonic()
+        for engine in engines:
+
+            async def is_free(engine: Engine = engine) -> bool:
+                return _in_use(await engine.metrics()) == 0
+
+            left_s = FREE_LIMIT_S - (time.monotonic() - start_s)
+            if not await wait_until(is_free, limit_s=max(left_s, 0)):
+                blocks = _in_use(await engine.metrics())
+                raise Failure(
+                    f"{engine.name} keeps {blocks} blocks in use, {FREE_LIMIT_S:.0f} s later"
+                )
+        return time.monotonic() - start_s
+
+    async def reuse_blocks(self, engine: Engine) -> None:
+        """Have every block of an engine overwritten by other prompts."""
+        metrics = await engine.metrics()
+        left = int(metrics["num_blocks"]) * engine.shape.tokens_per_block * 5 // 4
+        while left > 0:
+            await engine.complete(self.prompt(MAX_MODEL_LEN - 96), max_tokens=1)
+            left -= MAX_MODEL_LEN - 96
+
+    def _compute(self, prompts: Sequence[Prompt], dtype: str | None) -> list[Generation]:
+        """Run prompts in an engine without a connector, which is started when it is needed."""
+        shape = self.shape.decodes[0]
+        name = dtype or shape.dtype
+        if name not in self._alone:
+            model = models.make(shape.model, audit.REPOSITORY / models.DEFAULT_DIRECTORY)
+            self._alone[name] = EngineProcess(
+                EngineConfig(
+                    model=str(model),
+                    dtype=name,
+                    kv_cache_memory_bytes=shape.cache_mib << 20,
+                    max_model_len=MAX_MODEL_LEN,
+                    environment={"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+                )
+            )
+        return oracle.run_one_by_one(
+            self._alone[name], prompts, max_tokens=MAX_TOKENS, read_cache=False
+        )
+
+
+def _in_use(metrics: Mapping[str, float] | Metrics) -> int:
+    """Blocks that requests or leases hold; those that are only cached do not count."""
+    return round(metrics["vllm:kv_cache_usage_perc"] * metrics["num_blocks"])
+
+
+async def wait_until(condition: Callable[[], Awaitable[bool]], *, limit_s: float) -> bool:
+    """Wait until something holds; False when it did not in time."""
+    deadline_s = time.monotonic() + limit_s
+    while not await condition():
+        if time.monotonic() > deadline_s:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True

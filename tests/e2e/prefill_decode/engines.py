@@ -1,0 +1,370 @@
+"""OpenAI servers of vLLM, each in processes of its own, with a connector that hands over caches."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvxfer.bench.vllm.engine_process import ENVIRONMENT, Generation
+from tests.e2e import audit, models
+
+HOST = "127.0.0.1"
+MAX_MODEL_LEN = 4096
+LEASE_S = 6
+TIMEOUT_S = 10
+"""Time in which a decode engine gives up on a load."""
+ANSWER_LIMIT_S = 60.0
+START_LIMIT_S = 600.0
+POLL_S = 0.1
+PORTS_PER_ENGINE = 8
+"""The server's, and one for each worker from the second on."""
+SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)
+Metrics = dict[str, float]
+TransferParams = Mapping[str, Any]
+
+
+class Failure(Exception):  # noqa: N818 - a verdict
+    """What a scenario found to be wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineShape:
+    """How an engine is started.
+
+    Attributes:
+        model: Name of one of `models.MODELS`.
+        dtype: What the model computes in.
+        tensor_parallel_size: Workers.
+        tokens_per_block: Of the cache.
+        tokens_per_step: Most tokens of one step; longer prompts are computed in chunks.
+        cache_mib: Size of the cache of each worker.
+        uses_tcp: Bytes go through TCP connections, as between machines.
+        host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
+        is_audited: What lands is compared with what was lent; with kvxfer.
+        alters_loads: A page of each load is altered once it was verified; with kvxfer.
+    """
+
+    model: str = "llama"
+    dtype: str = "float32"
+    tensor_parallel_size: int = 1
+    tokens_per_block: int = 128
+    tokens_per_step: int = MAX_MODEL_LEN
+    cache_mib: int = 32
+    uses_tcp: bool = False
+    host_tier: str = ""
+    is_audited: bool = True
+    alters_loads: bool = False
+
+
+def _nixl(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, str]]:
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_buffer_device": "cpu",
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
+    }
+    environment = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        **({"UCX_TLS": "tcp,self"} if shape.uses_tcp else {}),
+    }
+    return transfer, environment
+
+
+_SOUND = ("kvxfer.integrations.vllm", "KVXferConnector")
+_AUDITED = ("tests.e2e.audited_connector", "AuditedConnector")
+_ALTERING = ("tests.e2e.prefill_decode.altering_connector", "AlteringConnector")
+
+
+def _kvxfer(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, str]]:
+    module, name = _AUDITED if shape.is_audited else _SOUND
+    if shape.alters_loads:
+        module, name = _ALTERING
+    transfer = {
+        "kv_connector": name,
+        "kv_connector_module_path": module,
+        "kv_connector_extra_config": {
+            "listen": f"{HOST}:{port}",
+            "lease_s": LEASE_S,
+            "timeout_s": TIMEOUT_S,
+            **({"transport": "socket"} if shape.uses_tcp else {}),
+            **({"backend": [f"host://?capacity={shape.host_tier}"]} if shape.host_tier else {}),
+        },
+    }
+    return transfer, {}
+
+
+CONNECTORS = {"nixl": _nixl, "kvxfer": _kvxfer}
+"""For a port and a shape: the connector's part of `kv_transfer_config`, and its environment."""
+
+COMMON_TRANSFER = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+COMMON_ENVIRONMENT = ENVIRONMENT | {
+    "NIXL_LOG_LEVEL": "WARN",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+    "UCX_MODULES": "^efa",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a completion gave.
+
+    Attributes:
+        generation: Its tokens.
+        params: `kv_transfer_params` of the response, empty without any.
+        seconds: From sending the request to the whole response.
+    """
+
+    generation: Generation
+    params: dict[str, Any]
+    seconds: float
+
+
+@dataclass(eq=False, slots=True)
+class Engine:
+    """A server of one engine at addresses that stay the same when it is started again.
+
+    Attributes:
+        name: For messages, and the name of its log.
+        connector: One of `CONNECTORS`.
+        shape: How it is started.
+        directory: Where its log is written.
+    """
+
+    name: str
+    connector: str
+    shape: EngineShape
+    directory: Path
+    port: int = field(init=False)
+    _process: subprocess.Popen[bytes] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Choose the ports."""
+        self.port = free_ports(PORTS_PER_ENGINE)
+
+    @property
+    def log_path(self) -> Path:
+        """File with everything that the engine printed, of all its starts."""
+        return self.directory / f"{self.name}.log"
+
+    @property
+    def audit_directory(self) -> Path:
+        """Directory that engines side by side write their audits to."""
+        return self.directory / "audit"
+
+    @property
+    def url(self) -> str:
+        """Address of the server."""
+        return f"http://{HOST}:{self.port}"
+
+    def log(self, start: int = 0) -> str:
+        """Read what it printed, from an offset in bytes on."""
+        return self.log_path.read_bytes()[start:].decode(errors="replace")
+
+    def log_length(self) -> int:
+        """Bytes that it printed so far."""
+        return self.log_path.stat().st_size
+
+    def start(self) -> None:
+        """Start the process; `wait_ready` waits for it."""
+        self.close()
+        transfer, environment = CONNECTORS[self.connector](self.port + 1, self.shape)
+        model = models.make(self.shape.model, audit.REPOSITORY / models.DEFAULT_DIRECTORY)
+        self.audit_directory.mkdir(parents=True, exist_ok=True)
+        inherited = {
+            name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"
+        }
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                    *_options(self.shape, str(model), self.port),
+                    f"--kv-transfer-config={json.dumps(transfer | COMMON_TRANSFER)}",
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=inherited
+                | COMMON_ENVIRONMENT
+                | environment
+                | audit.environment(self.audit_directory),
+                start_new_session=True,
+            )
+
+    async def wait_ready(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            Failure: It ended, or took longer than `START_LIMIT_S`.
+        """
+        deadline_s = time.monotonic() + START_LIMIT_S
+        while not await self.is_healthy():
+            if not self.is_running or time.monotonic() > deadline_s:
+                tail = "\n".join(self.log().splitlines()[-30:])
+                raise Failure(f"{self.name} did not start; last lines of {self.log_path}:\n{tail}")
+            await asyncio.sleep(POLL_S)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its first process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    async def is_healthy(self) -> bool:
+        """Whether its server answers that the engine lives."""
+        limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit) as client,
+                client.get(f"{self.url}/health") as response,
+            ):
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to all of its processes."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def close(self) -> None:
+        """Kill all of its processes; may be called again."""
+        self.signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+
+    async def complete(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        params: TransferParams | None = None,
+        cache_salt: str | None = None,
+        limit_s: float = ANSWER_LIMIT_S,
+        url: str = "",
+    ) -> Answer:
+        """Complete a prompt greedily; a cancelled call closes the connection, as a client does.
+
+        Args:
+            prompt: Token ids.
+            max_tokens: Output tokens.
+            params: `kv_transfer_params`.
+            cache_salt: Of the engines' caches.
+            limit_s: Longest wait for the answer.
+            url: Address of a router to ask in place of the engine.
+
+        Raises:
+            Failure: No answer in time, or one that is none.
+        """
+        body = {
+            "model": self.shape.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            **({} if params is None else {"kv_transfer_params": dict(params)}),
+            **({} if cache_salt is None else {"cache_salt": cache_salt}),
+        }
+        start_s = time.perf_counter()
+        limit = aiohttp.ClientTimeout(total=limit_s)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit) as client,
+                client.post(f"{url or self.url}/v1/completions", json=body) as response,
+            ):
+                text = await response.text()
+                status = response.status
+        except TimeoutError as exc:
+            raise Failure(f"no answer of {self.name} in {limit_s:.0f} s") from exc
+        except (aiohttp.ClientError, OSError) as exc:
+            raise Failure(f"{self.name} ended the connection ({type(exc).__name__})") from exc
+        if status != 200:
+            raise Failure(f"{self.name} answers HTTP {status}: {text[:200]}")
+        return _answer(text, time.perf_counter() - start_s)
+
+    async def metrics(self) -> Metrics:
+        """Read its metrics: sums of each name, and of each `name{source}` and `name{reason}`.
+
+        Raises:
+            Failure: It does not answer.
+        """
+        limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit) as client,
+                client.get(f"{self.url}/metrics") as response,
+            ):
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError, OSError) as exc:
+            raise Failure(f"{self.name} gives no metrics ({type(exc).__name__})") from exc
+        values: defaultdict[str, float] = defaultdict(float)
+        for sample in SAMPLE.finditer(text):
+            values[sample["name"]] += float(sample["value"])
+            if label := re.search(r'(?:source|reason)="(\w+)"', sample["labels"] or ""):
+                values[f"{sample['name']}{{{label[1]}}}"] += float(sample["value"])
+            if blocks := re.search(r'num_gpu_blocks="(\d+)"', sample["labels"] or ""):
+                values["num_blocks"] = float(blocks[1])
+        return dict(values)
+
+
+def _options(shape: EngineShape, model: str, port: int) -> list[str]:
+    return [
+        f"--model={model}",
+        f"--served-model-name={shape.model}",
+        f"--host={HOST}",
+        f"--port={port}",
+        f"--dtype={shape.dtype}",
+        f"--tensor-parallel-size={shape.tensor_parallel_size}",
+        f"--block-size={shape.tokens_per_block}",
+        f"--kv-cache-memory-bytes={shape.cache_mib << 20}",
+        f"--max-num-batched-tokens={shape.tokens_per_step}",
+        f"--max-model-len={MAX_MODEL_LEN}",
+        "--max-num-seqs=16",
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--enable-prefix-caching",
+        "--disable-uvicorn-access-log",
+    ]
+
+
+def _answer(text: str, seconds: float) -> Answer:
+    response = json.loads(text)
+    (choice,) = response["choices"]
+    generation = Generation(
+        token_ids=choice["token_ids"],
+        logprobs=choice["logprobs"]["token_logprobs"],
+        cached_tokens=0,
+        first_token_s=0,
+        last_token_s=seconds,
+        aborted=False,
+    )
+    return Answer(generation, response["kv_transfer_params"] or {}, seconds)
+
+
+def free_ports(number: int) -> int:
+    """Find the first of so many free ports in a row, below those that outgoing connections get."""
+    while True:
+        first = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + number):
+                stack.enter_context(socket.create_server((HOST, port)))
+            return first

@@ -1,0 +1,187 @@
+"""Which scenarios run in which deployment, and what came out."""
+
+import time
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.e2e.prefill_decode import scenarios
+from tests.e2e.prefill_decode.altered import altered
+from tests.e2e.prefill_decode.deployment import Deployment, Shape
+from tests.e2e.prefill_decode.ends import END_SCENARIOS
+from tests.e2e.prefill_decode.engines import EngineShape, Failure
+from tests.e2e.prefill_decode.forged import forged, forged_some
+from tests.e2e.prefill_decode.routers import ROUTER_SCENARIOS
+
+Scenario = Callable[[Deployment], Awaitable[str]]
+
+SCENARIOS: Mapping[str, Scenario] = {
+    "basic": scenarios.basic,
+    "again": scenarios.again,
+    "suffix": scenarios.suffix,
+    "salt": scenarios.salt,
+    "many": scenarios.many,
+    "abort": scenarios.abort,
+    "orphan": scenarios.orphan,
+    "late": scenarios.late,
+    "forged": forged,
+    "forged-some": forged_some,
+    "refused": scenarios.refused,
+    "tiers": scenarios.tiers,
+    "altered": altered,
+    **ROUTER_SCENARIOS,
+    **END_SCENARIOS,
+}
+
+_TWO = (EngineShape(), EngineShape())
+_TCP = EngineShape(uses_tcp=True)
+
+
+def _alike(shape: EngineShape, *, exact: bool = True) -> Shape:
+    return Shape([shape], [shape], exact=exact)
+
+
+SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
+    "1p1d": (
+        Shape(),
+        (
+            *("basic", "again", "suffix", "salt", "many", "abort", "orphan", "late", "forged"),
+            *("altered", "proxy-overlap", "proxy", "stop", "stopmid", "killd", "kill", "killmid"),
+        ),
+    ),
+    "tcp": (_alike(_TCP), ("basic", "many", "stop", "stopmid", "kill", "killmid", "killd")),
+    "chunked": (Shape([EngineShape(tokens_per_step=512)]), ("basic", "many", "abort", "overlap")),
+    "1p2d": (Shape(decodes=_TWO), ("basic", "many", "killd")),
+    "2p1d": (Shape(_TWO), ("basic", "many", "kill")),
+    "tp2-1": (Shape([EngineShape(tensor_parallel_size=2)]), ("basic", "late", "kill")),
+    "tp1-2": (Shape(decodes=[EngineShape(tensor_parallel_size=2)]), ("basic", "late", "killd")),
+    "blocks128-64": (
+        Shape(decodes=[EngineShape(tokens_per_block=64)]),
+        ("basic", "late", "altered"),
+    ),
+    "blocks64-128": (Shape([EngineShape(tokens_per_block=64)]), ("basic", "late")),
+    "gemma3": (
+        _alike(EngineShape(model="gemma3", cache_mib=64)),
+        ("basic", "late", "altered"),
+    ),
+    "gpt-oss": (_alike(EngineShape(model="gpt-oss", cache_mib=64)), ("basic", "late")),
+    "mla": (_alike(EngineShape(model="mla", cache_mib=64), exact=False), ("basic", "late")),
+    "host": (Shape(decodes=[EngineShape(host_tier="256MiB")]), ("tiers", "basic", "abort")),
+    "bf16": (Shape(decodes=[EngineShape(dtype="bfloat16")]), ("refused",)),
+}
+"""Deployments by name, each with its scenarios."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Outcome of a scenario.
+
+    Attributes:
+        connector: Connector under test.
+        shape: Name of the deployment.
+        scenario: Name of the scenario.
+        failure: What was wrong; empty when nothing was.
+        note: What is worth knowing.
+        seconds: Of the scenario.
+        num_tracebacks: Written to the logs of the engines meanwhile.
+    """
+
+    connector: str
+    shape: str
+    scenario: str
+    failure: str
+    note: str
+    seconds: float
+    num_tracebacks: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.failure
+
+    def __str__(self) -> str:
+        said = f"**FAIL**: {self.failure}" if self.failure else f"ok: {self.note}"
+        tracebacks = f", {self.num_tracebacks} tracebacks" if self.num_tracebacks else ""
+        return f"{said} ({self.seconds:.1f} s{tracebacks})"
+
+
+def choose(names: Iterable[str]) -> dict[str, list[str]]:
+    """Scenarios of each deployment for names as `late`, `gemma3` or `gemma3:late`.
+
+    Raises:
+        KeyError: There is no such deployment, or no such scenario.
+    """
+    chosen: dict[str, list[str]] = {}
+    for name in names:
+        shape, _, scenario = name.rpartition(":")
+        if not shape and scenario in SHAPES:
+            chosen.setdefault(scenario, []).extend(SHAPES[scenario][1])
+            continue
+        shape = shape or "1p1d"
+        if shape not in SHAPES or scenario not in SCENARIOS:
+            raise KeyError(name)
+        chosen.setdefault(shape, []).append(scenario)
+    return chosen
+
+
+async def run(
+    connector: str, chosen: Mapping[str, Sequence[str]], logs: Path
+) -> AsyncIterator[Result]:
+    """Run scenarios, one deployment after the other."""
+    for shape, names in chosen.items():
+        deployment = Deployment(connector, SHAPES[shape][0], logs / connector / shape)
+        try:
+            async with deployment:
+                for name in names:
+                    yield await run_one(deployment, shape, name)
+        except Failure as exc:  # the engines do not start
+            yield Result(connector, shape, "start", str(exc), "", 0, 0)
+
+
+async def run_one(deployment: Deployment, shape: str, name: str) -> Result:
+    """Run a scenario in engines that run and have nothing in use.
+
+    Raises:
+        Failure: Engines do not start.
+    """
+    await deployment.heal()
+    deployment.forget_audit()
+    lengths = [engine.log_length() for engine in deployment.engines]
+    start_s = time.monotonic()
+    note = failure = ""
+    try:
+        note = await SCENARIOS[name](deployment)
+        deployment.require_audited(0)
+    except Failure as exc:
+        failure = str(exc)
+    seconds = time.monotonic() - start_s
+    logs = [engine.log(length) for engine, length in zip(deployment.engines, lengths, strict=True)]
+    return Result(deployment.connector, shape, name, failure, note, seconds, _tracebacks(logs))
+
+
+def _tracebacks(logs: Iterable[str]) -> int:
+    """Count tracebacks, without the one of each start: vLLM warns that there is no tokenizer."""
+    lines = (line for log in logs for line in log.splitlines())
+    return sum("Traceback (most recent call last)" in line and "WARN" not in line for line in lines)
+
+
+def table(results: Sequence[Result]) -> Iterator[str]:
+    """Lines of a Markdown table, a column for each connector."""
+    connectors = list(dict.fromkeys(result.connector for result in results))
+    yield f"| deployment: scenario | {' | '.join(connectors)} |"
+    yield f"|---{'|---' * len(connectors)}|"
+    cells = {(one.shape, one.scenario, one.connector): one for one in results}
+    for shape, scenario in dict.fromkeys((one.shape, one.scenario) for one in results):
+        row = [
+            " ".join(str(cells.get((shape, scenario, connector), "")).split()).replace("|", "\\|")
+            for connector in connectors
+        ]
+        yield f"| {shape}: {scenario} | {' | '.join(row)} |"

@@ -1,0 +1,166 @@
+"""Routers between clients and engines, as they are run in production."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+from tests.e2e import audit
+from tests.e2e.prefill_decode.deployment import ASK, MAX_TOKENS, Deployment
+from tests.e2e.prefill_decode.engines import HOST, Answer, Engine, Failure, free_ports
+from tests.e2e.prefill_decode.scenarios import (
+    LENGTHS,
+    NUM_MANY,
+    at_once,
+    require_clean,
+    require_handed_over,
+    require_works,
+)
+
+TOY_PROXY = audit.REPOSITORY / "build" / "toy_proxy_server.py"
+"""vLLM's, which its wheel does not have: tests/v1/kv_connector/nixl_integration/ of its sources."""
+KVXFER = [sys.executable, "-c", "import sys; from kvxfer.cli import main; sys.exit(main())"]
+ROUTER_LIMIT_S = 60.0
+LARGE_TOKENS = 3500
+NUM_LARGE = 4
+
+Command = Callable[[Deployment, int], Sequence[str]]
+"""Make the command of a router for engines, which is to listen at a port."""
+
+
+def _kvxfer(deployment: Deployment, port: int, *options: str) -> list[str]:
+    prefills = [engine.url for engine in deployment.prefills]
+    decodes = [engine.url for engine in deployment.decodes]
+    listen = f"{HOST}:{port}"
+    legs = ["--prefill", *prefills, "--decode", *decodes]
+    return [*KVXFER, "proxy", *legs, "--listen", listen, *options]
+
+
+def _toy(deployment: Deployment, port: int) -> list[str]:
+    if not TOY_PROXY.exists():
+        raise Failure(f"there is no {TOY_PROXY}")
+
+    def legs(name: str, engines: Sequence[Engine]) -> list[str]:
+        ports = [str(engine.port) for engine in engines]
+        return [f"--{name}-hosts", *[HOST] * len(ports), f"--{name}-ports", *ports]
+
+    engines = [*legs("prefiller", deployment.prefills), *legs("decoder", deployment.decodes)]
+    return [sys.executable, str(TOY_PROXY), "--port", str(port), *engines]
+
+
+async def proxy(deployment: Deployment) -> str:
+    """`kvxfer proxy`; then P dies, and D goes on alone."""
+    with _running(deployment, _kvxfer, "proxy") as url:
+        note = await _through(deployment, url)
+        deployment.prefills[0].close()
+        prompts = [deployment.prompt(length) for length in (129, 700)]
+        answers = [await _complete(deployment, url, prompt) for prompt in prompts]
+        await deployment.require_true(prompts, answers)
+    await deployment.start(deployment.prefills[:1])
+    await require_works(deployment)
+    return note
+
+
+async def proxy_overlap(deployment: Deployment) -> str:
+    """`kvxfer proxy --overlap`, which sends both legs at once."""
+    with _running(deployment, _overlapping, "proxy-overlap") as url:
+        return await _through(deployment, url)
+
+
+async def toy_proxy(deployment: Deployment) -> str:
+    """Toy proxy of vLLM, unchanged."""
+    with _running(deployment, _toy, "toy-proxy") as url:
+        return await _through(deployment, url)
+
+
+async def overlap(deployment: Deployment) -> str:
+    """Both legs of large prompts at once, with tickets of the router."""
+    sample = await deployment.prefill(deployment.prompt(300))
+
+    async def hand_over(prompt: list[int]) -> Answer:
+        ticket = {"remote_request_id": secrets.token_hex(16)}
+        told = sample | ticket | {"transfer_mode": "overlap"}
+        params = ASK | ticket
+        prefilling = asyncio.create_task(
+            deployment.prefills[0].complete(prompt, max_tokens=1, params=params)
+        )
+        answer = await deployment.decode(prompt, told)
+        await prefilling
+        return answer
+
+    before = await deployment.counts()
+    prompts = [deployment.prompt(LARGE_TOKENS) for _ in range(NUM_LARGE)]
+    answers = [await hand_over(prompt) for prompt in prompts]
+    return await require_handed_over(deployment, prompts, answers, before)
+
+
+def _overlapping(deployment: Deployment, port: int) -> list[str]:
+    return _kvxfer(deployment, port, "--overlap")
+
+
+async def _complete(deployment: Deployment, url: str, prompt: list[int]) -> Answer:
+    return await deployment.decodes[0].complete(prompt, max_tokens=MAX_TOKENS, url=url)
+
+
+async def _through(deployment: Deployment, url: str) -> str:
+    """Send prompts to a router, one by one and several at a time."""
+    await _reached(deployment, url)
+    before = await deployment.counts()
+    prompts = [deployment.prompt(length) for length in LENGTHS]
+    prompts += [deployment.prompt(deployment.chance.randrange(2, 1000)) for _ in range(NUM_MANY)]
+    some = len(LENGTHS)
+    answers = [await _complete(deployment, url, prompt) for prompt in prompts[:some]]
+    answers += await at_once([_complete(deployment, url, prompt) for prompt in prompts[some:]])
+    note = await require_handed_over(deployment, prompts, answers, before)
+    return note + await require_clean(deployment)
+
+
+async def _reached(deployment: Deployment, url: str) -> None:
+    """Wait until a router passes requests on, and has met every engine."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + ROUTER_LIMIT_S
+    while True:
+        try:
+            await _complete(deployment, url, deployment.prompt(9))
+        except Failure as exc:
+            if loop.time() > deadline_s:
+                raise Failure(f"the router does not start: {exc}") from exc
+            await asyncio.sleep(0.5)
+        else:
+            return
+
+
+@contextlib.contextmanager
+def _running(deployment: Deployment, command: Command, name: str) -> Iterator[str]:
+    """Run a router; its log is beside those of the engines."""
+    port = free_ports(1)
+    log_path: Path = deployment.directory / f"{name}.log"
+    path = [str(audit.REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command(deployment, port),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+            start_new_session=True,
+        )
+    try:
+        yield f"http://{HOST}:{port}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+ROUTER_SCENARIOS: dict[str, Callable[[Deployment], Awaitable[str]]] = {
+    "overlap": overlap,
+    "proxy": proxy,
+    "proxy-overlap": proxy_overlap,
+    "toy-proxy": toy_proxy,
+}

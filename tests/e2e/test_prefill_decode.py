@@ -1,0 +1,38 @@
+"""Prefill and decode engines: prompts that one computed are gone on with by another."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.prefill_decode.plan import SHAPES, run
+
+pytestmark = pytest.mark.e2e
+
+SOME_LIMIT_S = 1200
+LIMIT_S = 3600
+"""Every engine that a scenario kills is started again."""
+
+MORE = partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.timeout(LIMIT_S)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "scenarios"),
+    [
+        pytest.param(
+            *("1p1d", ["basic", "late", "altered", "forged-some"]),
+            id="1p1d-some",
+            marks=pytest.mark.timeout(SOME_LIMIT_S),
+        ),
+        *(MORE(shape, scenarios, id=shape) for shape, (_, scenarios) in SHAPES.items()),
+    ],
+)
+async def test_a_hand_over_gives_the_tokens_of_one_engine_whatever_happens(
+    shape: str, scenarios: Sequence[str], tmp_path: Path
+) -> None:
+    results = [result async for result in run("kvxfer", {shape: scenarios}, tmp_path)]
+
+    assert [one.scenario for one in results] == list(scenarios)
+    problems = {one.scenario: str(one) for one in results if not one.ok or one.num_tracebacks}
+    assert not problems
