@@ -20,13 +20,16 @@ export PYTHONHASHSEED := 0
 # minute for each process of an engine.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
 
 # In another data type: `make demo DTYPE=float32`. With a byte altered, which has to fail: `PLANT=page`, `PLANT=file`.
 demo: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
+
+# One engine computes prompts, another one answers. With a page altered that was loaded: `PLANT=page`.
+demo-pd: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo_pd $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
 
 # A process of tests for each core, each with one thread of torch. The simulated driver of a GPU must
 # not meet what looks for a real one: it has a process of its own.
@@ -68,7 +71,7 @@ core: $(CORE)/.installed
 $(CORE)/.installed: constraints.txt pyproject.toml
 	test -x $(CORE)/bin/python || $(CORE_PYTHON) -m venv $(CORE)
 	grep -vE "^(torch|triton|vllm|cuda|nvidia|setuptools)" constraints.txt > $(CORE)/constraints.txt
-	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,keyed,testing]' $(shell grep '^torch==' constraints.txt) cryptography matplotlib packaging pytest-timeout rich safetensors
+	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,keyed,proxy,testing]' $(shell grep '^torch==' constraints.txt) cryptography matplotlib packaging pytest-timeout rich safetensors
 	touch $@
 
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -79,7 +82,7 @@ docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/python -m tests.page
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
-bench: $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl vllm; do $(BIN)/kvxfer bench $$name --check || exit 1; done
+bench: $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl vllm pd; do $(BIN)/kvxfer bench $$name --check || exit 1; done
 
 check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
 
