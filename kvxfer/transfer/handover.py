@@ -226,8 +226,9 @@ class Handover:
             prompt: Keys of the prompt.
             windows: Tokens that each group needs at the end of the prompt; None, or no entry, for
                 all of them.
-            waits: Whether to wait until the other engine knows the ticket, and to count pages that
-                it is still to compute.
+            waits: Whether to wait until the other engine knows the ticket, within the time-out, and
+                to count pages that it is still to compute. A ticket may take a quarter of a second
+                to become known in any case.
 
         Raises:
             CacheMismatchError: Its blocks cannot be turned into ours.
