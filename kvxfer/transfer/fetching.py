@@ -166,12 +166,14 @@ class Fetcher:
                 outcomes.update(dict.fromkeys(pieces, _NOT_TRIED))
                 async for ready in self._ready(workers, pieces, waits_for):
                     await self._load(workers, match, wanted, ready, outcomes)
-        except TimeoutError:
+        except TimeoutError as exc:
+            if match is None and isinstance(exc, KVXferError):  # connecting has its own deadline
+                raise
+            if match is None:
+                raise PeerTimeoutError(str(endpoint), "a description", self._timeout_s) from exc
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
         finally:
             await self._exchange.settle()  # before our blocks are used again
-        if match is None:
-            raise PeerTimeoutError(str(endpoint), "a description", self._timeout_s)
         return self._summarise(match, wanted, outcomes)
 
     async def _match(self, endpoint: Endpoint) -> _Match:

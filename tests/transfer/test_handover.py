@@ -1,5 +1,6 @@
 """Handover: prompts go from the blocks of one engine to those of another, of any shape."""
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from kvxfer.errors import (
     KVXferError,
     NamespaceMismatchError,
     PeerError,
+    PeerTimeoutError,
 )
 from kvxfer.storage.prompt_keys import PromptKeys
 from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
@@ -337,6 +339,19 @@ def test_a_host_that_cannot_be_found_is_a_peer_error(host: str, stack: ExitStack
     ours = open_engine(stack)
     with pytest.raises((PeerError, TimeoutError)):
         ours.ask(Endpoint(host, 7100), TICKET, TOKENS)
+
+
+def test_a_fetch_says_which_deadline_an_engine_missed_that_says_nothing(stack: ExitStack) -> None:
+    theirs = open_engine(stack)
+    ours = open_engine(stack, lends=False, handshake_timeout_s=0.2, timeout_s=2.0)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    found = ours.ask(theirs.endpoint, TICKET, TOKENS)
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    (fetch,) = ours.begin_fetch(
+        Endpoint("127.0.0.1", silent.getsockname()[1]), found, TOKENS, [OURS]
+    )
+    with pytest.raises(PeerTimeoutError, match=r"the handshake took longer than 0\.2 s"):
+        get(fetch)
 
 
 def test_release_never_raises(stack: ExitStack) -> None:
