@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from kvxfer.backends.nixl.agents import (
+    Fragments,
     NixlAgent,
     NixlLimits,
     SocketAgent,
@@ -98,6 +99,28 @@ class TestNixlAgentInOneProcess(SharedAgentContract):
         agent = NixlAgent(SMALL_PIECES)
         yield LocalPeer(agent)
         await agent.aclose()
+
+    async def test_last_fragments_do_not_wait_for_other_reads(
+        self, agent: TransferAgent, peer: Peer, pool: Pool
+    ) -> None:
+        name = await agent.add_peer(peer.metadata)
+        step = POOL_BYTES // 64
+        runs = [
+            Fragments.of(words(pool.address + at), words(peer.address + at), words(step - 8))
+            for at in range(0, POOL_BYTES, step)
+        ]
+        last = Fragments.of(
+            words(pool.address + step - 8), words(peer.address + step - 8), words(8)
+        )
+        landed: list[int] = []
+        num_landed: list[int] = []
+        fenced = agent.begin(name, runs[:1], lambda _: None, last=last)
+        fenced.done.add_done_callback(lambda _: num_landed.append(len(landed)))
+        others = agent.begin(name, runs[1:], landed.append)
+        await fenced.wait()
+        await others.wait()
+        assert len(landed) == len(runs) - 1
+        assert num_landed[0] < len(landed) // 2
 
 
 class TestNixlAgentAndAnotherProcess(SharedAgentContract):

@@ -95,7 +95,7 @@ class NixlAgent(TransferAgent):
         error = over.exception()
         try:
             if error is None:
-                self._thread.begin([final])
+                self._thread.begin([final], is_next=True)  # its caller waits for nothing else
         except ClosedError:
             error = TransferFailedError(final.peer, "the agent was closed")
         if error is not None:

@@ -106,10 +106,13 @@ class Reads:
         """Peers with reads that have not ended."""
         return {reading.peer for reading in self._readings}
 
-    def begin(self, reading: PiecewiseRead) -> None:
-        """Begin a read, which takes turns with others."""
+    def begin(self, reading: PiecewiseRead, *, is_next: bool = False) -> None:
+        """Begin a read, which takes turns with others, as the last one of them or as the next."""
         self._readings.add(reading)
-        self._turns.append(reading)
+        if is_next:
+            self._turns.appendleft(reading)
+        else:
+            self._turns.append(reading)
 
     def stop(self, peer: str) -> None:
         """Stop all reads from a peer."""

@@ -190,8 +190,8 @@ class NixlThread:
             for run in Fragments.join(runs, ours.starts, theirs.starts)
         ]
 
-    def begin(self, readings: Sequence[PiecewiseRead]) -> None:
-        """Begin reads, which take turns with others; from any thread.
+    def begin(self, readings: Sequence[PiecewiseRead], *, is_next: bool = False) -> None:
+        """Begin reads, which take turns with others, or whose turn is next; from any thread.
 
         Raises:
             ClosedError: The agent is closed.
@@ -200,7 +200,7 @@ class NixlThread:
         def begin() -> None:
             for reading in readings:
                 if reading.peer in self.peers:
-                    self._reads.begin(reading)
+                    self._reads.begin(reading, is_next=is_next)
                 else:
                     reading.done.set_exception(PeerLostError(reading.peer, "it was removed"))
 
