@@ -127,10 +127,11 @@ class TieredConnector(KVXferConnector):
         rest, _ = super().get_num_new_matched_tokens(request, num_computed_tokens + head)
         if rest is None:
             return None, False
-        shares = _Shares(head, rest)
         if rest and (num_computed_tokens + head) % self._alignment:
-            shares = _Shares(0, head + rest)  # not both into one block
-        self._shares[request.request_id] = shares
+            head = 0  # not both into one block: P gives the head, too
+            rest, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            assert rest is not None  # P has answered
+        self._shares[request.request_id] = _Shares(head, rest)
         return head + rest, head + rest > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
