@@ -2,10 +2,10 @@
 
 from kvxfer.transfer.begun_jobs import Slices
 from kvxfer.transfer.engine import TransferEngine
-from kvxfer.transfer.fetching import Fetched
 from kvxfer.transfer.job import FinishedJob, JobId
 from kvxfer.transfer.polled_engine import PolledEngine
 from kvxfer.transfer.prompt_exchange import PromptExchange
+from kvxfer.transfer.prompt_pages import Fetched
 
 __all__ = [
     "Fetched",

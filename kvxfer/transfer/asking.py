@@ -11,14 +11,15 @@ from kvxfer.kvcache.portable import CacheDescription, map_peers
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import Held
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.fetching import Wanted
 from kvxfer.transfer.peer_engine import PeerEngine
+from kvxfer.transfer.prompt_pages import Wanted
 
 LOOK_S = 0.01
 """Time between two looks for a ticket that is not known yet."""
 
 SETTLE_S = 0.25
-"""Time that a ticket may take from the answer of the other engine's server to its workers."""
+"""Time that a ticket may take from the answer of the other engine's server to its workers, unless
+they know of it before its blocks are offered."""
 
 MAX_ENGINES = 256
 """Most engines whose workers are remembered: tickets, which come from outside, name them."""
@@ -149,7 +150,7 @@ class Asker:
         while not held.is_known and not all(held.there) and loop.time() < stop:
             await asyncio.sleep(LOOK_S)
             held = await self._hold(workers, ticket, at_workers)
-        is_promised = waits and held.is_known and not held.is_complete
+        is_promised = held.is_known and not held.is_complete
         return Found(
             num_tokens=num_tokens
             if is_promised

@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from operator import attrgetter
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress, islice
+from typing import TypeAlias, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +21,14 @@ from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.peer_engine import PeerEngine
+from kvxfer.transfer.prompt_pages import Fetched, Wanted
 
 LOOK_S = 0.005
 """Time between two looks for pages that are still being computed."""
+
+IN_PLACE_BYTES = 8 << 10
+"""Mean size of fragments from which blocks of another shape are read to their places at once. What
+is smaller is copied there from staging memory, in less time than it is read in such fragments."""
 
 MAX_MATCHES = 16
 """Most kinds of other engines that are remembered."""
@@ -34,63 +38,37 @@ logger = logging.getLogger(__name__)
 _NOT_TRIED = Outcome(Status.TIMED_OUT, reason="the time was over before it was asked for")
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Pages to fetch.
-
-    Attributes:
-        keys: Keys of the other engine's blocks, for each group, consecutive in the prompt.
-        first_blocks: Index in the prompt of the first of them, in blocks of the other engine.
-        block_ids: Our blocks of each group, from the beginning of the prompt; the null block for
-            those that are not wanted.
-        first_token: First token that is wanted.
-        num_tokens: Tokens of the prompt up to the last one that is wanted.
-        tokens_per_block: Tokens of a block of the other engine, for each group.
-    """
-
-    keys: list[list[BlockKey]]
-    first_blocks: list[int]
-    block_ids: list[list[int]]
-    first_token: int
-    num_tokens: int
-    tokens_per_block: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Fetched:
-    """What arrived of a fetch.
-
-    Attributes:
-        bad_blocks: Our blocks of each group that have not arrived wholly: their bytes are
-            undefined.
-        num_verified: Blocks of the other engine that arrived and were verified.
-        num_bytes: Their bytes.
-        missing: Those that did not arrive, counted by the status of their outcome.
-        reason: Reason of one of them; empty where there is none.
-    """
-
-    bad_blocks: list[list[int]]
-    num_verified: int = 0
-    num_bytes: int = 0
-    missing: Counter[str] = field(default_factory=Counter)
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Piece:
-    """Block of one of the other engine's workers that is to be read; each is made once.
+@dataclass(slots=True, eq=False)
+class _Part:
+    """Blocks of one group at one of the other engine's workers that are to be read.
 
     Attributes:
         rank: The worker.
-        group: Its group.
-        index: Its index in the prompt, in blocks of the other engine.
-        key: Its key.
+        group: The group.
+        indices: Index of each block in the prompt, in blocks of the other engine.
+        keys: Their keys.
+        outcomes: What has become of each.
     """
 
     rank: int
     group: int
-    index: int
-    key: BlockKey
+    indices: NDArray[np.int64]
+    keys: list[BlockKey]
+    outcomes: list[Outcome]
+
+    def note(self, rows: Iterable[int], outcomes: Iterable[Outcome]) -> None:
+        """Note what has become of some of the blocks."""
+        for row, outcome in zip(rows, outcomes, strict=True):
+            self.outcomes[row] = outcome
+
+
+_Rows: TypeAlias = NDArray[np.int64]
+"""Positions of blocks in a part."""
+
+
+class _Pages(TypedDict):
+    first_page: int
+    stop_page: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +87,13 @@ class _Match:
         """Bytes of a block of one of its workers."""
         return self.engine.description.groups[group].payload_size_bytes
 
-    def our_blocks(self, piece: _Piece, wanted: Wanted, tokens_per_block: int) -> list[int]:
-        """List those of our blocks that have tokens of a piece; the null block is not left out."""
-        size = self.engine.tokens_per_block[piece.group]
-        first = max(piece.index * size, wanted.first_token)
-        stop = min((piece.index + 1) * size, wanted.num_tokens)
-        ids = wanted.block_ids[piece.group]
+    def targets(self, part: _Part, row: int, wanted: Wanted, tokens_per_block: int) -> list[int]:
+        """List those of our blocks that have tokens of a block; the null block is not left out."""
+        size = self.engine.tokens_per_block[part.group]
+        index = int(part.indices[row])
+        first = max(index * size, wanted.first_token)
+        stop = min((index + 1) * size, wanted.num_tokens)
+        ids = wanted.block_ids[part.group]
         return ids[first // tokens_per_block : -(-stop // tokens_per_block)] if first < stop else []
 
 
@@ -155,17 +134,16 @@ class Fetcher:
     ) -> Fetched:
         """See `Handover.fetch`."""
         stop = asyncio.get_running_loop().time() + self._timeout_s
-        outcomes: dict[_Piece, Outcome] = {}
+        parts: list[_Part] = []
         match: _Match | None = None
         try:
             async with asyncio.timeout_at(stop):
                 match = await self._match(endpoint)
                 _require_same_blocks(match, wanted)
                 workers = match.engine.workers(endpoint)
-                pieces = self._pieces(match, wanted)
-                outcomes.update(dict.fromkeys(pieces, _NOT_TRIED))
-                async for ready in self._ready(workers, pieces, waits_for):
-                    await self._load(workers, match, wanted, ready, outcomes)
+                parts = self._parts(match, wanted)
+                async for ready in self._ready(workers, parts, waits_for):
+                    await self._load(workers, match, wanted, ready)
         except TimeoutError as exc:
             if match is None and isinstance(exc, KVXferError):  # connecting has its own deadline
                 raise
@@ -174,7 +152,7 @@ class Fetcher:
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
         finally:
             await self._exchange.settle()  # before our blocks are used again
-        return self._summarise(match, wanted, outcomes)
+        return self._summarise(match, wanted, parts)
 
     async def _match(self, endpoint: Endpoint) -> _Match:
         description = await self._exchange.peer(endpoint).describe()
@@ -198,17 +176,25 @@ class Fetcher:
                 ours = f"at most {room}, by staging memory"
                 raise CacheMismatchError(group, "payload_size_bytes", ours, size)
 
-    def _pieces(self, match: _Match, wanted: Wanted) -> list[_Piece]:
+    def _parts(self, match: _Match, wanted: Wanted) -> list[_Part]:
         """List what is to be read: blocks with tokens of blocks of ours that are wanted."""
-        pieces = []
+        parts = []
         for group, keys in enumerate(wanted.keys):
-            first = wanted.first_blocks[group]
-            has_targets = self._have_targets(match, wanted, group, first + np.arange(len(keys)))
-            at_wanted = np.flatnonzero(has_targets).tolist()
-            for rank in match.groups[group].sources:
-                theirs = match.engine.worker_keys(rank, keys)
-                pieces += [_Piece(rank, group, first + at, theirs[at]) for at in at_wanted]
-        return pieces
+            indices = wanted.first_blocks[group] + np.arange(len(keys))
+            has_targets = self._have_targets(match, wanted, group, indices)
+            chosen = keys if has_targets.all() else [*compress(keys, has_targets)]
+            parts += [
+                _Part(
+                    rank,
+                    group,
+                    indices[has_targets],
+                    match.engine.worker_keys(rank, chosen),
+                    [_NOT_TRIED] * len(chosen),
+                )
+                for rank in match.groups[group].sources
+                if chosen
+            ]
+        return parts
 
     def _have_targets(
         self, match: _Match, wanted: Wanted, group: int, indices: NDArray[np.int64]
@@ -225,24 +211,19 @@ class Fetcher:
         has_targets: NDArray[np.bool_] = (firsts < stops) & (num_used[ends] > num_used[begins])
         return has_targets
 
-    def _targets(self, match: _Match, wanted: Wanted, piece: _Piece) -> list[int]:
-        size = self._description.groups[piece.group].tokens_per_block
-        ids = match.our_blocks(piece, wanted, size)
-        return [block for block in ids if block != self._null_block]
-
     async def _ready(
-        self, workers: Sequence[Endpoint], pieces: list[_Piece], waits_for: str | None
-    ) -> AsyncIterator[list[_Piece]]:
-        """Yield pieces when they are there, all that are left when no more will come."""
-        left = pieces
+        self, workers: Sequence[Endpoint], parts: Sequence[_Part], waits_for: str | None
+    ) -> AsyncIterator[list[tuple[_Part, _Rows]]]:
+        """Yield blocks when they are there, all that are left when no more will come."""
+        left = [(part, np.arange(len(part.keys))) for part in parts]
         while left and waits_for is not None:
             try:
                 there, may_come = await self._look(workers, left, waits_for)
             except KVXferError as exc:  # it is gone; what is left says so
                 logger.debug("%s is not known any more: %s", waits_for, exc)
                 break
-            ready = [piece for piece in left if piece in there]
-            left = [piece for piece in left if piece not in there]
+            ready = _choose(left, there)
+            left = _choose(left, [~each for each in there])
             if ready:
                 yield ready
             elif not may_come:
@@ -253,15 +234,15 @@ class Fetcher:
             yield left
 
     async def _look(
-        self, workers: Sequence[Endpoint], pieces: Sequence[_Piece], ticket: str
-    ) -> tuple[set[_Piece], bool]:
-        """Find the pieces that are there, and whether others are being computed."""
-        there: set[_Piece] = set()
+        self, workers: Sequence[Endpoint], blocks: Sequence[tuple[_Part, _Rows]], ticket: str
+    ) -> tuple[list[NDArray[np.bool_]], bool]:
+        """Find out which blocks are there, and whether others are being computed."""
+        there: list[NDArray[np.bool_]] = []
         may_come = True
-        for rank, group in _by_rank(pieces).items():
-            client = self._exchange.peer(workers[rank])
-            held = await client.hold(ticket, [piece.key for piece in group])
-            there |= {piece for piece, is_there in zip(group, held.there, strict=True) if is_there}
+        for part, rows in blocks:
+            client = self._exchange.peer(workers[part.rank])
+            held = await client.hold(ticket, [part.keys[row] for row in rows])
+            there.append(np.array(held.there, bool))
             may_come &= held.is_known and not held.is_complete
         return there, may_come
 
@@ -270,78 +251,98 @@ class Fetcher:
         workers: Sequence[Endpoint],
         match: _Match,
         wanted: Wanted,
-        pieces: Sequence[_Piece],
-        outcomes: dict[_Piece, Outcome],
+        blocks: Sequence[tuple[_Part, _Rows]],
     ) -> None:
-        in_place = {group for group, blocks in enumerate(match.groups) if blocks.is_direct}
+        in_place: dict[int, list[tuple[_Part, _Rows, Descriptors]]] = {}
         async with asyncio.TaskGroup() as tasks:
-            for rank, group in _by_rank(pieces).items():
-                client = self._exchange.peer(workers[rank])
-                direct = [piece for piece in group if piece.group in in_place]
-                staged = [piece for piece in group if piece.group not in in_place]
-                if direct:
-                    tasks.create_task(self._load_direct(client, wanted, direct, outcomes))
-                sizes = [match.block_size_bytes(each.group) for each in staged]
-                for start, stop in self._exchange.staging.cut(sizes) if staged else ():
+            for part, rows in blocks:
+                client = self._exchange.peer(workers[part.rank])
+                direct, places = self._in_place(match, wanted, part, rows)
+                if len(direct):
+                    in_place.setdefault(part.rank, []).append((part, direct, places))
+                staged = np.setdiff1d(rows, direct, assume_unique=True)
+                sizes = [match.block_size_bytes(part.group)] * len(staged)
+                for start, stop in self._exchange.staging.cut(sizes) if sizes else ():
                     run = staged[start:stop]
-                    tasks.create_task(self._load_staged(client, match, wanted, run, outcomes))
+                    tasks.create_task(self._load_staged(client, match, wanted, part, run))
+            for rank, batch in in_place.items():
+                tasks.create_task(_load_in_place(self._exchange.peer(workers[rank]), batch))
 
-    async def _load_direct(
-        self,
-        client: Client,
-        wanted: Wanted,
-        pieces: Sequence[_Piece],
-        outcomes: dict[_Piece, Outcome],
-    ) -> None:
-        parts = []
-        for group, same in groupby(pieces, key=attrgetter("group")):
-            ids = [wanted.block_ids[group][piece.index] for piece in same]
-            parts.append(self._describer.describe(group, ids))
-        loaded = await client.load([p.key for p in pieces], Descriptors.concatenate(parts))
-        outcomes.update(zip(pieces, loaded, strict=True))
+    def _in_place(
+        self, match: _Match, wanted: Wanted, part: _Part, rows: _Rows
+    ) -> tuple[_Rows, Descriptors]:
+        """Find the blocks that can be read without staging memory, and where to."""
+        blocks, indices = match.groups[part.group], part.indices[rows]
+        ids = np.array(wanted.block_ids[part.group], np.int64)
+        if blocks.is_direct:
+            return rows, self._describer.describe(part.group, ids[indices])
+        chosen, places = blocks.describe_in_place(part.rank, indices, ids, **_pages(wanted, blocks))
+        if places.num_bytes < len(places) * IN_PLACE_BYTES:
+            return rows[:0], places
+        return rows[chosen], places
 
     async def _load_staged(
-        self,
-        client: Client,
-        match: _Match,
-        wanted: Wanted,
-        pieces: Sequence[_Piece],
-        outcomes: dict[_Piece, Outcome],
+        self, client: Client, match: _Match, wanted: Wanted, part: _Part, rows: _Rows
     ) -> None:
         """Read whole blocks into staging memory, and copy what is wanted of those that are good."""
-        sizes = [match.block_size_bytes(piece.group) for piece in pieces]
+        sizes = [match.block_size_bytes(part.group)] * len(rows)
         async with self._exchange.staging.hold(sizes, [0] * len(sizes)) as staged:
-            keys = [piece.key for piece in pieces]
+            keys = [part.keys[row] for row in rows]
             loaded = await staged.move(client.load, keys, staged.blocks)
             good = [at for at, outcome in enumerate(loaded) if outcome.done]
-            for group, same in groupby(good, key=lambda at: pieces[at].group):
-                rows = list(same)
-                blocks = match.groups[group]
-                page = blocks.tokens_per_page
+            if good:
+                blocks = match.groups[part.group]
                 source, destination = blocks.describe(
-                    pieces[rows[0]].rank,
-                    [pieces[row].index for row in rows],
-                    staged.blocks.addresses[rows],
-                    wanted.block_ids[group],
-                    first_page=wanted.first_token // page,
-                    stop_page=-(-wanted.num_tokens // page),
+                    part.rank,
+                    part.indices[rows[good]],
+                    staged.blocks.addresses[good],
+                    wanted.block_ids[part.group],
+                    **_pages(wanted, blocks),
                 )
                 await self._threads.run(self._copy_engine.copy, source, destination)
-        outcomes.update(zip(pieces, loaded, strict=True))
+        part.note(rows, loaded)
 
-    def _summarise(self, match: _Match, wanted: Wanted, outcomes: dict[_Piece, Outcome]) -> Fetched:
+    def _summarise(self, match: _Match, wanted: Wanted, parts: Sequence[_Part]) -> Fetched:
         bad: list[dict[int, None]] = [{} for _ in wanted.block_ids]
         fetched = Fetched([])
-        for piece, outcome in outcomes.items():
-            if outcome.done:
-                fetched.num_verified += 1
-                fetched.num_bytes += match.block_size_bytes(piece.group)
-                continue
-            fetched.missing[outcome.status.name.lower()] += 1
-            fetched.reason = outcome.reason or outcome.status.name.lower()
-            bad[piece.group].update(dict.fromkeys(self._targets(match, wanted, piece)))
+        for part in parts:
+            ours = self._description.groups[part.group].tokens_per_block
+            failed = [row for row, outcome in enumerate(part.outcomes) if not outcome.done]
+            num_done = len(part.keys) - len(failed)
+            fetched.num_verified += num_done
+            fetched.num_bytes += num_done * match.block_size_bytes(part.group)
+            for row in failed:
+                outcome = part.outcomes[row]
+                fetched.missing[outcome.status.name.lower()] += 1
+                fetched.reason = outcome.reason or outcome.status.name.lower()
+                targets = match.targets(part, row, wanted, ours)
+                bad[part.group].update((b, None) for b in targets if b != self._null_block)
         fetched.bad_blocks = [list(each) for each in bad]
         return fetched
+
+
+async def _load_in_place(client: Client, batch: Sequence[tuple[_Part, _Rows, Descriptors]]) -> None:
+    keys = [part.keys[row] for part, rows, _ in batch for row in rows]
+    places = Descriptors.concatenate([places for *_, places in batch])
+    outcomes = iter(await client.load(keys, places))
+    for part, rows, _ in batch:
+        part.note(rows.tolist(), islice(outcomes, len(rows)))
+
+
+def _choose(
+    blocks: Sequence[tuple[_Part, _Rows]], chosen: Sequence[NDArray[np.bool_]]
+) -> list[tuple[_Part, _Rows]]:
+    taken = zip(blocks, chosen, strict=True)
+    return [(part, rows[which]) for (part, rows), which in taken if which.any()]
+
+
+def _pages(wanted: Wanted, blocks: PeerBlocks) -> _Pages:
+    """Name the pages that are wanted, as arguments for `blocks`."""
+    page = blocks.tokens_per_page
+    return {
+        "first_page": wanted.first_token // page,
+        "stop_page": -(-wanted.num_tokens // page),
+    }
 
 
 def _require_same_blocks(match: _Match, wanted: Wanted) -> None:
@@ -357,10 +358,3 @@ def _require_same_blocks(match: _Match, wanted: Wanted) -> None:
         raise CacheMismatchError(None, "tokens_per_block", wanted.tokens_per_block, sizes)
     for blocks, ids in zip(match.groups, wanted.block_ids, strict=True):
         blocks.check_ids(ids)
-
-
-def _by_rank(pieces: Sequence[_Piece]) -> dict[int, list[_Piece]]:
-    ranks: dict[int, list[_Piece]] = {}
-    for piece in pieces:
-        ranks.setdefault(piece.rank, []).append(piece)
-    return ranks

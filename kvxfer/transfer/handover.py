@@ -21,8 +21,9 @@ from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.asking import Asker, Found
 from kvxfer.transfer.event_loop import EngineLoop
-from kvxfer.transfer.fetching import Fetched, Fetcher, Wanted
+from kvxfer.transfer.fetching import Fetcher
 from kvxfer.transfer.peer_engine import worker_keys
+from kvxfer.transfer.prompt_pages import Fetched, Wanted
 
 T = TypeVar("T")
 
@@ -226,9 +227,9 @@ class Handover:
             prompt: Keys of the prompt.
             windows: Tokens that each group needs at the end of the prompt; None, or no entry, for
                 all of them.
-            waits: Whether to wait until the other engine knows the ticket, within the time-out, and
-                to count pages that it is still to compute. A ticket may take a quarter of a second
-                to become known in any case.
+            waits: Whether to wait until the other engine knows the ticket, within the time-out. A
+                ticket may take a quarter of a second to become known in any case. Under one that is
+                known and not complete, pages that are still to be offered count.
 
         Raises:
             CacheMismatchError: Its blocks cannot be turned into ours.

@@ -7,7 +7,7 @@ from kvxfer.backends.nixl import Endpoint
 from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import CacheMismatchError, InvalidArgumentError
 from kvxfer.kvcache.portable import CacheDescription
-from kvxfer.storage.keys import BlockKey, group_of, make_block_key
+from kvxfer.storage.keys import BlockKey
 
 MAX_WORKERS = 128
 """Most workers of another engine: each is connected to, because the first one says so."""
@@ -78,9 +78,4 @@ def _digest(description: CacheDescription) -> bytes:
 
 
 def _of_worker(digest: bytes, keys: Sequence[BlockKey]) -> list[BlockKey]:
-    return [
-        make_block_key(
-            hashlib.blake2b(key, digest_size=DIGEST_BYTES, key=digest).digest(), group_of(key)
-        )
-        for key in keys
-    ]
+    return [BlockKey(digest + key) for key in keys]

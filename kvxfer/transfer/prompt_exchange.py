@@ -22,8 +22,8 @@ from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.fetching import Fetched
 from kvxfer.transfer.handover import Handover
+from kvxfer.transfer.prompt_pages import Fetched
 
 EVERY_ADDRESS = ("0.0.0.0", "::")  # noqa: S104 - to refuse them
 
@@ -159,7 +159,9 @@ class PromptExchange:
         return self._ticket(lease)
 
     async def ask(self, ticket: str, tokens: ArrayLike, *, scope: bytes = b"") -> int:
-        """Ask how many tokens, from the beginning of a prompt, can be fetched now; keep them.
+        """Ask how many tokens, from the beginning of a prompt, can be fetched; keep them.
+
+        Under a ticket whose offers are not complete, those that are to be offered count, too.
 
         Raises:
             InvalidArgumentError: The ticket cannot be one, or leads to where nobody proves who it

@@ -24,7 +24,7 @@ from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.fetching import Fetched
+from kvxfer.transfer.prompt_pages import Fetched
 from tests.integrations.pd_engine import FULL, Engine, cache_config, engine_config, full, sliding
 from tests.integrations.pd_fakes import LEASE, make_found, ticket_params
 

@@ -87,12 +87,21 @@ def load(
     copies: CPUCopyEngine,
     **wanted: Any,
 ) -> None:
-    """Load one group of a worker from all sources, the staged blocks in any order."""
+    """Load one group of a worker from all sources, the blocks in any order.
+
+    Those of which every byte has a place are read there, all others are staged.
+    """
     for rank in blocks.sources:
+        caches = theirs.workers[rank].caches
         their_ids = theirs.block_ids[blocks.group]
         order = np.random.default_rng(len(their_ids)).permutation(len(their_ids))
+        rows, places = blocks.describe_in_place(rank, order, block_ids, **wanted)
+        if len(rows):
+            in_place = [their_ids[index] for index in order[rows]]
+            copies.copy(BlockDescriber(caches).describe(blocks.group, in_place), places)
+        order = np.delete(order, rows)
         staged, addresses = stage(
-            theirs.workers[rank].caches, blocks.group, [their_ids[index] for index in order], copies
+            caches, blocks.group, [their_ids[index] for index in order], copies
         )
         copies.copy(*blocks.describe(rank, order, addresses, block_ids, **wanted))
         del staged
@@ -276,18 +285,30 @@ def test_only_pages_that_are_wanted_and_there_are_written(
             if is_there and first_page <= place // page < last:
                 source = their_ids[place // their_tokens]
                 expected[block_id, token] = reference[source, place % their_tokens]
-    _, addresses = staged = stage(theirs, 0, [their_ids[index] for index in there], copies)
-    copies.copy(
-        *blocks.describe(
-            0,
-            there,
-            addresses,
-            block_ids,
-            first_block_index=first_block,
-            first_page=first_page,
-            stop_page=stop_page,
+    wanted: dict[str, Any] = {
+        "first_block_index": first_block,
+        "first_page": first_page,
+        "stop_page": stop_page,
+    }
+    rows, places = blocks.describe_in_place(0, there, block_ids, **wanted)
+    whole_blocks = [there[row] for row in rows]
+    assert whole_blocks == [
+        index
+        for index in there
+        if (index * their_tokens) // page >= first_page
+        and (stop_page is None or (index + 1) * their_tokens <= stop_page * page)
+        and all(
+            0 <= token // mine - first_block < len(block_ids)
+            and block_ids[token // mine - first_block]
+            for token in range(index * their_tokens, (index + 1) * their_tokens)
         )
-    )
+    ]
+    if whole_blocks:
+        their_blocks = [their_ids[index] for index in whole_blocks]
+        copies.copy(BlockDescriber(theirs).describe(0, their_blocks), places)
+    there = [index for index in there if index not in whole_blocks]
+    _, addresses = staged = stage(theirs, 0, [their_ids[index] for index in there], copies)
+    copies.copy(*blocks.describe(0, there, addresses, block_ids, **wanted))
     del staged
     found = ours_by_token(ours, describe_caches(ours, whole()), mine)
     np.testing.assert_array_equal(found, expected)

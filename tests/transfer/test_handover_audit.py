@@ -12,8 +12,8 @@ from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.backends.nixl.block_reader import BlockReader
 from kvxfer.kvcache.portable import describe_caches
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.fetching import Fetched
 from kvxfer.transfer.handover import Handover
+from kvxfer.transfer.prompt_pages import Fetched
 from tests.e2e import audit
 from tests.e2e.handover_audit import AuditedHandover, Sign, planted, read
 from tests.storage.portable_workers import NAMESPACE, make_engine, make_values

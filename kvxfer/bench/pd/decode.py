@@ -18,8 +18,8 @@ from kvxfer.bench.nixl.raw import allocate
 from kvxfer.bench.pd.prefill import HOST, NAMESPACE, NUM_BYTES
 from kvxfer.bench.pd.shapes import EngineShape, WorkerCaches
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.fetching import Wanted
 from kvxfer.transfer.handover import Handover
+from kvxfer.transfer.prompt_pages import Wanted
 
 T = TypeVar("T")
 

@@ -19,7 +19,11 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragments import Addresses, join, run_starts, touch
 from kvxfer.kvcache.memory_region import HOST
-from kvxfer.kvcache.portable.cache_description import MAX_INDEX, CacheDescription
+from kvxfer.kvcache.portable.cache_description import (
+    MAX_INDEX,
+    CacheDescription,
+    GroupDescription,
+)
 from kvxfer.kvcache.portable.peer_mapping import PeerMapping, map_peers
 
 Indices = NDArray[np.int64]
@@ -35,15 +39,20 @@ class PeerBlocks:
         caches: Our caches; kept alive.
         group: The group.
         mapping: Mapping of their blocks to ours.
-        tokens_per_block: Tokens that a block of theirs spans.
+        theirs: Description of the group at their first worker.
     """
 
     def __init__(
-        self, caches: CanonicalKVCaches, group: int, mapping: PeerMapping, tokens_per_block: int
+        self,
+        caches: CanonicalKVCaches,
+        group: int,
+        mapping: PeerMapping,
+        theirs: GroupDescription,
     ) -> None:
         refs = caches.group_data_refs[group]
         self.caches, self.group, self._mapping = caches, group, mapping
-        self._tokens_per_block = tokens_per_block
+        self._tokens_per_block = theirs.tokens_per_block
+        self._their_block_bytes = theirs.payload_size_bytes
         tensors = [caches.tensors[ref.tensor_idx].tensor for ref in refs]
         starts = list(accumulate((ref.page_size_bytes for ref in refs[:-1]), initial=0))
         self._starts = np.array(starts, np.int64)
@@ -132,6 +141,58 @@ class PeerBlocks:
         first = require_integer("first_block_index", first_block_index, maximum=MAX_INDEX)
         wanted = self._choose_pages(theirs, self.check_ids(block_ids), first, first_page, stop_page)
         return self._expand(rank, staged, require_integers("block_ids", block_ids), *wanted, device)
+
+    def describe_in_place(
+        self,
+        rank: int,
+        their_indices: ArrayLike,
+        block_ids: ArrayLike,
+        *,
+        first_block_index: int = 0,
+        first_page: int = 0,
+        stop_page: int | None = None,
+    ) -> tuple[Indices, Descriptors]:
+        """Describe our memory as blocks of one of their workers, to read these without a copy.
+
+        Args and raises: as `describe`.
+
+        Returns:
+            Positions in `their_indices` of the blocks of which every byte has a place in ours,
+            `(k,)`, and for each of them the places of its bytes, in the order of its payload.
+        """
+        theirs = require_integers("their_indices", their_indices)
+        size = np.uint64(self._their_block_bytes)
+        source, ours = self.describe(
+            rank,
+            theirs,
+            np.arange(len(theirs), dtype=np.uint64) * size,
+            block_ids,
+            first_block_index=first_block_index,
+            first_page=first_page,
+            stop_page=stop_page,
+        )
+        order = np.argsort(source.addresses)
+        offsets, addresses, lengths = (
+            each[order] for each in (source.addresses, ours.addresses, ours.lengths)
+        )
+        block = (offsets // size).astype(np.int64)
+        follows = np.zeros(len(block), bool)  # another fragment of the same block
+        touches = follows.copy()
+        follows[1:], touches[1:] = block[1:] == block[:-1], touch(offsets, lengths)
+        fits = np.where(follows, touches, offsets % size == 0)  # nothing is left out before it
+        covered = np.bincount(block, lengths * fits, minlength=len(theirs))
+        is_whole = covered == self._their_block_bytes
+        kept = is_whole[block]
+        counts = np.bincount(block[kept], minlength=len(theirs))[is_whole]
+        rows = np.flatnonzero(is_whole)
+        return rows, Descriptors(
+            addresses=addresses[kept],
+            lengths=lengths[kept],
+            block_offsets=np.concatenate(([0], np.cumsum(counts))),
+            payload_starts=np.zeros(len(rows), np.int64),
+            device=self._device,
+            owners=(self.caches,),
+        )
 
     def check_ids(self, block_ids: ArrayLike) -> NDArray[np.bool_]:
         """Check our block ids, and return which of them are not the null block.
@@ -290,7 +351,7 @@ def match_caches(
             caches,
             group,
             map_peers(sizes[group], group, ours, theirs),
-            theirs[0].groups[group].tokens_per_block,
+            theirs[0].groups[group],
         )
         for group in range(len(sizes))
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.prefill_decode.interface import KVConnectorMetadata
 from kvxfer.storage.keys import BlockKey
-from kvxfer.transfer.fetching import Wanted
+from kvxfer.transfer.prompt_pages import Wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from kvxfer.errors import KVXferError
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
-from kvxfer.transfer.fetching import Fetched
 from kvxfer.transfer.handover import Handover
+from kvxfer.transfer.prompt_pages import Fetched
 
 logger = logging.getLogger(__name__)
 
