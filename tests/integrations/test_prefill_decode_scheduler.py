@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
 from kvxfer.errors import PeerTimeoutError
-from kvxfer.transfer.fetching import Fetched
+from kvxfer.transfer.prompt_pages import Fetched
 from tests.examples import examples
 from tests.integrations.pd_engine import Engine, engine_config, full, sliding
 from tests.integrations.pd_fakes import BLOCK, LEASE, FakeHandover, make_found, ticket_params
@@ -51,7 +51,8 @@ def test_blocks_of_a_finished_prompt_are_kept_until_they_are_sent(engine: Engine
     assert params["remote_num_tokens"] == 10
     free = engine.num_free
     engine.step()
-    [(lease, keys, ids, is_complete)] = engine.moving.offers
+    announced, (lease, keys, ids, is_complete) = engine.moving.offers
+    assert announced == (lease, [], [], False), "D may ask before the blocks are offered"
     assert lease == params["remote_request_id"]
     assert is_complete
     assert len(keys) == len(ids) == (5 if is_several(engine) else 3)
@@ -76,14 +77,14 @@ def test_a_prompt_that_is_aborted_in_the_middle_lends_nothing_more(
     engine.step()
     engine.step()
     engine.abort("p")
-    has_offered = any(ids for _, _, ids, _ in engine.moving.offers)
-    assert has_offered is (params is OVERLAP)
-    if has_offered:
-        assert engine.num_free < 31
-        engine.step()
-        assert engine.moving.given_up == [LEASE]
-        assert engine.moving.offers[-1][3]
-        engine.moving.ended.append(LEASE)
+    [lease] = {lease for lease, *_ in engine.moving.offers}
+    assert (lease == LEASE) is (params is OVERLAP)
+    assert any(ids for _, _, ids, _ in engine.moving.offers)
+    assert engine.num_free < 31
+    engine.step()
+    assert engine.moving.given_up == [lease]
+    assert engine.moving.offers[-1][3]
+    engine.moving.ended.append(lease)
     engine.step()
     engine.require_over()
 

@@ -29,7 +29,7 @@ class _Early:
     Attributes:
         request: vLLM's request.
         num_preemptions: How often it had been preempted when it was noted.
-        lease: Name of its lease, given by the router.
+        lease: Name of its lease, given by the router or our own.
         keys: Keys of its prompt.
         block_ids: Its blocks so far, for each group.
         num_offered: Blocks of each group that were offered.
@@ -86,14 +86,14 @@ class PrefillScheduler:
         params = request.kv_transfer_params
         if request.request_id in self._early or not wants_prefill(params):
             return
-        lease = lease_of_router(params)
-        if lease is None or self._is_used(lease):
+        lease = lease_of_router(params) or make_lease()
+        if self._is_used(lease):
             return
         if (keys := prompt_keys(request)) is not None:
             blocks: list[list[int]] = [[] for _ in self._groups.windows]
             early = _Early(request, request.num_preemptions, lease, keys, blocks)
             self._early[request.request_id] = early
-            # With no blocks yet: D may ask already.
+            # With no blocks yet: D may ask before the step that offers them.
             self._offers.append(Offer(request.request_id, lease, [], [], is_complete=False))
 
     def plan(self, step: StepData, output: Any) -> None:
