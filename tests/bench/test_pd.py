@@ -86,15 +86,27 @@ def test_a_fetch_moves_the_whole_prompt(
 
 
 class PretendedEngine:
-    """Engine that takes as long as what it is told to do."""
+    """Engine that takes as long as what it is told to do, and must not be asked when stopped."""
 
-    def __init__(self, load_s: float) -> None:
+    running: set["PretendedEngine"]
+
+    def __init__(self, load_s: float, running: set["PretendedEngine"]) -> None:
         self._load_s = load_s
+        self.running = running
         self.process_id = 0
+        self.resume()
+
+    def pause(self) -> None:
+        self.running.discard(self)
+
+    def resume(self) -> None:
+        self.running.add(self)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int, **options: Any
     ) -> list[Generation]:
+        assert self in self.running
+        assert len(self.running) <= 2, "another pair disturbs this one"
         params = options.get("params") or {}
         seconds = self._load_s if any("ticket" in each for each in params.values()) else 1.0
         return [
@@ -117,7 +129,7 @@ class PretendedEngine:
         return [9.0, self._load_s]
 
     def close(self) -> None:
-        """End."""
+        self.pause()
 
     def __enter__(self) -> Self:
         return self
@@ -128,12 +140,18 @@ class PretendedEngine:
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, BenchRow]:
+    running: set[PretendedEngine] = set()
+    cores = iter([[0.06, 0.035], [0.5, 0.5], [0.01]])
+
     def start(_: EngineModel, connectors: Sequence[str | None]) -> list[PretendedEngine]:
-        return [PretendedEngine(3.0 if each == engines.NIXL else 2.0) for each in connectors]
+        return [
+            PretendedEngine(3.0 if each == engines.NIXL else 2.0, running) for each in connectors
+        ]
 
     monkeypatch.setattr("kvxfer.bench.pd.pair.start_engines", start)
+    monkeypatch.setattr("kvxfer.bench.pd.pair.use_all_cores", lambda _: None)
     monkeypatch.setattr(engines, "start_engines", start)
-    monkeypatch.setattr(engines, "idle_cores", lambda _: [0.06, 0.035, 0.5, 0.5, 0.01])
+    monkeypatch.setattr(engines, "idle_cores", lambda _: next(cores))
     found = engines.measure_engines(EngineModel(tmp_path, "float32"), rounds=2)
     return {row.case: row for row in found}
 
@@ -151,7 +169,7 @@ def test_first_tokens_are_compared_with_a_hit_and_with_the_other_connector(
 
 
 def test_a_busy_engine_that_loads_is_compared_with_itself(rows: dict[str, BenchRow]) -> None:
-    case = "of a busy D that loads 3 prompts, against one that has them, KVXferConnector"
+    case = "of a busy D that loads 6 prompts, against one that has them, KVXferConnector"
     assert rows[f"mean time between tokens {case}"].ratio == 2.0
     assert rows[f"longest time between tokens {case}"].value == 2000.0
 

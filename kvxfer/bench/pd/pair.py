@@ -5,7 +5,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +17,7 @@ from kvxfer.bench.vllm.model import EngineModel
 
 MAX_MODEL_LEN = 8192
 CACHE_BYTES = 1 << 30
-LEASE_S = 60
+LEASE_S = 120
 TIMEOUT_S = 10
 PORTS_PER_ENGINE = 4
 IDLE_S = 10.0
@@ -61,6 +61,8 @@ class EnginePair:
     def __init__(self, model: EngineModel, connector: str) -> None:
         self.prefill, self.decode = start_engines(model, [connector] * 2)
         try:
+            for engine in (self.prefill, self.decode):
+                use_all_cores(engine)
             self._meet()
         except BaseException:
             self.close()
@@ -81,6 +83,17 @@ class EnginePair:
         """End both engines; may be called again."""
         self.decode.close()
         self.prefill.close()
+
+    def pause(self) -> None:
+        """Stop both, so that they disturb nobody: an idle `NixlConnector` polls without a pause."""
+        for engine in (self.prefill, self.decode):
+            engine.pause()
+
+    def resume(self) -> None:
+        """Let both go on, and connect again if they have to; errors as `hand_over`."""
+        for engine in (self.prefill, self.decode):
+            engine.resume()
+        self._meet()
 
     def offer(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Have a prompt computed, or found in the device cache; return what D is to be told."""
@@ -130,6 +143,19 @@ def start_engines(model: EngineModel, connectors: Sequence[str | None]) -> list[
     return [each.result() for each in starting]
 
 
+def use_all_cores(engine: EngineProcess) -> None:
+    """Let all threads of an engine run on all of our cores.
+
+    The worker of an engine with `NixlConnector` pins itself to the last core of its node, where P,
+    D and the threads that poll for them take turns. Source: `base_worker.py` of the connector.
+    """
+    cores = os.sched_getaffinity(0)
+    for stat in _processes(engine.process_id):
+        for thread in stat.parent.glob("task/[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended
+                os.sched_setaffinity(int(thread.name), cores)
+
+
 def idle_cores(engines: Sequence[EngineProcess]) -> list[float]:
     """Measure the cores that engines use which have nothing to do; blocks."""
     time.sleep(SETTLE_S)
@@ -168,15 +194,26 @@ def _start(model: EngineModel, connector: str | None) -> EngineProcess:
     )
 
 
+def _processes(group: int) -> Iterator[Path]:
+    """Find the processes of a process group: the `stat` of each in `/proc`."""
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if int(_fields(each)[2]) == group:
+                yield each
+
+
 def _cpu_seconds(group: int) -> float:
     """Add up the processor time of all processes of a process group."""
     ticks = 0
-    for each in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            fields = each.read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                ticks += int(fields[11]) + int(fields[12])
+    for each in _processes(group):
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, _fields(each)[11:13]))
     return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _fields(stat: Path) -> list[str]:
+    """Read the fields of a process after its name: its state first."""
+    return stat.read_text().rpartition(")")[2].split()
 
 
 def _free_port() -> int:

@@ -10,8 +10,8 @@ from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.transfer.handover import Handover
 
-NUM_BYTES = 256 << 20
-"""Bytes of the caches of an engine, all of which are handed over: 2048 tokens of Llama-3.1-8B."""
+NUM_BYTES = 1 << 30
+"""Bytes of the caches of an engine, all of which are handed over: 8192 tokens of Llama-3.1-8B."""
 
 HOST = "127.0.0.1"
 NAMESPACE = Namespace(model="bench")

@@ -101,6 +101,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         params: `kv_transfer_params` of the prompt with this index.
         start_after_steps: Engine steps after which the prompt with this index is added; others are
             added at once.
+        limits: Output tokens of the prompt with this index, in place of `max_tokens`.
     """
 
     prompts: list[list[int]]
@@ -110,6 +111,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     reset_after_steps: list[int] = []
     params: dict[int, dict[str, Any]] = {}
     start_after_steps: dict[int, int] = {}
+    limits: dict[int, int] = {}
 
 
 class Reset(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -214,6 +216,7 @@ class EngineProcess:
         reset_after_steps: Sequence[int] = (),
         params: dict[int, dict[str, Any]] | None = None,
         start_after_steps: dict[int, int] | None = None,
+        limits: dict[int, int] | None = None,
     ) -> list[Generation]:
         """Run the prompts, see `Generate`; one result per prompt, in order."""
         command = Generate(
@@ -224,6 +227,7 @@ class EngineProcess:
             reset_after_steps=list(reset_after_steps),
             params=params or {},
             start_after_steps=start_after_steps or {},
+            limits=limits or {},
         )
         return self._ask(command, list[Generation])
 
@@ -250,8 +254,18 @@ class EngineProcess:
             self._printed = self._log.read().decode(errors="replace")
         return self._printed
 
+    def pause(self) -> None:
+        """Stop all of its processes where they are, so that they use no processor."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let all of its processes go on."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def close(self) -> None:
         """Shut the engine down and end all of its processes; may be called again."""
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
         self._reader.close()
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -76,7 +76,7 @@ class _Engine:
             params = command.params.get(index)
             return SamplingParams(
                 temperature=0,
-                max_tokens=command.max_tokens,
+                max_tokens=command.limits.get(index, command.max_tokens),
                 ignore_eos=True,
                 logprobs=0,
                 detokenize=False,
