@@ -36,12 +36,14 @@ class Found:
         is_complete: Whether they are there now.
         tokens_per_block: Tokens of a block of the other engine, for each group.
         our_tokens_per_block: Tokens of a block of ours, likewise.
+        has_states: Whether a block of a group is a state, likewise.
     """
 
     num_tokens: int
     is_complete: bool
     tokens_per_block: tuple[int, ...]
     our_tokens_per_block: tuple[int, ...]
+    has_states: tuple[bool, ...]
 
     def wanted(
         self,
@@ -59,12 +61,13 @@ class Found:
             first_token: First token that is wanted.
             num_tokens: Tokens of the prompt up to the last one that is wanted.
             block_ids: Our blocks of each group, from the beginning of the prompt; the null block
-                for those that are not wanted.
+                for those that are not wanted. Of a state the one that is to have it after
+                `num_tokens`.
             null_block_id: Id of our null block; None where there is none.
         """
         firsts, keys, kept = [], [], []
-        for group, (theirs, ours) in enumerate(
-            zip(self.tokens_per_block, self.our_tokens_per_block, strict=True)
+        for group, (theirs, ours, is_state) in enumerate(
+            zip(self.tokens_per_block, self.our_tokens_per_block, self.has_states, strict=True)
         ):
             begin = first_token // ours
             ids = block_ids[group]
@@ -72,7 +75,11 @@ class Found:
             first = max(first_token, next(used, len(ids)) * ours)
             stop = min(-(-num_tokens // theirs) * theirs, prompt.num_tokens)
             first = min(first, stop)
-            keys.append(prompt.block_keys(group, theirs, stop, first_token=first))
+            keys.append(
+                [prompt.state_key(group, num_tokens)]
+                if is_state
+                else prompt.block_keys(group, theirs, stop, first_token=first)
+            )
             firsts.append(first // theirs)
             kept.append([0] * begin + list(block_ids[group][begin:]))
         return Wanted(
@@ -134,7 +141,9 @@ class Asker:
         windows = [*windows, *[None] * len(theirs.groups)][: len(theirs.groups)]
         num_tokens = prompt.num_tokens
         keys = [
-            prompt.block_keys(
+            [prompt.state_key(group, num_tokens)]
+            if theirs.groups[group].has_states
+            else prompt.block_keys(
                 group,
                 theirs.groups[group].tokens_per_block,
                 num_tokens,
@@ -158,6 +167,7 @@ class Asker:
             is_complete=not is_promised,
             tokens_per_block=engine.tokens_per_block,
             our_tokens_per_block=tuple(g.tokens_per_block for g in self._description.groups),
+            has_states=tuple(g.has_states for g in self._description.groups),
         )
 
     async def release(self, endpoint: Endpoint, ticket: str) -> None:

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -61,6 +62,16 @@ def full() -> Any:
 
 def sliding(window: int) -> Any:
     return SlidingWindowSpec(**FULL, sliding_window=window)
+
+
+def recurrent(*, speculates: bool = False) -> Any:
+    return MambaSpec(
+        block_size=BLOCK,
+        shapes=((2, 3),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+        num_speculative_blocks=int(speculates),
+    )
 
 
 def cache_config(*specs: Any) -> Any:

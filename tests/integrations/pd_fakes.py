@@ -8,6 +8,7 @@ from typing import Any
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import ClosedError
+from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.asking import Found
 from kvxfer.transfer.prompt_pages import Fetched, Wanted
@@ -46,10 +47,13 @@ def make_request(params: Any, *, name: str = "r", tokens: int = 10, **fields: An
     )
 
 
-def make_found(tokens: int, *, is_complete: bool = True, num_groups: int = 1) -> Found:
-    """Answer of a P with the blocks of this module."""
-    sizes = (BLOCK,) * num_groups
-    return Found(tokens, is_complete, sizes, sizes)
+def make_found(
+    tokens: int, *, is_complete: bool = True, num_groups: int = 1, num_states: int = 0
+) -> Found:
+    """Answer of a P with the blocks of this module; the last groups have states."""
+    has_states = (False,) * (num_groups - num_states) + (True,) * num_states
+    sizes = tuple(STATE_TOKENS if each else BLOCK for each in has_states)
+    return Found(tokens, is_complete, sizes, sizes, has_states)
 
 
 def make_blocks(*groups: Sequence[int], hashed: Sequence[int] = ()) -> Any:

@@ -30,11 +30,13 @@ from tests.integrations.pd_fakes import (
 class Side:
     """D's scheduler with a clock and a hand-over of the test."""
 
-    def __init__(self, *windows: int | None) -> None:
+    def __init__(self, *windows: int | None, num_states: int = 0) -> None:
         self.now = 0.0
         self.handover = FakeHandover()
         self.counters = Counters()
-        groups = Groups((BLOCK,) * max(len(windows), 1), windows or (None,))
+        windows = (windows or (None,)) + (1,) * num_states
+        has_states = (False,) * (len(windows) - num_states) + (True,) * num_states
+        groups = Groups((BLOCK,) * len(windows), windows, has_states)
         self.scheduler = DecodeScheduler(
             self.handover,  # type: ignore[arg-type] # it has the same methods
             Settings.parse({}),

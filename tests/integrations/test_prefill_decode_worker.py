@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm.distributed.kv_transfer", reason="needs vLLM")
 
@@ -14,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.errors import InvalidArgumentError, PeerTimeoutError
@@ -25,7 +24,15 @@ from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESUL
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.prompt_pages import Fetched
-from tests.integrations.pd_engine import FULL, Engine, cache_config, engine_config, full, sliding
+from tests.integrations.pd_engine import (
+    FULL,
+    Engine,
+    cache_config,
+    engine_config,
+    full,
+    recurrent,
+    sliding,
+)
 from tests.integrations.pd_fakes import LEASE, make_found, ticket_params
 
 LISTEN = "127.0.0.1:7100"
@@ -34,10 +41,6 @@ ENDPOINT = Endpoint("127.0.0.1", 7100)
 several_can_fail = pytest.mark.skipif(
     not HAS_TRANSFER_RESULTS, reason="no load of several groups fails in this vLLM"
 )
-
-
-def recurrent() -> Any:
-    return MambaSpec(block_size=4, shapes=((2, 3),), dtypes=(torch.float32,))
 
 
 def chunked() -> Any:
@@ -155,8 +158,7 @@ def test_before_030_loads_end_in_two_sets(folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("specs", "reason"),
     [
-        ([recurrent()], "group 0 is a MambaSpec"),
-        ([full(), recurrent()], "group 1 is a MambaSpec"),
+        ([full(), recurrent(speculates=True)], "group 1 keeps states of tokens that are"),
         ([full(), chunked()], "group 1 is a ChunkedLocalAttentionSpec"),
     ],
 )
@@ -200,7 +202,18 @@ def test_a_group_whose_layers_have_several_windows_is_refused() -> None:
     assert why_not(config) == "the layers of group 0 have several windows"
     specs["b"] = sliding(6)
     assert not why_not(config)
-    assert Groups.of(config, 2) == Groups((8,), (6,))
+    assert Groups.of(config, 2) == Groups((8,), (6,), (False,))
+
+
+def test_states_are_refused_where_no_prompt_can_be_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = cache_config(full(), recurrent())
+    assert not why_not(config)
+    monkeypatch.setattr(groups_module, "ANNOUNCES_REQUESTS", False)
+    assert why_not(config) == (
+        "group 1 keeps states, and this vLLM announces no request before it is computed"
+    )
 
 
 def test_groups_that_are_not_to_be_transferred_are_refused() -> None:

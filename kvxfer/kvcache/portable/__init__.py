@@ -23,7 +23,7 @@ from kvxfer.kvcache.portable.page_mapping import (
 from kvxfer.kvcache.portable.page_template import PageTemplate
 from kvxfer.kvcache.portable.peer_blocks import PeerBlocks, match_caches
 from kvxfer.kvcache.portable.peer_mapping import map_peers
-from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard
+from kvxfer.kvcache.portable.worker_shard import OPAQUE, WorkerShard, is_state
 
 __all__ = [
     "OPAQUE",
@@ -39,6 +39,7 @@ __all__ = [
     "WorkerShard",
     "compile_mapping",
     "describe_caches",
+    "is_state",
     "map_caches",
     "map_peers",
     "match_caches",

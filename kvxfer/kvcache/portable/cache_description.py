@@ -31,6 +31,9 @@ MAX_PAYLOAD_BYTES = 1 << 40
 MAX_INDEX = 1 << 40
 """Largest index of a head or a token, and number of workers."""
 
+STATE_TOKENS = MAX_INDEX
+"""Tokens that a block of states spans: it stands for all tokens before it, however many."""
+
 MAX_NAME_CHARACTERS = 512
 MAX_DIGITS = 32
 
@@ -45,7 +48,8 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Description of one block of a group on one worker.
 
     Attributes:
-        tokens_per_block: Tokens that a block spans, over all workers that share its tokens.
+        tokens_per_block: Tokens that a block spans, over all workers that share its tokens; taken
+            as `STATE_TOKENS` for one of states.
         payload_size_bytes: Bytes of a block: the pages of the group's refs, one after the other.
         boxes: Boxes of elements in these bytes, with the worker's own indices of heads and tokens;
             empty where they are unknown.
@@ -74,6 +78,8 @@ class GroupDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             msgspec.structs.force_setattr(self, name, value)
         require_instances("boxes", self.boxes, PageBox)
         msgspec.structs.force_setattr(self, "boxes", tuple(self.boxes))
+        if self.has_states:
+            msgspec.structs.force_setattr(self, "tokens_per_block", STATE_TOKENS)
         if bool(self.boxes) == bool(self.opaque):
             expected = "text where there are no boxes, and only there"
             raise InvalidArgumentError("opaque", self.opaque, expected)

@@ -196,7 +196,7 @@ class _PeerMapper:
             block = self._of_rank(rank)
             if (
                 block.payload_size_bytes == self._ours.payload_size_bytes
-                and (block.tokens_per_block == self._ours.tokens_per_block or block.has_states)
+                and block.tokens_per_block == self._ours.tokens_per_block
                 and len(theirs) == len(boxes)
                 and _bytes_of(theirs) == _bytes_of(boxes)
             ):
@@ -236,7 +236,7 @@ class _PeerMapper:
         """Find the tokens of a page that is an equal part of both blocks, and of their planes."""
         ours, theirs = self._ours.tokens_per_block, self._first.tokens_per_block
         shares = self._mine.shard.num_token_shares
-        if ours == theirs or self._ours.has_states:
+        if ours == theirs:
             return ours // shares
         tokens = gcd(ours, theirs)
         if not all("token" in box.axes for box in boxes):
@@ -277,9 +277,8 @@ class _PeerMapper:
             self._require(field, getattr(ours, field), getattr(theirs, field))
 
     def _require_same_tokens(self) -> None:
-        if not self._ours.has_states:
-            ours, theirs = self._ours.tokens_per_block, self._first.tokens_per_block
-            self._require("tokens_per_block", ours, theirs)
+        ours, theirs = self._ours.tokens_per_block, self._first.tokens_per_block
+        self._require("tokens_per_block", ours, theirs)
 
     def _require_same_tensors(self, boxes: Sequence[PageBox], theirs: Sequence[PageBox]) -> None:
         """Check that both sides have the same tensors, and tell which only one has."""

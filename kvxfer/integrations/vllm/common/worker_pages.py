@@ -23,6 +23,7 @@ from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, canonicalize
 from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
 from kvxfer.kvcache.page_box import Digit, PageBox
+from kvxfer.kvcache.portable import is_state
 from kvxfer.kvcache.spec import AttentionSpec
 
 CPU_AXES: dict[str, tuple[str, ...]] = {"k": ("head", "dim", "token")}
@@ -70,7 +71,11 @@ class GroupLayers(NamedTuple):
 
 
 def describe_pages(
-    caches: CanonicalKVCaches, groups: Sequence[GroupLayers], vllm_config: Any
+    caches: CanonicalKVCaches,
+    groups: Sequence[GroupLayers],
+    vllm_config: Any,
+    *,
+    with_states: bool = False,
 ) -> WorkerPages:
     """Describe the bytes of this worker's caches.
 
@@ -81,10 +86,12 @@ def describe_pages(
         caches: The caches that vLLM handed over, which are bytes.
         groups: Layers of each group of the caches.
         vllm_config: A `vllm.config.VllmConfig`.
+        with_states: Whether to describe the states of recurrent layers, too, for engines with the
+            same kernels; else they are opaque.
     """
     return WorkerPages(
         groups=tuple(
-            _describe_group(refs, group, caches, vllm_config)
+            _describe_group(refs, group, caches, vllm_config, with_states=with_states)
             for refs, group in zip(caches.group_data_refs, groups, strict=True)
         ),
         num_kv_heads=int(vllm_config.model_config.get_total_num_kv_heads()),
@@ -99,6 +106,8 @@ def _describe_group(
     group: GroupLayers,
     caches: CanonicalKVCaches,
     vllm_config: Any,
+    *,
+    with_states: bool,
 ) -> GroupPages:
     starts = list(accumulate((ref.page_size_bytes for ref in refs), initial=0))
     size = starts.pop()
@@ -111,6 +120,9 @@ def _describe_group(
         for index, name in enumerate(group.layer_names):
             place = min(index, len(refs) - 1)
             layer = _describe_layer(name, refs[place], caches, group.tokens_per_block, vllm_config)
+            if not with_states and any(map(is_state, layer.boxes)):
+                kind = "keys and values, or latents"
+                raise PageMappingError("head", f"states of {name!r}", kind)  # noqa: TRY301
             boxes += [box.moved(starts[place]) for box in layer.boxes]
     except Exception as exc:  # noqa: BLE001 - a group that is not understood is kept as bytes
         return GroupPages(payload_size_bytes=size, reason=f"{type(exc).__name__}: {exc}")
@@ -159,7 +171,6 @@ def _canonicalize_layer(
     """Canonicalize the tensor that vLLM bound to a layer.
 
     Raises:
-        PageMappingError: The layer keeps states.
         KVXferError: The layout of the tensor is not understood.
     """
     layer = vllm_config.compilation_config.static_forward_context[name]
@@ -167,8 +178,6 @@ def _canonicalize_layer(
     if not isinstance(entry, torch.Tensor) and len(entry) == 1:
         (entry,) = entry
     spec = convert_spec(layer.get_kv_cache_spec(vllm_config), entry)
-    if not isinstance(spec, AttentionSpec):
-        raise PageMappingError("head", f"states of {name!r}", "keys and values, or latents")
     spec = replace(spec, tokens_per_block=tokens_per_block)
     config = KVCacheConfig(num_blocks, (KVCacheGroup(spec, (name,)),))
     cache = layer_cache(name, entry, config, vllm_config)
@@ -179,8 +188,16 @@ def _canonicalize_layer(
 def _say_packing(
     name: str, boxes: Sequence[PageBox], layer: CanonicalKVCaches, vllm_config: Any
 ) -> _Layer:
-    """Describe a layer's keys and values in the order of the CPU's kernels, if those have one."""
+    """Describe a layer's keys and values in the order of the CPU's kernels, if those have one.
+
+    What a state's elements mean is known to the kernels only that compute it.
+    """
     attention = vllm_config.compilation_config.static_forward_context[name]
+    if is_state(boxes[0]):
+        kind = attention.get_attn_backend().get_name()
+        backend = getattr(getattr(vllm_config, "mamba_config", None), "backend", None)
+        encoding = f"{kind} of vLLM {installed_version()}, {backend}, {cpu_kernels()}"
+        return _Layer([replace(box, encoding=encoding) for box in boxes])
     if attention.get_attn_backend().get_name() != CPU_BACKEND or "head" not in boxes[0].axes:
         return _Layer(boxes)
     *_, token, _ = boxes[0].digits

@@ -138,7 +138,9 @@ class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         return self._lends
 
     def on_new_request(self, request: Any) -> None:
-        """Ask about a request of D at once."""
+        """Ask about a request of D at once, and prepare one of P."""
+        if self._prefill is not None:
+            self._prefill.on_new_request(request)
         if self._decode is not None:
             self._decode.on_new_request(request)
 

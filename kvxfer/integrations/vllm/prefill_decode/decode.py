@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -74,7 +74,7 @@ class DecodeScheduler:
     ) -> None:
         self._handover = handover
         self._settings = settings
-        self._windows = groups.windows
+        self._groups = groups
         self._tokens_per_hit = math.lcm(*groups.tokens_per_block)
         self._counters = counters
         self._clock = clock
@@ -125,8 +125,12 @@ class DecodeScheduler:
             self._settle(request.request_id)
             return
         first = asked.num_local_tokens
+        num_tokens = first + num_external_tokens
         block_ids = [[_writable(block) for block in ids] for ids in blocks.blocks]
-        wanted = asked.found.wanted(asked.keys, first, first + num_external_tokens, block_ids)
+        for group, size in enumerate(self._groups.tokens_per_block):
+            if self._groups.has_states[group]:
+                block_ids[group] = [_state_block(block_ids[group], (num_tokens - 1) // size)]
+        wanted = asked.found.wanted(asked.keys, first, num_tokens, block_ids)
         self._fetches.append(
             Fetch(
                 request_id=request.request_id,
@@ -178,7 +182,7 @@ class DecodeScheduler:
 
     def _usable(self, request: Any, found: Found) -> int:
         """Tokens from the beginning of the prompt that can be loaded."""
-        if found.num_tokens >= request.num_prompt_tokens:
+        if found.num_tokens >= request.num_prompt_tokens - self._groups.num_last_tokens:
             return int(request.num_prompt_tokens) - 1
         return found.num_tokens - found.num_tokens % self._tokens_per_hit
 
@@ -187,15 +191,15 @@ class DecodeScheduler:
         if isinstance(ticket, InvalidArgumentError):
             self._refuse(request, Reason.INVALID, str(ticket))
             return None
-        keys = prompt_keys(request)
+        keys = prompt_keys(request, num_left_out=self._groups.num_last_tokens)
         if keys is None:
             self._submit(self._handover.release(ticket.endpoint, ticket.lease))
-            self._refuse(request, Reason.NO_TOKENS, "the prompt is not one of tokens")
+            self._refuse(request, Reason.NO_TOKENS, "the prompt has no tokens that can be loaded")
             return None
         self._counters.add("tickets")
         answer = self._submit(
             self._handover.ask(
-                ticket.endpoint, ticket.lease, keys, self._windows, waits=ticket.overlaps
+                ticket.endpoint, ticket.lease, keys, self._groups.windows, waits=ticket.overlaps
             )
         )
         if answer is None:
@@ -241,3 +245,11 @@ class DecodeScheduler:
 def _writable(block: Any) -> int:
     """Return the id of a block that a load may write; 0 for the null block, and for shared ones."""
     return 0 if block.is_null or block.block_hash is not None else int(block.block_id)
+
+
+def _state_block(block_ids: Sequence[int], index: int) -> int:
+    """Return the id of the block that is to have a state; no valid one where it may not be written.
+
+    So the load fails: a state that is not loaded must not pass for one that is there.
+    """
+    return (block_ids[index] if index < len(block_ids) else 0) or -1

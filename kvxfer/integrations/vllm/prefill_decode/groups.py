@@ -4,9 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS, transfer_groups
+from kvxfer.integrations.vllm.prefill_decode.interface import (
+    ANNOUNCES_REQUESTS,
+    HAS_TRANSFER_RESULTS,
+    transfer_groups,
+)
 
-KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec")
+STATES = "MambaSpec"
+"""Kind of groups that keep states of recurrent layers: Mamba, linear attention."""
+
+KINDS = (
+    *("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec"),
+    STATES,
+)
 """Kinds of groups that can be handed over: classes of vLLM, by name. One that is derived from them
 may keep other blocks, or keep them for another time."""
 
@@ -19,10 +29,13 @@ class Groups:
         tokens_per_block: Tokens of a block of each group, over all workers.
         windows: Tokens that each group needs at the end of a prompt; None for all. Such a group
             also keeps every block of a request until it is finished.
+        has_states: Whether a block of each group is a state: that of the last of its tokens that
+            are computed.
     """
 
     tokens_per_block: tuple[int, ...]
     windows: tuple[int | None, ...]
+    has_states: tuple[bool, ...]
 
     @classmethod
     def of(cls, kv_cache_config: Any, num_token_shares: int) -> "Groups":
@@ -31,7 +44,16 @@ class Groups:
         return cls(
             tokens_per_block=tuple(spec.block_size * num_token_shares for spec in specs),
             windows=tuple(_window(spec) for spec in specs),
+            has_states=tuple(map(has_states, specs)),
         )
+
+    @property
+    def num_last_tokens(self) -> int:
+        """Tokens at the end of a prompt that P leaves to D: one where there are states.
+
+        D computes the last token of a prompt, and needs the states from before it.
+        """
+        return int(any(self.has_states))
 
 
 def why_not(kv_cache_config: Any) -> str:
@@ -46,6 +68,11 @@ def why_not(kv_cache_config: Any) -> str:
                 return f"group {index} is a {type(spec).__name__}, none of {', '.join(KINDS)}"
         if len({_window(spec) for spec in layers}) > 1:
             return f"the layers of group {index} have several windows"
+        if any(getattr(spec, "num_speculative_blocks", 0) for spec in layers):
+            return f"group {index} keeps states of tokens that are speculated on"
+        if has_states(group.kv_cache_spec) and not ANNOUNCES_REQUESTS:
+            whose = f"group {index} keeps states"
+            return f"{whose}, and this vLLM announces no request before it is computed"
     if len(transfer_groups(kv_cache_config)) < len(groups):
         return "vLLM wants some of its groups not to be handed over"
     return ""
@@ -73,7 +100,14 @@ def _layers(spec: Any) -> Sequence[Any]:
 
 
 def _window(spec: Any) -> int | None:
-    """Return the window of a group that does not keep the blocks before it."""
+    """Return the window of a group that does not keep the blocks before it; one of states."""
     first = _layers(spec)[0]
+    if has_states(spec):
+        return 1
     window = first.sliding_window if type(first).__name__.startswith("SlidingWindow") else None
     return None if window is None else int(window)
+
+
+def has_states(spec: Any) -> bool:
+    """Whether the blocks of a group are states."""
+    return type(_layers(spec)[0]).__name__ == STATES

@@ -8,7 +8,7 @@ from typing import Any
 from kvxfer.backends.nixl import Endpoint
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.interface import RequestStatus
-from kvxfer.integrations.vllm.prefill_decode.prompts import prompt_keys
+from kvxfer.integrations.vllm.prefill_decode.prompts import leave_out_last, prompt_keys
 from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import (
     lease_of_router,
@@ -81,6 +81,11 @@ class PrefillScheduler:
         """Requests whose blocks are lent, or were not reported as free yet."""
         return len(self._leases)
 
+    def on_new_request(self, request: Any) -> None:
+        """Prepare a request that is to be handed over."""
+        if wants_prefill(request.kv_transfer_params):
+            leave_out_last(request, self._groups.num_last_tokens)
+
     def on_alloc(self, request: Any) -> None:
         """Note a request that is about to be computed; called again after a preemption."""
         params = request.kv_transfer_params
@@ -134,7 +139,8 @@ class PrefillScheduler:
         early = self._early.pop(request.request_id, None)
         ends = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         keys = early.keys if early else prompt_keys(request)
-        is_whole = request.num_computed_tokens >= request.num_prompt_tokens
+        num_further = request.num_computed_tokens - request.num_prompt_tokens
+        is_whole = num_further >= 0 and not (num_further and any(self._groups.has_states))
         if request.status not in ends or keys is None or not is_whole:
             return self._give_up(request.request_id, early), None
         lease = early.lease if early else make_lease()
@@ -210,17 +216,17 @@ class PrefillScheduler:
         self, keys: PromptKeys, block_ids: Sequence[Sequence[int]], num_tokens: int
     ) -> tuple[list[BlockKey], list[int]]:
         """Pair the keys and blocks of a prompt, without null blocks."""
-        pairs = [
-            (key, block_id)
-            for group, size in enumerate(self._groups.tokens_per_block)
-            for key, block_id in zip(
-                keys.block_keys(group, size, num_tokens),
-                block_ids[group],
-                strict=False,  # blocks for tokens to come
-            )
-            if block_id
-        ]
-        return [key for key, _ in pairs], [block_id for _, block_id in pairs]
+        pairs: list[tuple[BlockKey, int]] = []
+        for group, size in enumerate(self._groups.tokens_per_block):
+            ids = block_ids[group]
+            if self._groups.has_states[group]:
+                found = [keys.state_key(group, num_tokens)]
+                ids = ids[(num_tokens - 1) // size :]
+            else:
+                found = keys.block_keys(group, size, num_tokens)
+            pairs += zip(found, ids, strict=False)  # there are blocks for tokens to come
+        kept = [pair for pair in pairs if pair[1]]
+        return [key for key, _ in kept], [block_id for _, block_id in kept]
 
     def _is_used(self, lease: str) -> bool:
         early = (each.lease for each in self._early.values())

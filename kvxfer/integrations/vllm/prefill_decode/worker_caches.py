@@ -6,6 +6,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.common.cpu_packing import cpu_kernels
 from kvxfer.integrations.vllm.common.release import installed_version
 from kvxfer.integrations.vllm.common.worker_pages import GroupLayers, GroupPages, describe_pages
+from kvxfer.integrations.vllm.prefill_decode.groups import has_states
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
 
@@ -26,7 +27,7 @@ def describe_worker(
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
     layers = [GroupLayers(group.layer_names, group.kv_cache_spec.block_size) for group in groups]
-    pages = describe_pages(caches, layers, vllm_config)
+    pages = describe_pages(caches, layers, vllm_config, with_states=True)
     shard = WorkerShard(
         num_kv_heads=pages.num_kv_heads,
         rank=parallel.rank % parallel.tensor_parallel_size,
@@ -58,5 +59,5 @@ def _describe(
         payload_size_bytes=pages.payload_size_bytes,
         boxes=pages.boxes,
         opaque=opaque,
-        has_states=hasattr(spec, "shapes"),
+        has_states=has_states(spec),
     )
