@@ -251,18 +251,20 @@ def test_the_head_comes_from_the_host_and_the_rest_from_p(prefill: Engine, decod
     assert summary["vllm:kv_offload_load_bytes"] == 2 * 2 * FULL.page_size_bytes
 
 
-def test_a_head_that_ends_within_a_block_of_a_group_comes_from_p_with_the_rest(
-    prefill: Engine, decode: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("field", "value"), [("_alignment", 3 * TOKENS), ("_has_states", True)])
+def test_where_the_head_may_not_end_all_of_it_comes_from_p(
+    prefill: Engine, decode: Engine, field: str, value: Any
 ) -> None:
-    monkeypatch.setattr(decode.connector, "_alignment", 3 * TOKENS)
+    setattr(decode.connector, field, value)  # blocks longer than the head; a group of states
     decode.run("first", HEAD)
     decode.run("other", OTHER)
     params = prefill.run("asked", PROMPT, {"do_remote_decode": True})
-    decode.run("both", PROMPT, params)
-    assert decode.num_computed["both"] == 1
+    decode.run("p", PROMPT, params)
+    assert decode.num_computed["p"] == 1
     *rest, last = PROMPT
     loaded = [*(token * OF_P for token in rest), last]
     assert decode.seen == [loaded, loaded]
+    assert decode.received == ["p"]
 
 
 def test_without_a_ticket_the_host_alone_gives_the_head(decode: Engine) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvxfer.integrations.vllm.offloading.interface import OffloadingConnector, fence_blocks
 from kvxfer.integrations.vllm.prefill_decode.connector import KVXferConnector
+from kvxfer.integrations.vllm.prefill_decode.groups import Groups
 from kvxfer.integrations.vllm.prefill_decode.interface import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -93,6 +94,7 @@ class TieredConnector(KVXferConnector):
         if role is KVConnectorRole.SCHEDULER:
             fence_blocks(self._tiers, ())
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        self._has_states = any(Groups.of(kv_cache_config, 1).has_states)
         self._alignment = max(spec.block_size for spec in specs) * self._num_token_shares
         self._shares: dict[str, _Shares] = {}
         self._heads: set[str] = set()  # requests whose head is loaded from this step on
@@ -127,8 +129,8 @@ class TieredConnector(KVXferConnector):
         rest, _ = super().get_num_new_matched_tokens(request, num_computed_tokens + head)
         if rest is None:
             return None, False
-        if rest and (num_computed_tokens + head) % self._alignment:
-            head = 0  # not both into one block: P gives the head, too
+        if rest and head and not self._fits_both(num_computed_tokens + head):
+            head = 0  # P gives the head, too
             rest, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
             assert rest is not None  # P has answered
         self._shares[request.request_id] = _Shares(head, rest)
@@ -287,6 +289,10 @@ class TieredConnector(KVXferConnector):
             _tiers_config(vllm_config)
         )
         return layout
+
+    def _fits_both(self, num_tokens: int) -> bool:
+        """Whether the tiers' part of a prompt may end here: not within a block, nor a state."""
+        return num_tokens % self._alignment == 0 and not self._has_states
 
     def _head_of(self, request: Any, num_external_tokens: int) -> int:
         shares = self._shares.get(request.request_id)
