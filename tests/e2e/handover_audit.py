@@ -349,7 +349,7 @@ def _compare(
         verdicts: set[bool | None] = set()
         for head, tokens in digests.items():
             ours = {first + at: digest for at, digest in enumerate(tokens)}
-            wanted = [at for at in ours if low <= at < high]
+            wanted = [at for at in ours if head == BLOCK or low <= at < high]
             verdicts |= {_is_offered(found, head, at, ours[at], offered) for at in wanted}
         num_tokens += len(wanted)
         if None in verdicts:

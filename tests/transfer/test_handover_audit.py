@@ -1,5 +1,6 @@
 """Audit of the end-to-end tests: it passes what is right, and finds each planted fault."""
 
+import json
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,11 +12,12 @@ import pytest
 from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.backends.nixl.block_reader import BlockReader
 from kvxfer.kvcache.portable import describe_caches
+from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.handover import Handover
 from kvxfer.transfer.prompt_pages import Fetched
 from tests.e2e import audit
-from tests.e2e.handover_audit import AuditedHandover, Sign, planted, read
+from tests.e2e.handover_audit import BLOCK, AuditedHandover, Sign, planted, read
 from tests.storage.portable_workers import NAMESPACE, make_engine, make_values
 
 TOKENS = list(range(30))
@@ -160,3 +162,16 @@ def test_blocks_that_were_swapped_are_not_loaded(stack: ExitStack, tmp_path: Pat
     assert fetched.missing == {"corrupt": len(BLOCKS[16])}
     assert fetched.bad_blocks == [BLOCKS[16]]
     assert read(tmp_path).num_pages == 0
+
+
+@pytest.mark.parametrize("first_token", [0, 4])
+def test_an_altered_state_is_found_out_wherever_the_load_begins(
+    first_token: int, tmp_path: Path
+) -> None:
+    offer = {"event": "offer", "blocks": [("key", STATE_TOKENS, {BLOCK: [1]})]}
+    group = {"keys": ["key"], "first_block": 0, "blocks": [(0, {BLOCK: [2]})]}
+    load = {"event": "load", "rank": 0, "tokens": (first_token, 9), "groups": [group]}
+    lines = (json.dumps(line) + "\n" for line in (offer, load))
+    (tmp_path / "handover0-1.jsonl").write_text("".join(lines))
+
+    assert len(read(tmp_path).different) == 1

@@ -48,6 +48,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_num_seqs: Requests that run at once.
         max_model_len: Longest prompt with its output; also the tokens of one step.
         dtype: Data type of the model, `auto` for that of its weights.
+        scheduler: Name of the scheduler's class, with its module; vLLM's by default.
         environment: Environment variables on top of `ENVIRONMENT`.
         start_timeout_s: Longest wait for the start.
         timeout_s: Longest wait for an answer.
@@ -62,6 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int = 16
     max_model_len: int = 4096
     dtype: str = "auto"
+    scheduler: str | None = None
     environment: dict[str, str] = {}
     start_timeout_s: float = 300
     timeout_s: float = 300

@@ -41,6 +41,7 @@ class _Engine:
             enable_prefix_caching=True,
             disable_log_stats=False,
             dtype=config.dtype,
+            scheduler_cls=config.scheduler,
             max_model_len=config.max_model_len,
             max_num_batched_tokens=config.max_model_len,
             max_num_seqs=config.max_num_seqs,

@@ -10,7 +10,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.e2e.prefill_decode import scenarios
@@ -43,6 +43,7 @@ SCENARIOS: Mapping[str, Scenario] = {
 
 _TWO = (EngineShape(), EngineShape())
 _TCP = EngineShape(uses_tcp=True)
+_STATES = EngineShape(model="qwen3-next", dtype="bfloat16", tokens_per_block=256, cache_mib=64)
 
 
 def _alike(shape: EngineShape, *, exact: bool = True) -> Shape:
@@ -73,6 +74,11 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
         ("basic", "late", "altered"),
     ),
     "gpt-oss": (_alike(EngineShape(model="gpt-oss", cache_mib=64)), ("basic", "late")),
+    "qwen3-next": (Shape([_STATES], [_STATES], leaves_last=True), ("basic", "late", "altered")),
+    "qwen3-next-tp2": (
+        _alike(replace(_STATES, tensor_parallel_size=2), exact=False),
+        ("basic", "late"),
+    ),
     "mla": (_alike(EngineShape(model="mla", cache_mib=64), exact=False), ("basic", "late")),
     "host": (Shape(decodes=[EngineShape(host_tier="256MiB")]), ("tiers", "basic", "abort")),
     "bf16": (Shape(decodes=[EngineShape(dtype="bfloat16")]), ("refused",)),
