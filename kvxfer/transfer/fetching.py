@@ -257,10 +257,13 @@ class Fetcher:
         async with asyncio.TaskGroup() as tasks:
             for part, rows in blocks:
                 client = self._exchange.peer(workers[part.rank])
-                direct, places = self._in_place(match, wanted, part, rows)
-                if len(direct):
-                    in_place.setdefault(part.rank, []).append((part, direct, places))
-                staged = np.setdiff1d(rows, direct, assume_unique=True)
+                staged = rows
+                theirs = match.groups[part.group]
+                if theirs.is_direct or theirs.fragment_bytes(part.rank) >= IN_PLACE_BYTES:
+                    direct, places = self._in_place(match, wanted, part, rows)
+                    staged = np.setdiff1d(rows, direct, assume_unique=True)
+                    if len(direct):
+                        in_place.setdefault(part.rank, []).append((part, direct, places))
                 sizes = [match.block_size_bytes(part.group)] * len(staged)
                 for start, stop in self._exchange.staging.cut(sizes) if sizes else ():
                     run = staged[start:stop]
@@ -277,8 +280,6 @@ class Fetcher:
         if blocks.is_direct:
             return rows, self._describer.describe(part.group, ids[indices])
         chosen, places = blocks.describe_in_place(part.rank, indices, ids, **_pages(wanted, blocks))
-        if places.num_bytes < len(places) * IN_PLACE_BYTES:
-            return rows[:0], places
         return rows[chosen], places
 
     async def _load_staged(

@@ -187,6 +187,19 @@ def whole(**fields: Any) -> WorkerShard:
     return WorkerShard(**{"num_kv_heads": 4, **fields})
 
 
+@pytest.mark.parametrize(
+    ("layout", "mean"), [("block kv token head dim", 16 * 48), ("block kv head token dim", 16 * 12)]
+)
+def test_fragments_are_what_lies_together_on_both_sides(layout: str, mean: int) -> None:
+    """Tokens of a block of theirs that are half of one of ours, in elements of 4 bytes."""
+    ours, _ = numbered(32, layout=layout)
+    theirs, _ = numbered(16, layout=layout)
+    (blocks,) = match_caches(
+        ours, describe_caches(ours, whole()), [describe_caches(theirs, whole())]
+    )
+    assert blocks.fragment_bytes(0) == mean
+
+
 def test_equal_engines_read_their_blocks_in_place(copies: CPUCopyEngine) -> None:
     ours, memory = numbered()
     theirs, their_memory = numbered()

@@ -127,9 +127,7 @@ class PeerBlocks:
             BlockIdError: A block id is negative or past the end of the cache.
             DuplicateError: An index or a block id appears twice.
         """
-        rank = require_integer("rank", rank)
-        if rank not in self.sources:
-            raise InvalidArgumentError("rank", rank, f"one of {self.sources}")
+        rank = self._require_source(rank)
         theirs = require_integers("their_indices", their_indices)
         staged = require_integers("addresses", addresses, dtype=np.uint64)
         if len(staged) != len(theirs):
@@ -141,6 +139,16 @@ class PeerBlocks:
         first = require_integer("first_block_index", first_block_index, maximum=MAX_INDEX)
         wanted = self._choose_pages(theirs, self.check_ids(block_ids), first, first_page, stop_page)
         return self._expand(rank, staged, require_integers("block_ids", block_ids), *wanted, device)
+
+    def fragment_bytes(self, rank: int) -> float:
+        """Mean size of the pieces that lie together in a block of one of their workers and of ours.
+
+        Raises:
+            InvalidArgumentError: `rank` is not a source.
+        """
+        mapping = self._mapping
+        num_pages = min(mapping.our_pages_per_block, mapping.their_pages_per_block)
+        return self._template(self._require_source(rank), 0, 0, num_pages).mean_bytes
 
     def describe_in_place(
         self,
@@ -211,6 +219,12 @@ class PeerBlocks:
         if (twice := find_repeated(ids[used].tolist())) is not None:
             raise DuplicateError(name, twice)
         return used
+
+    def _require_source(self, rank: int) -> int:
+        rank = require_integer("rank", rank)
+        if rank not in self.sources:
+            raise InvalidArgumentError("rank", rank, f"one of {self.sources}")
+        return rank
 
     def _choose_pages(
         self,
@@ -291,6 +305,11 @@ class _Template:
         self._bases, self._strides, self._offsets, self._lengths = (
             each.astype(np.uint64) for each in joined
         )
+
+    @property
+    def mean_bytes(self) -> float:
+        """Mean bytes of a piece."""
+        return float(self._lengths.mean())
 
     def at(self, staged: Addresses, ids: Indices) -> tuple[Addresses, Addresses, Addresses]:
         """Compute sources, destinations and lengths for blocks, `(num_runs, num_pieces)` each."""
