@@ -364,8 +364,18 @@ async def test_a_flipped_bit_after_landing_is_what_only_an_audit_sees(memory: Bl
         assert read_payloads(memory.describe(0, [2])) != payloads
 
 
-def test_the_polled_interface_needs_no_event_loop(memory: BlockMemory) -> None:
-    before = set(threading.enumerate())
+def test_the_polled_interface_needs_no_event_loop(
+    memory: BlockMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, start = threading.current_thread(), threading.Thread.start
+    started: list[threading.Thread] = []  # by this thread: loops of other tests may start some, too
+
+    def note(thread: threading.Thread) -> None:
+        if threading.current_thread() is here:
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", note)
     engine = TransferEngine(memory.caches, make_backend(memory))
     keys = keys_of(4)
     payloads = fill(memory, keys, range(4))
@@ -384,7 +394,7 @@ def test_the_polled_interface_needs_no_event_loop(memory: BlockMemory) -> None:
     assert read_payloads(memory.describe(0, range(8, 12))) == payloads
     engine.close()
     engine.close()
-    assert not {each.name for each in set(threading.enumerate()) - before}
+    assert not [thread.name for thread in started if thread.is_alive()]
 
 
 async def test_both_interfaces_share_one_engine(memory: BlockMemory) -> None:
