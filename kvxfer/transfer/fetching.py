@@ -27,8 +27,8 @@ LOOK_S = 0.005
 """Time between two looks for pages that are still being computed."""
 
 IN_PLACE_BYTES = 8 << 10
-"""Mean size of fragments from which blocks of another shape are read to their places at once. What
-is smaller is copied there from staging memory, in less time than it is read in such fragments."""
+"""Mean size of fragments from which blocks of another shape are read to their places at once. Those
+in smaller ones are read whole into staging memory, and copied from there."""
 
 MAX_MATCHES = 16
 """Most kinds of other engines that are remembered."""
