@@ -1,6 +1,7 @@
 """Asking: which pages of a prompt another engine lends, and for how long it keeps them."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from kvxfer.kvcache.portable import CacheDescription, map_peers
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.leases import Held
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.transfer.peer_engine import PeerEngine
+from kvxfer.transfer.peer_engine import MAX_MATCHES, PeerEngine
 from kvxfer.transfer.prompt_pages import Wanted
 
 LOOK_S = 0.01
@@ -108,6 +109,7 @@ class Asker:
         self._description = description
         self._timeout_s = timeout_s
         self._workers: dict[Endpoint, list[Endpoint]] = {}
+        self._fitting = functools.lru_cache(MAX_MATCHES)(self._fit)
 
     async def ask(
         self,
@@ -131,9 +133,8 @@ class Asker:
         *,
         waits: bool,
     ) -> Found:
-        engine = PeerEngine(await self._exchange.peer(endpoint).describe())
+        engine = self._fitting(await self._exchange.peer(endpoint).describe())
         theirs = engine.description
-        self._require_fit(theirs)
         workers = engine.workers(endpoint)
         if len(self._workers) >= MAX_ENGINES:
             self._workers.clear()
@@ -178,13 +179,15 @@ class Asker:
             if isinstance(failed, BaseException):
                 logger.debug("%s was not released at %s: %r", ticket, endpoint, failed)
 
-    def _require_fit(self, theirs: CacheDescription) -> None:
-        """Check that each group of theirs can be turned into ours; errors as `ask`."""
-        ours = self._description
+    def _fit(self, description: bytes) -> PeerEngine:
+        """Check that each group of another engine can be turned into ours; errors as `ask`."""
+        ours, engine = self._description, PeerEngine(description)
+        theirs = engine.description
         if len(theirs.groups) != len(ours.groups):
             raise CacheMismatchError(None, "groups", len(ours.groups), len(theirs.groups))
         for group, each in enumerate(ours.groups):
             map_peers([each.payload_size_bytes], group, ours, [theirs])
+        return engine
 
     async def _hold(
         self, workers: Sequence[Endpoint], ticket: str, keys: Sequence[Sequence[BlockKey]]

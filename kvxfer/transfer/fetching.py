@@ -1,6 +1,7 @@
 """Fetching: blocks of another engine, read into ours as they are or by way of staging memory."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, match_caches
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.threads import Threads
-from kvxfer.transfer.peer_engine import PeerEngine
+from kvxfer.transfer.peer_engine import MAX_MATCHES, PeerEngine
 from kvxfer.transfer.prompt_pages import Fetched, Wanted
 
 LOOK_S = 0.005
@@ -29,9 +30,6 @@ LOOK_S = 0.005
 IN_PLACE_BYTES = 8 << 10
 """Mean size of fragments from which blocks of another shape are read to their places at once. Those
 in smaller ones are read whole into staging memory, and copied from there."""
-
-MAX_MATCHES = 16
-"""Most kinds of other engines that are remembered."""
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +125,7 @@ class Fetcher:
         self._threads = threads
         self._timeout_s = timeout_s
         self._null_block = caches.null_block_id
-        self._matches: dict[bytes, _Match] = {}
+        self._matching = functools.lru_cache(MAX_MATCHES)(self._match)
 
     async def fetch(
         self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
@@ -138,7 +136,7 @@ class Fetcher:
         match: _Match | None = None
         try:
             async with asyncio.timeout_at(stop):
-                match = await self._match(endpoint)
+                match = self._matching(await self._exchange.peer(endpoint).describe())
                 _require_same_blocks(match, wanted)
                 workers = match.engine.workers(endpoint)
                 parts = self._parts(match, wanted)
@@ -154,17 +152,10 @@ class Fetcher:
             await self._exchange.settle()  # before our blocks are used again
         return self._summarise(match, wanted, parts)
 
-    async def _match(self, endpoint: Endpoint) -> _Match:
-        description = await self._exchange.peer(endpoint).describe()
-        match = self._matches.get(description)
-        if match is None:
-            engine = PeerEngine(description)
-            theirs = [engine.description]
-            match = _Match(engine, match_caches(self._caches, self._description, theirs))
-            self._require_room(match)
-            if len(self._matches) >= MAX_MATCHES:
-                self._matches.clear()
-            self._matches[description] = match
+    def _match(self, description: bytes) -> _Match:
+        engine = PeerEngine(description)
+        match = _Match(engine, match_caches(self._caches, self._description, [engine.description]))
+        self._require_room(match)
         return match
 
     def _require_room(self, match: _Match) -> None:

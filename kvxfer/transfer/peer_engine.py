@@ -12,6 +12,9 @@ from kvxfer.storage.keys import BlockKey
 MAX_WORKERS = 128
 """Most workers of another engine: each is connected to, because the first one says so."""
 
+MAX_MATCHES = 16
+"""Most kinds of other engines of which is remembered how their blocks become ours."""
+
 DIGEST_BYTES = 16
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +21,7 @@ from kvxfer.errors import (
     PeerError,
     PeerTimeoutError,
 )
+from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer import fetching
 from kvxfer.transfer.asking import SETTLE_S
@@ -380,6 +382,19 @@ def test_a_fetch_says_which_deadline_an_engine_missed_that_says_nothing(stack: E
     )
     with pytest.raises(PeerTimeoutError, match=r"the handshake took longer than 0\.2 s"):
         get(fetch)
+
+
+def test_how_the_blocks_of_an_engine_become_ours_is_found_out_once(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, ours = open_engine(stack, tp_size=2), open_engine(stack)
+    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
+    decode = Mock(wraps=CacheDescription.decode)
+    monkeypatch.setattr(CacheDescription, "decode", decode)
+    for _ in range(3):
+        assert ours.ask(theirs.endpoint, TICKET, TOKENS).num_tokens == len(TOKENS)
+        ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
+    assert decode.call_count == 2, "once by who asks, once by who fetches"
 
 
 def test_release_never_raises(stack: ExitStack) -> None:
