@@ -149,7 +149,7 @@ def rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, BenchRow]
         ]
 
     monkeypatch.setattr("kvxfer.bench.pd.pair.start_engines", start)
-    monkeypatch.setattr("kvxfer.bench.pd.pair.use_all_cores", lambda _: None)
+    monkeypatch.setattr("kvxfer.bench.pd.pair.divide_cores", lambda *_: None)
     monkeypatch.setattr(engines, "start_engines", start)
     monkeypatch.setattr(engines, "idle_cores", lambda _: next(cores))
     found = engines.measure_engines(EngineModel(tmp_path, "float32"), rounds=2)

@@ -32,7 +32,7 @@ SETTLE_S = 3.0
 
 ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "WARN",
-    "OMP_NUM_THREADS": "1",  # both engines of a pair have to fit on this machine
+    "OMP_NUM_THREADS": "1",  # an engine may have one core
     "UCX_MODULES": "^efa",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
@@ -61,8 +61,7 @@ class EnginePair:
     def __init__(self, model: EngineModel, connector: str) -> None:
         self.prefill, self.decode = start_engines(model, [connector] * 2)
         try:
-            for engine in (self.prefill, self.decode):
-                use_all_cores(engine)
+            divide_cores(self.prefill, self.decode)
             self._meet()
         except BaseException:
             self.close()
@@ -143,17 +142,20 @@ def start_engines(model: EngineModel, connectors: Sequence[str | None]) -> list[
     return [each.result() for each in starting]
 
 
-def use_all_cores(engine: EngineProcess) -> None:
-    """Let all threads of an engine run on all of our cores.
+def divide_cores(prefill: EngineProcess, decode: EngineProcess) -> None:
+    """Give each engine of a pair half of our cores, as if it had a machine of its own.
 
-    The worker of an engine with `NixlConnector` pins itself to the last core of its node, where P,
-    D and the threads that poll for them take turns. Source: `base_worker.py` of the connector.
+    vLLM steps without a pause while a lease is held, or a load goes on. On shared cores these two
+    engines would measure how they disturb each other. A `NixlConnector` pins itself to the last
+    core of its node; that is undone. Source: `base_worker.py` of it, `core.py` of vLLM.
     """
-    cores = os.sched_getaffinity(0)
-    for stat in _processes(engine.process_id):
-        for thread in stat.parent.glob("task/[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended
-                os.sched_setaffinity(int(thread.name), cores)
+    cores = sorted(os.sched_getaffinity(0))
+    half = len(cores) // 2
+    for engine, own in ((prefill, cores[:half] or cores), (decode, cores[half:])):
+        for stat in _processes(engine.process_id):
+            for thread in stat.parent.glob("task/[0-9]*"):
+                with contextlib.suppress(OSError):  # it has ended
+                    os.sched_setaffinity(int(thread.name), own)
 
 
 def idle_cores(engines: Sequence[EngineProcess]) -> list[float]:
