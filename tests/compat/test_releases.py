@@ -3,10 +3,14 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.compat.releases import RELEASES, REPOSITORY, Release
+from tests.e2e.prefill_decode.deployment import Deployment, Shape
+from tests.e2e.prefill_decode.engines import EngineShape
+from tests.e2e.prefill_decode.plan import run_one
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(1800)]
 
@@ -83,3 +87,17 @@ def test_what_an_engine_offloaded_comes_back(release: Release, engine: str) -> N
     if not release.has_engine:
         pytest.skip(f"vLLM {release.number} wants another torch")
     assert run_tests(release, "-m", "e2e", "-k", engine, "tests/e2e/test_models.py") == 1
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_prompts_are_handed_over_between_engines_of_two_releases(
+    release: Release, side: str, tmp_path: Path
+) -> None:
+    if not release.has_engine:
+        pytest.skip(f"vLLM {release.number} wants another torch")
+    other = [EngineShape(release_folder=str(release.folder))]
+    shape = Shape(prefills=other) if side == "prefill" else Shape(decodes=other)
+    async with Deployment("kvxfer", shape, tmp_path) as engines:
+        result = await run_one(engines, f"{side} {release.number}", "basic")
+    assert result.ok, result.failure
+    assert result.note.startswith("D computed 10, "), "the last token of each prompt, and no other"

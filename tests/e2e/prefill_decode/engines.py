@@ -56,6 +56,8 @@ class EngineShape:
         host_tier: Capacity of a host tier of its own; empty for none. With kvxfer only.
         is_audited: What lands is compared with what was lent; with kvxfer.
         alters_loads: A page of each load is altered once it was verified; with kvxfer.
+        release_folder: Folder of another release of vLLM, see `tests.compat`; empty for the
+            installed one.
     """
 
     model: str = "llama"
@@ -68,6 +70,7 @@ class EngineShape:
     host_tier: str = ""
     is_audited: bool = True
     alters_loads: bool = False
+    release_folder: str = ""
 
 
 def _nixl(port: int, shape: EngineShape) -> tuple[dict[str, Any], dict[str, str]]:
@@ -190,6 +193,8 @@ class Engine:
         inherited = {
             name: value for name, value in os.environ.items() if name != "VLLM_CPU_KVCACHE_SPACE"
         }
+        if self.shape.release_folder:
+            inherited["PYTHONPATH"] = self.shape.release_folder
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 [
