@@ -1,8 +1,8 @@
 """Keys of blocks, made of a content hash and a group, and the namespaces they are unique in."""
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NewType
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NewType
 
 import msgspec
 import xxhash
@@ -167,6 +167,20 @@ class GroupIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return sum(self.page_sizes_bytes)
 
 
+class Difference(NamedTuple):
+    """Field in which two namespaces differ.
+
+    Attributes:
+        field: Name of the field, with indices, such as `groups[0].spec`.
+        ours: Value on this side.
+        theirs: Value on the other side.
+    """
+
+    field: str
+    ours: Any
+    theirs: Any
+
+
 _TEXTS_OF_NAMESPACES = (
     "model",
     "revision",
@@ -263,14 +277,19 @@ class Namespace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise UnknownGroupError(index, len(self.groups))
         return self.groups[index].block_size_bytes * self.blocks_per_chunk
 
+    def differences(self, theirs: "Namespace") -> list[Difference]:
+        """Find every field in which another namespace differs, by name."""
+        require_instance("theirs", theirs, Namespace)
+        return list(_differences("", self.fields(), theirs.fields()))
+
     def require_same(self, theirs: "Namespace") -> None:
         """Check that both namespaces are equal, so that blocks of `theirs` may be read as ours.
 
         Raises:
             NamespaceMismatchError: A field differs; the error has the first one, and both values.
         """
-        require_instance("theirs", theirs, Namespace)
-        _require_equal("", self.fields(), theirs.fields())
+        for difference in self.differences(theirs):
+            raise NamespaceMismatchError(*difference)
 
 
 def _set(struct: msgspec.Struct, name: str, value: object) -> None:
@@ -278,14 +297,16 @@ def _set(struct: msgspec.Struct, name: str, value: object) -> None:
     msgspec.structs.force_setattr(struct, name, value)
 
 
-def _require_equal(path: str, ours: Any, theirs: Any) -> None:
+def _differences(path: str, ours: Any, theirs: Any) -> Iterator[Difference]:
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in sorted(ours.keys() | theirs.keys()):
-            _require_equal(f"{path}.{name}".lstrip("."), ours.get(name), theirs.get(name))
-    elif isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)):
-        if len(ours) != len(theirs):
-            raise NamespaceMismatchError(path, ours, theirs)
+            yield from _differences(f"{path}.{name}".lstrip("."), ours.get(name), theirs.get(name))
+    elif (
+        isinstance(ours, (list, tuple))
+        and isinstance(theirs, (list, tuple))
+        and len(ours) == len(theirs)
+    ):
         for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-            _require_equal(f"{path}[{index}]", our, their)
+            yield from _differences(f"{path}[{index}]", our, their)
     elif ours != theirs:
-        raise NamespaceMismatchError(path, ours, theirs)
+        yield Difference(path, ours, theirs)

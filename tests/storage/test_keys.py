@@ -112,6 +112,18 @@ def test_the_innermost_difference_is_shown_with_both_values() -> None:
     assert (error.field, error.ours, error.theirs) == ("parallel.tp_size", 2, 4)
 
 
+def test_every_difference_is_listed_with_both_values() -> None:
+    group = msgspec.structs.replace(NAMESPACE.groups[0], spec="other")
+    theirs = msgspec.structs.replace(
+        NAMESPACE, revision="other", groups=(group, *NAMESPACE.groups[1:])
+    )
+    assert NAMESPACE.differences(theirs) == [
+        ("groups[0].spec", NAMESPACE.groups[0].spec, "other"),
+        ("revision", NAMESPACE.revision, "other"),
+    ]
+    assert NAMESPACE.differences(NAMESPACE) == []
+
+
 def test_a_field_that_only_one_side_has_is_a_difference() -> None:
     theirs = msgspec.structs.replace(NAMESPACE, parallel={"tp_size": 2})
     with pytest.raises(
