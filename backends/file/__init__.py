@@ -5,7 +5,8 @@ from kvxfer.backends.file.circuit_breaker import CircuitBreaker
 from kvxfer.backends.file.config import FileConfig
 from kvxfer.backends.file.file_index import FileIndex, file_ids
 from kvxfer.backends.file.folders import BlockTree, FoundBlock, refuse_partial_walk
-from kvxfer.backends.file.folders.namespace_file import load_namespace
+from kvxfer.backends.file.folders.ledger import read_count
+from kvxfer.backends.file.folders.namespace_file import load_namespace, read_namespaces
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
 from kvxfer.backends.file.space import Space
@@ -27,5 +28,7 @@ __all__ = [
     "StoreBatch",
     "file_ids",
     "load_namespace",
+    "read_count",
+    "read_namespaces",
     "refuse_partial_walk",
 ]

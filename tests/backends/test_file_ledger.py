@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.backends.file import read_count
 from kvxfer.backends.file.folders import Ledger
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.backend import Status
@@ -218,3 +219,15 @@ def test_a_count_that_is_no_file_of_its_own_is_refused_and_left_alone(
     with pytest.raises(OSError, match="regular file") as raised:
         Ledger(tmp_path)
     assert raised.value.errno == errno.EINVAL
+
+
+async def test_the_count_can_be_read_without_a_change(tmp_path: Path) -> None:
+    memory, root = one_page_memory(4), tmp_path / "store"
+    assert read_count(root) is None
+    async with open_store(root, memory.namespace()) as backend:
+        await store(backend, hashed_keys(4), memory.describe(0, list(range(4))))
+    names = sorted(path.name for path in root.iterdir())
+    assert read_count(root) == counted_bytes(root) == bytes_on_disk(root) > 0
+    assert sorted(path.name for path in root.iterdir()) == names
+    flip_bit(root / "usage.ledger", 9)
+    assert read_count(root) is None

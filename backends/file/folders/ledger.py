@@ -184,6 +184,26 @@ class Ledger:
         self._fd, self._claim = fd, claim
 
 
+def read_count(root: Path) -> int | None:
+    """Read how many bytes a store counts, without a lock and without changing anything.
+
+    Returns:
+        The bytes; None where there is no count, or it is damaged or being changed.
+
+    Raises:
+        OSError: The count cannot be read.
+    """
+    try:
+        with (root / LEDGER_NAME).open("rb") as file:
+            record = strip_checksum(file.read(_RECORD.size + DIGEST_BYTES))
+    except FileNotFoundError:
+        return None
+    if len(record) != _RECORD.size or not record.startswith(_MAGIC):
+        return None
+    used: int = _RECORD.unpack(record)[1]
+    return used
+
+
 def recount_store(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
     """Walk through the tree and correct the ledger's count of bytes; blocks.
 

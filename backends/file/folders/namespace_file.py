@@ -1,6 +1,8 @@
 """`namespace.json`: the description of a namespace in its folder, for people to read."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -58,19 +60,28 @@ def read_namespace(folder: NamespaceFolder) -> Namespace:
     return namespace
 
 
+def read_namespaces(tree: BlockTree) -> Iterator[Namespace]:
+    """Read the descriptions of a store's namespaces; those that are missing or damaged are skipped.
+
+    Raises:
+        OSError: The root cannot be read.
+    """
+    for fingerprint in tree.fingerprints():
+        with contextlib.suppress(BlockFileError), tree.folder(fingerprint) as folder:
+            yield read_namespace(folder)
+
+
 def log_other_namespaces(tree: BlockTree, namespace: Namespace) -> None:
     """Log why blocks of the same model are misses: the first field in which each namespace differs.
 
     Raises:
         OSError: The root cannot be read.
     """
-    for fingerprint in tree.fingerprints():
-        try:
-            with tree.folder(fingerprint) as folder:
-                theirs = read_namespace(folder)
-            if theirs.model == namespace.model:
-                namespace.require_same(theirs)
-        except BlockFileError:
+    for theirs in read_namespaces(tree):
+        if theirs.model != namespace.model:
             continue
+        try:
+            namespace.require_same(theirs)
         except NamespaceMismatchError as exc:
-            logger.info("blocks of the same model in %s are not found here: %s", fingerprint, exc)
+            found = theirs.fingerprint
+            logger.info("blocks of the same model in %s are not found here: %s", found, exc)
