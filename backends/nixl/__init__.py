@@ -16,6 +16,7 @@ from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
+from kvxfer.backends.nixl.probe import PeerProbe, ask_namespace, probe_peer
 from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.endpoint import Endpoint
 
@@ -31,13 +32,16 @@ __all__ = [
     "NixlBackend",
     "NixlConfig",
     "PeerDirectory",
+    "PeerProbe",
     "StandalonePeer",
     "StaticPeers",
     "Transport",
+    "ask_namespace",
     "choose_carrier",
     "client_context",
     "has_active_port",
     "identify_host",
+    "probe_peer",
     "rank",
     "server_context",
 ]

@@ -133,7 +133,7 @@ class Connection:
 
         ours = await node.reach()
         timeout_s = node.config.handshake_timeout_s
-        channel = await _connect(endpoint, tls, timeout_s)
+        channel = await open_channel(endpoint, tls, timeout_s)
         greeting = await greet_as_client(
             channel, node.hello, secret=node.secret, reach=reach, timeout_s=timeout_s
         )
@@ -368,9 +368,14 @@ class Connection:
         self._waiting.clear()
 
 
-async def _connect(
+async def open_channel(
     endpoint: Endpoint, tls: ssl.SSLContext | None, timeout_s: float
 ) -> FrameChannel:
+    """Connect to a holder, before the handshake.
+
+    Raises:
+        PeerError: It cannot be reached.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(

@@ -42,6 +42,11 @@ class NixlAgent(TransferAgent):
         peers = sorted(self._thread.peers)
         return f"{type(self).__name__}(name={self.name!r}, backend={BACKEND!r}, peers={peers!r})"
 
+    @property
+    def plugins(self) -> list[str]:
+        """Names of the plug-ins that NIXL finds."""
+        return self._thread.call(self._thread.list_plugins)
+
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """See `TransferAgent.register`."""
         self._thread.call(partial(self._thread.register, regions))

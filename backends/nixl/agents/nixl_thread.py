@@ -143,6 +143,10 @@ class NixlThread:
         self._memory.extend(regions)
         self.regions = known
 
+    def list_plugins(self) -> list[str]:
+        """See `NixlAgent.plugins`."""
+        return sorted(self._agent.get_plugin_list())
+
     def describe(self) -> bytes:
         """See `TransferAgent.metadata`."""
         if self._gpu_was_refused and self.regions.devices == (HOST,):

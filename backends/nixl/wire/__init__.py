@@ -20,6 +20,7 @@ from kvxfer.backends.nixl.wire.handshake import (
     Greeting,
     Role,
     Session,
+    ask_hello,
     greet_as_client,
     greet_as_server,
 )
@@ -139,6 +140,7 @@ __all__ = [
     "Session",
     "TicketRequest",
     "Words",
+    "ask_hello",
     "describe_error",
     "greet_as_client",
     "greet_as_server",

@@ -213,6 +213,26 @@ async def greet_as_client(
         return await handshake.end(theirs, session)
 
 
+async def ask_hello(
+    channel: FrameChannel, ours: Hello, *, timeout_s: float = HANDSHAKE_TIMEOUT_S
+) -> Hello:
+    """Ask a holder for its greeting, which it gives before any proof; then end the connection.
+
+    Args:
+        channel: Fresh connection.
+        ours: Greeting of this side; with a namespace, one that differs is refused.
+        timeout_s: Time for the answer.
+
+    Raises: as `greet_as_client`.
+    """
+    handshake = _Greeting(channel, ours, Role.ASKING, b"")
+    async with _closed_on_error(channel, timeout_s):
+        await channel.send(handshake.ours)
+        theirs = await handshake.receive_hello()
+    await channel.aclose()
+    return theirs
+
+
 async def greet_as_server(
     channel: FrameChannel,
     ours: Hello,

@@ -1,0 +1,157 @@
+"""Probe of a holder: its namespace, whether it accepts this process, and how its bytes travel."""
+
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+from kvxfer.backends.nixl.agents import NixlAgent, TransferAgent
+from kvxfer.backends.nixl.agents.carrier import Carrier
+from kvxfer.backends.nixl.config import NixlConfig, client_context
+from kvxfer.backends.nixl.connection import Connection, open_channel
+from kvxfer.backends.nixl.local_node import LocalNode
+from kvxfer.backends.nixl.wire import (
+    TICKETS_VERSION,
+    Describe,
+    Described,
+    Hello,
+    Ping,
+    Pong,
+    ask_hello,
+    greet_as_client,
+)
+from kvxfer.endpoint import Endpoint
+from kvxfer.errors import NamespaceMismatchError, PeerError, TransferFailedError
+from kvxfer.storage.keys import Namespace
+
+NUM_PINGS = 5
+"""Round trips that are measured; the quickest one counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProbe:
+    """Result of a probe.
+
+    Attributes:
+        endpoint: Endpoint of the holder.
+        namespace: Its namespace; None as long as no engine has settled one.
+        is_here: Whether it is a process of this machine, also in another container.
+        carrier: Carrier of its bytes; None without a namespace, since a holder serves nobody then.
+        round_trip_s: Quickest time from a request to its answer; None, likewise.
+        description: Description of an engine's caches that it lends; None where it lends none.
+    """
+
+    endpoint: Endpoint
+    namespace: Namespace | None
+    is_here: bool
+    carrier: Carrier | None = None
+    round_trip_s: float | None = None
+    description: bytes | None = None
+
+
+async def ask_namespace(config: NixlConfig, endpoint: Endpoint) -> Namespace | None:
+    """Ask a holder for its namespace, which it tells everyone who may connect.
+
+    Returns:
+        The namespace; None as long as no engine has settled one.
+
+    Raises:
+        PeerError: It cannot be reached, or is no holder.
+        InvalidArgumentError: The configuration has no secret for this address, or cannot be used.
+    """
+    async with _open_node(config, None, NixlAgent) as node:
+        return (await _ask_hello(node, endpoint)).namespace
+
+
+async def probe_peer(
+    config: NixlConfig,
+    endpoint: Endpoint,
+    *,
+    make_agent: Callable[[], TransferAgent] = NixlAgent,
+) -> PeerProbe:
+    """Find out what a holder has, whether it accepts this process, and how its bytes would travel.
+
+    Nothing is stored, and no namespace settled: a holder without one is asked for its proof of the
+    secret only, and logs that it refused a peer.
+
+    Args:
+        config: How engines reach it.
+        endpoint: One of its addresses.
+        make_agent: Opens the NIXL agent of this process.
+
+    Raises:
+        PeerError: It cannot be reached, is no holder, or refuses this process.
+        InvalidArgumentError: The configuration cannot be used.
+        BackendUnavailableError: `transport=nixl`, and NIXL cannot be used.
+    """
+    async with _open_node(config, None, make_agent) as node:
+        hello = await _ask_hello(node, endpoint)
+        is_here = bool(hello.boot_id) and hello.boot_id == node.hello.boot_id
+        if hello.namespace is None:
+            await _prove(node, endpoint)
+            return PeerProbe(endpoint, None, is_here)
+    async with (
+        _open_node(config, hello.namespace, make_agent) as node,
+        contextlib.aclosing(
+            await Connection.open(node, endpoint, client_context(config))
+        ) as connection,
+    ):
+        return PeerProbe(
+            endpoint,
+            hello.namespace,
+            is_here,
+            carrier=connection.memory.carrier,
+            round_trip_s=min([await _ping(connection) for _ in range(NUM_PINGS)]),
+            description=await _describe(connection),
+        )
+
+
+@contextlib.asynccontextmanager
+async def _open_node(
+    config: NixlConfig, namespace: Namespace | None, make_agent: Callable[[], TransferAgent]
+) -> AsyncIterator[LocalNode]:
+    node = LocalNode(config, namespace, make_agent=make_agent)
+    try:
+        yield node
+    finally:
+        await node.aclose()
+
+
+async def _ask_hello(node: LocalNode, endpoint: Endpoint) -> Hello:
+    timeout_s = node.config.handshake_timeout_s
+    channel = await open_channel(endpoint, client_context(node.config), timeout_s)
+    return await ask_hello(channel, node.hello, timeout_s=timeout_s)
+
+
+async def _prove(node: LocalNode, endpoint: Endpoint) -> None:
+    """Prove to a holder without a namespace that this process knows the secret.
+
+    It checks the proof first, and then refuses everyone who has no namespace, either.
+    """
+    timeout_s = node.config.handshake_timeout_s
+    channel = await open_channel(endpoint, client_context(node.config), timeout_s)
+    with contextlib.suppress(NamespaceMismatchError):
+        await greet_as_client(
+            channel,
+            node.hello,
+            secret=node.secret,
+            reach=lambda _: node.reach(),
+            timeout_s=timeout_s,
+        )
+    await channel.aclose()
+
+
+async def _ping(connection: Connection) -> float:
+    began = time.perf_counter()
+    await connection.request(lambda number: Ping(request_id=number), Pong)
+    return time.perf_counter() - began
+
+
+async def _describe(connection: Connection) -> bytes | None:
+    """Ask for the description of the caches that an engine lends; None from any other holder."""
+    try:
+        connection.require_version(TICKETS_VERSION)
+        answer = await connection.request(lambda number: Describe(request_id=number), Described)
+    except (TransferFailedError, PeerError):
+        return None
+    return answer.description
