@@ -19,7 +19,7 @@ FLOORS = (
     {"tiering", "backends"},
     {"transfer"},
     {"connect", "engine_side"},
-    {"integrations", "proxy", "cli", "bench", "testing"},
+    {"integrations", "proxy", "cli", "bench", "doctor", "testing"},
     {"public", "kvxfer"},
 )
 MAX_LINES = 400

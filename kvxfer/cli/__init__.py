@@ -18,6 +18,7 @@ _COMMANDS = {
     "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
     "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
     "proxy": ("kvxfer.cli.proxy", "route requests between prefill and decode engines"),
+    "doctor": ("kvxfer.cli.doctor", "find what silently costs hits or speed"),
     "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a file store"),
 }
 

@@ -41,6 +41,9 @@ _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memcpy.restype = None
 
+MAX_THREADS = 8
+"""Most cores that are used by default."""
+
 SHARES_PER_THREAD = 4
 """Shares of a copy for each thread: the one that comes late takes fewer."""
 
@@ -63,14 +66,15 @@ class CPUCopyEngine(CopyEngine):
     Fragments that are neighbours in another order are sorted into that order.
 
     Args:
-        num_threads: Cores to use; by default those this process may run on, at most 8.
+        num_threads: Cores to use; by default those this process may run on, at most
+            `MAX_THREADS`.
         methods: Calibration of the methods; by default the one of this process.
     """
 
     def __init__(
         self, *, num_threads: int | None = None, methods: CPUMethods | None = None
     ) -> None:
-        self.num_threads = num_threads or min(8, len(os.sched_getaffinity(0)))
+        self.num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._num_shares = self.num_threads * SHARES_PER_THREAD if self.num_threads > 1 else 1
         self._methods = methods or MEASURED
         self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="kvxfer-copy")

@@ -14,7 +14,7 @@ from kvxfer.connect import connect
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ["bench", "fsck", "gc", "inspect", "ls", "proxy", "serve"]
+COMMANDS = ["bench", "doctor", "fsck", "gc", "inspect", "ls", "proxy", "serve"]
 
 SHOW_HELP = """
 import sys

@@ -1,0 +1,126 @@
+"""Command `kvxfer doctor`: finds what silently costs hits or speed, and says what mends it."""
+
+import argparse
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.text import printable
+from kvxfer.units import Duration
+
+if TYPE_CHECKING:
+    from kvxfer.connect import BackendChoice
+    from kvxfer.doctor import Finding
+
+WIDTH = 80
+NAME_WIDTH = 15
+
+
+def main(argv: Sequence[str]) -> int:
+    """Examine this machine and what URLs name, or compare two engines.
+
+    Returns:
+        1 when something was found; 0 otherwise.
+    """
+    arguments = _parser().parse_args(argv)
+    timeout_s = Duration.parse(arguments.timeout)
+
+    from kvxfer.doctor import Severity, compare, examine, is_comparable
+
+    names: list[str] = arguments.url
+    if len(names) == 2 and all(map(is_comparable, names)):
+        findings = compare(names, timeout_s=timeout_s)
+    else:
+        backends = [backend for name in names for backend in _read_backends(name)]
+        findings = examine(backends, timeout_s=timeout_s)
+    if arguments.json:
+        print(msgspec.json.encode(findings).decode())
+    else:
+        print("\n".join(_lines(findings)))
+    return int(any(finding.severity is not Severity.OK for finding in findings))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvxfer doctor",
+        description="Find what silently costs hits or speed: on this machine, in the environment "
+        "of this process, and in the stores and peers that URLs name. Run it as the user, in the "
+        "container and with the environment of the engine.",
+        epilog="Two arguments that each are a namespace.json, the folder of a store (also as a "
+        "file:// URL without parameters) or a peer are compared instead: would two engines share "
+        f"blocks? {exit_statuses('when nothing was found', 'when something was found')}",
+    )
+    parser.add_argument(
+        "url",
+        nargs="*",
+        metavar="URL",
+        help="backend as an engine names it, such as file:///var/cache/kv?capacity=200GiB, or a "
+        "file with the JSON of --kv-transfer-config",
+    )
+    parser.add_argument(
+        "--timeout", default="10s", metavar="TIME", help="time for each check; default 10s"
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    return parser
+
+
+def _read_backends(argument: str) -> "Iterator[BackendChoice]":
+    """Read what an argument names: itself, or the backends in a file of vLLM's configuration.
+
+    Raises:
+        InvalidArgumentError: It is neither a URL nor such a file.
+    """
+    if "://" in argument:
+        yield argument
+        return
+    form = "a URL, or a file with the JSON of --kv-transfer-config and a backend in it"
+    try:
+        found = list(_find_backends(json.loads(Path(argument).read_bytes())))
+    except (OSError, ValueError, RecursionError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise InvalidArgumentError("argument", argument, f"{form}: {reason}") from exc
+    if not found:
+        raise InvalidArgumentError("argument", argument, form)
+    yield from found
+
+
+def _find_backends(value: Any) -> "Iterator[BackendChoice]":
+    """Find every `backend` in a configuration, also those of the connectors of another one."""
+    if isinstance(value, Mapping):
+        backend = value.get("backend", [])
+        yield from backend if isinstance(backend, list) else [backend]
+        value = [each for name, each in value.items() if name != "backend"]
+    if isinstance(value, list):
+        for each in value:
+            yield from _find_backends(each)
+
+
+def _lines(findings: "Sequence[Finding]") -> Iterator[str]:
+    """Format findings, the worst first, at most `WIDTH` columns wide but for lines to copy."""
+    for finding in findings:
+        name, subject = finding.check.value, printable(finding.subject)
+        found = printable(finding.found)
+        if not finding.mend:
+            head = f"{finding.severity.value:<8}{name:<{NAME_WIDTH}}"
+            yield from _wrap(f"{subject}: {found}", head)
+            continue
+        yield f"{finding.severity.value:<8}{name:<{NAME_WIDTH}}{subject}"
+        yield from _wrap(found, "    found  ")
+        yield from _wrap(finding.why, "    why    ")
+        yield f"    mend   {printable(finding.mend)}"
+        yield ""
+    counts = Counter(finding.severity.value for finding in findings)
+    yield ", ".join(f"{name}: {counts[name]}" for name in ("error", "warning", "ok"))
+
+
+def _wrap(text: str, head: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+    )

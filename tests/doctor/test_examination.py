@@ -1,0 +1,59 @@
+"""Examination: deadlines, checks that fail, and the order of findings."""
+
+import threading
+
+from kvxfer.doctor import Check, Examined, Finding, PlannedCheck, Severity, run_checks
+
+AT = Examined(Check.NIXL, "planted")
+
+
+def planned(run: object, num_steps: int = 1) -> PlannedCheck:
+    return PlannedCheck(Check.NIXL, "planted", run, num_steps)  # type: ignore[arg-type]
+
+
+def test_a_check_that_hangs_is_a_finding_within_its_deadline() -> None:
+    may_end = threading.Event()
+
+    def hang() -> Finding:
+        may_end.wait(60)
+        return AT.ok("late")
+
+    (late, sound) = run_checks([planned(hang), planned(lambda: AT.ok("sound"))], timeout_s=0.2)
+    may_end.set()
+    assert (late.severity, late.subject) == (Severity.ERROR, "planted")
+    assert "does not answer within 0.2 s" in late.found
+    assert late.why
+    assert late.mend
+    assert sound.found == "sound"
+
+
+def test_a_check_has_time_for_each_of_its_steps() -> None:
+    ended = threading.Event()
+    ending = threading.Timer(0.3, ended.set)
+
+    def wait() -> Finding:
+        return AT.ok("in time" if ended.wait(60) else "never")
+
+    ending.start()
+    (finding,) = run_checks([planned(wait, num_steps=1000)], timeout_s=0.05)
+    assert finding.found == "in time"
+
+
+def test_a_check_that_fails_is_a_finding_with_its_error_made_printable() -> None:
+    def fail() -> Finding:
+        raise RuntimeError("broken\x1b[2J")
+
+    (finding,) = run_checks([planned(fail)], timeout_s=10)
+    assert (finding.check, finding.severity) == (Check.NIXL, Severity.ERROR)
+    assert finding.found == r"cannot be examined: RuntimeError: broken\x1b[2J"
+
+
+def test_the_worst_finding_is_first_and_all_of_a_check_are_kept() -> None:
+    several = [
+        AT.ok("a"),
+        AT.warning("b", why="w", mend="m"),
+        AT.error("c", why="w", mend="m"),
+        AT.error("d", why="w", mend="m"),
+    ]
+    findings = run_checks([planned(lambda: iter(several))], timeout_s=10)
+    assert [finding.found for finding in findings] == ["c", "d", "b", "a"]

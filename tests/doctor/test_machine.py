@@ -1,0 +1,306 @@
+"""Checks of a machine: each planted fault is named, and nothing else is."""
+
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.doctor import (
+    Check,
+    Finding,
+    Severity,
+    check_cpus,
+    check_cuda,
+    check_hash_seed,
+    check_huge_pages,
+    check_locked_memory,
+    check_memory,
+    check_nixl,
+    check_open_files,
+    check_packages,
+    check_shared_memory,
+    check_vllm,
+)
+from kvxfer.errors import BackendUnavailableError
+from tests.backends.file_store import mounted
+
+GIB = 1 << 30
+NUM_CPUS = len(os.sched_getaffinity(0))
+UNIFIED = "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
+LEGACY = "31 24 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct"
+
+
+def make_root(root: Path, files: dict[str, str]) -> Path:
+    """Make the files of a machine."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def is_complete(finding: Finding) -> bool:
+    """Whether a finding that is bad says what it costs and what mends it, and another one not."""
+    explained = bool(finding.why and finding.mend)
+    return bool(finding.found) and explained == (finding.severity is not Severity.OK)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "is not set"),
+        ({"PYTHONHASHSEED": ""}, "is not set"),
+        ({"PYTHONHASHSEED": "random"}, "is 'random'"),
+    ],
+)
+def test_a_seed_that_is_not_the_same_everywhere_is_named(
+    environ: dict[str, str], expected: str
+) -> None:
+    finding = check_hash_seed(environ)
+    assert (finding.check, finding.severity) == (Check.HASH_SEED, Severity.ERROR)
+    assert expected in finding.found
+    assert finding.mend == "export PYTHONHASHSEED=0"
+    assert check_hash_seed({"PYTHONHASHSEED": "42"}).severity is Severity.OK
+
+
+def limits(files: str, locked: str) -> dict[str, str]:
+    return {
+        "proc/self/limits": "Limit                     Soft Limit           Hard Limit\n"
+        f"Max locked memory         {locked}              {locked}              bytes\n"
+        f"Max open files            {files}                 524288               files\n",
+        "proc/self/status": "Name:\tpython\nCapEff:\t0000000000000000\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("limit", "severity"),
+    [("256", Severity.WARNING), ("1024", Severity.OK), ("unlimited", Severity.OK)],
+)
+def test_few_open_files_are_named(tmp_path: Path, limit: str, severity: Severity) -> None:
+    finding = check_open_files(make_root(tmp_path, limits(limit, "8192")))
+    assert (finding.check, finding.severity) == (Check.OPEN_FILES, severity)
+    assert limit in finding.found
+    assert is_complete(finding)
+
+
+def test_locked_memory_counts_where_a_network_card_reads_it(tmp_path: Path) -> None:
+    ports = tmp_path / "infiniband"
+    tiny = make_root(tmp_path / "tiny", limits("1024", "65536"))
+    assert check_locked_memory(GIB, root=tiny, ports=ports).severity is Severity.OK
+    make_root(ports, {"mlx5_0/ports/1/state": "4: ACTIVE\n"})
+    finding = check_locked_memory(GIB, root=tiny, ports=ports)
+    assert (finding.check, finding.severity) == (Check.LOCKED_MEMORY, Severity.WARNING)
+    assert "64.0 KiB" in finding.found
+    assert is_complete(finding)
+    assert check_locked_memory(65536, root=tiny, ports=ports).severity is Severity.OK
+    endless = make_root(tmp_path / "endless", limits("1024", "unlimited"))
+    assert check_locked_memory(GIB, root=endless, ports=ports).severity is Severity.OK
+    make_root(tiny, {"proc/self/status": "CapEff:\t0000000000004000\n"})
+    assert check_locked_memory(GIB, root=tiny, ports=ports).severity is Severity.OK
+
+
+@pytest.mark.parametrize(
+    ("version", "files"),
+    [
+        (UNIFIED, {"sys/fs/cgroup/a/cpu.max": "{quota} 100000\n"}),
+        (
+            UNIFIED,
+            {
+                "sys/fs/cgroup/a/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/cpu.max": "{quota} 100000\n",
+            },
+        ),
+        (
+            LEGACY,
+            {
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "{quota}\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            },
+        ),
+    ],
+    ids=["version 2", "a group above", "version 1"],
+)
+def test_a_quota_below_the_threads_is_named(
+    tmp_path: Path, version: str, files: dict[str, str]
+) -> None:
+    def find(num_cpus: float, **environ: str) -> Finding:
+        quota = str(int(num_cpus * 100000))
+        root = make_root(tmp_path, {
+            "proc/self/cgroup": "0::/a\n5:cpu,cpuacct:/a\n",
+            "proc/self/mountinfo": version + "\n",
+            **{name: text.format(quota=quota) for name, text in files.items()},
+        })  # fmt: skip
+        return check_cpus(root, environ)
+
+    short = find(NUM_CPUS - 0.5)
+    assert (short.check, short.severity) == (Check.CPUS, Severity.WARNING)
+    assert f"quota of {NUM_CPUS - 0.5:g}" in short.found
+    assert is_complete(short)
+    assert find(NUM_CPUS).severity is Severity.OK
+    assert find(NUM_CPUS, OMP_NUM_THREADS=str(NUM_CPUS + 1)).severity is Severity.WARNING
+
+
+def test_without_a_quota_there_is_none(tmp_path: Path) -> None:
+    assert check_cpus(tmp_path, {}).severity is Severity.OK
+
+
+def test_memory_beyond_a_limit_is_named_with_the_file_of_the_limit(tmp_path: Path) -> None:
+    root = make_root(tmp_path, {
+        "proc/meminfo": f"MemAvailable: {8 * GIB // 1024} kB\n",
+        "proc/self/cgroup": "0::/a\n",
+        "proc/self/mountinfo": UNIFIED + "\n",
+        "sys/fs/cgroup/a/memory.max": f"{2 * GIB}\n",
+        "sys/fs/cgroup/a/memory.current": f"{GIB}\n",
+    })  # fmt: skip
+    for needed, severity in ((0, Severity.OK), (GIB, Severity.OK), (GIB + 1, Severity.ERROR)):
+        finding = check_memory(needed, root=root)
+        assert (finding.check, finding.severity) == (Check.MEMORY, severity)
+        assert "1.0 GiB available by /sys/fs/cgroup/a/memory.max" in finding.found
+        assert is_complete(finding)
+    assert finding.mend.startswith("capacity=1024MiB")
+    make_root(root, {"sys/fs/cgroup/a/memory.current": f"{2 * GIB - 4096}\n"})
+    assert check_memory(root=root).severity is Severity.ERROR  # staging memory does not fit
+
+
+def test_shared_memory_of_a_container_or_less_than_asked_for_is_named(tmp_path: Path) -> None:
+    with mounted("-t", "tmpfs", "-o", "size=64m", "tmpfs") as folder:
+        finding = check_shared_memory(folder=folder)
+        assert (finding.check, finding.severity) == (Check.SHARED_MEMORY, Severity.WARNING)
+        assert "the default of a container" in finding.found
+        assert "--shm-size" in finding.mend
+    with mounted("-t", "tmpfs", "-o", "size=128m", "tmpfs") as folder:
+        assert check_shared_memory(folder=folder).severity is Severity.OK
+        assert check_shared_memory(128 << 20, folder=folder).severity is Severity.OK
+        finding = check_shared_memory(GIB, folder=folder)
+        assert finding.severity is Severity.WARNING
+        assert "1.0 GiB needed" in finding.found
+    assert check_shared_memory(folder=tmp_path / "gone").severity is Severity.ERROR
+
+
+@pytest.mark.parametrize(
+    ("text", "severity"),
+    [
+        ("always madvise [never]\n", Severity.WARNING),
+        ("always [madvise] never\n", Severity.OK),
+        ("[always] madvise never\n", Severity.OK),
+        (None, Severity.OK),
+    ],
+)
+def test_huge_pages_that_are_off_are_named(
+    tmp_path: Path, text: str | None, severity: Severity
+) -> None:
+    name = "sys/kernel/mm/transparent_hugepage/enabled"
+    finding = check_huge_pages(make_root(tmp_path, {name: text} if text else {}))
+    assert (finding.check, finding.severity) == (Check.HUGE_PAGES, severity)
+    assert is_complete(finding)
+
+
+class Installed:
+    """Installed packages, some of which are missing or of another version."""
+
+    def __init__(self, **versions: str | None) -> None:
+        self.versions = versions
+
+    def __call__(self, name: str) -> str:
+        if name not in self.versions:
+            return importlib.metadata.version(name)
+        version = self.versions[name]
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+
+def test_packages_of_this_environment_are_as_they_are_wanted() -> None:
+    findings = list(check_packages())
+    assert {"xxhash", "nixl", "torch", "msgspec"} <= {finding.subject for finding in findings}
+    assert [finding for finding in findings if finding.severity is not Severity.OK] == []
+    (xxhash,) = [finding for finding in findings if finding.subject == "xxhash"]
+    assert "vector unit" in xxhash.found
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "severity"),
+    [
+        ("xxhash", None, Severity.ERROR),
+        ("xxhash", "3.8.0", Severity.ERROR),
+        ("xxhash", "4.0.9", Severity.ERROR),
+        ("xxhash", "4.1.0", Severity.OK),
+        ("xxhash", "10.0", Severity.OK),
+        ("nixl", None, Severity.WARNING),
+        ("nixl", "1.4.2", Severity.ERROR),
+        ("nixl", "2.0.0", Severity.ERROR),
+        ("nixl", "1.10.0rc1", Severity.OK),
+    ],
+)
+def test_a_package_that_is_missing_or_of_another_release_is_named_alone(
+    name: str, version: str | None, severity: Severity
+) -> None:
+    findings = list(check_packages(Installed(**{name: version})))
+    (finding,) = [each for each in findings if each.subject == name]
+    assert (finding.check, finding.severity) == (Check.PACKAGE, severity)
+    assert is_complete(finding)
+    if severity is not Severity.OK:
+        assert finding.mend.startswith(f"pip install '{name}>=")
+    assert all(each.severity is Severity.OK for each in findings if each.subject != name)
+
+
+@pytest.mark.parametrize(
+    ("version", "severity"),
+    [
+        ("(not installed)", Severity.OK),
+        ("0.25.1", Severity.ERROR),
+        ("0.26.0", Severity.OK),
+        ("0.33.2+cpu", Severity.OK),
+        ("0.34.0", Severity.ERROR),
+        ("1.0.0", Severity.ERROR),
+    ],
+)
+def test_another_release_of_vllm_is_named(version: str, severity: Severity) -> None:
+    finding = check_vllm(lambda: version)
+    assert (finding.check, finding.severity) == (Check.VLLM, severity)
+    assert is_complete(finding)
+
+
+def test_nixl_opens_and_tells_its_plug_ins() -> None:
+    finding = check_nixl()
+    assert finding.severity is Severity.OK, finding
+    assert "UCX" in finding.found
+
+
+def test_nixl_that_does_not_open_is_named() -> None:
+    def fail() -> Any:
+        raise BackendUnavailableError("NIXL has no plug-in UCX")
+
+    finding = check_nixl(fail)
+    assert (finding.check, finding.severity) == (Check.NIXL, Severity.WARNING)
+    assert finding.found == "NIXL has no plug-in UCX"
+    assert is_complete(finding)
+
+
+class Driver:
+    """Driver that opens."""
+
+    def __init__(self, *, has_batch: bool) -> None:
+        self.has_batch = has_batch
+
+    def __call__(self, index: int) -> Any:
+        return self
+
+
+def test_a_gpu_whose_driver_cannot_be_used_is_named(tmp_path: Path) -> None:
+    assert check_cuda(tmp_path).severity is Severity.OK
+    (tmp_path / "nvidia0").touch()
+    for has_batch, severity in ((True, Severity.OK), (False, Severity.WARNING)):
+        finding = check_cuda(tmp_path, Driver(has_batch=has_batch))
+        assert (finding.check, finding.severity) == (Check.CUDA, severity)
+        assert is_complete(finding)
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="needs a machine without a GPU")
+def test_without_a_driver_the_error_of_cuda_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    finding = check_cuda(tmp_path)
+    assert finding.severity is Severity.ERROR
+    assert "cuda:0" in finding.found

@@ -1,0 +1,170 @@
+"""Sharing: of two engines, stores or descriptions, every field that differs, with both values."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxfer.doctor import Check, Finding, Severity, compare, is_comparable
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import Namespace
+from tests.cli import peers
+from tests.cli.peers import ServeProcess, serving
+from tests.cli.stores import Store
+from tests.doctor.test_machine import is_complete
+from tests.storage.test_keys import GROUP, NAMESPACE, OTHER_GROUP_VALUES, OTHER_VALUES
+from tests.transfer.handover_engines import HND, NHD, Engine
+
+TIMEOUT_S = 20.0
+
+
+def write(path: Path, namespace: Namespace) -> str:
+    path.write_bytes(msgspec.json.encode(namespace.fields()))
+    return str(path)
+
+
+def find(*arguments: str) -> list[Finding]:
+    findings = compare(arguments, timeout_s=TIMEOUT_S)
+    assert all(map(is_complete, findings))
+    return findings
+
+
+def one(*arguments: str) -> Finding:
+    (finding,) = find(*arguments)
+    return finding
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+def test_each_field_that_differs_is_named_with_both_values(tmp_path: Path, field: str) -> None:
+    other = msgspec.structs.replace(NAMESPACE, **{field: OTHER_VALUES[field]})
+    ours, theirs = write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", other)
+    findings = find(ours, theirs)
+    assert {each.severity for each in findings} == {Severity.ERROR}
+    assert {each.check for each in findings} == {Check.SHARING}
+    assert {each.subject.split(".")[0] for each in findings} == {field}
+    (difference,) = NAMESPACE.differences(other)
+    for value, name in ((difference.ours, ours), (difference.theirs, theirs)):
+        assert f"{value!r} in {name}"[:300] in findings[0].found
+
+
+@pytest.mark.parametrize("field", OTHER_GROUP_VALUES)
+def test_each_field_of_a_group_that_differs_is_named(tmp_path: Path, field: str) -> None:
+    group = msgspec.structs.replace(GROUP, **{field: OTHER_GROUP_VALUES[field]})
+    other = msgspec.structs.replace(NAMESPACE, groups=(group,))
+    findings = find(write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", other))
+    assert findings
+    assert all(each.subject.startswith(f"groups[0].{field}") for each in findings)
+
+
+def test_all_fields_that_differ_are_named(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(NAMESPACE, **OTHER_VALUES)
+    findings = find(write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", other))
+    assert {each.subject.split(".")[0] for each in findings} == set(OTHER_VALUES)
+
+
+def test_equal_descriptions_share(tmp_path: Path) -> None:
+    finding = one(write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", NAMESPACE))
+    assert finding.severity is Severity.OK
+    assert NAMESPACE.fingerprint in finding.found
+
+
+def test_a_long_value_is_cut_and_a_strange_one_made_printable(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(NAMESPACE, model="\x1b[2J" + "m" * 10_000)
+    finding = one(write(tmp_path / "a.json", NAMESPACE), write(tmp_path / "b.json", other))
+    assert len(finding.found) < 1000
+    assert "\x1b" not in finding.found
+
+
+def test_a_store_is_compared_by_its_namespace_that_is_nearest(tmp_path: Path) -> None:
+    store, other = Store(tmp_path / "store"), Store(tmp_path / "other")
+    first, second = store.fill(num_blocks=1), store.fill(model="another", num_blocks=1)
+    third = other.fill(model="another", num_blocks=1)
+    assert second == third
+    url = f"file://{store.root}"
+    assert one(url, str(other.root)).severity is Severity.OK
+    finding = one(f"{store.root}/{first.fingerprint}", f"file://{other.root}")
+    assert finding.subject == "model"
+    assert "'example/model' in" in finding.found
+    assert "'another' in" in finding.found
+    near = msgspec.structs.replace(first, revision="later")
+    finding = one(url, write(tmp_path / "near.json", near))
+    assert finding.subject == "revision"
+    assert f"{url}/{first.fingerprint}" in finding.found
+
+
+@pytest.mark.processes
+def test_peers_are_compared_with_each_other_and_with_descriptions(tmp_path: Path) -> None:
+    ours, theirs = peers.namespace(), peers.namespace("example/other")
+    files = [
+        write(tmp_path / f"{each.model.replace('/', '-')}.json", each) for each in (ours, theirs)
+    ]
+
+    def serve(file: str) -> contextlib.AbstractContextManager[ServeProcess]:
+        return serving("--capacity", "1MiB", "--namespace", file)
+
+    with serve(files[0]) as first, serve(files[0]) as same, serve(files[1]) as other:
+        urls = [f"nixl://{peer.endpoint}" for peer in (first, same, other)]
+        assert one(urls[0], urls[1]).severity is Severity.OK
+        assert one(urls[0], files[0]).severity is Severity.OK
+        for finding in (one(urls[0], urls[2]), one(urls[0], files[1])):
+            assert (finding.subject, finding.severity) == ("model", Severity.ERROR)
+            assert f"'example/model' in {urls[0]}, 'example/other' in " in finding.found
+    finding = one(urls[0], files[0])
+    assert (finding.check, finding.severity) == (Check.PEER, Severity.ERROR)
+
+
+@pytest.fixture
+def lending() -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def open_engine(*arguments: Any, **fields: Any) -> str:
+            engine = Engine(*arguments, **fields)
+            stack.callback(engine.close)
+            return f"nixl://{engine.endpoint}"
+
+        yield open_engine
+
+
+def test_engines_that_hand_prompts_over_are_compared_by_their_caches_as_well(lending: Any) -> None:
+    first = lending(4, layout=NHD)
+    for other in (lending(4), lending(8, layout=HND), lending(4, tp_size=2)):
+        assert one(first, other).severity is Severity.OK, other
+    for fields, subject in (
+        ({"model": "other"}, "model"),
+        ({"tokens_per_block": 4, "windows": (None, 8)}, f"{first} "),
+    ):
+        finding = one(first, lending(**fields))
+        assert finding.severity is Severity.ERROR
+        assert finding.subject.startswith(subject)
+    assert "groups: 1 in" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("nixl://node:7000", True),
+        ("nixl://node:7000?secret_file=/etc/secret", True),
+        ("nixl://node-1:7000,node-2:7000", False),
+        ("nixl://?listen=127.0.0.1:0", False),
+        ("file:///var/cache/kv", True),
+        ("file:///var/cache/kv?capacity=1GiB", False),
+        ("/var/cache/kv", True),
+        ("namespace.json", True),
+        ("host://?capacity=1GiB", False),
+        ("nixl://[", False),
+    ],
+)
+def test_what_has_a_namespace_and_is_no_tier_is_comparable(argument: str, expected: bool) -> None:  # noqa: FBT001 - a parameter of the test
+    assert is_comparable(argument) is expected
+
+
+@pytest.mark.parametrize("name", ["gone.json", "text.json", "empty"])
+def test_what_has_no_namespace_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "text.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    ours = write(tmp_path / "a.json", NAMESPACE)
+    with pytest.raises(InvalidArgumentError, match=name):
+        compare([ours, str(tmp_path / name)], timeout_s=TIMEOUT_S)
