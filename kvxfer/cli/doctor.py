@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="URL",
         help="backend as an engine names it, such as file:///var/cache/kv?capacity=200GiB, or a "
-        "file with the JSON of --kv-transfer-config",
+        "file with the kv-transfer-config of vLLM as JSON",
     )
     parser.add_argument(
         "--timeout", default="10s", metavar="TIME", help="time for each check; default 10s"

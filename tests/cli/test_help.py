@@ -77,7 +77,11 @@ def test_the_transports_that_can_be_named_are_those_that_there_are() -> None:
 
 @pytest.mark.parametrize(
     ("command", "page", "example"),
-    [("serve", "peers.md", "--capacity"), ("proxy", "prefill-decode.md", "--overlap")],
+    [
+        ("serve", "peers.md", "--capacity"),
+        ("proxy", "prefill-decode.md", "--overlap"),
+        ("doctor", "doctor.md", "--json"),
+    ],
 )
 def test_every_option_is_in_the_table_of_a_page(command: str, page: str, example: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / page).read_text()

@@ -1,0 +1,205 @@
+"""`kvxfer doctor`: what it prints, its exit statuses, and faults planted in real processes."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvxfer.cli import main
+from kvxfer.doctor import Check
+from tests.backends.file_store import has_uring
+from tests.cli.peers import COMMAND
+from tests.cli.stores import Store
+from tests.storage.test_keys import NAMESPACE
+
+REPOSITORY = Path(__file__).parents[2]
+LIMIT_S = 100
+WIDTH = 80
+SECCOMP = [sys.executable, "-m", "tests.doctor.seccomp"]
+FRESH = {"PATH": os.environ["PATH"], "PYTHONHASHSEED": "0"}
+"""Environment of a process in a fresh container."""
+
+
+@pytest.fixture(autouse=True)
+def _sound_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+def set_open_files(limit: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def run(
+    *arguments: str, command: list[str] = COMMAND, num_files: int = 1024, **environ: str | None
+) -> tuple[int, list[dict[str, str]]]:
+    """Run the command in a process of its own; return its exit status and its findings."""
+    environment = {**FRESH, "PYTHONPATH": str(REPOSITORY), **environ}
+    found = subprocess.run(
+        [*command, "doctor", "--json", "--timeout", "30s", *arguments],
+        env={name: value for name, value in environment.items() if value is not None},
+        preexec_fn=lambda: set_open_files(num_files),
+        capture_output=True,
+        check=False,
+        cwd=REPOSITORY,
+        timeout=LIMIT_S,
+    )
+    assert not found.stderr, found.stderr.decode()
+    return found.returncode, json.loads(found.stdout)
+
+
+def bad(findings: list[dict[str, str]]) -> dict[str, Mapping[str, str]]:
+    return {each["check"]: each for each in findings if each["severity"] != "ok"}
+
+
+pytestmark = [pytest.mark.processes]
+
+
+def is_good(folder: Path) -> bool:
+    """Whether this machine has what the doctor looks for: else its findings are true."""
+    kind = subprocess.check_output(["stat", "-f", "-c", "%T", folder], text=True).strip()
+    shared = shutil.disk_usage("/dev/shm").total > 64 << 20  # noqa: S108 - asked for its size
+    return has_uring() and shared and kind in {"ext2/ext3", "xfs", "btrfs"}
+
+
+def test_a_good_machine_is_good_also_in_a_fresh_environment(tmp_path: Path) -> None:
+    if not is_good(tmp_path):
+        pytest.skip("this machine has no disk, io_uring or shared memory of more than 64 MiB")
+    store = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
+    status, findings = run("host://?capacity=1MiB", store)
+    assert (status, bad(findings)) == (0, {})
+    own = {"peer", "peer-carrier", "sharing"}
+    assert {each["check"] for each in findings} == {check.value for check in Check} - own
+
+
+def test_faults_of_the_environment_are_named_and_nothing_else() -> None:
+    status, findings = run(PYTHONHASHSEED=None, num_files=256)
+    assert (status, set(bad(findings))) == (1, {"hash-seed", "open-files"})
+    assert "256" in bad(findings)["open-files"]["found"]
+    status, findings = run(PYTHONHASHSEED="random")
+    assert (status, set(bad(findings))) == (1, {"hash-seed"})
+
+
+def test_a_package_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    (tmp_path / "nixl.py").write_text("raise ImportError('libibverbs.so.1: no such file')\n")
+    status, findings = run(PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
+    assert (status, set(bad(findings))) == (1, {"nixl"})
+    assert "libibverbs.so.1" in bad(findings)["nixl"]["found"]
+
+
+@pytest.mark.skipif(not has_uring(), reason="needs io_uring")
+def test_io_uring_that_is_forbidden_as_in_a_container_is_named(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
+    status, findings = run(store, command=SECCOMP)
+    assert (status, set(bad(findings))) == (1, {"io-uring"})
+    assert bad(findings)["io-uring"]["severity"] == "warning"
+    status, findings = run(f"{store}&engine=uring", command=SECCOMP)
+    assert bad(findings)["io-uring"]["severity"] == "error"
+    status, findings = run(f"{store}&engine=posix", command=SECCOMP)
+    assert (status, bad(findings)) == (0, {})
+
+
+def test_too_little_memory_is_named() -> None:
+    status, findings = run("host://?capacity=900TiB")
+    assert (status, set(bad(findings))) == (1, {"memory", "shared-memory"})
+    assert "900.0 TiB needed" in bad(findings)["memory"]["found"]
+
+
+def test_a_person_reads_the_worst_first_within_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    path = tmp_path / "a-folder-with-a-long-name" / "store"
+    path.mkdir(parents=True)
+    assert main(["doctor", f"file://{path}?capacity=900TiB&engine=posix"]) == 1
+    *lines, total = capsys.readouterr().out.splitlines()
+    heads = [line.split()[:2] for line in lines if re.match(r"error|warning|ok", line)]
+    order = [severity for severity, _ in heads]
+    assert order == sorted(order, key=["error", "warning", "ok"].index)
+    assert heads[0] == ["error", "hash-seed"]
+    assert ["warning", "store-space"] in heads
+    told = "\n".join(lines)
+    for text in ("found  PYTHONHASHSEED is not set", "mend   export PYTHONHASHSEED=0", "why    "):
+        assert f"    {text}" in told
+    wide = [line for line in lines if len(line) > WIDTH and not line.startswith("    mend")]
+    assert [line for line in wide if str(path) not in line] == []
+    assert re.fullmatch(r"error: \d+, warning: \d+, ok: \d+", total)
+
+
+def test_two_namespaces_are_compared_and_nothing_else_is(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    namespace = store.fill(num_blocks=1)
+    same = tmp_path / "namespace.json"
+    same.write_bytes(msgspec.json.encode(namespace.fields()))
+    assert main(["doctor", f"file://{store.root}", str(same)]) == 0
+    assert "one namespace" in " ".join(capsys.readouterr().out.split())
+    other = tmp_path / "other.json"
+    other.write_bytes(msgspec.json.encode(NAMESPACE.fields()))
+    assert main(["doctor", "--json", str(other), str(same)]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    assert {each["check"] for each in findings} == {"sharing"}
+    assert {"model", "groups[0].spec"} <= {each["subject"] for each in findings}
+
+
+def test_the_backends_of_an_engine_are_read_from_its_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = {"kv_connector_extra_config": {"backend": f"file://{tmp_path}/a?capacity=1MiB"}}
+    parameters = {"type": "file", "path": f"{tmp_path}/b", "capacity": "1MiB"}
+    two = {"kv_connector_extra_config": {"backend": ["host://?capacity=1MiB", parameters]}}
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [one, two]},
+    }
+    path = tmp_path / "transfer.json"
+    path.write_text(json.dumps(several))
+    main(["doctor", "--json", str(path)])
+    subjects = {each["subject"] for each in json.loads(capsys.readouterr().out)}
+    assert {f"file://{tmp_path}/a", f"file://{tmp_path}/b"} <= subjects
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["tape:///dev/st0"],
+        ["file:///var/cache/kv"],
+        ["file:///var/cache/kv?capacity=much"],
+        ["nixl://node:port"],
+        ["/nowhere/namespace.json"],
+        ["/nowhere/a.json", "/nowhere/b.json"],
+        ["{empty}"],
+        ["{empty}", "{empty}"],
+        ["{text}"],
+        ["--timeout", "soon"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_that_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    (tmp_path / "text.json").write_text('{"kv_connector": "NixlConnector"}')
+    places = {"{empty}": str(tmp_path), "{text}": str(tmp_path / "text.json")}
+    given = [places.get(each, each) for each in arguments]
+    assert main(["doctor", *given]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("kvxfer doctor: ")
+    assert any(each in line for each in (*given, *given[0].split("://")))
+
+
+def test_the_page_has_every_check_and_no_other() -> None:
+    page = (REPOSITORY / "docs" / "doctor.md").read_text()
+    checks = page.partition("## Checks")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([a-z-]+)` \|(.+)\|(.+)\|$", checks, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [check.value for check in Check]
+    assert all(meaning.strip() and mend.strip() for _, meaning, mend in rows)
