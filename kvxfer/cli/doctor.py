@@ -1,17 +1,14 @@
 """Command `kvxfer doctor`: finds what silently costs hits or speed, and says what mends it."""
 
 import argparse
-import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from kvxfer.cli.exit_statuses import exit_statuses
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.text import printable
 from kvxfer.units import Duration
 
@@ -32,13 +29,15 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     timeout_s = Duration.parse(arguments.timeout)
 
-    from kvxfer.doctor import Severity, compare, examine, is_comparable
+    from kvxfer.doctor import Severity, compare, examine, is_comparable, read_backends
 
     names: list[str] = arguments.url
     if len(names) == 2 and all(map(is_comparable, names)):
         findings = compare(names, timeout_s=timeout_s)
     else:
-        backends = [backend for name in names for backend in _read_backends(name)]
+        backends: list[BackendChoice] = []
+        for name in names:
+            backends += [name] if "://" in name else read_backends(name)
         findings = examine(backends, timeout_s=timeout_s)
     if arguments.json:
         print(msgspec.json.encode(findings).decode())
@@ -54,8 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         "of this process, and in the stores and peers that URLs name. Run it as the user, in the "
         "container and with the environment of the engine.",
         epilog="Two arguments that each are a namespace.json, the folder of a store (also as a "
-        "file:// URL without parameters) or a peer are compared instead: would two engines share "
-        f"blocks? {exit_statuses('when nothing was found', 'when something was found')}",
+        "file:// URL without parameters), a peer, or the arguments of vllm serve as JSON are "
+        "compared instead: would two engines share blocks? "
+        + exit_statuses("when nothing was found", "when something was found"),
     )
     parser.add_argument(
         "url",
@@ -69,37 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     return parser
-
-
-def _read_backends(argument: str) -> "Iterator[BackendChoice]":
-    """Read what an argument names: itself, or the backends in a file of vLLM's configuration.
-
-    Raises:
-        InvalidArgumentError: It is neither a URL nor such a file.
-    """
-    if "://" in argument:
-        yield argument
-        return
-    form = "a URL, or a file with the JSON of --kv-transfer-config and a backend in it"
-    try:
-        found = list(_find_backends(json.loads(Path(argument).read_bytes())))
-    except (OSError, ValueError, RecursionError) as exc:
-        reason = getattr(exc, "strerror", None) or exc
-        raise InvalidArgumentError("argument", argument, f"{form}: {reason}") from exc
-    if not found:
-        raise InvalidArgumentError("argument", argument, form)
-    yield from found
-
-
-def _find_backends(value: Any) -> "Iterator[BackendChoice]":
-    """Find every `backend` in a configuration, also those of the connectors of another one."""
-    if isinstance(value, Mapping):
-        backend = value.get("backend", [])
-        yield from backend if isinstance(backend, list) else [backend]
-        value = [each for name, each in value.items() if name != "backend"]
-    if isinstance(value, list):
-        for each in value:
-            yield from _find_backends(each)
 
 
 def _lines(findings: "Sequence[Finding]") -> Iterator[str]:

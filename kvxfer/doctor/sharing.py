@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -11,6 +12,8 @@ import msgspec
 from kvxfer.backends.file import BlockTree, load_namespace, read_namespaces
 from kvxfer.backends.nixl import NixlConfig, PeerProbe, probe_peer
 from kvxfer.connect import parse_backend
+from kvxfer.doctor.configuration import is_configuration, plan_namespaces
+from kvxfer.doctor.examination import STEPS_OF_A_PEER, PlannedCheck, run_checks
 from kvxfer.doctor.finding import Check, Examined, Finding
 from kvxfer.doctor.peers import refuse_peer
 from kvxfer.endpoint import Endpoint
@@ -27,6 +30,9 @@ from kvxfer.text import printable
 NAMESPACE_FILE = "namespace.json"
 MAX_CHARACTERS = 300
 """Most characters of a value in a finding; `--json` has them, too."""
+
+STEPS_OF_VLLM = 12
+"""Times of a check that vLLM may take to be imported and to read the configuration of a model."""
 
 _WHY = (
     "Blocks are found only where every field of the namespace is the same: these two never share."
@@ -46,18 +52,22 @@ _MENDS = {
 }
 
 
+ALL_FIELDS = frozenset(Namespace.__struct_fields__)
+
+
 @dataclass(frozen=True, slots=True)
 class Party:
     """Engine, store or description that is compared.
 
     Attributes:
         name: Argument that names it.
-        namespaces: Its namespaces: several of a store, none where nothing was stored or settled.
+        namespaces: Its namespaces, and the fields of each that are known: several of a store, none
+            where nothing was stored or settled.
         description: Description of the caches of an engine that lends them.
     """
 
     name: str
-    namespaces: tuple[Namespace, ...]
+    namespaces: tuple[tuple[Namespace, frozenset[str]], ...]
     description: bytes | None = None
 
 
@@ -82,22 +92,45 @@ def compare(arguments: Sequence[str], *, timeout_s: float) -> list[Finding]:
 
     Args:
         arguments: Two arguments that are comparable.
-        timeout_s: Time for each step of a peer's handshake.
+        timeout_s: Time for each step of a peer's handshake; vLLM has `STEPS_OF_VLLM` times as much
+            to read a configuration.
 
     Raises:
         InvalidArgumentError: An argument names nothing that has a namespace.
     """
+    refused: list[InvalidArgumentError] = []
+
+    def run() -> list[Finding]:
+        try:
+            return _find(arguments, timeout_s)
+        except InvalidArgumentError as exc:  # of the arguments, not of what they name
+            refused.append(exc)
+            return []
+
+    num_steps = sum(STEPS_OF_A_PEER if _is_peer(each) else STEPS_OF_VLLM for each in arguments)
+    planned = PlannedCheck(Check.SHARING, " ".join(arguments), run, num_steps)
+    findings = run_checks([planned], timeout_s=timeout_s)
+    for error in refused:
+        raise error
+    return findings
+
+
+def _is_peer(argument: str) -> bool:
+    return argument.startswith("nixl:")
+
+
+def _find(arguments: Sequence[str], timeout_s: float) -> list[Finding]:
     parties: list[Party] = []
     findings: list[Finding] = []
     for argument in arguments:
-        if argument.startswith("nixl:"):
+        if _is_peer(argument):
             config, endpoint = _parse_peer(argument, timeout_s)
             try:
                 parties.append(_of_peer(argument, asyncio.run(probe_peer(config, endpoint))))
             except (PeerError, BackendUnavailableError) as exc:
                 findings.append(refuse_peer(endpoint, exc))
         else:
-            parties.append(_of_path(argument))
+            parties.append(_of_path(argument, timeout_s))
     if len(parties) == len(arguments):
         findings += _compare(*parties)
     return findings
@@ -113,12 +146,12 @@ def _parse_peer(argument: str, timeout_s: float) -> tuple[NixlConfig, Endpoint]:
 
 
 def _of_peer(argument: str, probe: PeerProbe) -> Party:
-    found = () if probe.namespace is None else (probe.namespace,)
+    found = () if probe.namespace is None else ((probe.namespace, ALL_FIELDS),)
     return Party(argument, found, probe.description)
 
 
-def _of_path(argument: str) -> Party:
-    """Read the namespaces of a store, of a folder in it, or of one file."""
+def _of_path(argument: str, timeout_s: float) -> Party:
+    """Read the namespaces of a store, of a folder in it, of one file, or of a configuration."""
     parts = urlsplit(argument)
     path = Path(unquote(parts.path) if parts.scheme == "file" else argument)
     if path.is_dir() and not (path / NAMESPACE_FILE).exists():
@@ -129,8 +162,12 @@ def _of_path(argument: str) -> Party:
             raise InvalidArgumentError("argument", argument, wanted) from exc
         if not found:
             raise InvalidArgumentError("argument", argument, "a store with namespaces in it")
-        return Party(argument, found)
-    return Party(argument, (load_namespace(str(path / NAMESPACE_FILE if path.is_dir() else path)),))
+        return Party(argument, tuple((each, ALL_FIELDS) for each in found))
+    file = str(path / NAMESPACE_FILE if path.is_dir() else path)
+    if is_configuration(file):
+        planned = plan_namespaces(file, timeout_s=timeout_s * STEPS_OF_VLLM)
+        return Party(argument, tuple((each.namespace, frozenset(each.fields)) for each in planned))
+    return Party(argument, ((load_namespace(file), ALL_FIELDS),))
 
 
 def _compare(ours: Party, theirs: Party) -> list[Finding]:
@@ -138,34 +175,73 @@ def _compare(ours: Party, theirs: Party) -> list[Finding]:
     for party in (ours, theirs):
         if not party.namespaces:
             return [at.ok(f"{party.name} takes the model of the first engine that connects")]
-    pairs = [(a, b, a.differences(b)) for a in ours.namespaces for b in theirs.namespaces]
-    first, second, differences = min(pairs, key=lambda pair: len(pair[2]))
-    if not differences:
-        caches = _compare_caches(at, ours, theirs)
-        same = f"one namespace, {first.fingerprint} of {printable(first.model)!r}"
-        return caches or [at.ok(f"{same}; keys are the same where PYTHONHASHSEED and salts are")]
+    pairs = [_Pair.of(our, their) for our in ours.namespaces for their in theirs.namespaces]
+    nearest = min(pairs, key=lambda pair: len(pair.differences))
+    if not nearest.differences:
+        return _compare_caches(at, ours, theirs) or [at.ok(_agree(nearest))]
     names = [
         party.name if len(party.namespaces) == 1 else f"{party.name}/{namespace.fingerprint}"
-        for party, namespace in ((ours, first), (theirs, second))
+        for party, namespace in ((ours, nearest.ours), (theirs, nearest.theirs))
     ]
-    return [_differ(each, *names) for each in differences]
+    return [_differ(each, *names) for each in nearest.differences]
+
+
+class _Pair(NamedTuple):
+    """Two namespaces, and the fields among those known of both in which they differ."""
+
+    ours: Namespace
+    theirs: Namespace
+    fields: frozenset[str]
+    differences: list[Difference]
+
+    @classmethod
+    def of(
+        cls, ours: tuple[Namespace, frozenset[str]], theirs: tuple[Namespace, frozenset[str]]
+    ) -> "_Pair":
+        fields = ours[1] & theirs[1]
+        found = ours[0].differences(theirs[0])
+        return cls(ours[0], theirs[0], fields, [each for each in found if _top(each) in fields])
+
+
+def _agree(pair: _Pair) -> str:
+    model = printable(repr(pair.ours.model), MAX_CHARACTERS)
+    if pair.fields < ALL_FIELDS:
+        known = ", ".join(name for name in Namespace.__struct_fields__ if name in pair.fields)
+        return f"both of {model}, and equal in {known}; the rest shows when the engine runs"
+    fingerprint = pair.ours.fingerprint
+    return (
+        f"one namespace, {fingerprint} of {model}; keys are the same where PYTHONHASHSEED and "
+        "salts are"
+    )
+
+
+def _top(difference: Difference) -> str:
+    """Find the field of the namespace that a difference is in."""
+    return difference.field.split(".")[0].split("[")[0]
 
 
 def _differ(difference: Difference, our_name: str, their_name: str) -> Finding:
     field, ours, theirs = difference
-    top = field.split(".")[0].split("[")[0]
     at = Examined(Check.SHARING, printable(field))
     found = f"{_show(ours)} in {our_name}, {_show(theirs)} in {their_name}"
-    return at.error(found, why=_WHY, mend=_MENDS[top])
+    return at.error(found, why=_WHY, mend=_MENDS[_top(difference)])
 
 
 def _compare_caches(at: Examined, ours: Party, theirs: Party) -> list[Finding]:
     """Compare the caches of two engines that lend them: one has to be read as the other."""
     if ours.description is None or theirs.description is None:
         return []
-    mine, other = map(CacheDescription.decode, (ours.description, theirs.description))
     try:
+        mine, other = map(CacheDescription.decode, (ours.description, theirs.description))
         _require_mapping(mine, other)
+    except InvalidArgumentError as exc:
+        return [
+            at.error(
+                f"the caches of one of them are not understood: {printable(exc, MAX_CHARACTERS)}",
+                why="It is an engine of another release, or none: prompts are computed twice.",
+                mend="pip install -U kvxfer  # the same release for both engines",
+            )
+        ]
     except CacheMismatchError as exc:
         where = "" if exc.group is None else f" of group {exc.group}"
         found = f"{exc.field}{where}: {_show(exc.ours)} in {ours.name}, {_show(exc.theirs)} in "

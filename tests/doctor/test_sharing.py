@@ -1,6 +1,7 @@
 """Sharing: of two engines, stores or descriptions, every field that differs, with both values."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from kvxfer.doctor import Check, Finding, Severity, compare, is_comparable
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.storage.keys import Namespace
 from tests.cli import peers
 from tests.cli.peers import ServeProcess, serving
@@ -140,6 +142,27 @@ def test_engines_that_hand_prompts_over_are_compared_by_their_caches_as_well(len
         assert finding.severity is Severity.ERROR
         assert finding.subject.startswith(subject)
     assert "groups: 1 in" in finding.found
+
+
+def test_an_engine_that_describes_its_caches_in_another_way_is_named(
+    lending: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = lending(4)
+    monkeypatch.setattr(CacheDescription, "encode", lambda _: b"of a later release")
+    finding = one(first, lending(4))
+    assert finding.severity is Severity.ERROR
+    assert "not understood" in finding.found
+
+
+def test_a_path_that_hangs_is_a_finding_within_its_deadline(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (finding,) = compare([str(pipe), str(pipe)], timeout_s=0.02)
+    assert (finding.check, finding.severity) == (Check.SHARING, Severity.ERROR)
+    assert "does not answer within" in finding.found
+    writer = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+    pipe.unlink()  # so that its reader ends, and does not begin again
+    os.close(writer)
 
 
 @pytest.mark.parametrize(

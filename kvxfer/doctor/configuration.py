@@ -1,0 +1,114 @@
+"""Configurations of vLLM: the backends that they name, and the namespaces that they will give."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvxfer.connect import BackendChoice
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.vllm.common.planned_namespaces import PlannedNamespace
+from kvxfer.text import printable
+
+TRANSFER = "kv_transfer_config"
+PROGRAM = "kvxfer.integrations.vllm.common.planned_namespaces"
+MAX_CHARACTERS = 300
+
+
+def read_configuration(path: str) -> dict[str, Any]:
+    """Read the arguments of an engine, or its `kv_transfer_config` alone, from a file.
+
+    Returns:
+        The arguments, with underscores in their names and `kv_transfer_config` as a mapping.
+
+    Raises:
+        InvalidArgumentError: It cannot be read, or is neither.
+    """
+    form = "a file with the arguments of vllm serve, or its kv-transfer-config, as JSON"
+    try:
+        found = json.loads(Path(path).read_bytes())
+        arguments = {str(name).replace("-", "_"): value for name, value in found.items()}
+        if "kv_connector" in arguments:
+            arguments = {TRANSFER: arguments}
+        if isinstance(arguments.get(TRANSFER), str):
+            arguments[TRANSFER] = json.loads(arguments[TRANSFER])
+    except (OSError, ValueError, AttributeError, RecursionError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise InvalidArgumentError("argument", path, f"{form}: {reason}") from exc
+    if not isinstance(arguments.get(TRANSFER), Mapping):
+        raise InvalidArgumentError("argument", path, form)
+    return arguments
+
+
+def is_configuration(path: str) -> bool:
+    """Whether a file is a configuration: errors of one that is not are left to who reads it."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    names = {str(name).replace("-", "_") for name in found} if isinstance(found, dict) else set()
+    return TRANSFER in names
+
+
+def read_backends(path: str) -> list[BackendChoice]:
+    """Read every `backend` of a configuration, also those of connectors within another one.
+
+    Raises:
+        InvalidArgumentError: It cannot be read, or has none.
+    """
+    found = list(_find_backends(read_configuration(path)[TRANSFER]))
+    if not found:
+        raise InvalidArgumentError("argument", path, "a configuration with a backend in it")
+    return found
+
+
+def plan_namespaces(path: str, *, timeout_s: float) -> list[PlannedNamespace]:
+    """Find out which namespaces an engine will have, in a process of its own.
+
+    Args:
+        path: File with its arguments.
+        timeout_s: Time that vLLM may take to read them and the configuration of the model.
+
+    Raises:
+        InvalidArgumentError: vLLM does not take them or is not installed, no connector of kvxfer is
+            in them, or the model cannot be identified.
+    """
+    arguments = read_configuration(path)
+    with tempfile.TemporaryDirectory(prefix="kvxfer-doctor-") as folder:
+        given, answer = Path(folder, "given"), Path(folder, "answer")
+        given.write_bytes(msgspec.json.encode(arguments))
+        try:
+            done = subprocess.run(  # noqa: S603 - this interpreter, and a module of ours
+                [sys.executable, "-m", PROGRAM, given, answer],
+                env={**os.environ, "VLLM_CONFIGURE_LOGGING": "0"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as exc:
+            wanted = f"one that vLLM reads within {timeout_s:g} s"
+            raise InvalidArgumentError("argument", path, wanted) from exc
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+            wanted = f"one that vLLM takes: {printable(last, MAX_CHARACTERS)}"
+            raise InvalidArgumentError("argument", path, wanted)
+        return msgspec.json.decode(answer.read_bytes(), type=list[PlannedNamespace])
+
+
+def _find_backends(value: Any) -> Iterator[BackendChoice]:
+    if isinstance(value, Mapping):
+        backend = value.get("backend", [])
+        yield from backend if isinstance(backend, list) else [backend]
+        value = [each for name, each in value.items() if name != "backend"]
+    if isinstance(value, list):
+        for each in value:
+            yield from _find_backends(each)

@@ -1,0 +1,109 @@
+"""Configurations of vLLM: their backends, and the namespaces that they will give."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.doctor import Severity, compare, is_comparable, read_backends
+from kvxfer.errors import InvalidArgumentError
+
+TIMEOUT_S = 30.0
+FILES = {"type": "file", "path": "/var/cache/kv", "capacity": "1GiB"}
+TIERS = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": {"backend": ["host://?capacity=1GiB", FILES]},
+}
+HANDOVER = {"kv_connector": "KVXferConnector", "kv_connector_extra_config": {"revision": "abc"}}
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+}
+
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+
+
+def write(path: Path, content: Any) -> str:
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        TIERS,
+        {"model": "m", "kv-transfer-config": TIERS},
+        {"model": "m", "kv_transfer_config": json.dumps(TIERS)},
+        {
+            "kv_connector": "MultiConnector",
+            "kv_connector_extra_config": {"connectors": [HANDOVER, TIERS]},
+        },
+    ],
+    ids=["the connector alone", "an engine", "an engine's, as text", "several connectors"],
+)
+def test_the_backends_of_a_configuration_are_found(tmp_path: Path, content: Any) -> None:
+    assert read_backends(write(tmp_path / "a.json", content)) == ["host://?capacity=1GiB", FILES]
+
+
+def test_one_backend_alone_is_found(tmp_path: Path) -> None:
+    content = {"kv_connector": "c", "kv_connector_extra_config": {"backend": "host://"}}
+    assert read_backends(write(tmp_path / "a.json", content)) == ["host://"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[], 7, {}, {"kv_transfer_config": 7}, {"kv_transfer_config": "{"}, HANDOVER],
+    ids=str,
+)
+def test_what_has_no_backend_is_refused_by_name(tmp_path: Path, content: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"a\.json"):
+        read_backends(write(tmp_path / "a.json", content))
+
+
+@pytest.mark.processes
+def test_without_vllm_a_configuration_cannot_be_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm.py").write_text("raise ImportError('no vLLM here')\n")
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+    given = write(tmp_path / "a.json", {"model": "m", "kv_transfer_config": HANDOVER})
+    assert is_comparable(given)
+    with pytest.raises(InvalidArgumentError, match=r"a\.json.*vLLM"):
+        compare([given, given], timeout_s=TIMEOUT_S)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_configurations_are_compared_in_the_fields_that_are_known(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    write(model / "config.json", MODEL)
+    (model / "pytorch_model.bin").write_bytes(b"weights")
+    engine = {"model": str(model), "skip_tokenizer_init": True, "max_model_len": 64, "port": 8000}
+
+    def engine_with(name: str, transfer: Any, **changed: Any) -> str:
+        arguments = {**engine, "dtype": "float32", "kv_transfer_config": transfer, **changed}
+        return write(tmp_path / f"{name}.json", arguments)
+
+    handover, tiers = engine_with("handover", HANDOVER), engine_with("tiers", TIERS)
+    half = engine_with("half", TIERS, dtype="bfloat16")
+    (finding,) = compare([handover, handover], timeout_s=TIMEOUT_S)
+    assert finding.severity is Severity.OK
+    assert "one namespace" in finding.found
+    (finding,) = compare([tiers, tiers], timeout_s=TIMEOUT_S)
+    assert finding.severity is Severity.OK
+    assert "equal in model, revision, dtype, quantization, config_hash; the rest" in finding.found
+    findings = compare([tiers, half], timeout_s=TIMEOUT_S)
+    assert {finding.subject for finding in findings} == {"dtype", "config_hash"}
+    assert "'float32' in" in findings[1].found
+    with pytest.raises(InvalidArgumentError, match=r"wrong\.json.*dtype"):
+        compare([tiers, engine_with("wrong", TIERS, dtype="float33")], timeout_s=TIMEOUT_S)
