@@ -23,6 +23,8 @@ from tests.storage.test_keys import NAMESPACE
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 100
 WIDTH = 80
+CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+POWERLESS = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"]
 SECCOMP = [sys.executable, "-m", "tests.doctor.seccomp"]
 FRESH = {"PATH": os.environ["PATH"], "PYTHONHASHSEED": "0"}
 """Environment of a process in a fresh container."""
@@ -70,11 +72,16 @@ def is_good(folder: Path) -> bool:
     return has_uring() and shared and kind in {"ext2/ext3", "xfs", "btrfs"}
 
 
-def test_a_good_machine_is_good_also_in_a_fresh_environment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("around", [[], [*CONTAINER, *POWERLESS]], ids=["fresh", "container"])
+def test_a_good_machine_is_good_also_in_a_fresh_environment_and_in_a_container(
+    tmp_path: Path, around: list[str]
+) -> None:
+    if around and subprocess.run([*around, "true"], check=False).returncode:
+        pytest.skip("no namespaces can be made here")
     if not is_good(tmp_path):
         pytest.skip("this machine has no disk, io_uring or shared memory of more than 64 MiB")
     store = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
-    status, findings = run("host://?capacity=1MiB", store)
+    status, findings = run("host://?capacity=1MiB", store, command=[*around, *COMMAND])
     assert (status, bad(findings)) == (0, {})
     own = {"peer", "peer-carrier", "sharing"}
     assert {each["check"] for each in findings} == {check.value for check in Check} - own

@@ -14,9 +14,14 @@ TIMEOUT_S = 30.0
 FILES = {"type": "file", "path": "/var/cache/kv", "capacity": "1GiB"}
 TIERS = {
     "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
     "kv_connector_extra_config": {"backend": ["host://?capacity=1GiB", FILES]},
 }
-HANDOVER = {"kv_connector": "KVXferConnector", "kv_connector_extra_config": {"revision": "abc"}}
+HANDOVER = {
+    "kv_connector": "KVXferConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"revision": "abc"},
+}
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -1,6 +1,7 @@
 """Checks of a peer: real ones in processes of their own, and what else may listen there."""
 
 import socket
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.doctor.test_machine import is_complete
 pytestmark = pytest.mark.processes
 
 TIMEOUT_S = 20.0
+CONTAINER = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 SMALL = ("--capacity", "1MiB")
 
 
@@ -81,6 +83,19 @@ def test_sockets_between_processes_of_one_machine_are_named(namespace_file: str)
         reached, carrier = find(peer.endpoint)
     assert reached.severity is Severity.OK
     assert (carrier.check, carrier.severity) == (Check.PEER_CARRIER, Severity.WARNING)
+
+
+def test_a_peer_in_a_container_of_its_own_on_this_machine_is_named(
+    namespace_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if subprocess.run([*CONTAINER, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no namespaces can be made here")
+    monkeypatch.setattr(peers, "COMMAND", [*CONTAINER, *peers.COMMAND])
+    with serving(*SMALL, "--namespace", namespace_file) as peer:
+        reached, carrier = find(peer.endpoint)
+    assert reached.severity is Severity.OK
+    assert (carrier.check, carrier.severity) == (Check.PEER_CARRIER, Severity.WARNING)
+    assert "--pid=host" in carrier.mend
 
 
 def test_a_dead_port_is_named(peer: ServeProcess) -> None:
