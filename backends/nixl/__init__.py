@@ -16,7 +16,7 @@ from kvxfer.backends.nixl.connection import Connection
 from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
-from kvxfer.backends.nixl.probe import PeerProbe, ask_namespace, probe_peer
+from kvxfer.backends.nixl.probe import PeerProbe, probe_peer
 from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.endpoint import Endpoint
 
@@ -36,7 +36,6 @@ __all__ = [
     "StandalonePeer",
     "StaticPeers",
     "Transport",
-    "ask_namespace",
     "choose_carrier",
     "client_context",
     "has_active_port",

@@ -1,5 +1,6 @@
 """Probe of a holder: its namespace, whether it accepts this process, and how its bytes travel."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
@@ -21,7 +22,7 @@ from kvxfer.backends.nixl.wire import (
     greet_as_client,
 )
 from kvxfer.endpoint import Endpoint
-from kvxfer.errors import NamespaceMismatchError, PeerError, TransferFailedError
+from kvxfer.errors import NamespaceMismatchError, PeerError, PeerTimeoutError, TransferFailedError
 from kvxfer.storage.keys import Namespace
 
 NUM_PINGS = 5
@@ -47,20 +48,6 @@ class PeerProbe:
     carrier: Carrier | None = None
     round_trip_s: float | None = None
     description: bytes | None = None
-
-
-async def ask_namespace(config: NixlConfig, endpoint: Endpoint) -> Namespace | None:
-    """Ask a holder for its namespace, which it tells everyone who may connect.
-
-    Returns:
-        The namespace; None as long as no engine has settled one.
-
-    Raises:
-        PeerError: It cannot be reached, or is no holder.
-        InvalidArgumentError: The configuration has no secret for this address, or cannot be used.
-    """
-    async with _open_node(config, None, NixlAgent) as node:
-        return (await _ask_hello(node, endpoint)).namespace
 
 
 async def probe_peer(
@@ -96,13 +83,22 @@ async def probe_peer(
             await Connection.open(node, endpoint, client_context(config))
         ) as connection,
     ):
+        timeout_s = config.handshake_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                round_trip_s = min([await _ping(connection) for _ in range(NUM_PINGS)])
+                description = await _describe(connection)
+        except TimeoutError as exc:
+            if isinstance(exc, PeerError):
+                raise
+            raise PeerTimeoutError(str(endpoint), "a round trip", timeout_s) from exc
         return PeerProbe(
             endpoint,
             hello.namespace,
             is_here,
             carrier=connection.memory.carrier,
-            round_trip_s=min([await _ping(connection) for _ in range(NUM_PINGS)]),
-            description=await _describe(connection),
+            round_trip_s=round_trip_s,
+            description=description,
         )
 
 

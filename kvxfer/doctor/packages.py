@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvxfer.backends.host.control_groups import read_or_empty
 from kvxfer.backends.nixl.agents import NixlAgent
 from kvxfer.copy_engine.cuda_driver import CudaDriver
 from kvxfer.doctor.finding import Check, Examined, Finding
@@ -13,6 +14,7 @@ from kvxfer.errors import BackendUnavailableError, DeviceUnavailableError
 from kvxfer.integrations.vllm.common.release import installed_version
 
 DEVICES = Path("/dev")
+DRIVER_VERSIONS = Path("/proc/driver/nvidia/version")
 CPU_INFO = Path("/proc/cpuinfo")
 
 FindVersion = Callable[[str], str]
@@ -81,9 +83,17 @@ def check_nixl(make_agent: Callable[[], NixlAgent] = NixlAgent) -> Finding:
 
 
 def check_cuda(
-    devices: Path = DEVICES, open_driver: Callable[[int], CudaDriver] = CudaDriver
+    devices: Path = DEVICES,
+    open_driver: Callable[[int], CudaDriver] = CudaDriver,
+    versions: Path = DRIVER_VERSIONS,
 ) -> Finding:
-    """Check that the driver of a GPU, where there is one, can be used, and copies in batches."""
+    """Check that the driver of a GPU, where there is one, can be used, and copies in batches.
+
+    Args:
+        devices: Folder with the devices of GPUs.
+        open_driver: Opens the driver of a GPU.
+        versions: File with the release of the driver.
+    """
     at = Examined(Check.CUDA, "driver")
     if not any(devices.glob("nvidia[0-9]*")):
         return at.ok("no GPU here")
@@ -95,13 +105,20 @@ def check_cuda(
             why="Caches of a GPU cannot be copied: the engine does not start with kvxfer.",
             mend="pip install 'kvxfer[cuda]'  # and a driver of CUDA 12.8 or later",
         )
+    release = _release_of_driver(versions)
     if driver.has_batch:
-        return at.ok("opens, and copies batches")
+        return at.ok(f"{release} opens, and copies batches")
     return at.warning(
-        "the driver has no cuMemcpyBatchAsync",
+        f"{release} has no cuMemcpyBatchAsync",
         why="Each fragment of a block is copied by a call of its own, several times slower.",
         mend="install a driver of CUDA 12.8 or later",
     )
+
+
+def _release_of_driver(versions: Path) -> str:
+    """Read the release that the kernel has loaded, in `NVRM version: ... Kernel Module  570.86`."""
+    found = re.search(r"\b\d{3,}\.[\d.]+\d", read_or_empty(versions))
+    return f"release {found[0]}" if found else "a driver of an unknown release"
 
 
 def _requirements(extra: str) -> Sequence[str]:

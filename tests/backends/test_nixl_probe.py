@@ -13,10 +13,10 @@ from kvxfer.backends.nixl import (
     NixlBackend,
     NixlConfig,
     StandalonePeer,
-    ask_namespace,
     probe_peer,
 )
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
+from kvxfer.backends.nixl.client_session import ClientSession
 from kvxfer.errors import HandshakeError, PeerClosedError, PeerTimeoutError, ProtocolError
 from kvxfer.storage.keys import Namespace
 from kvxfer.testing import BlockMemory
@@ -76,7 +76,6 @@ async def test_a_holder_tells_its_namespace_and_answers_round_trips(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with standing(NAMESPACE) as peer:
-        assert await ask_namespace(asking(), peer.endpoint) == NAMESPACE
         probe = await probe_peer(asking(), peer.endpoint)
     assert probe.namespace == NAMESPACE
     assert probe.is_here
@@ -99,13 +98,12 @@ async def test_a_holder_without_a_namespace_is_left_without_one() -> None:
     other = BlockMemory([[4096]], num_blocks=1).namespace(model="example/other")
     async with standing() as peer:
         for _ in range(2):
-            assert await ask_namespace(asking(), peer.endpoint) is None
             probe = await probe_peer(asking(), peer.endpoint)
             assert (probe.namespace, probe.carrier) == (None, None)
         config = NixlConfig(address=str(peer.endpoint), transport="socket")
         async with NixlBackend(config, other) as backend:
             assert await backend.lookup(make_keys(1)) == [False]
-            assert await ask_namespace(asking(), peer.endpoint) == other
+            assert (await probe_peer(asking(), peer.endpoint)).namespace == other
 
 
 @pytest.mark.parametrize("settled", [NAMESPACE, None], ids=["settled", "not settled"])
@@ -120,6 +118,18 @@ async def test_another_secret_is_refused_whether_a_namespace_is_settled_or_not(
                 await probe_peer(asking(secret), peer.endpoint)
             assert caught.value.field == "secret"
         assert (await probe_peer(asking(right), peer.endpoint)).namespace == settled
+
+
+async def test_a_holder_that_falls_silent_after_the_handshake_is_named_within_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def say_nothing(_: ClientSession, request: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ClientSession, "_take", say_nothing)
+    async with standing(NAMESPACE) as peer:
+        with pytest.raises(PeerTimeoutError, match=r"a round trip took longer than 0\.5 s"):
+            await probe_peer(asking(timeout_s=0.5), peer.endpoint)
 
 
 async def test_who_is_no_holder_is_named_within_the_deadline() -> None:

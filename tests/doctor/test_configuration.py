@@ -19,6 +19,7 @@ TIERS = {
 }
 HANDOVER = {
     "kv_connector": "KVXferConnector",
+    "kv_connector_module_path": "kvxfer.integrations.vllm",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"revision": "abc"},
 }
@@ -99,16 +100,15 @@ def test_configurations_are_compared_in_the_fields_that_are_known(tmp_path: Path
         arguments = {**engine, "dtype": "float32", "kv_transfer_config": transfer, **changed}
         return write(tmp_path / f"{name}.json", arguments)
 
-    handover, tiers = engine_with("handover", HANDOVER), engine_with("tiers", TIERS)
-    half = engine_with("half", TIERS, dtype="bfloat16")
-    (finding,) = compare([handover, handover], timeout_s=TIMEOUT_S)
-    assert finding.severity is Severity.OK
-    assert "one namespace" in finding.found
-    (finding,) = compare([tiers, tiers], timeout_s=TIMEOUT_S)
+    both = {**HANDOVER, "kv_connector_extra_config": {"revision": "abc", "backend": "host://"}}
+    ours, tiers = engine_with("ours", both), engine_with("tiers", TIERS)
+    half = engine_with("half", HANDOVER, dtype="bfloat16")
+    wrong = engine_with("wrong", TIERS, dtype="float33")
+    (finding,) = compare([ours, tiers], timeout_s=TIMEOUT_S)
     assert finding.severity is Severity.OK
     assert "equal in model, revision, dtype, quantization, config_hash; the rest" in finding.found
-    findings = compare([tiers, half], timeout_s=TIMEOUT_S)
-    assert {finding.subject for finding in findings} == {"dtype", "config_hash"}
-    assert "'float32' in" in findings[1].found
+    (finding,) = compare([ours, half], timeout_s=TIMEOUT_S)
+    assert (finding.severity, finding.subject) == (Severity.ERROR, "dtype")
+    assert "'torch.float32' in" in finding.found
     with pytest.raises(InvalidArgumentError, match=r"wrong\.json.*dtype"):
-        compare([tiers, engine_with("wrong", TIERS, dtype="float33")], timeout_s=TIMEOUT_S)
+        compare([wrong, tiers], timeout_s=TIMEOUT_S)

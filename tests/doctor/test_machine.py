@@ -292,8 +292,11 @@ class Driver:
 def test_a_gpu_whose_driver_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert check_cuda(tmp_path).severity is Severity.OK
     (tmp_path / "nvidia0").touch()
+    versions = tmp_path / "version"
+    versions.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar\n")
     for has_batch, severity in ((True, Severity.OK), (False, Severity.WARNING)):
-        finding = check_cuda(tmp_path, Driver(has_batch=has_batch))
+        finding = check_cuda(tmp_path, Driver(has_batch=has_batch), versions)
+        assert "release 550.54.15" in finding.found
         assert (finding.check, finding.severity) == (Check.CUDA, severity)
         assert is_complete(finding)
 
