@@ -144,7 +144,10 @@ def test_too_few_inodes_are_named(tmp_path: Path) -> None:
 def test_a_medium_that_keeps_nothing_is_named(
     tmp_path: Path, kind: str, severity: Severity
 ) -> None:
-    mounts = f"1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:1 / {tmp_path} rw - {kind} {kind} rw\n"
+    hidden = f"3 1 0:1 / {tmp_path} rw - ntfs ntfs rw\n"
+    mounts = (
+        f"{hidden}2 1 0:1 / {tmp_path} rw - {kind} {kind} rw\n1 0 8:1 / / rw - ext4 /dev/a rw\n"
+    )
     root = make_root(tmp_path / "root", {"proc/self/mountinfo": mounts})
     finding = check_medium(URL, config(tmp_path / "a" / "store"), root=root)
     assert (finding.check, finding.severity) == (Check.STORE_MEDIUM, severity)
