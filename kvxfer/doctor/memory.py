@@ -14,6 +14,11 @@ from kvxfer.units import format_size
 ROOT = Path("/")
 HUGE_PAGES = "sys/kernel/mm/transparent_hugepage/enabled"
 
+GIB = 1 << 30
+
+LEAST_GIB = 16
+"""Size of /dev/shm that is proposed where it is not known how much is needed."""
+
 CONTAINER_DEFAULT_BYTES = 64 << 20
 """Size of /dev/shm in a container of which nothing else was said.
 
@@ -54,13 +59,13 @@ def check_shared_memory(needed_bytes: int = 0, *, folder: Path = SHARED_MEMORY) 
         "Under vLLM, host:// and the tiers below it keep blocks in shared memory: an engine whose "
         "capacity is larger than what is free does not start."
     )
-    mend = "docker run --shm-size=16g ...  # or: mount -o remount,size=16g /dev/shm"
     try:
         found = os.statvfs(folder)
     except OSError as exc:
-        return at.error(f"{folder}: {exc.strerror}", why=why, mend=mend)
+        return at.error(f"{folder}: {exc.strerror}", why=why, mend=_enlarge(needed_bytes))
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     shown = f"{format_size(free)} of {format_size(size)} free"
+    mend = _enlarge(size - free + needed_bytes)
     if needed_bytes > free:
         return at.warning(f"{shown}, {format_size(needed_bytes)} needed", why=why, mend=mend)
     if size <= CONTAINER_DEFAULT_BYTES:
@@ -83,6 +88,12 @@ def check_huge_pages(root: Path = ROOT) -> Finding:
         "slower.",
         mend=f"echo madvise > /{HUGE_PAGES}",
     )
+
+
+def _enlarge(num_bytes: int) -> str:
+    """Say how /dev/shm gets room for some bytes."""
+    size = f"{max(num_bytes // GIB + 1, LEAST_GIB)}g"
+    return f"docker run --shm-size={size} ...  # or: mount -o remount,size={size} /dev/shm"
 
 
 def _fitting(num_bytes: int) -> str:

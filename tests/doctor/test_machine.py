@@ -176,6 +176,8 @@ def test_shared_memory_of_a_container_or_less_than_asked_for_is_named(tmp_path: 
         finding = check_shared_memory(GIB, folder=folder)
         assert finding.severity is Severity.WARNING
         assert "1.0 GiB needed" in finding.found
+        assert "--shm-size=16g" in finding.mend
+        assert "--shm-size=65g" in check_shared_memory(64 * GIB, folder=folder).mend
     assert check_shared_memory(folder=tmp_path / "gone").severity is Severity.ERROR
 
 
