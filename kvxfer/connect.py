@@ -18,6 +18,8 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping, WorkerShard
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.observed_backend import observed
+from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
@@ -57,6 +59,7 @@ def connect(
     max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
+    observers: Sequence[Observer] = (),
 ) -> TransferEngine:
     """Open a backend and an engine that moves blocks of `caches` to and from it.
 
@@ -73,6 +76,7 @@ def connect(
         max_bytes_in_flight: See `TransferEngine`.
         timeout_s: See `TransferEngine`.
         staging_bytes: See `TransferEngine`.
+        observers: Told what happens to blocks, such as `kvxfer.Metrics`.
 
     Returns:
         The engine, to be used as an asynchronous context manager or closed.
@@ -89,7 +93,7 @@ def connect(
     if len(mappings):
         complete = portable_namespace(complete, mappings)
     with ExitStack() as undo:
-        opened = open_backend(backend, complete)
+        opened = open_backend(backend, complete, observers=observers)
         undo.callback(_close, [opened])
         if len(mappings):
             # Staging is below the portable backend, so that each shard has a place of its own in a
@@ -105,6 +109,7 @@ def connect(
             max_bytes_in_flight=max_bytes_in_flight,
             timeout_s=timeout_s,
             staging_bytes=staging_bytes,
+            observers=observers,
         )
         undo.pop_all()
     return engine
@@ -141,27 +146,37 @@ def exchange(
     return PromptExchange(config, caches, namespace, shard=shard, advertise=advertise)
 
 
-def open_backend(backend: BackendChoice | Sequence[BackendChoice], namespace: Namespace) -> Backend:
+def open_backend(
+    backend: BackendChoice | Sequence[BackendChoice],
+    namespace: Namespace,
+    *,
+    observers: Sequence[Observer] = (),
+) -> Backend:
     """Open the backend that a URL or mapping names, or the tiers that several name.
 
     Args:
         backend: As in `connect`.
         namespace: Identity of the stored bytes, groups included.
+        observers: Told what happens to blocks.
 
     Returns:
-        The backend; a `TieredBackend` when there are several.
+        The backend; a `TieredBackend` when there are several, an `ObservedBackend` when a single
+        one has observers.
 
     Raises:
         InvalidArgumentError: No backend, an unknown one, an unknown or wrong parameter; nothing
             is left open.
         CapacityError: There is not as much memory or disk as was configured; nothing is left open.
     """
+    require_instances("observers", observers, Observer)
     parsed = [parse_backend(choice) for choice in _choices(backend)]
     opened: list[Backend] = []
     try:
         for backend_type, config in parsed:
             opened.append(backend_type(config, namespace))
-        return opened[0] if len(opened) == 1 else TieredBackend(opened, namespace)
+        if len(opened) > 1:
+            opened = [TieredBackend(opened, namespace)]
+        return _observe(opened[0], observers)
     except BaseException:
         _close(opened)
         raise
@@ -210,6 +225,15 @@ def complete_namespace(
     if namespace.groups:
         namespace.require_same(complete)
     return complete
+
+
+def _observe(backend: Backend, observers: Sequence[Observer]) -> Backend:
+    if not observers:
+        return backend
+    if isinstance(backend, TieredBackend):  # tells what each tier does
+        backend.observe(Reports(observers))
+        return backend
+    return observed(backend, Reports(observers))
 
 
 def _choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequence[BackendChoice]:

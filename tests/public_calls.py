@@ -31,6 +31,7 @@ from kvxfer.kvcache import (
 )
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage import PromptKeys, StoredTensor
+from kvxfer.storage.observer import Reports
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.job import Direction
 
@@ -274,6 +275,7 @@ VALID_TRANSFERS = {
     "TieredBackend.delete": Valid({"keys": KEYS}, tiers),
     "TieredBackend.load": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
     "TieredBackend.lookup": Valid({"keys": KEYS}, tiers),
+    "TieredBackend.observe": Valid({"reports": Reports()}, tiers),
     "TieredBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
     "PolledEngine": Valid({"caches": CACHES, "backend": backend()}),
     "Slices": Valid({"load_bytes": 8, "store_bytes": 8, "share": 0.5}),

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -38,6 +38,7 @@ from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Gauge, Removal, Reports
 from kvxfer.storage.threads import Threads
 
 STALLED_S = 30.0
@@ -118,6 +119,11 @@ class FileBackend(Backend):
         self._close_timeout_s = config.close_timeout_s
         self._scans = Threads("kvxfer-file-scan", 1)
         self._scans.start(self._scan_store, namespace)
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`."""
+        self._space.observe(reports)
+        reports.watch(self._gauges)
 
     @property
     def num_corrupt(self) -> int:
@@ -309,6 +315,9 @@ class FileBackend(Backend):
         finally:
             self._writing_since.remove(began)
 
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.BREAKER_OPEN: not self._breaker.closed}
+
     def _may_write(self) -> bool:
         if self._writing_since and self._clock() - min(self._writing_since) > STALLED_S:
             self._breaker.trip(f"a write takes longer than {STALLED_S:g} s")
@@ -323,7 +332,8 @@ class FileBackend(Backend):
 
     def _purge(self) -> int:
         found = self._tree.blocks(self._folder.fingerprint)
-        return sum(self._space.remove([each.key for each in found if not each.quarantined]))
+        keys = [each.key for each in found if not each.quarantined]
+        return sum(self._space.remove(keys, reason=Removal.CLEARED))
 
     def _scan_store(self, namespace: Namespace) -> None:
         """Scan the store, log its other namespaces, and collect temporary files of dead writers."""

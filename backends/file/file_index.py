@@ -2,13 +2,14 @@
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.folders.names import FINGERPRINT_DIGITS
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Gauge
 
 FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
 
@@ -72,6 +73,7 @@ class FileIndex:
         self._lock = threading.Lock()
         self._entries: dict[FileId, _Entry] = {}
         self._quarantined: dict[FileId, int] = {}
+        self._walk_result: tuple[list[FileId], list[FileId]] = ([], [])
         self._changes: _WalkChanges | None = None
         self._walked = False
 
@@ -106,23 +108,36 @@ class FileIndex:
                 self._changes.stored.update(files)
                 self._changes.num_bytes_reserved += sum(sizes)
 
-    def settle(self, files: Sequence[FileId], *, stored: Sequence[bool]) -> tuple[int, int]:
+    def settle(
+        self, files: Sequence[FileId], *, stored: Sequence[bool]
+    ) -> tuple[int, int, list[FileId]]:
         """Keep files that were written, the first as the most recently used; drop the others.
 
         Returns:
-            Bytes of the files that were written, and of those that were not.
+            Bytes of the files that were written, and of those that were not; and the files that
+            were removed before they were settled.
         """
         num_written = num_given_back = 0
+        gone: list[FileId] = []
         with self._lock:
             for file, done in reversed(list(zip(files, stored, strict=True))):
                 entry = self._entries[file]
                 if done:
                     num_written += entry.num_bytes
+                    if entry.removed:
+                        gone.append(file)
                     self._make_candidate(file, entry)
                 else:
                     num_given_back += entry.num_bytes
                     self._drop(file)
-        return num_written, num_given_back
+        return num_written, num_given_back, gone
+
+    def gauges(self) -> Mapping[Gauge, float]:
+        """Numbers of known files, of all namespaces; may be called on any thread."""
+        return {
+            Gauge.STORED_BLOCKS: len(self._entries),
+            Gauge.QUARANTINED_BLOCKS: len(self._quarantined),
+        }
 
     def touch(self, files: Sequence[FileId]) -> list[FileId]:
         """Count a use, the first file's as the last; return files whose use to note on the disk."""
@@ -217,15 +232,21 @@ class FileIndex:
             self._learn(learned, present)
         return total, changes.num_bytes_reserved
 
+    def take_changes(self) -> tuple[list[FileId], list[FileId]]:
+        """Return the files that the last walk added, and those that it dropped, once."""
+        changes, self._walk_result = self._walk_result, ([], [])
+        return changes
+
     def abandon_walk(self) -> None:
         """Stop noting changes: the walk has failed."""
         with self._lock:
             self._changes = None
 
     def _learn(self, found: Sequence[tuple[FileId, FoundBlock]], present: set[FileId]) -> None:
-        for file in [file for file in self._entries if file not in present]:
-            if not self._entries[file].held:
-                self._drop(file)
+        vanished = [f for f, each in self._entries.items() if f not in present and not each.held]
+        for file in vanished:
+            self._drop(file)
+        self._walk_result = [f for f, _ in found if f not in self._entries], vanished
         newer = [] if self._walked else [f for f, entry in self._entries.items() if not entry.held]
         self._walked = True
         for file, block in found:

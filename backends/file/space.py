@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvxfer.backends.file.file_index import FileId, FileIndex, Victim, file_ids, key_in
 from kvxfer.backends.file.folders.block_tree import BlockTree
@@ -15,6 +15,7 @@ from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.header import padded
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Gauge, Removal, Reports
 
 MIN_FREE_FILES = 32
 """Files that stay free where their number is limited: for claims, folders, and other programs."""
@@ -66,6 +67,13 @@ class Space:
         self._scanned = threading.Event()
         self._next_scan = 0.0
         self._must_rescan = False
+        self._reports = Reports()
+        self._gone: dict[tuple[str, Removal], list[BlockKey]] = {}  # and not told yet
+
+    def observe(self, reports: Reports) -> None:
+        """Tell these reports of files that come and go, and how much room they take."""
+        self._reports = reports
+        reports.watch(self._gauges)
 
     def scan(self) -> None:
         """Walk through the tree: collect files of dead writers, find blocks, and recount.
@@ -137,7 +145,10 @@ class Space:
     def settle(self, keys: Sequence[BlockKey], *, stored: Sequence[bool]) -> None:
         """Make reserved files candidates for eviction, or give their room back."""
         files = self._files(keys)
-        num_written, num_given_back = self._index.settle(files, stored=stored)
+        # First: once they are candidates for eviction, another thread may tell that they are gone.
+        self._reports.added([key for key, done in zip(keys, stored, strict=True) if done])
+        num_written, num_given_back, gone = self._index.settle(files, stored=stored)
+        self._reports.removed(self._our_keys(gone), Removal.DELETED)
         with contextlib.suppress(OSError):  # if it fails, the count stays too high
             self._ledger.settle(num_written)
         if num_given_back:
@@ -160,19 +171,29 @@ class Space:
         Raises:
             OSError: It can be neither moved nor removed.
         """
-        try:
-            was_there = self._folder.quarantine(key, fd)
-        except OSError:
-            return self.discard(key, fd)
+        was_there: bool | None = None
+        # Locked, so that nobody stores the key anew before it was told that it is gone.
         with contextlib.suppress(OSError), self._ledger.locked():
+            was_there = self._quarantine(key, fd)
             num_bytes = self._folder.quarantined_size(key)
             if num_bytes is not None:
                 (file,) = self._files([key])
                 replaced = self._index.quarantine(file, padded(num_bytes))
                 self._ledger.remove(replaced)
+        if was_there is not None:
+            return was_there
+        try:
+            return self._quarantine(key, fd)
+        except OSError:
+            return self.discard(key, fd, reason=Removal.CORRUPT)
+
+    def _quarantine(self, key: BlockKey, fd: int) -> bool:
+        was_there = self._folder.quarantine(key, fd)
+        if was_there:
+            self._reports.removed([key], Removal.CORRUPT)
         return was_there
 
-    def discard(self, key: BlockKey, fd: int) -> bool:
+    def discard(self, key: BlockKey, fd: int, *, reason: Removal = Removal.REPLACED) -> bool:
         """Remove the open file of a key.
 
         Returns:
@@ -186,9 +207,10 @@ class Space:
             if was_there:
                 self._ledger.remove(padded(os.fstat(fd).st_size))
                 self._index.remove(*self._files([key]))
+                self._reports.removed([key], reason)
         return was_there
 
-    def remove(self, keys: Sequence[BlockKey]) -> list[bool]:
+    def remove(self, keys: Sequence[BlockKey], *, reason: Removal = Removal.DELETED) -> list[bool]:
         """Remove the files of keys; return for each whether it was there.
 
         Raises:
@@ -198,11 +220,15 @@ class Space:
         with self._ledger.locked():
             sizes = self._folder.sizes(keys)
             files = self._files(keys)
-            for index, (key, file, size) in enumerate(zip(keys, files, sizes, strict=True)):
-                if size is not None and self._folder.remove(key):
-                    removed[index] = True
-                    self._ledger.remove(padded(size))
-                    self._index.remove(file)
+            try:
+                for index, (key, file, size) in enumerate(zip(keys, files, sizes, strict=True)):
+                    if size is not None and self._folder.remove(key):
+                        removed[index] = True
+                        self._ledger.remove(padded(size))
+                        self._index.remove(file)
+            finally:
+                gone = [key for key, is_gone in zip(keys, removed, strict=True) if is_gone]
+                self._reports.removed(gone, reason)
         return removed
 
     def _scan(self) -> None:
@@ -220,6 +246,7 @@ class Space:
             raise
         with self._ledger.locked():
             total, reserved = self._index.end_walk(found)
+            self._tell_walk(*self._index.take_changes())
             added_by_others = self._ledger.added - added_before - reserved
             self._ledger.recount(total + reserved_by_others + added_by_others)
 
@@ -239,13 +266,36 @@ class Space:
             raise
         return fitting
 
+    def _tell_walk(self, appeared: Sequence[FileId], vanished: Sequence[FileId]) -> None:
+        """Tell which files of our namespace a walk found, and which it did not find any more."""
+        if self._reports:
+            self._reports.removed(self._our_keys(vanished), Removal.VANISHED)
+            self._reports.added(self._our_keys(appeared))
+
+    def _our_keys(self, files: Sequence[FileId]) -> list[BlockKey]:
+        ours = bytes.fromhex(self._folder.fingerprint)
+        return [key_in(file) for file in files if file.startswith(ours)]
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        """State of the store, as of its last change by this process; asks nothing of the disk."""
+        return {
+            Gauge.CAPACITY_BYTES: self._capacity_bytes,
+            Gauge.USED_BYTES: self._ledger.used,
+            **self._index.gauges(),
+        }
+
     @contextlib.contextmanager
     def _spared(self, keys: Sequence[BlockKey]) -> Iterator[None]:
+        """Hold files back from eviction; tell what was evicted instead of them at the end."""
         held = self._index.hold(self._files(keys))
         try:
             yield
         finally:
             self._index.release(held)
+            gone, self._gone = self._gone, {}
+            for (fingerprint, reason), victims in gone.items():
+                namespace = "" if fingerprint == self._folder.fingerprint else fingerprint
+                self._reports.removed(victims, reason, namespace=namespace)
 
     def _make_room(self, needed: Sequence[int], free_bytes: float, free_files: float) -> int:
         """Evict until files of these bytes fit, or nothing is left; return how many fit."""
@@ -271,7 +321,11 @@ class Space:
             folder = self._folder
             if victim.fingerprint != folder.fingerprint:
                 folder = opened.enter_context(self._tree.folder(victim.fingerprint))
-            if not _remove(folder, victim):  # another process did, and has counted it
+            is_removed = _remove(folder, victim)
+            if self._reports and not victim.quarantined:
+                reason = Removal.EVICTED if is_removed else Removal.VANISHED
+                self._gone.setdefault((victim.fingerprint, reason), []).append(victim.key)
+            if not is_removed:  # another process did, and has counted it
                 return 0
             self._ledger.remove(victim.num_bytes)
             return 1 + (with_folder and folder.remove_if_empty(victim.key))

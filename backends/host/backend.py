@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
@@ -38,6 +38,7 @@ from kvxfer.storage.lending import (
     ReservedBlocks,
     require_parts_in_blocks,
 )
+from kvxfer.storage.observer import Gauge, Removal, Reports
 from kvxfer.storage.threads import Threads
 from kvxfer.units import ByteSize
 
@@ -115,12 +116,18 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
         self._lock = threading.Lock()  # of the index, which `load` and `begin_store` use on threads
+        self._reports = Reports()
         self.regions = [self._pool.region, self._pool.generations.region]
 
     @property
     def num_slots(self) -> int:
         """Number of blocks that fit."""
         return self._index.num_slots
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`."""
+        self._reports = reports
+        reports.watch(self._gauges)
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach` and `HostPool.attach`."""
@@ -176,13 +183,15 @@ class HostBackend(LendingBackend, ImmediateMover):
                 stored = True
             finally:
                 self._index.finish_store(plan.keys, stored=stored)
+                self._reports.added(plan.keys if stored else [])
         return Begun(self._outcomes(keys, plan))
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""
         self._guard.check_batch(keys)
         with self._lock:
-            removed = set(self._index.remove(keys))
+            removed = dict.fromkeys(self._index.remove(keys))
+            self._reports.removed(list(removed), Removal.DELETED)
         return [key in removed for key in keys]
 
     @asynccontextmanager
@@ -303,8 +312,8 @@ class HostBackend(LendingBackend, ImmediateMover):
 
     def _outcomes(self, keys: Sequence[BlockKey], plan: StorePlan) -> list[Outcome]:
         """Make the outcomes of a store that was done."""
-        refused = dict.fromkeys(plan.refused, _no_room(self.num_slots))
-        return [refused.get(key, DONE) for key in keys]
+        no_room, refused = _no_room(self.num_slots), set(plan.refused)
+        return [no_room if key in refused else DONE for key in keys]
 
     @contextmanager
     def _storing(self, keys: Sequence[BlockKey]) -> Iterator[list[BlockKey]]:
@@ -316,7 +325,9 @@ class HostBackend(LendingBackend, ImmediateMover):
             finally:
                 kept = set(stored)
                 with self._lock:
-                    self._index.finish_store([key for key in keys if key in kept], stored=True)
+                    arrived = [key for key in keys if key in kept]
+                    self._index.finish_store(arrived, stored=True)
+                    self._reports.added(arrived)
                     self._index.finish_store([key for key in keys if key not in kept], stored=False)
 
     async def _begin_store(
@@ -336,10 +347,15 @@ class HostBackend(LendingBackend, ImmediateMover):
         A stored block that lacks some of these bytes of its chunk is quarantined first, so that all
         are stored; its readers may go on.
         """
+        replaced = []
         for key, start, stop in zip(keys, starts, stops, strict=True):
             if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), start, stop):
                 self._index.quarantine(key)
-        return self._index.begin_store(keys)
+                replaced.append(key)
+        plan = self._index.begin_store(keys)
+        self._reports.removed(replaced, Removal.REPLACED)
+        self._reports.removed(plan.evicted, Removal.EVICTED)
+        return plan
 
     def _count_hashed(
         self, keys: Sequence[BlockKey], slots: Sequence[int], sizes: Sequence[int]
@@ -361,6 +377,10 @@ class HostBackend(LendingBackend, ImmediateMover):
             with self._lock:
                 if key in self._index and self._index.slot_of(key) == slot:  # not stored anew since
                     self._index.quarantine(key)
+                    self._reports.removed([key], Removal.CORRUPT)
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return self._index.gauges(self._pool.shape.slot_size_bytes)
 
     def _is_ready(self, key: BlockKey) -> bool:
         return self._index.state(key) in (BlockState.READY, BlockState.LOADING)

@@ -31,6 +31,7 @@ from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outco
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
+from kvxfer.storage.observer import Reports
 
 T = TypeVar("T")
 
@@ -112,6 +113,12 @@ class NixlBackend(Backend):
     def server(self) -> Server | None:
         """Server of the blocks of this process, if there is one."""
         return self._exchange.server
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`; with `capacity` also of the blocks of peers in this process."""
+        if self._opened is not None:
+            self._opened.observe(reports)
+        self._exchange.observe(reports)
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach`. Blocks elsewhere on the host are copied to registered memory first.

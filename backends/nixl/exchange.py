@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from kvxfer.backends.nixl.agents import (
@@ -29,6 +29,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.leases import LeaseDesk
 from kvxfer.storage.lending import LendingBackend
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.storage.staging_memory import StagingMemory
 
 SETTLE_S = 0.5
@@ -124,6 +125,12 @@ class Exchange:
     def statistics(self) -> dict[str, tuple[str, PeerStatistics]]:
         """Carrier and statistics of each peer."""
         return {str(e): (p.reconnect.carrier, p.statistics) for e, p in self.clients.items()}
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`: peers that are connected, either way, and their pins."""
+        reports.watch(self._gauges)
+        if self._server is not None:
+            reports.watch(self._server.gauges)
 
     @property
     def num_quarantined_bytes(self) -> int:
@@ -265,6 +272,13 @@ class Exchange:
             await client.reconnect.wait_closed()
         await self._quarantine.drain()
         await self._hasher.aclose()
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        clients = list(self.clients.values())
+        return {
+            Gauge.PEERS: sum(client.reconnect.is_connected for client in clients),
+            Gauge.QUARANTINED_BYTES: self._quarantine.num_bytes,
+        }
 
     def _close_idle(self, surplus: int) -> None:
         """Close so many clients, the least recently used of those that are idle."""

@@ -59,6 +59,11 @@ class Reconnect:
         return connection.memory.carrier if connection and connection.is_open else "not connected"
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the connection is open at this moment."""
+        return self._connection is not None and self._connection.is_open
+
+    @property
     def holds_tickets(self) -> bool:
         """Whether the holder may hold tickets for the present connection."""
         connection = self._connection

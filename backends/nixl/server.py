@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from kvxfer.errors import (
     ProtocolError,
 )
 from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import Gauge
 from kvxfer.text import printable
 
 ACCEPT_PAUSE_S = 0.1
@@ -87,7 +88,13 @@ class Server:
     @property
     def sessions(self) -> list[ClientSession]:
         """Sessions of the peers that are connected."""
-        return [session for session, _ in self._sessions.values()]
+        return [session for session, _ in list(self._sessions.values())]
+
+    def gauges(self) -> Mapping[Gauge, float]:
+        """State of the server for observers; may be called on any thread."""
+        sessions = self.sessions
+        pins = sum(session.num_pins for session in sessions)
+        return {Gauge.PEERS: len(sessions), Gauge.PINS: pins}
 
     @property
     def num_unproven(self) -> int:

@@ -22,6 +22,8 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.lending import Lender, StagedLender
+from kvxfer.storage.observed_backend import unwrapped
+from kvxfer.storage.observer import Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.storage.threads import Threads
 from kvxfer.tiering import TieredBackend
@@ -93,6 +95,10 @@ class StandalonePeer:
         """Port for data connections; known once it listens."""
         return self._server.data_port
 
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`; the blocks are observed by whoever opens their backend."""
+        reports.watch(self._server.gauges)
+
     async def start(self) -> None:
         """Reserve the memory of a namespace that is known, and begin to listen.
 
@@ -163,7 +169,7 @@ class StandalonePeer:
         backend.attach(lender.regions)
         self._node.add_memory(lender.regions)
         self._opened = namespace, backend, lender
-        tiers = backend.tiers if isinstance(backend, TieredBackend) else [backend]
+        tiers = backend.tiers if isinstance(backend, TieredBackend) else [unwrapped(backend)]
         sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
         logger.info(
             "settled namespace %s of %r: %d slots of %s in host memory, tiers below: %d",

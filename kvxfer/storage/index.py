@@ -2,12 +2,13 @@
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Gauge
 
 
 class BlockState(enum.Enum):
@@ -119,6 +120,14 @@ class BlockIndex:
     def keys(self) -> list[BlockKey]:
         """Every key of the index, in any state."""
         return list(self._entries)
+
+    def gauges(self, slot_size_bytes: int) -> Mapping[Gauge, float]:
+        """State of the index for observers; of any thread, and so maybe of different moments."""
+        return {
+            Gauge.CAPACITY_BYTES: self._num_slots * slot_size_bytes,
+            Gauge.USED_BYTES: (self._num_slots - len(self._free_slots)) * slot_size_bytes,
+            Gauge.STORED_BLOCKS: len(self._entries),
+        }
 
     def state(self, key: BlockKey) -> BlockState | None:
         """State of a block, None when there is none under this key."""

@@ -1,5 +1,6 @@
 """Test kit for backends of third parties; needs pytest and hypothesis."""
 
+from kvxfer.storage.observer import Operation
 from kvxfer.testing.backend_tests import BackendTests
 from kvxfer.testing.block_memory import BlockMemory
 from kvxfer.testing.conformance.wrapping import WrapperTests
@@ -10,7 +11,6 @@ from kvxfer.testing.faulty_backend import (
     FaultRates,
     FaultyBackend,
     InjectedFault,
-    Operation,
 )
 from kvxfer.testing.state_machine import BackendStateMachine
 

@@ -15,18 +15,10 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Operation
 from kvxfer.testing.payloads import copy_blocks, flip_bit
 
 UNTIL_WAITING_TIMEOUT_S = 10.0
-
-
-class Operation(enum.Enum):
-    """Operation of a backend."""
-
-    LOOKUP = "lookup"
-    STORE = "store"
-    LOAD = "load"
-    DELETE = "delete"
 
 
 class Fault(enum.Enum):

@@ -3,14 +3,16 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import TypeVar
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
 from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Asked, Cause, Gauge, Observable, Operation, Reports
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.timeouts import TierTimeouts
@@ -32,6 +34,10 @@ class IsolatedTier:
         backend: The backend.
         timeouts: Deadlines of its calls.
         num_buffers: Staging buffers that the tier may use at one time.
+
+    Attributes:
+        index, backend: As given.
+        reports: Reports of this tier.
     """
 
     def __init__(
@@ -44,11 +50,19 @@ class IsolatedTier:
     ) -> None:
         self.index = index
         self.backend = backend
+        self.reports = Reports()
         self._timeouts = timeouts
         self._name = f"tier {index} ({type(backend).__name__})"
         self._calls = Calls()
         self._suspension = Suspension(self._name, timeouts.pause_s)
         self._share = asyncio.Semaphore(num_buffers)
+
+    def observe(self, reports: Reports) -> None:
+        """Tell these reports what is moved, and let the backend tell what it knows."""
+        self.reports = reports
+        if isinstance(self.backend, Observable):
+            self.backend.observe(reports)
+        reports.watch(self._gauges)
 
     @property
     def is_available(self) -> bool:
@@ -57,36 +71,40 @@ class IsolatedTier:
 
     async def lookup(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
         """Look up which of `keys` are present; none when the backend fails or is late."""
-        if not keys or not self.is_available:
+        if not keys or not self._may_call(Operation.LOOKUP, keys):
             return set()
-        what = f"lookup of {len(keys)} blocks"
-        found = await self._ask(what, self._timeouts.lookup_s, self.backend.lookup(keys))
+        what, began = f"lookup of {len(keys)} blocks", time.perf_counter()
+        call = self.backend.lookup(keys)
+        found = await self._ask(Operation.LOOKUP, what, len(keys), self._timeouts.lookup_s, call)
         if found is None or len(found) != len(keys):
             return set()
+        if self.reports:
+            seconds = time.perf_counter() - began
+            self.reports.tell(Asked(self.reports.tier, keys, found, seconds))
         return {key for key, there in zip(keys, found, strict=True) if there}
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; every block is `FAILED` when the backend fails."""
-        return await self._move("store", keys, blocks)
+        return await self._move(Operation.STORE, keys, blocks, Cause.REQUEST)
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; every block is `FAILED` when the backend fails."""
-        return await self._move("load", keys, blocks)
+        return await self._move(Operation.LOAD, keys, blocks, Cause.REQUEST)
 
-    async def store_in_time(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Store with a deadline: every block is `TIMED_OUT` after `TierTimeouts.move_s`."""
-        return await self._move_in_time(self.store, keys, blocks)
+    def copying(self, operation: Operation, cause: Cause) -> Move:
+        """Make a store or load with a deadline, for copies between tiers.
 
-    async def load_in_time(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
-        """Load with a deadline: every block is `TIMED_OUT` after `TierTimeouts.move_s`."""
-        return await self._move_in_time(self.load, keys, blocks)
+        Every block is `TIMED_OUT` after `TierTimeouts.move_s`.
+        """
+        return partial(self._move_in_time, operation, cause)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`; False for every key when the backend fails or is late."""
         deleted = None
-        if self.is_available:
-            what = f"delete of {len(keys)} blocks"
-            deleted = await self._ask(what, self._timeouts.move_s, self.backend.delete(keys))
+        if self._may_call(Operation.DELETE, keys):
+            what, call = f"delete of {len(keys)} blocks", self.backend.delete(keys)
+            timeout_s = self._timeouts.move_s
+            deleted = await self._ask(Operation.DELETE, what, len(keys), timeout_s, call)
         return deleted or [False] * len(keys)
 
     async def drain(self) -> None:
@@ -107,36 +125,57 @@ class IsolatedTier:
         """Hold a staging buffer for blocks on their way from or to this tier."""
         return staging.hold(sizes, starts, share=self._share)
 
-    async def _ask(self, what: str, timeout_s: float | None, call: Awaitable[T]) -> T | None:
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.SUSPENDED: not self.is_available}
+
+    def _may_call(self, operation: Operation, keys: Sequence[BlockKey]) -> bool:
+        """Whether the backend may be called; tells that a call is skipped."""
+        is_available = self.is_available
+        if not is_available:
+            self.reports.skipped(operation, keys)
+        return is_available
+
+    async def _ask(
+        self,
+        operation: Operation,
+        what: str,
+        num_blocks: int,
+        timeout_s: float | None,
+        call: Awaitable[T],
+    ) -> T | None:
         """Await an answer; None when the backend fails or is late."""
         try:
             return await self._calls.wait_for(timeout_s, call)
         except Exception as exc:
             if timeout_s is not None and type(exc) is TimeoutError:
                 self._suspension.begin(time.monotonic(), what, timeout_s)
+                self.reports.late(operation, num_blocks)
             else:
                 logger.warning("%s: %s failed", self._name, what, exc_info=True)
         return None
 
     async def _move_in_time(
-        self, move: Move, keys: Sequence[BlockKey], blocks: Descriptors
+        self, operation: Operation, cause: Cause, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
-        call = f"moving {len(keys)} blocks"
-        outcomes = await self._ask(call, self._timeouts.move_s, move(keys, blocks))
+        what, timeout_s = f"moving {len(keys)} blocks", self._timeouts.move_s
+        call = self._move(operation, keys, blocks, cause)
+        outcomes = await self._ask(operation, what, len(keys), timeout_s, call)
         reason = f"{self._name} took longer than {self._timeouts.move_s:g} s"
         late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
         return [late] * len(keys) if outcomes is None else list(outcomes)
 
     async def _move(
-        self, verb: str, keys: Sequence[BlockKey], blocks: Descriptors
+        self, operation: Operation, keys: Sequence[BlockKey], blocks: Descriptors, cause: Cause
     ) -> list[Outcome]:
         """Move a batch and log its failures once; after a missed deadline every load is a miss."""
-        if not self.is_available:
+        is_store = operation is Operation.STORE
+        if not self._may_call(operation, keys):
             unavailable = Outcome(Status.TIMED_OUT, reason=f"{self._name} does not answer")
-            return [MISSING if verb == "load" else unavailable] * len(keys)
-        name = f"{self._name}: {verb}"
-        move: Move = self.backend.store if verb == "store" else self.backend.load
-        outcomes = await call_backend(move, keys, blocks, name=name)
+            return [unavailable if is_store else MISSING] * len(keys)
+        name = f"{self._name}: {operation}"
+        move: Move = self.backend.store if is_store else self.backend.load
+        call = call_backend(move, keys, blocks, name=name)
+        outcomes = await self.reports.move(operation, keys, blocks, call, cause=cause)
         reasons = [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]
         if reasons:
             text = "%s of %d of %d blocks failed: %s"

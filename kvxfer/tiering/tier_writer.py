@@ -11,6 +11,7 @@ from kvxfer.storage.backend import Status
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Cause, Gauge, Operation
 from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.write_back_queue import WriteBackQueue
@@ -66,11 +67,16 @@ class TierWriter:
         self._settled = asyncio.Event()
         self._settled.set()
 
+    def observe(self) -> None:
+        """Tell the reports of the tier how many blocks wait for it."""
+        self._target.reports.watch(self._gauges)
+
     def add(self, blocks: Mapping[BlockKey, StoredBlock]) -> None:
         """Queue blocks; the oldest are dropped when there are too many."""
         if num_dropped := self.queue.add(blocks):
             text = "tier %d is too slow: %d blocks are not written back there"
             logger.warning(text, self._target.index, num_dropped)
+            self._target.reports.not_written_back(num_dropped)
         if len(self.queue) and (self._worker is None or self._worker.done()):
             self._settled.clear()
             self._worker = asyncio.create_task(self._copy_all())
@@ -93,6 +99,9 @@ class TierWriter:
         if self._worker is not None:
             self._worker.cancel()
             await wait_despite_cancel(asyncio.gather(self._worker, return_exceptions=True))
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.WRITE_BACK_BLOCKS: len(self.queue)}
 
     async def _copy_all(self) -> None:
         try:
@@ -122,12 +131,14 @@ class TierWriter:
         source = self._tiers[blocks[0].source]
         sizes, starts = [one.num_bytes for one in blocks], [one.start for one in blocks]
         async with self._target.hold(self._staging, sizes, starts) as staged:
-            loaded = await staged.move(source.load_in_time, keys, staged.blocks)
+            load = source.copying(Operation.LOAD, Cause.WRITE_BACK)
+            loaded = await staged.move(load, keys, staged.blocks)
             there = [index for index, outcome in enumerate(loaded) if outcome.done]
             if not there:
                 return
             keys, found = [keys[index] for index in there], staged.blocks.take(there)
-            outcomes = await staged.move(self._target.store_in_time, keys, found)
+            store = self._target.copying(Operation.STORE, Cause.WRITE_BACK)
+            outcomes = await staged.move(store, keys, found)
         failures = {Status.FAILED, Status.TIMED_OUT}
         failed = {k for k, each in zip(keys, outcomes, strict=True) if each.status in failures}
         stored = [key for key in keys if key not in failed]

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -19,6 +21,8 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.observed_backend import medium_of
+from kvxfer.storage.observer import Cause, LookedUp, Operation, Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
@@ -130,7 +134,21 @@ class TieredBackend(Backend):
         self._writers = [
             TierWriter(self._tiers, tier, self._staging, self._locks) for tier in self._lower
         ]
+        self._reports = Reports()
         self.attach([self._staging.region])
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`; a tier is named after its medium, such as "file", "file_2"."""
+        require_instance("reports", reports, Reports)
+        self._reports = reports
+        media: Counter[str] = Counter()
+        for tier in self._tiers:
+            medium = medium_of(tier.backend)
+            media[medium] += 1
+            name = medium if media[medium] == 1 else f"{medium}_{media[medium]}"
+            tier.observe(reports.of(name))
+        for writer in self._writers:
+            writer.observe()
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach`."""
@@ -150,11 +168,15 @@ class TieredBackend(Backend):
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`. Blocks of lower tiers are verified and promoted first."""
         self._guard.check_batch(keys)
+        began = time.perf_counter()
         moving = {key for key in keys if key in self._locks}
         found = await self._find(keys)
         if lost := [key for key in keys if key not in found and self._is_moving(key, moving)]:
             await self._locks.wait(lost)
             found |= await self._find(lost)
+        if self._reports:
+            tiers = [found.get(key, "") for key in keys]
+            self._reports.tell(LookedUp(keys, tiers, time.perf_counter() - began))
         return [key in found for key in keys]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -241,12 +263,17 @@ class TieredBackend(Backend):
         except TimeoutError:
             logger.warning("staging memory is still in use after %g s", self._close_s)
 
-    async def _find(self, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Find the keys that the first tier has, or that were verified in a lower one."""
-        found = await self._first.lookup(keys)
+    async def _find(self, keys: Sequence[BlockKey]) -> dict[BlockKey, str]:
+        """Find the keys that the first tier has, or that were verified in a lower one.
+
+        Returns:
+            For each key that was found, the name of its tier.
+        """
+        found = dict.fromkeys(await self._first.lookup(keys), self._first.reports.tier)
         for tier in self._lower:
             below = await tier.lookup([key for key in keys if key not in found])
-            found |= await self._promote(tier, [key for key in keys if key in below])
+            verified = await self._promote(tier, [key for key in keys if key in below])
+            found |= dict.fromkeys(verified, tier.reports.tier)
         return found
 
     async def _promote(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
@@ -265,12 +292,14 @@ class TieredBackend(Backend):
     async def _promote_batch(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
         sizes = [self._chunk_size(key) for key in keys]
         async with tier.hold(self._staging, sizes, [0] * len(keys)) as staged:
-            loaded = await staged.move(tier.load_in_time, keys, staged.blocks)
+            load = tier.copying(Operation.LOAD, Cause.PROMOTION)
+            loaded = await staged.move(load, keys, staged.blocks)
             intact = [index for index, outcome in enumerate(loaded) if outcome.done]
             verified = [keys[index] for index in intact]
             if intact:  # verified, also if the first tier has no room for them
                 blocks = staged.blocks.take(intact)
-                await staged.move(self._first.store_in_time, verified, blocks)
+                store = self._first.copying(Operation.STORE, Cause.PROMOTION)
+                await staged.move(store, verified, blocks)
         return set(verified)
 
     async def _store_where_found(

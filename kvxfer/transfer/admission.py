@@ -35,6 +35,11 @@ class Admission:
         """Bytes of the transfers that were admitted and have not ended."""
         return self._bytes_in_flight
 
+    @property
+    def num_waiting(self) -> int:
+        """Transfers that wait for their turn."""
+        return len(self._waiting)
+
     def has_room(self, num_bytes: int) -> bool:
         """Whether a transfer would be admitted now, if none waited."""
         return self._bytes_in_flight + min(num_bytes, self._max_bytes) <= self._max_bytes

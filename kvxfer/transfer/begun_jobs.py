@@ -13,6 +13,7 @@ from kvxfer.checks import require_number, set_counts
 from kvxfer.kvcache.memory_region import HOST
 from kvxfer.storage.backend import Begun, BlockMover, ImmediateMover, Outcome, Status
 from kvxfer.storage.calls import MARK_PAUSE_S, begin_call, poll_begun
+from kvxfer.storage.observer import Operation, Reports
 from kvxfer.transfer.cache_memory import CacheMemory
 from kvxfer.transfer.job import Direction, Job, JobId, Piece
 
@@ -64,12 +65,16 @@ class BegunJobs:
         backend: Mover that reaches the memory of the caches.
         memory: The memory of the caches.
         slices: Bytes to move at a time.
+        reports: Reports of the engine.
     """
 
-    def __init__(self, backend: BlockMover, memory: CacheMemory, slices: Slices) -> None:
+    def __init__(
+        self, backend: BlockMover, memory: CacheMemory, slices: Slices, reports: Reports
+    ) -> None:
         self._backend = backend if isinstance(backend, ImmediateMover) else None
         self._memory = memory
         self._slices = slices
+        self._reports = reports
         self._begun: dict[JobId, _BegunJob] = {}
         self._ended: deque[Job] = deque()
         self._looked_s = time.monotonic()
@@ -219,7 +224,8 @@ class BegunJobs:
                 each.pieces.popleft()
                 self._note(job, piece, outcomes)
         if job.deadline is not None and job.deadline <= time.monotonic():
-            job.end(Status.TIMED_OUT, "deadline passed")
+            num_left = job.end(Status.TIMED_OUT, "deadline passed")
+            self._reports.late(Operation[job.direction.name], num_left)
 
     def _note(self, job: Job, piece: Piece, outcomes: list[Outcome]) -> None:
         for index, outcome in enumerate(outcomes, piece.start):
@@ -232,6 +238,7 @@ class BegunJobs:
             return
         if not each.reported:
             each.reported = True
+            each.job.tell(self._reports)
             self._ended.append(each.job)
         if each.transfer is None:
             self._begun.pop(each.job.job_id, None)

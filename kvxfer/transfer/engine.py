@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Operation
 from kvxfer.transfer.job import Direction
 from kvxfer.transfer.polled_engine import PolledEngine
 
@@ -121,6 +122,7 @@ class TransferEngine(PolledEngine[Backend]):
             return await self._calls.wait_for(timeout_s, self.backend.lookup(keys))
         except TimeoutError:
             logger.warning("lookup of %d blocks: no answer in %s s", len(keys), timeout_s)
+            self._reports.late(Operation.LOOKUP, len(keys))
             return [False] * len(keys)
 
     async def _flush(self, timeout_s: float | None) -> bool:

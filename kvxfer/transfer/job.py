@@ -9,6 +9,7 @@ from typing import NewType
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Ended, Operation, Reports
 
 JobId = NewType("JobId", int)
 
@@ -61,6 +62,7 @@ class Job:
         deadline: Deadline on the clock of `time.monotonic`, None for no limit.
         in_backend: Per block, whether it was passed to the backend.
         outcomes: Per block, None until it has one.
+        waited_s: Longest time that a piece waited for its turn.
     """
 
     job_id: JobId
@@ -71,6 +73,7 @@ class Job:
     submitted: float = field(default_factory=time.monotonic)
     in_backend: list[bool] = field(init=False)
     outcomes: list[Outcome | None] = field(init=False)
+    waited_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.in_backend = [False] * len(self.keys)
@@ -89,12 +92,33 @@ class Job:
             for start, stop in self.blocks.cut(max_bytes)
         ]
 
-    def end(self, status: Status, reason: str) -> None:
-        """Set the outcome of blocks that have none; memory passed to the backend is not safe."""
-        for index, outcome in enumerate(self.outcomes):
-            if outcome is None:
-                safe = not self.in_backend[index]
-                self.outcomes[index] = Outcome(status, memory_safe=safe, reason=reason)
+    def end(self, status: Status, reason: str) -> int:
+        """Set the outcome of blocks that have none; memory passed to the backend is not safe.
+
+        Returns:
+            How many had none.
+        """
+        left = [index for index, outcome in enumerate(self.outcomes) if outcome is None]
+        for index in left:
+            safe = not self.in_backend[index]
+            self.outcomes[index] = Outcome(status, memory_safe=safe, reason=reason)
+        return len(left)
+
+    def tell(self, reports: Reports) -> None:
+        """Tell observers that the job has ended, and how."""
+        if reports:
+            result = self.finished()
+            operation = Operation[self.direction.name]
+            reports.tell(
+                Ended(
+                    operation,
+                    self.keys,
+                    result.outcomes,
+                    result.num_bytes,
+                    result.seconds,
+                    self.waited_s,
+                )
+            )
 
     def finished(self) -> FinishedJob:
         """Make the result of the job, once every block has an outcome."""

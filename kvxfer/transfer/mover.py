@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvxfer.storage.backend import BlockMover, Outcome, Status
 from kvxfer.storage.calls import call_backend
+from kvxfer.storage.observer import Gauge, Operation, Reports
 from kvxfer.transfer.admission import Admission
 from kvxfer.transfer.begun_jobs import BegunJobs, Slices
 from kvxfer.transfer.cache_memory import CacheMemory
@@ -24,13 +25,19 @@ class JobMover:
         memory: The memory of the caches.
         max_bytes_in_flight: Bound on the bytes handed to the backend at one time.
         slices: Bytes to move at a time on the thread of the serving engine.
+        reports: Reports of the engine.
 
     Attributes:
         begun: Jobs that need no event loop. Loads of these go before whatever is moved here.
     """
 
     def __init__(
-        self, backend: BlockMover, memory: CacheMemory, max_bytes_in_flight: int, slices: Slices
+        self,
+        backend: BlockMover,
+        memory: CacheMemory,
+        max_bytes_in_flight: int,
+        slices: Slices,
+        reports: Reports,
     ) -> None:
         self._backend = backend
         self._memory = memory
@@ -38,7 +45,9 @@ class JobMover:
         self._max_piece = max(1, max_bytes_in_flight // PIECES_IN_FLIGHT)
         self._moving: dict[asyncio.Task[None], JobId] = {}
         self._settling: dict[asyncio.Task[None], JobId] = {}
-        self.begun = BegunJobs(backend, memory, slices)
+        self._reports = reports
+        self.begun = BegunJobs(backend, memory, slices, reports)
+        reports.watch(self._gauges)
 
     @property
     def num_unsettled(self) -> int:
@@ -53,6 +62,7 @@ class JobMover:
     async def move(self, job: Job) -> list[Outcome]:
         """Move every piece, until all end, the deadline passes or the job is cancelled."""
         if job.ended:
+            job.tell(self._reports)
             return list(job.finished().outcomes)
         tasks = [asyncio.create_task(self._move(job, piece)) for piece in job.cut(self._max_piece)]
         for task in tasks:
@@ -68,8 +78,15 @@ class JobMover:
         finally:
             for task in tasks:
                 task.cancel()
-            job.end(status, reason)
+            num_left = job.end(status, reason)
+            if status is Status.TIMED_OUT:
+                self._reports.late(Operation[job.direction.name], num_left)
+            job.tell(self._reports)
         return list(job.finished().outcomes)
+
+    def tell(self, job: Job) -> None:
+        """Tell observers of a job that ended before it was moved."""
+        job.tell(self._reports)
 
     def has_room(self, job: Job) -> bool:
         """Whether the bytes in flight leave room for a job, beside those that were begun."""
@@ -89,8 +106,10 @@ class JobMover:
             await asyncio.wait(list(self._settling))
 
     async def _move(self, job: Job, piece: Piece) -> None:
+        began = time.monotonic()
         await self.begun.wait_for_devices()
         async with self._admission.admit(job.direction, piece.num_bytes):
+            job.waited_s = max(job.waited_s, time.monotonic() - began)
             outcomes = await self._pass_to_backend(job, piece)
         for index, outcome in enumerate(outcomes, piece.start):
             if job.outcomes[index] is None:
@@ -110,6 +129,12 @@ class JobMover:
         except asyncio.CancelledError:
             self._settle(job)
             raise
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {
+            Gauge.QUEUED_BATCHES: self._admission.num_waiting,
+            Gauge.BYTES_IN_FLIGHT: self._admission.bytes_in_flight + self.begun.bytes_in_flight,
+        }
 
     def _settle(self, job: Job) -> None:
         """Count the job's memory as in use until the backend is drained."""

@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from kvxfer.checks import (
     require_instance,
+    require_instances,
     require_integer,
     require_iterable,
     require_number,
@@ -27,6 +28,7 @@ from kvxfer.storage.backend import BlockMover, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Calls
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.begun_jobs import Slices
@@ -72,6 +74,8 @@ class PolledEngine(Generic[MoverT]):
             raised to two of the largest block.
         slices: Bytes of polled jobs in host memory that a call moves.
         close_timeout_s: Deadline of closing: of cancelled transfers, and of the backend.
+        observers: Told how batches end, and what the engine has in its queue; the backend has
+            observers of its own, see `open_backend`.
 
     Attributes:
         backend: As given.
@@ -97,9 +101,12 @@ class PolledEngine(Generic[MoverT]):
         staging_bytes: int = DEFAULT_STAGING_BYTES,
         slices: Slices = Slices(),  # noqa: B008 - it is frozen
         close_timeout_s: float = 120.0,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._close_timeout_s = require_number("close_timeout_s", close_timeout_s)
         require_instance("slices", slices, Slices)
+        require_instances("observers", observers, Observer)
+        self._reports = Reports(observers)
         self._timeout_s = require_timeout("timeout_s", timeout_s)
         max_bytes_in_flight = require_positive("max_bytes_in_flight", max_bytes_in_flight)
         staging_bytes = require_positive("staging_bytes", staging_bytes)
@@ -114,7 +121,9 @@ class PolledEngine(Generic[MoverT]):
             self._reach.attach(memory_regions(caches))
             self._memory = CacheMemory(caches)
             opened.callback(self._memory.close)
-            self._mover = JobMover(self._reach, self._memory, max_bytes_in_flight, slices)
+            self._mover = JobMover(
+                self._reach, self._memory, max_bytes_in_flight, slices, self._reports
+            )
             opened.pop_all()
         self._job_ids = count()
         self._guard = CallGuard("transfer engine")

@@ -122,6 +122,7 @@ class Submissions:
             task.cancel()
 
     def _end(self, submission: _Submission) -> None:
-        submission.job.end(Status.CANCELLED, "cancelled before it began")
+        if submission.job.end(Status.CANCELLED, "cancelled before it began"):
+            self._mover.tell(submission.job)
         self._finished.append(submission.job.finished())
         submission.ended.set_result(None)

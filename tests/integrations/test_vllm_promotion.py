@@ -11,8 +11,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome
 from kvxfer.storage.index import BlockState
 from kvxfer.storage.keys import BlockKey
-from kvxfer.testing import FaultRates
-from kvxfer.testing.faulty_backend import Operation
+from kvxfer.testing import FaultRates, Operation
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 

@@ -14,8 +14,7 @@ from kvxfer.errors import (
 )
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
-from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend
-from kvxfer.testing.faulty_backend import Operation
+from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend, Operation
 from kvxfer.testing.payloads import make_payload
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")

@@ -10,8 +10,7 @@ from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.testing import FaultRates
-from kvxfer.testing.faulty_backend import Operation
+from kvxfer.testing import FaultRates, Operation
 from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.units import ByteSize

@@ -13,8 +13,14 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.eviction import LRU
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
-from kvxfer.testing import BlockMemory, DictBackend, DictConfig, FaultRates, FaultyBackend
-from kvxfer.testing.faulty_backend import Operation
+from kvxfer.testing import (
+    BlockMemory,
+    DictBackend,
+    DictConfig,
+    FaultRates,
+    FaultyBackend,
+    Operation,
+)
 from kvxfer.testing.payloads import make_payload, write_payloads
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")

@@ -12,9 +12,10 @@ import pytest
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, Outcome, Status
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Operation
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses
 from kvxfer.testing.dict_backend import DictBackend
-from kvxfer.testing.faulty_backend import FaultRates, FaultyBackend, Operation
+from kvxfer.testing.faulty_backend import FaultRates, FaultyBackend
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
 
 LATE = FaultRates(late=1.0)

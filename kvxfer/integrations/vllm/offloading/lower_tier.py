@@ -19,6 +19,7 @@ from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, Can
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.timeouts import TierTimeouts
@@ -238,8 +239,9 @@ class LowerTier:
         self._salt = secrets.token_bytes(SALT_BYTES)
         self.drain(timeout_s=self._timeouts.reset_s)
         self.poll()
-        if isinstance(self._engine.backend, Purgeable):
-            self._engine.submit_call(self._engine.backend.purge()).add_done_callback(_log_failure)
+        backend = unwrapped(self._engine.backend)
+        if isinstance(backend, Purgeable):
+            self._engine.submit_call(backend.purge()).add_done_callback(_log_failure)
         unfinished = [row for job in self._jobs.values() for row in job.rows]
         return unfinished + [each.row for each in self._late]
 

@@ -1,0 +1,377 @@
+"""Observer: whoever wants to know what happens to blocks - metrics, events, journals, spans."""
+
+import asyncio
+import enum
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
+from weakref import WeakMethod
+
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
+
+ENGINE = "engine"
+"""Name of the engine itself where an event or a gauge names a tier."""
+
+logger = logging.getLogger(__name__)
+
+
+class Operation(enum.StrEnum):
+    """Call of a tier, or of an engine."""
+
+    STORE = "store"
+    LOAD = "load"
+    LOOKUP = "lookup"
+    DELETE = "delete"
+
+
+class Cause(enum.StrEnum):
+    """Cause of a move: an engine's request, or copies between tiers for later requests."""
+
+    REQUEST = "request"
+    PROMOTION = "promotion"
+    WRITE_BACK = "write_back"
+
+
+class Removal(enum.StrEnum):
+    """Reason why a block is no longer in a tier.
+
+    `REPLACED`: it lacked bytes of the block that is stored now. `VANISHED`: another process, or
+    somebody with the shell, removed it.
+    """
+
+    EVICTED = "evicted"
+    DELETED = "deleted"
+    CORRUPT = "corrupt"
+    REPLACED = "replaced"
+    CLEARED = "cleared"
+    VANISHED = "vanished"
+
+
+class Gauge(enum.StrEnum):
+    """State of a tier, or of the engine, that is asked for when somebody wants to know it.
+
+    `BREAKER_OPEN` and `SUSPENDED` are 1 or 0. `QUARANTINED_BYTES` is memory that late reads may
+    still change; `QUARANTINED_BLOCKS` are corrupt files that were kept.
+    """
+
+    CAPACITY_BYTES = "capacity_bytes"
+    USED_BYTES = "used_bytes"
+    STORED_BLOCKS = "stored_blocks"
+    QUARANTINED_BLOCKS = "quarantined_blocks"
+    QUARANTINED_BYTES = "quarantined_bytes"
+    BREAKER_OPEN = "breaker_open"
+    SUSPENDED = "suspended"
+    WRITE_BACK_BLOCKS = "write_back_queue_blocks"
+    QUEUED_BATCHES = "queued_batches"
+    BYTES_IN_FLIGHT = "in_flight_bytes"
+    PEERS = "peers_connected"
+    PINS = "pinned_batches"
+    LEASES = "leases"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Batch that a tier stored or loaded, or failed to.
+
+    Attributes:
+        tier: Name of the tier.
+        operation: `STORE` or `LOAD`.
+        keys: Keys of the batch.
+        outcomes: One per key.
+        num_bytes: Bytes of the blocks that are done.
+        seconds: Time of the call.
+        cause: Why it was moved.
+    """
+
+    tier: str
+    operation: Operation
+    keys: Sequence[BlockKey]
+    outcomes: Sequence[Outcome]
+    num_bytes: int
+    seconds: float
+    cause: Cause = Cause.REQUEST
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Question to one tier which of these keys it has; see `LookedUp` for the answer to an engine.
+
+    Attributes:
+        tier, keys, seconds: As of `Moved`.
+        found: Whether the tier has each of the keys; what it has may turn out to be corrupt.
+    """
+
+    tier: str
+    keys: Sequence[BlockKey]
+    found: Sequence[bool]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LookedUp:
+    """Lookup of an engine that was answered.
+
+    Attributes:
+        keys: Keys of the batch.
+        tiers: Name of the tier that finally gave each block, empty for a miss.
+        seconds: Time of the call.
+    """
+
+    keys: Sequence[BlockKey]
+    tiers: Sequence[str]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Blocks that can be found in a tier from now on."""
+
+    tier: str
+    keys: Sequence[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks that are no longer in a tier.
+
+    Attributes:
+        tier, keys: As of `Moved`.
+        reason: Why.
+        namespace: Fingerprint of the blocks' namespace, where it is another one than the tier's:
+            stores in files evict blocks of any.
+    """
+
+    tier: str
+    keys: Sequence[BlockKey]
+    reason: Removal
+    namespace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Call that missed its deadline.
+
+    Attributes:
+        tier: Name of the tier; `ENGINE` when the deadline was that of an engine's call.
+        operation: The call.
+        num_blocks: Blocks that have no other outcome.
+    """
+
+    tier: str
+    operation: Operation
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Call that was not made, since the tier is suspended after a missed deadline."""
+
+    tier: str
+    operation: Operation
+    keys: Sequence[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
+class NotWrittenBack:
+    """Blocks that are not copied to a tier: it is too slow for the blocks that are stored."""
+
+    tier: str
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Batch of an engine that has ended: with the time in its queue, and all that was tried.
+
+    Attributes:
+        operation, keys, outcomes, num_bytes: As of `Moved`.
+        seconds: From submission to the end.
+        waited_s: Longest time that one of its pieces waited for its share of the bytes in flight.
+    """
+
+    operation: Operation
+    keys: Sequence[BlockKey]
+    outcomes: Sequence[Outcome]
+    num_bytes: int
+    seconds: float
+    waited_s: float
+
+
+Event: TypeAlias = (
+    Moved | Asked | LookedUp | Added | Removed | Late | Skipped | NotWrittenBack | Ended
+)
+
+AskGauges: TypeAlias = Callable[[], Mapping[Gauge, float]]
+"""Returns the present values; called on any thread, never blocks, and works on a closed tier."""
+
+
+class Observer(ABC):
+    """Observer of what happens to blocks. Gets whole batches, and never one call for each block.
+
+    Events of one tier's `Added` and `Removed` come in the order in which its index changed, so that
+    an index that is rebuilt from them is right. That takes locks: implementors must return at once,
+    be thread-safe, and never call the backend or the engine that they observe. What they raise is
+    logged once, and the observer gets no further event.
+    """
+
+    @abstractmethod
+    def note(self, event: Event) -> None:
+        """Note an event; its sequences must not be changed, and may be kept."""
+
+    def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: B027 - events are enough for most
+        """Take a function that tells the state of a tier; there may be several of one tier.
+
+        Args:
+            tier: Name of the tier, or `ENGINE`.
+            ask: Gives the present values. Those of several functions of one tier add up.
+        """
+
+
+class Reports:
+    """Reports to all observers; of one tier, so that whoever reports need not know its name.
+
+    Without observers it is false, and every method returns at once.
+
+    Args:
+        observers: The observers.
+        tier: Name of the tier.
+    """
+
+    def __init__(self, observers: Sequence[Observer] = (), tier: str = ENGINE) -> None:
+        self._observers = list(observers)  # one object, which all that `of` makes share
+        self.tier = tier
+
+    def __bool__(self) -> bool:
+        return bool(self._observers)
+
+    def of(self, tier: str) -> "Reports":
+        """Make the reports of a tier to the same observers."""
+        reports = Reports(tier=tier)
+        reports._observers = self._observers
+        return reports
+
+    def tell(self, event: Event) -> None:
+        """Tell an event to every observer; one that raises is logged and left out from then on."""
+        for observer in list(self._observers):
+            try:
+                observer.note(event)
+            except Exception as exc:  # noqa: BLE001 - logged
+                self._leave_out(observer, exc)
+
+    def watch(self, ask: AskGauges) -> None:
+        """Give every observer a method that tells the state of this tier.
+
+        Args:
+            ask: Method of an object, which is not kept alive by it.
+        """
+        method = WeakMethod(ask)
+
+        def ask_if_alive() -> Mapping[Gauge, float]:
+            alive = method()
+            return {} if alive is None else alive()
+
+        for observer in list(self._observers):
+            try:
+                observer.watch(self.tier, ask_if_alive)
+            except Exception as exc:  # noqa: BLE001 - logged
+                self._leave_out(observer, exc)
+
+    def added(self, keys: Sequence[BlockKey]) -> None:
+        """Tell that blocks can be found from now on."""
+        if self and keys:
+            self.tell(Added(self.tier, keys))
+
+    def removed(self, keys: Sequence[BlockKey], reason: Removal, *, namespace: str = "") -> None:
+        """Tell that blocks are gone."""
+        if self and keys:
+            self.tell(Removed(self.tier, keys, reason, namespace))
+
+    def late(self, operation: Operation, num_blocks: int) -> None:
+        """Tell that a call missed its deadline."""
+        if self and num_blocks:
+            self.tell(Late(self.tier, operation, num_blocks))
+
+    def skipped(self, operation: Operation, keys: Sequence[BlockKey]) -> None:
+        """Tell that a tier was not called, since it is suspended."""
+        if self and keys:
+            self.tell(Skipped(self.tier, operation, keys))
+
+    def not_written_back(self, num_blocks: int) -> None:
+        """Tell that blocks are not copied to this tier."""
+        if self and num_blocks:
+            self.tell(NotWrittenBack(self.tier, num_blocks))
+
+    def moved(
+        self,
+        operation: Operation,
+        keys: Sequence[BlockKey],
+        outcomes: Sequence[Outcome],
+        num_bytes: int,
+        began: float,
+        *,
+        cause: Cause = Cause.REQUEST,
+    ) -> None:
+        """Tell that a batch was moved, or not.
+
+        Args:
+            operation: `STORE` or `LOAD`.
+            keys: Keys of the batch.
+            outcomes: One per key.
+            num_bytes: Bytes of the blocks that are done.
+            began: When it began, on the clock of `time.perf_counter`.
+            cause: Why it was moved.
+        """
+        if self:
+            seconds = time.perf_counter() - began
+            self.tell(Moved(self.tier, operation, keys, outcomes, num_bytes, seconds, cause))
+
+    async def move(
+        self,
+        operation: Operation,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        call: Awaitable[Sequence[Outcome]],
+        *,
+        cause: Cause = Cause.REQUEST,
+    ) -> list[Outcome]:
+        """Await a store or a load, and tell how it ended, also when it raised or was cancelled."""
+        if not self:
+            return list(await call)
+        began = time.perf_counter()
+        try:
+            outcomes = list(await call)
+        except BaseException as exc:
+            cancelled = isinstance(exc, asyncio.CancelledError)
+            ended = Outcome(Status.CANCELLED if cancelled else Status.FAILED, reason=repr(exc))
+            self.moved(operation, keys, [ended] * len(keys), 0, began, cause=cause)
+            raise
+        if len(outcomes) == len(keys):  # else whoever called takes them all for failed
+            num_bytes = count_done_bytes(outcomes, blocks)
+            self.moved(operation, keys, outcomes, num_bytes, began, cause=cause)
+        return outcomes
+
+    def _leave_out(self, observer: Observer, exc: Exception) -> None:
+        text = "%s failed, and is told nothing from now on"
+        logger.warning(text, type(observer).__name__, exc_info=exc)
+        self._observers[:] = [each for each in self._observers if each is not observer]
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """Backend that can tell what only it knows: which blocks come and go, and its state."""
+
+    def observe(self, reports: Reports) -> None:
+        """Tell these reports; before the first other call, and once."""
+
+
+def count_done_bytes(outcomes: Sequence[Outcome], blocks: Descriptors) -> int:
+    """Count the bytes of blocks that are done."""
+    done = [outcome.done for outcome in outcomes]
+    if all(done):
+        return blocks.num_bytes
+    return int(blocks.block_sizes[done].sum()) if any(done) else 0

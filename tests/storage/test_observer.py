@@ -1,0 +1,440 @@
+"""Observers are told what happens to blocks, in batches and in order, and disturb nobody."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvxfer.backends.file import FileBackend
+from kvxfer.backends.host import HostBackend
+from kvxfer.connect import connect, open_backend
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Backend, ImmediateMover, Outcome, Status
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.lending import BlockParts, Lender
+from kvxfer.storage.observed_backend import observed, unwrapped
+from kvxfer.storage.observer import (
+    ENGINE,
+    Added,
+    Asked,
+    Cause,
+    Ended,
+    Gauge,
+    Late,
+    LookedUp,
+    Moved,
+    Operation,
+    Removal,
+    Removed,
+    Reports,
+    Skipped,
+)
+from kvxfer.testing import BackendTests, BlockMemory, DictBackend, FaultRates, FaultyBackend
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.transfer.engine import TransferEngine
+from tests.backends.file_store import config
+from tests.recorder import Failing, Recorder, keys_of
+from tests.tiering.opened_tiers import open_dict, open_host, settle
+
+KEYS = make_keys(8)
+DONE, MISSING = Status.DONE, Status.MISSING
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[4096]], num_blocks=16)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+def told(events: Sequence[Moved]) -> list[tuple[str, str, str, list[Status]]]:
+    """Shorten moves to their tier, operation, cause and statuses."""
+    return [
+        (each.tier, each.operation, each.cause, [outcome.status for outcome in each.outcomes])
+        for each in events
+    ]
+
+
+class TestObservedDictBackend(BackendTests):
+    """An observed backend keeps every promise of `Backend`, whoever wrote it."""
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return observed(DictBackend(None, namespace), Reports([Recorder()]))
+
+
+class TestObservedHostBackend(BackendTests):
+    """So does one that also moves on the calling thread, with an observer that fails."""
+
+    max_blocks = 5
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return observed(open_host(namespace, 64), Reports([Failing()]))
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        return observed(open_host(namespace, 5), Reports([Recorder()]))
+
+
+@pytest.mark.asyncio
+async def test_a_backend_that_knows_no_observers_is_counted(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    inner = DictBackend(None, memory.namespace())
+    async with observed(inner, Reports([recorder])) as backend:
+        await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
+        assert await backend.lookup(KEYS[1:3]) == [True, False]
+        await backend.load(KEYS[1:3], memory.describe(0, [2, 3]))
+    store, load = recorder.of(Moved)
+    assert told([store]) == [("dict", "store", "request", [DONE] * 2)]
+    assert told([load]) == [("dict", "load", "request", [DONE, MISSING])]
+    assert (store.keys, store.num_bytes, load.num_bytes) == (KEYS[:2], 8192, 4096)
+    assert store.seconds > 0
+    assert [(each.keys, each.found) for each in recorder.of(Asked)] == [(KEYS[1:3], [True, False])]
+    assert [each.tiers for each in recorder.of(LookedUp)] == [["dict", ""]]
+
+
+@pytest.mark.asyncio
+async def test_without_observers_there_is_no_wrapper(memory: BlockMemory) -> None:
+    async with open_backend("host://?capacity=1MiB", memory.namespace()) as backend:
+        assert type(backend) is HostBackend
+
+
+@pytest.mark.asyncio
+async def test_evicted_deleted_and_replaced_blocks_are_told_with_the_reason(
+    recorder: Recorder,
+) -> None:
+    memory = BlockMemory([[64]], num_blocks=16, blocks_per_chunk=2)
+    async with observed(open_host(memory.namespace(), 2), Reports([recorder])) as backend:
+        await backend.store(KEYS[:1], memory.describe(0, [0]))  # half of a chunk
+        await backend.store(KEYS[:1], memory.describe(0, [0, 1]))
+        await backend.store(KEYS[1:3], memory.describe(0, [2, 3, 4, 5]))
+        await backend.delete(KEYS[1:2])
+        gauges = recorder.gauges("host")
+    told = [(each.keys, each.reason) for each in recorder.of(Removed)]
+    assert told == [
+        (KEYS[:1], Removal.REPLACED),
+        (KEYS[:1], Removal.EVICTED),
+        (KEYS[1:2], Removal.DELETED),
+    ]
+    assert keys_of(recorder.of(Added)) == [KEYS[0], KEYS[0], KEYS[1], KEYS[2]]
+    assert recorder.kept == {"host": {KEYS[2]}}
+    assert not recorder.mistakes
+    assert gauges[Gauge.STORED_BLOCKS] == 1
+    assert gauges[Gauge.USED_BYTES] * 2 == gauges[Gauge.CAPACITY_BYTES]
+
+
+@pytest.mark.asyncio
+async def test_a_corrupt_block_in_memory_is_told(memory: BlockMemory, recorder: Recorder) -> None:
+    backend = open_host(memory.namespace(), 4)
+    async with observed(backend, Reports([recorder])) as watched:
+        await watched.store(KEYS[:1], memory.describe(0, [0]))
+        backend._pool.slots[backend._index.slot_of(KEYS[0])][0, 0] ^= 1
+        await watched.load(KEYS[:1], memory.describe(0, [1]))
+    assert told(recorder.of(Moved))[1] == ("host", "load", "request", [Status.CORRUPT])
+    assert [(each.keys, each.reason) for each in recorder.of(Removed)] == [
+        (KEYS[:1], Removal.CORRUPT)
+    ]
+
+
+@pytest.mark.asyncio
+async def test_an_index_that_is_rebuilt_from_events_is_that_of_the_backend(
+    recorder: Recorder,
+) -> None:
+    memory, keys = BlockMemory([[64]], num_blocks=64), make_keys(40)
+    backend = open_host(memory.namespace(), 8)
+    generator = np.random.default_rng(5)
+
+    async def store_some(seed: int) -> None:
+        order = np.random.default_rng(seed)
+        for _ in range(30):
+            first = int(order.integers(len(keys) - 4))
+            await watched.store(keys[first : first + 4], memory.describe(0, range(4)))
+            if order.random() < 0.2:
+                await watched.delete(keys[first : first + 1])
+
+    async with observed(backend, Reports([recorder])) as watched:
+        seeds = generator.integers(1 << 30, size=6).tolist()
+        await asyncio.gather(*(store_some(seed) for seed in seeds))
+        there = await watched.lookup(keys)
+    assert recorder.kept["host"] == {key for key, found in zip(keys, there, strict=True) if found}
+    assert not recorder.mistakes
+    assert {each.reason for each in recorder.of(Removed)} == {Removal.EVICTED, Removal.DELETED}
+
+
+@pytest.mark.asyncio
+async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
+    memory: BlockMemory, recorder: Recorder, tmp_path: Path
+) -> None:
+    namespace, capacity = memory.namespace(), 3 * 8192 + 4096
+    async with FileBackend(config(tmp_path), namespace) as earlier:
+        await earlier.wait_indexed()
+        await earlier.store(KEYS[:1], memory.describe(0, [0]))
+    inner = FileBackend(config(tmp_path, capacity=capacity), namespace)
+    async with observed(inner, Reports([recorder])) as backend:
+        await inner.wait_indexed()
+        for index in range(1, 4):
+            await backend.store(KEYS[index : index + 1], memory.describe(0, [index]))
+        there = [key for key, found in zip(KEYS, await backend.lookup(KEYS), strict=True) if found]
+        corrupt, deleted = there[:2]
+        (path,) = tmp_path.rglob(f"{corrupt.hex()}*")  # noqa: ASYNC240
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        await backend.load([corrupt], memory.describe(0, [8]))
+        await backend.delete([deleted])
+        gauges = recorder.gauges("file")
+        await inner.purge()
+    assert [(each.keys, each.reason) for each in recorder.of(Removed)] == [
+        (KEYS[:1], Removal.EVICTED),
+        ([corrupt], Removal.CORRUPT),
+        ([deleted], Removal.DELETED),
+        (there[2:], Removal.CLEARED),
+    ]
+    assert not recorder.mistakes
+    assert not recorder.kept["file"]
+    assert gauges[Gauge.CAPACITY_BYTES] == capacity
+    assert 0 < gauges[Gauge.USED_BYTES] <= capacity
+    assert gauges[Gauge.STORED_BLOCKS] == gauges[Gauge.QUARANTINED_BLOCKS] == 1
+    assert gauges[Gauge.BREAKER_OPEN] == 0
+
+
+@pytest.mark.asyncio
+async def test_a_walk_tells_which_files_of_other_processes_came_and_went(
+    memory: BlockMemory, recorder: Recorder, tmp_path: Path
+) -> None:
+    namespace = memory.namespace()
+    inner = FileBackend(config(tmp_path), namespace)
+    async with observed(inner, Reports([recorder])) as backend:
+        await inner.wait_indexed()
+        await backend.store(KEYS[:1], memory.describe(0, [0]))
+        async with FileBackend(config(tmp_path), namespace) as other:
+            await other.wait_indexed()
+            await other.store(KEYS[1:2], memory.describe(0, [1]))
+            await other.delete(KEYS[:1])
+        await asyncio.to_thread(inner._space.scan)
+    assert [(each.keys, each.reason) for each in recorder.of(Removed)] == [
+        (KEYS[:1], Removal.VANISHED)
+    ]
+    assert recorder.kept == {"file": {KEYS[1]}}
+
+
+@pytest.mark.asyncio
+async def test_a_file_that_was_deleted_while_it_was_settled_is_told_as_gone(
+    memory: BlockMemory, recorder: Recorder, tmp_path: Path
+) -> None:
+    inner = FileBackend(config(tmp_path), memory.namespace())
+    async with observed(inner, Reports([recorder])):
+        await inner.wait_indexed()
+        assert inner._space.reserve(KEYS[:2], [8192] * 2) == 2
+        inner._space._index.remove(*inner._space._files(KEYS[:1]))  # as `Space.remove` does
+        inner._space.settle(KEYS[:2], stored=[True] * 2)
+    assert recorder.kept == {"file": {KEYS[1]}}
+
+
+@pytest.mark.asyncio
+async def test_a_hit_counts_for_the_tier_that_finally_gave_the_block(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    namespace = memory.namespace()
+    lower = open_dict(namespace)
+    async with TieredBackend([open_host(namespace, 4), lower], namespace) as backend:
+        backend.observe(Reports([recorder]))
+        await backend.store(KEYS[:1], memory.describe(0, [0]))
+        await settle(backend)
+        await lower.store(KEYS[1:3], memory.describe(0, [1, 2]))
+        lower.corrupt(KEYS[2])  # the tier says that it has it, and cannot give it
+        recorder.events.clear()
+        assert await backend.lookup(KEYS[:4]) == [True, True, False, False]
+        await backend.load(KEYS[1:2], memory.describe(0, [8]))
+    (lookup,) = recorder.of(LookedUp)
+    assert lookup.tiers == ["host", "dict", "", ""]
+    promotions = [each for each in recorder.of(Moved) if each.cause is Cause.PROMOTION]
+    assert told(promotions) == [
+        ("dict", "load", "promotion", [DONE, Status.CORRUPT]),
+        ("host", "store", "promotion", [DONE]),
+    ]
+    requests = [each for each in recorder.of(Moved) if each.cause is Cause.REQUEST]
+    assert told(requests) == [("host", "load", "request", [DONE])]
+
+
+@pytest.mark.asyncio
+async def test_copies_to_lower_tiers_are_told_apart_from_requests(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    namespace = memory.namespace()
+    tiers = [open_host(namespace, 4), open_dict(namespace), open_dict(namespace)]
+    async with TieredBackend(tiers, namespace) as backend:
+        backend.observe(Reports([recorder]))
+        await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
+        await settle(backend)
+        assert recorder.gauges("dict_2")[Gauge.WRITE_BACK_BLOCKS] == 0
+    moved = {each[:3] for each in told(recorder.of(Moved))}
+    assert moved == {
+        ("host", "store", "request"),
+        ("host", "load", "write_back"),
+        ("dict", "store", "write_back"),
+        ("dict_2", "store", "write_back"),
+    }
+
+
+@pytest.mark.asyncio
+async def test_a_late_tier_is_told_and_so_are_the_calls_that_it_is_spared(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    namespace = memory.namespace()
+    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
+    timeouts = TierTimeouts(lookup_s=0.01)
+    async with TieredBackend([open_host(namespace, 4), lower], namespace, timeouts=timeouts) as b:
+        b.observe(Reports([recorder]))
+        lower.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOOKUP}))
+        await b.lookup(KEYS[:2])
+        assert recorder.gauges("faulty")[Gauge.SUSPENDED] == 1
+        await b.lookup(KEYS[:3])
+        lower.release()
+    assert recorder.of(Late) == [Late("faulty", Operation.LOOKUP, 2)]
+    assert recorder.of(Skipped) == [Skipped("faulty", Operation.LOOKUP, KEYS[:3])]
+
+
+@pytest.mark.asyncio
+async def test_an_observer_that_fails_is_logged_once_and_told_nothing_more(
+    memory: BlockMemory, recorder: Recorder, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    failing = Failing()
+    tiers = ["host://?capacity=1MiB", f"file://{tmp_path}?capacity=1MiB&min_free=1"]
+    opening = open_backend(tiers, memory.namespace(), observers=[failing, recorder])
+    with caplog.at_level(logging.WARNING, "kvxfer"):
+        async with opening as backend:
+            outcomes = await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
+            assert await backend.lookup(KEYS[:2]) == [True, True]
+    assert [outcome.status for outcome in outcomes] == [DONE, DONE]
+    assert len(failing.events) == 1
+    assert recorder.of(LookedUp)
+    said = [each.getMessage() for each in caplog.records if "observer" in each.name]
+    assert said == ["Failing failed, and is told nothing from now on"]
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_a_batch_is_told_once_awaited_or_polled(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    engine = connect(
+        "host://?capacity=1MiB",
+        memory.caches,
+        namespace=Namespace(model="model"),
+        observers=[recorder],
+    )
+    async with engine:
+        await engine.store(KEYS[:2], [[0, 1]])
+        await engine.load(KEYS[1:3], [[2, 3]])
+        assert recorder.gauges(ENGINE) == {Gauge.QUEUED_BATCHES: 0, Gauge.BYTES_IN_FLIGHT: 0}
+    polled = connect(
+        "host://?capacity=1MiB",
+        memory.caches,
+        namespace=Namespace(model="model"),
+        observers=[recorder],
+    )
+    job = await asyncio.to_thread(polled.submit_store, KEYS[:1], [[0]])
+    await asyncio.to_thread(polled.wait, [job])
+    await polled.aclose()
+    ended = [
+        (each.operation, [outcome.status for outcome in each.outcomes], each.num_bytes)
+        for each in recorder.of(Ended)
+    ]
+    assert ended == [
+        (Operation.STORE, [DONE, DONE], 8192),
+        (Operation.LOAD, [DONE, MISSING], 4096),
+        (Operation.STORE, [DONE], 4096),
+    ]
+    assert told(recorder.of(Moved)) == [
+        ("host", "store", "request", [DONE, DONE]),
+        ("host", "load", "request", [DONE, MISSING]),
+        ("host", "store", "request", [DONE]),
+    ]
+
+
+@pytest.mark.asyncio
+async def test_a_missed_deadline_of_the_engine_is_told(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    faulty = FaultyBackend(
+        DictBackend(None, memory.namespace()), seed=0, rates=FaultRates(hang=1.0)
+    )
+    async with TransferEngine(memory.caches, faulty, observers=[recorder]) as engine:
+        await engine.load(KEYS[:2], [[0, 1]], timeout_s=0.01)
+        faulty.release()
+    assert recorder.of(Late) == [Late(ENGINE, Operation.LOAD, 2)]
+    (ended,) = recorder.of(Ended)
+    assert {outcome.status for outcome in ended.outcomes} == {Status.TIMED_OUT}
+
+
+@pytest.mark.asyncio
+async def test_a_call_that_raises_or_is_cancelled_is_told(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    rates = FaultRates(error=1.0)
+    faulty = FaultyBackend(DictBackend(None, memory.namespace()), seed=0, rates=rates)
+    backend = observed(faulty, Reports([recorder]))
+    with pytest.raises(Exception, match="injected"):
+        await backend.load(KEYS[:1], memory.describe(0, [0]))
+    faulty.rates = FaultRates(hang=1.0)
+    call = asyncio.ensure_future(backend.load(KEYS[:1], memory.describe(0, [0])))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await backend.aclose()
+    assert [each[3] for each in told(recorder.of(Moved))] == [
+        [Status.FAILED],
+        [Status.CANCELLED],
+    ]
+
+
+class Miscounting(DictBackend):
+    """Backend that answers for one block too few."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return (await super().lookup(keys))[1:]
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return (await super().load(keys, blocks))[1:]
+
+
+@pytest.mark.asyncio
+async def test_a_backend_that_miscounts_does_so_as_without_observers(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    backend = observed(Miscounting(None, memory.namespace()), Reports([recorder]))
+    assert await backend.lookup(KEYS[:2]) == [False]
+    assert len(await backend.load(KEYS[:2], memory.describe(0, [0, 1]))) == 1
+    assert not recorder.events
+
+
+@pytest.mark.asyncio
+async def test_blocks_that_peers_read_and_fill_in_place_are_counted(
+    memory: BlockMemory, recorder: Recorder
+) -> None:
+    backend = observed(open_host(memory.namespace(), 4), Reports([recorder]))
+    assert isinstance(backend, Lender)
+    assert isinstance(backend, ImmediateMover)
+    assert isinstance(unwrapped(backend), HostBackend)
+    parts = BlockParts(KEYS[:2], [0, 0], [4096, 4096])
+    async with backend.make_room(parts) as room:
+        room.arrived[0] = None
+    async with backend.lend(parts):
+        pass
+    assert backend.peek(KEYS[:2]) is not None
+    await backend.aclose()
+    store, load = recorder.of(Moved)
+    assert told([store, load]) == [
+        ("host", "store", "request", [DONE, Status.FAILED]),
+        ("host", "load", "request", [DONE, MISSING]),
+    ]
+    assert (store.num_bytes, load.num_bytes) == (4096, 4096)
+    assert [each.tiers for each in recorder.of(LookedUp)] == [["host", ""]]
