@@ -122,6 +122,7 @@ def exchange(
     namespace: Namespace,
     shard: WorkerShard | None = None,
     advertise: str = "",
+    observers: Sequence[Observer] = (),
 ) -> PromptExchange:
     """Open an exchange of prompts between engines, one of which computes what another goes on with.
 
@@ -132,6 +133,7 @@ def exchange(
         namespace: Identity of the model, without groups; engines of another one are refused.
         shard: Position of this worker in its model; by default it is the only one.
         advertise: Host by which others reach `listen`; by default the one of `listen`.
+        observers: Asked for the state: leases, and peers that are connected.
 
     Returns:
         The exchange, to be used as an asynchronous context manager.
@@ -143,7 +145,9 @@ def exchange(
     _, config = parse_backend(backend)
     if not isinstance(config, NixlConfig):
         raise InvalidArgumentError("backend", backend, "one of the type nixl")
-    return PromptExchange(config, caches, namespace, shard=shard, advertise=advertise)
+    return PromptExchange(
+        config, caches, namespace, shard=shard, advertise=advertise, observers=observers
+    )
 
 
 def open_backend(

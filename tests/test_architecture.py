@@ -18,6 +18,7 @@ FLOORS = (
     {"storage"},
     {"tiering", "backends"},
     {"transfer"},
+    {"telemetry"},
     {"connect", "engine_side"},
     {"integrations", "proxy", "cli", "bench", "doctor", "testing"},
     {"public", "kvxfer"},

@@ -17,6 +17,7 @@ from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import CacheLender, require_ticket
+from kvxfer.storage.observer import Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.asking import Asker, Found
@@ -105,6 +106,12 @@ class Handover:
         self._ended: deque[str] = deque()
         self._watching: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[Any]] = set()
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`: leases, peers, and what they hold."""
+        if self._lender is not None:
+            self._lender.observe(reports)
+        self._exchange.observe(reports)
 
     @property
     def port(self) -> int:

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.checks import (
     require_instance,
+    require_instances,
     require_integer,
     require_integers,
     require_sequence,
@@ -21,6 +22,7 @@ from kvxfer.kvcache.portable import WorkerShard, describe_caches
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.leases import require_ticket
+from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.handover import Handover
 from kvxfer.transfer.prompt_pages import Fetched
@@ -48,6 +50,7 @@ class PromptExchange:
         namespace: Identity of the model, without groups; engines of another one are refused.
         shard: Position of this worker in its model; by default it is the only one.
         advertise: Host by which others reach `listen`; by default the one of `listen`.
+        observers: Asked for the state: leases, and peers that are connected.
 
     Raises:
         InvalidArgumentError: A parameter is of no use.
@@ -62,7 +65,9 @@ class PromptExchange:
         *,
         shard: WorkerShard | None = None,
         advertise: str = "",
+        observers: Sequence[Observer] = (),
     ) -> None:
+        require_instances("observers", observers, Observer)
         require_instance("config", config, NixlConfig)
         require_instance("caches", caches, CanonicalKVCaches)
         require_instance("namespace", namespace, Namespace)
@@ -84,6 +89,7 @@ class PromptExchange:
         self._sizes = [group.tokens_per_block for group in description.groups]
         self._windows = [getattr(spec, "sliding_window", None) for spec in caches.group_specs]
         self._handover = Handover(config.at_rank(shard.rank), namespace, description, caches)
+        self._handover.observe(Reports(observers, "nixl"))
 
     async def __aenter__(self) -> Self:
         """Open NIXL and begin to listen.

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -37,6 +37,7 @@ from kvxfer.storage.lending import (
     ReservedBlocks,
     require_parts_in_blocks,
 )
+from kvxfer.storage.observer import Gauge, Reports
 from kvxfer.storage.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,13 @@ class CacheLender(LendingBackend, LeaseDesk):
         self._hashings: dict[int, asyncio.Future[list[int]]] = {}
         self._running: set[asyncio.Future[list[int]]] = set()
         self._guard = CallGuard("cache lender")
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`: how many tickets there are."""
+        reports.watch(self._gauges)
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.LEASES: self.book.num_tickets}
 
     def offer(
         self, ticket: str, keys: Sequence[BlockKey], block_ids: ArrayLike, *, complete: bool

@@ -1,0 +1,1 @@
+"""Telemetry: observers that make metrics and spans of what happens to blocks."""

@@ -1,0 +1,188 @@
+"""Metrics of Prometheus about blocks: an observer that counts into a registry."""
+
+import logging
+import threading
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvxfer.storage.observer import (
+    ENGINE,
+    Added,
+    Asked,
+    AskGauges,
+    Ended,
+    Event,
+    Gauge,
+    Late,
+    LookedUp,
+    Moved,
+    NotWrittenBack,
+    Observer,
+    Operation,
+    Removed,
+    Skipped,
+)
+
+PREFIX = "kvxfer_"
+NO_TIER = "none"
+"""Tier of a miss."""
+
+SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+"""Upper bounds of the buckets of durations: from a block in memory to a disk that stalls."""
+
+COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "store_blocks": ("Blocks passed to a tier to be stored.", ("tier", "cause", "outcome")),
+    "store_bytes": ("Bytes of blocks that a tier stored.", ("tier", "cause")),
+    "load_blocks": ("Blocks asked of a tier.", ("tier", "cause", "outcome")),
+    "load_bytes": ("Bytes of blocks that a tier gave.", ("tier", "cause")),
+    "lookup_blocks": (
+        "Blocks looked up by engines, by the tier that finally gave them.",
+        ("tier", "outcome"),
+    ),
+    "removed_blocks": ("Blocks that are no longer in a tier.", ("tier", "reason")),
+    "deadline_misses": ("Calls that missed their deadline.", ("tier", "operation")),
+    "skipped_blocks": ("Blocks that a suspended tier was not called for.", ("tier", "operation")),
+    "not_written_back_blocks": (
+        "Blocks that a tier does not get, because it is too slow.",
+        ("tier",),
+    ),
+}
+"""Counters: their meaning and labels. Prometheus shows each with `_total` at the end."""
+
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "store_seconds": ("Time of a tier for a batch to store.", ("tier", "cause")),
+    "load_seconds": ("Time of a tier for a batch to load.", ("tier", "cause")),
+    "lookup_seconds": ("Time of a tier for a lookup; of all, as `engine`.", ("tier",)),
+    "batch_seconds": ("Time of a batch in the engine, its queue included.", ("operation",)),
+    "queue_wait_seconds": ("Time that a batch waited for its turn.", ("operation",)),
+}
+"""Histograms of durations: their meaning and labels."""
+
+GAUGES: Mapping[Gauge, str] = {
+    Gauge.CAPACITY_BYTES: "Bytes that fit into a tier.",
+    Gauge.USED_BYTES: "Bytes taken in a tier.",
+    Gauge.STORED_BLOCKS: "Blocks in a tier.",
+    Gauge.QUARANTINED_BLOCKS: "Corrupt files that were kept.",
+    Gauge.QUARANTINED_BYTES: "Memory that late reads may still change.",
+    Gauge.BREAKER_OPEN: "Whether writing is paused after repeated errors.",
+    Gauge.SUSPENDED: "Whether a tier is not called, since it missed a deadline.",
+    Gauge.WRITE_BACK_BLOCKS: "Blocks that wait to be copied to a tier.",
+    Gauge.QUEUED_BATCHES: "Parts of batches that wait for their turn.",
+    Gauge.BYTES_IN_FLIGHT: "Bytes handed to the backend at this moment.",
+    Gauge.PEERS: "Peers that are connected, either way.",
+    Gauge.PINS: "Batches that peers hold in place.",
+    Gauge.LEASES: "Tickets whose blocks are lent.",
+}
+"""Gauges: their meaning. Each has the label `tier`."""
+
+logger = logging.getLogger(__name__)
+
+
+class Metrics(Observer, Collector):
+    """Metrics of everything that is observed, in a registry of Prometheus.
+
+    One of them may observe any number of engines and backends, of which it shows the sums.
+
+    Args:
+        registry: Registry to count in; a new one by default. No other `Metrics` may be in it.
+
+    Attributes:
+        registry: As given.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._counters = {
+            name: Counter(PREFIX + name, meaning, labels, registry=self.registry)
+            for name, (meaning, labels) in COUNTERS.items()
+        }
+        self._histograms = {
+            name: Histogram(PREFIX + name, meaning, labels, buckets=SECONDS, registry=self.registry)
+            for name, (meaning, labels) in HISTOGRAMS.items()
+        }
+        self._asked: list[tuple[str, AskGauges]] = []
+        self._lock = threading.Lock()
+        self.registry.register(self)
+
+    def text(self) -> bytes:
+        """Format everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def note(self, event: Event) -> None:  # noqa: C901 - a case for each kind of event
+        """See `Observer.note`."""
+        match event:
+            case Moved():
+                self._note_move(event)
+            case Asked(tier=tier, seconds=seconds):
+                self._observe("lookup_seconds", seconds, tier)
+            case LookedUp(tiers=tiers, seconds=seconds):
+                for tier, number in Tally(tiers).items():
+                    labels = (tier, "hit") if tier else (NO_TIER, "miss")
+                    self._count("lookup_blocks", number, *labels)
+                self._observe("lookup_seconds", seconds, ENGINE)
+            case Removed(tier=tier, keys=keys, reason=reason):
+                self._count("removed_blocks", len(keys), tier, reason)
+            case Late(tier=tier, operation=operation):
+                self._count("deadline_misses", 1, tier, operation)
+            case Skipped(tier=tier, operation=operation, keys=keys):
+                self._count("skipped_blocks", len(keys), tier, operation)
+            case NotWrittenBack(tier=tier, num_blocks=number):
+                self._count("not_written_back_blocks", number, tier)
+            case Ended(operation=operation, seconds=seconds, waited_s=waited_s):
+                self._observe("batch_seconds", seconds, operation)
+                self._observe("queue_wait_seconds", waited_s, operation)
+            case Added():  # counted as moved
+                pass
+
+    def watch(self, tier: str, ask: AskGauges) -> None:
+        """See `Observer.watch`."""
+        with self._lock:
+            self._asked.append((tier, ask))
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Name the gauges without asking for them; `Collector.describe`."""
+        return [GaugeMetricFamily(PREFIX + name, text) for name, text in GAUGES.items()]
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Ask for the gauges; `Collector.collect`."""
+        with self._lock:
+            asked = list(self._asked)
+        values: dict[Gauge, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for tier, ask in asked:
+            try:
+                found = ask()
+            except Exception:
+                logger.exception("the state of %s cannot be told", tier)
+                continue
+            if not found:  # whoever told it is gone
+                self._forget(ask)
+            for gauge, value in found.items():
+                values[gauge][tier] += value
+        for gauge, meaning in GAUGES.items():
+            family = GaugeMetricFamily(PREFIX + gauge, meaning, labels=["tier"])
+            for tier, value in sorted(values[gauge].items()):
+                family.add_metric([tier], value)
+            yield family
+
+    def _forget(self, ask: AskGauges) -> None:
+        with self._lock:
+            self._asked = [each for each in self._asked if each[1] is not ask]
+
+    def _note_move(self, event: Moved) -> None:
+        is_store = event.operation is Operation.STORE
+        verb, where = "store" if is_store else "load", (event.tier, event.cause)
+        for status, number in Tally(outcome.status for outcome in event.outcomes).items():
+            self._count(f"{verb}_blocks", number, *where, status.value)
+        self._count(f"{verb}_bytes", event.num_bytes, *where)
+        self._observe(f"{verb}_seconds", event.seconds, *where)
+
+    def _count(self, name: str, number: int, *labels: str) -> None:
+        self._counters[name].labels(*labels).inc(number)
+
+    def _observe(self, name: str, seconds: float, *labels: str) -> None:
+        self._histograms[name].labels(*labels).observe(seconds)

@@ -1,0 +1,155 @@
+"""Metrics count what happened, by tier and outcome, and show the state when they are asked."""
+
+import gc
+import logging
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvxfer.connect import open_backend
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.observed_backend import observed
+from kvxfer.storage.observer import ENGINE, Gauge, Reports
+from kvxfer.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Metrics
+from kvxfer.testing import (
+    BlockMemory,
+    FaultRates,
+    FaultyBackend,
+    Operation,
+)
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.transfer.engine import TransferEngine
+from tests.tiering.opened_tiers import open_dict, open_host, settle
+
+KEYS = make_keys(8)
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[4096]], num_blocks=16)
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    """Read one sample; 0 where there is none."""
+    return metrics.registry.get_sample_value(PREFIX + name, labels) or 0.0
+
+
+@pytest.mark.asyncio
+async def test_blocks_bytes_and_seconds_are_counted_by_tier_cause_and_outcome(
+    memory: BlockMemory,
+) -> None:
+    metrics, namespace = Metrics(), memory.namespace()
+    lower = open_dict(namespace)
+    async with TieredBackend([open_host(namespace, 2), lower], namespace) as backend:
+        backend.observe(Reports([metrics]))
+        await backend.store(KEYS[:1], memory.describe(0, [0]))
+        await settle(backend)
+        await lower.store(KEYS[1:2], memory.describe(0, [1]))
+        assert await backend.lookup(KEYS[:3]) == [True, True, False]
+        await backend.load(KEYS[:3], memory.describe(0, [8, 9, 10]))
+        assert value(metrics, "stored_blocks", tier="host") == 2
+        assert value(metrics, "used_bytes", tier="host") == value(
+            metrics, "capacity_bytes", tier="host"
+        )
+    host, below = {"tier": "host"}, {"tier": "dict"}
+    request, promotion, back = ({"cause": c} for c in ("request", "promotion", "write_back"))
+    done = {"outcome": "done"}
+    assert value(metrics, "store_blocks_total", **host, **request, **done) == 1
+    assert value(metrics, "store_bytes_total", **below, **back) == 4096
+    assert value(metrics, "store_seconds_count", **below, **back) == 1
+    assert value(metrics, "load_blocks_total", **below, **promotion, **done) == 1
+    assert value(metrics, "load_blocks_total", **host, **request, **done) == 2
+    assert value(metrics, "load_blocks_total", **host, **request, outcome="missing") == 1
+    assert value(metrics, "lookup_blocks_total", **host, outcome="hit") == 1
+    assert value(metrics, "lookup_blocks_total", **below, outcome="hit") == 1
+    assert value(metrics, "lookup_blocks_total", tier="none", outcome="miss") == 1
+    assert value(metrics, "lookup_seconds_count", tier=ENGINE) == 1
+
+
+@pytest.mark.asyncio
+async def test_evictions_are_counted_by_reason(memory: BlockMemory) -> None:
+    metrics = Metrics()
+    async with observed(open_host(memory.namespace(), 2), Reports([metrics])) as backend:
+        for index, key in enumerate(KEYS[:5]):
+            await backend.store([key], memory.describe(0, [index]))
+        await backend.delete(KEYS[4:5])
+    assert value(metrics, "removed_blocks_total", tier="host", reason="evicted") == 3
+    assert value(metrics, "removed_blocks_total", tier="host", reason="deleted") == 1
+
+
+@pytest.mark.asyncio
+async def test_deadlines_are_counted_by_tier_and_call(memory: BlockMemory) -> None:
+    metrics, namespace = Metrics(), memory.namespace()
+    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
+    timeouts = TierTimeouts(lookup_s=0.01)
+    tiers = TieredBackend([open_host(namespace, 4), lower], namespace, timeouts=timeouts)
+    tiers.observe(Reports([metrics]))
+    async with TransferEngine(memory.caches, tiers, observers=[metrics]) as engine:
+        lower.rates = FaultRates(hang=1.0, operations=frozenset({Operation.LOOKUP}))
+        await engine.lookup(KEYS[:2])
+        await engine.lookup(KEYS[:2])
+        assert value(metrics, "suspended", tier="faulty") == 1
+        assert value(metrics, "suspended", tier="host") == 0
+        assert value(metrics, "skipped_blocks_total", tier="faulty", operation="lookup") == 2
+        await engine.store(KEYS[:1], [[0]], timeout_s=0.0)
+        lower.release()
+    assert value(metrics, "deadline_misses_total", tier="faulty", operation="lookup") == 1
+    assert value(metrics, "deadline_misses_total", tier=ENGINE, operation="store") == 1
+    assert value(metrics, "batch_seconds_count", operation="store") == 1
+    assert value(metrics, "queue_wait_seconds_count", operation="store") == 1
+
+
+@pytest.mark.asyncio
+async def test_several_engines_add_up_and_one_that_is_gone_does_not_count(
+    memory: BlockMemory,
+) -> None:
+    metrics = Metrics(CollectorRegistry())
+
+    def opened() -> Backend:
+        return observed(open_host(memory.namespace(), 2), Reports([metrics]))
+
+    async with opened():
+        one = value(metrics, "capacity_bytes", tier="host")
+        async with opened():
+            assert value(metrics, "capacity_bytes", tier="host") == 2 * one > 0
+    gc.collect()
+    assert value(metrics, "capacity_bytes", tier="host") == 0
+    assert not metrics._asked
+
+
+@pytest.mark.asyncio
+async def test_a_tier_that_cannot_tell_its_state_hides_no_other(
+    memory: BlockMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = Metrics()
+
+    def fail() -> dict[Gauge, float]:
+        raise RuntimeError("broken")
+
+    async with observed(open_host(memory.namespace(), 2), Reports([metrics])):
+        metrics._asked.append(("broken", fail))
+        with caplog.at_level(logging.ERROR, "kvxfer"):
+            assert value(metrics, "capacity_bytes", tier="host") > 0
+    assert "the state of broken cannot be told" in caplog.text
+
+
+def test_every_metric_has_a_meaning() -> None:
+    metrics = Metrics()
+    names = {family.name for family in metrics.registry.collect()}
+    assert names == {PREFIX + name for name in (*COUNTERS, *HISTOGRAMS, *GAUGES)}
+    assert set(GAUGES) == set(Gauge)
+
+
+@pytest.mark.asyncio
+async def test_urls_take_observers(memory: BlockMemory, tmp_path: Path) -> None:
+    metrics = Metrics()
+    urls = ["host://?capacity=1MiB", f"file://{tmp_path}?capacity=1MiB&min_free=1"]
+    async with open_backend(urls, memory.namespace(), observers=[metrics]) as backend:
+        await backend.store(KEYS[:2], memory.describe(0, [0, 1]))
+        await backend.flush()
+    done = {"cause": "write_back", "outcome": "done"}
+    assert value(metrics, "store_blocks_total", tier="file", **done) == 2
+    assert value(metrics, "used_bytes", tier="file") > 0
+    assert b"kvxfer_store_blocks_total" in metrics.text()
