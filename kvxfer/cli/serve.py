@@ -5,19 +5,26 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
+from kvxfer.errors import KVXferError
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
     from kvxfer.backends.nixl.config import Transport
     from kvxfer.backends.nixl.standalone import StandalonePeer
+    from kvxfer.cli.http_pages import Page
+    from kvxfer.telemetry.metrics import Metrics
 
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
+
+_PAGE_NAMES = {"/ready": "readiness", "/metrics": "metrics"}
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +33,11 @@ def main(argv: Sequence[str]) -> int:
     """Hold blocks for other processes until SIGTERM or SIGINT; return 0."""
     arguments = _parser().parse_args(argv)
     log_to_stderr(arguments.log_level)
-    peer = _open_peer(arguments)
-    ready = Endpoint.parse("ready", arguments.ready) if arguments.ready else None
+    metrics = _make_metrics() if arguments.metrics else None
+    peer = _open_peer(arguments, metrics)
+    pages = _make_pages(arguments, peer, metrics)
     drain_timeout_s = Duration.parse(arguments.drain_timeout)
-    asyncio.run(_serve(peer, ready, drain_timeout_s))
+    asyncio.run(_serve(peer, pages, drain_timeout_s))
     return 0
 
 
@@ -86,6 +94,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="address that answers GET /ready: 200, or 503 while starting and draining",
     )
+    parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="address that answers GET /metrics for Prometheus; may be that of --ready",
+    )
     add_log_level(parser)
     return parser
 
@@ -115,11 +128,42 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", default=default, metavar="TIME", help=explained)
 
 
-def _open_peer(arguments: argparse.Namespace) -> "StandalonePeer":
+def _make_metrics() -> "Metrics":
+    try:
+        from kvxfer.telemetry.metrics import Metrics
+    except ModuleNotFoundError as exc:
+        if exc.name != "prometheus_client":
+            raise
+        wanted = "--metrics needs the package prometheus_client: pip install 'kvxfer[metrics]'"
+        raise KVXferError(wanted) from exc
+    return Metrics()
+
+
+def _make_pages(
+    arguments: argparse.Namespace, peer: "StandalonePeer", metrics: "Metrics | None"
+) -> "dict[Endpoint, dict[str, Callable[[], Page]]]":
+    """Make the pages of each address: with one address for all, it has them all."""
+    from kvxfer.cli.http_pages import Page
+
+    pages: dict[Endpoint, dict[str, Callable[[], Page]]] = defaultdict(dict)
+    if arguments.ready:
+        states = HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.OK
+        at = Endpoint.parse("ready", arguments.ready)
+        pages[at]["/ready"] = lambda: Page(states[peer.is_ready])
+    if metrics is not None:
+        from prometheus_client import CONTENT_TYPE_LATEST
+
+        at = Endpoint.parse("metrics", arguments.metrics)
+        pages[at]["/metrics"] = lambda: Page(HTTPStatus.OK, metrics.text(), CONTENT_TYPE_LATEST)
+    return pages
+
+
+def _open_peer(arguments: argparse.Namespace, metrics: "Metrics | None") -> "StandalonePeer":
     from kvxfer.backends.file import load_namespace
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.nixl.standalone import StandalonePeer
     from kvxfer.connect import open_backend, parse_backend
+    from kvxfer.storage.observer import Reports
 
     for tier in arguments.tier:
         parse_backend(tier)  # reports a bad URL now, not when the first peer connects
@@ -140,16 +184,26 @@ def _open_peer(arguments: argparse.Namespace) -> "StandalonePeer":
     )
     namespace = load_namespace(arguments.namespace) if arguments.namespace else None
     tiers = [{"type": "host", "capacity": capacity}, *arguments.tier]
-    return StandalonePeer(config, functools.partial(open_backend, tiers), namespace=namespace)
+    observers = [] if metrics is None else [metrics]
+    opening = functools.partial(open_backend, tiers, observers=observers)
+    peer = StandalonePeer(config, opening, namespace=namespace)
+    peer.observe(Reports(observers, "nixl"))
+    return peer
 
 
-async def _serve(peer: "StandalonePeer", ready: Endpoint | None, drain_timeout_s: float) -> None:
-    from kvxfer.cli.readiness import Readiness
+async def _serve(
+    peer: "StandalonePeer",
+    pages: "Mapping[Endpoint, Mapping[str, Callable[[], Page]]]",
+    drain_timeout_s: float,
+) -> None:
+    from kvxfer.cli.http_pages import HTTPPages
 
     asked_to_end = stop_signal()
     async with contextlib.AsyncExitStack() as stack:
-        if ready is not None:
-            await stack.enter_async_context(Readiness(ready, lambda: peer.is_ready))
+        for endpoint, of_endpoint in pages.items():
+            at = (await stack.enter_async_context(HTTPPages(endpoint, of_endpoint))).endpoint
+            for path in of_endpoint:
+                logger.info("%s at http://%s%s", _PAGE_NAMES[path], at, path)
         await stack.enter_async_context(contextlib.aclosing(peer))
         starting = asyncio.ensure_future(peer.start())
         ending = asyncio.ensure_future(asked_to_end.wait())

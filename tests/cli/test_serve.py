@@ -205,6 +205,7 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--tier", "tape://"], "backend is 'tape'; expected one of: file, host, nixl"),
         (["--tls-ca", "ca.pem"], "expected all three, or none"),
         (["--ready", "here"], "ready is 'here'"),
+        (["--metrics", "here"], "metrics is 'here'"),
         (["--drain-timeout", "long"], "duration is 'long'"),
         (["--secret-file", "/nonexistent/secret"], "/nonexistent/secret"),
         (["--namespace", "/nonexistent/file"], "'/nonexistent/file'; expected a namespace.json"),

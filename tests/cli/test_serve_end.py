@@ -110,7 +110,7 @@ async def test_a_signal_while_memory_is_reserved_does_not_wait_for_it() -> None:
 
     config = NixlConfig(listen=f"{peers.HOST}:0", capacity=host.capacity, transport="socket")
     peer = StandalonePeer(config, reserve, namespace=peers.namespace())
-    serving = asyncio.create_task(serve._serve(peer, None, 3600))
+    serving = asyncio.create_task(serve._serve(peer, {}, 3600))
     try:
         await asyncio.to_thread(begun.wait, peers.LIMIT_S)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,14 +1,17 @@
-"""Readiness endpoint: its answers, and the requests that it does not answer."""
+"""HTTP pages: their answers, and the requests that are not answered."""
 
 import asyncio
+import logging
+from http import HTTPStatus
 
 import pytest
 
 from kvxfer.backends.nixl import Endpoint
-from kvxfer.cli.readiness import MAX_REQUEST_BYTES, Readiness
+from kvxfer.cli.http_pages import MAX_REQUEST_BYTES, HTTPPages, Page
 from kvxfer.errors import BackendUnavailableError
 
 ANY_PORT = Endpoint("127.0.0.1", 0)
+PAGES = {"/ready": lambda: Page(HTTPStatus.OK)}
 
 
 async def ask(endpoint: Endpoint, request: bytes) -> bytes:
@@ -29,34 +32,46 @@ async def ask(endpoint: Endpoint, request: bytes) -> bytes:
     ("request_line", "status"),
     [
         (b"GET /ready HTTP/1.1\r\nHost: peer\r\n\r\n", b"HTTP/1.1 200 OK"),
+        (b"GET /ready?verbose HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK"),
         (b"GET /other HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found"),
         (b"POST /ready HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
         (b"\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed"),
         (bytes(2 * MAX_REQUEST_BYTES), b""),
     ],
 )
-async def test_only_a_question_for_readiness_is_answered(
-    request_line: bytes, status: bytes
-) -> None:
-    async with Readiness(ANY_PORT, lambda: True) as ready:
+async def test_only_a_question_for_a_page_is_answered(request_line: bytes, status: bytes) -> None:
+    async with HTTPPages(ANY_PORT, PAGES) as ready:
         assert await ask(ready.endpoint, request_line) == status
 
 
 async def test_the_answer_is_that_of_the_moment() -> None:
-    is_ready = False
-    async with Readiness(ANY_PORT, lambda: is_ready) as ready:
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    async with HTTPPages(ANY_PORT, {"/ready": lambda: Page(status)}) as ready:
         request = b"GET /ready HTTP/1.1\r\n\r\n"
         assert await ask(ready.endpoint, request) == b"HTTP/1.1 503 Service Unavailable"
-        is_ready = True
+        status = HTTPStatus.OK
         assert await ask(ready.endpoint, request) == b"HTTP/1.1 200 OK"
 
 
 async def test_who_asks_nothing_is_not_waited_for() -> None:
-    async with Readiness(ANY_PORT, lambda: True, timeout_s=0.05) as ready:
+    async with HTTPPages(ANY_PORT, PAGES, timeout_s=0.05) as ready:
         assert await ask(ready.endpoint, b"GET /ready") == b""
 
 
 async def test_a_port_that_is_taken_is_said_so() -> None:
-    async with Readiness(ANY_PORT, lambda: True) as ready:
+    async with HTTPPages(ANY_PORT, PAGES) as ready:
         with pytest.raises(BackendUnavailableError, match=f"cannot listen at {ready.endpoint}"):
-            await Readiness(ready.endpoint, lambda: True).__aenter__()
+            await HTTPPages(ready.endpoint, PAGES).__aenter__()
+
+
+async def test_a_page_that_cannot_be_made_is_an_error_of_this_page_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> Page:
+        raise RuntimeError("no page")
+
+    async with HTTPPages(ANY_PORT, {**PAGES, "/broken": fail}) as pages:
+        with caplog.at_level(logging.ERROR, "kvxfer"):
+            answer = await ask(pages.endpoint, b"GET /broken HTTP/1.1\r\n\r\n")
+        assert answer == b"HTTP/1.1 500 Internal Server Error"
+        assert await ask(pages.endpoint, b"GET /ready HTTP/1.1\r\n\r\n") == b"HTTP/1.1 200 OK"

@@ -1,9 +1,10 @@
-"""Readiness endpoint: answers `GET /ready` over HTTP, for load balancers and orchestrators."""
+"""HTTP pages of commands that run for long: readiness for orchestrators, metrics for Prometheus."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from types import TracebackType
 from typing import Self
@@ -11,19 +12,27 @@ from typing import Self
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import BackendUnavailableError
 
-PATH = "/ready"
 MAX_REQUEST_BYTES = 8192
 """Bytes of a request at most, the limit of nginx and Apache for its head."""
 
 logger = logging.getLogger(__name__)
 
 
-class Readiness:
-    """Endpoint that answers `200 OK` while a process is ready, else `503 Service Unavailable`.
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Answer to a request."""
+
+    status: HTTPStatus
+    body: bytes = b""
+    content_type: str = "text/plain; charset=utf-8"
+
+
+class HTTPPages:
+    """Endpoint that answers `GET` over HTTP with a few pages, each made when it is asked for.
 
     Args:
         endpoint: Endpoint to listen at.
-        is_ready: Returns whether the process is ready.
+        pages: Makes the page of each path; must not block.
         timeout_s: Time for a request to arrive and its answer to leave.
 
     Attributes:
@@ -31,10 +40,14 @@ class Readiness:
     """
 
     def __init__(
-        self, endpoint: Endpoint, is_ready: Callable[[], bool], *, timeout_s: float = 5.0
+        self,
+        endpoint: Endpoint,
+        pages: Mapping[str, Callable[[], Page]],
+        *,
+        timeout_s: float = 5.0,
     ) -> None:
         self.endpoint = endpoint
-        self._is_ready = is_ready
+        self._pages = pages
         self._timeout_s = timeout_s
         self._server: asyncio.Server | None = None
 
@@ -52,7 +65,6 @@ class Readiness:
         except OSError as exc:
             raise BackendUnavailableError(f"cannot listen at {self.endpoint}: {exc}") from exc
         self.endpoint = Endpoint(host, self._server.sockets[0].getsockname()[1])
-        logger.info("readiness at http://%s%s", self.endpoint, PATH)
         return self
 
     async def __aexit__(
@@ -73,20 +85,29 @@ class Readiness:
         with contextlib.suppress(OSError, EOFError, asyncio.LimitOverrunError):
             async with asyncio.timeout(self._timeout_s):
                 request = await reader.readuntil(b"\r\n\r\n")
-                writer.write(_response(self._status(request)))
+                writer.write(_response(self._page(request)))
                 await writer.drain()
         writer.close()
 
-    def _status(self, request: bytes) -> HTTPStatus:
+    def _page(self, request: bytes) -> Page:
         method, _, rest = request.partition(b" ")
         if method != b"GET":
-            return HTTPStatus.METHOD_NOT_ALLOWED
-        if rest.split(b" ", 1)[0] != PATH.encode():
-            return HTTPStatus.NOT_FOUND
-        return HTTPStatus.OK if self._is_ready() else HTTPStatus.SERVICE_UNAVAILABLE
+            return Page(HTTPStatus.METHOD_NOT_ALLOWED)
+        path = rest.split(b" ", 1)[0].partition(b"?")[0].decode("latin-1")
+        make = self._pages.get(path)
+        if make is None:
+            return Page(HTTPStatus.NOT_FOUND)
+        try:
+            return make()
+        except Exception:
+            logger.exception("the page %s cannot be made", path)
+            return Page(HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def _response(status: HTTPStatus) -> bytes:
-    return (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-    ).encode()
+def _response(page: Page) -> bytes:
+    head = (
+        f"HTTP/1.1 {page.status.value} {page.status.phrase}\r\n"
+        f"Content-Type: {page.content_type}\r\nContent-Length: {len(page.body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + page.body
