@@ -1,0 +1,64 @@
+"""Spans of OpenTelemetry: an observer that makes one of each batch, move and lookup."""
+
+import time
+from collections.abc import Mapping, Sequence
+
+from opentelemetry import trace
+from opentelemetry.trace import StatusCode, TracerProvider
+
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.observer import Ended, Event, LookedUp, Moved, Observer
+
+_ERRORS = frozenset({Status.CORRUPT, Status.FAILED, Status.TIMED_OUT})
+
+
+class Spans(Observer):
+    """Spans of what has ended: a batch, its moves in each tier, a lookup.
+
+    Each is made when it is over, with the time at which it began, as a child of the span in which
+    the engine was called.
+
+    Args:
+        tracer_provider: Makes the tracer; by default that of the program.
+    """
+
+    def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
+        self._tracer = trace.get_tracer("kvxfer", tracer_provider=tracer_provider)
+
+    def note(self, event: Event) -> None:
+        """See `Observer.note`."""
+        match event:
+            case Moved():
+                more = {"kvxfer.tier": event.tier, "kvxfer.cause": event.cause.value}
+                self._make_move(f"{event.operation} {event.tier}", event, more)
+            case Ended():
+                self._make_move(event.operation, event, {"kvxfer.waited_s": event.waited_s})
+            case LookedUp():
+                hits = sum(map(bool, event.tiers))
+                counts = {"kvxfer.blocks": len(event.keys), "kvxfer.hits": hits}
+                self._make("lookup", event.seconds, counts)
+            case _:  # no span of its own
+                pass
+
+    def _make_move(self, name: str, event: Moved | Ended, more: Mapping[str, str | float]) -> None:
+        counts = {
+            "kvxfer.blocks": len(event.keys),
+            "kvxfer.bytes": event.num_bytes,
+            "kvxfer.done": sum(outcome.done for outcome in event.outcomes),
+        }
+        self._make(name, event.seconds, {**counts, **more}, event.outcomes)
+
+    def _make(
+        self,
+        name: str,
+        seconds: float,
+        attributes: Mapping[str, str | float],
+        outcomes: Sequence[Outcome] = (),
+    ) -> None:
+        now = time.time_ns()
+        began = now - int(seconds * 1e9)
+        span = self._tracer.start_span(f"kvxfer.{name}", attributes=attributes, start_time=began)
+        wrong = next((each for each in outcomes if each.status in _ERRORS), None)
+        if wrong is not None:
+            span.set_status(StatusCode.ERROR, f"{wrong.status.value}: {wrong.reason}")
+        span.end(now)

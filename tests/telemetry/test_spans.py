@@ -1,0 +1,112 @@
+"""Spans follow batches into the tiers, as children of the span in which the engine was called."""
+
+import asyncio
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from kvxfer.connect import connect
+from kvxfer.storage.keys import Namespace
+from kvxfer.telemetry.spans import Spans
+from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.transfer.engine import TransferEngine
+
+KEYS = make_keys(3)
+
+
+class Exported:
+    """Program whose spans are kept in memory."""
+
+    def __init__(self) -> None:
+        self.provider = TracerProvider()
+        self._exporter = InMemorySpanExporter()
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracer = self.provider.get_tracer("program")
+
+    def spans(self) -> dict[str, ReadableSpan]:
+        """Return the spans by name."""
+        return {span.name: span for span in self._exporter.get_finished_spans()}
+
+
+@pytest.fixture
+def exported() -> Exported:
+    return Exported()
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[64]], num_blocks=4)
+
+
+def opened(memory: BlockMemory, exported: Exported) -> TransferEngine:
+    return connect(
+        "host://?capacity=1MiB",
+        memory.caches,
+        namespace=Namespace(model="model"),
+        observers=[Spans(exported.provider)],
+    )
+
+
+async def use(engine: TransferEngine, exported: Exported) -> None:
+    """Store and look up within a span of the program."""
+    with exported.tracer.start_as_current_span("request"):
+        await engine.store(KEYS[:2], [[0, 1]])
+        await engine.lookup(KEYS)
+
+
+def check(exported: Exported) -> None:
+    spans = exported.spans()
+    request = spans["request"]
+    assert set(spans) == {"request", "kvxfer.store", "kvxfer.store host", "kvxfer.lookup"}
+    for name in set(spans) - {"request"}:
+        parent, context = spans[name].parent, request.get_span_context()
+        assert parent is not None
+        assert context is not None
+        assert parent.span_id == context.span_id, name
+        start, end = spans[name].start_time, spans[name].end_time
+        assert request.start_time is not None
+        assert request.end_time is not None
+        assert start is not None
+        assert end is not None
+        assert request.start_time <= start <= end <= request.end_time, name
+    batch, move = spans["kvxfer.store"].attributes, spans["kvxfer.store host"].attributes
+    assert batch is not None
+    assert move is not None
+    assert [batch[f"kvxfer.{name}"] for name in ("blocks", "bytes", "done")] == [2, 128, 2]
+    assert (move["kvxfer.tier"], move["kvxfer.cause"]) == ("host", "request")
+    assert dict(spans["kvxfer.lookup"].attributes or {}) == {
+        "kvxfer.blocks": 3,
+        "kvxfer.hits": 2,
+    }
+
+
+async def test_spans_are_children_of_the_span_of_the_caller(
+    memory: BlockMemory, exported: Exported
+) -> None:
+    async with opened(memory, exported) as engine:
+        await use(engine, exported)
+    check(exported)
+
+
+def test_so_they_are_when_the_engine_has_a_loop_of_its_own(
+    memory: BlockMemory, exported: Exported
+) -> None:
+    engine = opened(memory, exported)
+    asyncio.run(use(engine, exported))
+    engine.close()
+    check(exported)
+
+
+async def test_a_batch_that_failed_is_an_error(memory: BlockMemory, exported: Exported) -> None:
+    rates = FaultRates(failure=1.0)
+    faulty = FaultyBackend(DictBackend(None, memory.namespace()), seed=0, rates=rates)
+    spans = Spans(exported.provider)
+    async with TransferEngine(memory.caches, faulty, observers=[spans]) as engine:
+        await engine.store(KEYS[:1], [[0]])
+    status = exported.spans()["kvxfer.store"].status
+    assert status.status_code is StatusCode.ERROR
+    assert (status.description or "").startswith("failed: ")
