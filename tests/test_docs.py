@@ -13,6 +13,10 @@ from typing import Any
 
 import pytest
 
+from kvxfer.storage.backend import Status
+from kvxfer.storage.observer import Cause, Operation, Removal
+from kvxfer.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -103,10 +107,31 @@ def constants(path: Path) -> dict[str, Any]:
 def test_the_metrics_that_pages_name_exist() -> None:
     named = {name for page in PAGES for name in METRIC.findall(page.read_text())}
     folder = ROOT / "kvxfer/integrations/vllm"
-    reported = METRIC.findall((folder / "offloading/metrics.py").read_text())
+    ours = constants(folder / "offloading/metrics.py")
+    shown = *ours["SHOWN_COUNTERS"], *ours["SHOWN_GAUGES"], ours["PINNED"]
+    reported = {ours["PREFIX"] + name for name in shown}
     pd = constants(folder / "prefill_decode/metrics.py")
     names = *pd["COUNTERS"], *pd["COUNTERS_BY_REASON"], pd["LEASES"], pd["LOAD_SECONDS"]
-    assert named - {pd["PREFIX"]} == {*reported, *(pd["PREFIX"] + name for name in names)}
+    assert named - {pd["PREFIX"], ours["PREFIX"]} == {
+        *reported,
+        *(pd["PREFIX"] + name for name in names),
+    }
+
+
+def test_the_page_about_metrics_lists_those_that_the_registry_has() -> None:
+    row = re.compile(r"^\| `kvxfer_(\w+)` \| (\w+) \| ([^|]*) \|", re.MULTILINE)
+    page = row.findall((ROOT / "docs" / "metrics.md").read_text())
+    listed = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in page}
+    exported = {name: ("counter", set(labels)) for name, (_, labels) in COUNTERS.items()}
+    exported |= {name: ("histogram", set(labels)) for name, (_, labels) in HISTOGRAMS.items()}
+    exported |= {gauge.value: ("gauge", {"tier"}) for gauge in GAUGES}
+    assert listed == exported
+
+
+def test_the_page_about_metrics_lists_every_value_of_a_label() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    values = {each.value for kind in (Cause, Operation, Removal, Status) for each in kind}
+    assert values - set(re.findall(r"`(\w+)`", page)) == set()
 
 
 def words(text: str) -> list[str]:

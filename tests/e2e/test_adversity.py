@@ -148,7 +148,8 @@ def test_corrupt_host_memory_is_recomputed_and_never_served(llama: AuditedEngine
     returned = llama.generate(prompts[:1], max_tokens=MAX_TOKENS)
 
     assert recomputed[0].cached_tokens == 0
-    assert after["vllm:kvxfer_blocks_corrupt"] > before.get("vllm:kvxfer_blocks_corrupt", 0)
+    of_corrupt = 'vllm:kvxfer_load_blocks{cause="request",outcome="corrupt",tier="host"}'
+    assert after[of_corrupt] > before.get(of_corrupt, 0)
     assert returned[0].cached_tokens >= 128, "what was recomputed is stored anew"
     require_same([*recomputed, *returned], computed[:1] * 2, dtype=llama.dtype)
     assert llama.audit().clean, llama.audit()

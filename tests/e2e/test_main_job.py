@@ -49,8 +49,8 @@ def test_the_metrics_of_kvxfer_are_in_vllms_registry(start: Start) -> None:
     engine.generate(prompts, max_tokens=2)
 
     metrics = engine.metrics()
-    assert metrics["vllm:kvxfer_blocks_stored"] == 5
-    assert metrics["vllm:kvxfer_blocks_loaded"] == 5
-    assert metrics["vllm:kvxfer_host_blocks"] == 5
-    assert metrics["vllm:kvxfer_host_capacity_blocks"] > 5
+    assert metrics['vllm:kvxfer_store_blocks{cause="request",outcome="done",tier="host"}'] == 5
+    assert metrics['vllm:kvxfer_load_blocks{cause="request",outcome="done",tier="host"}'] == 5
+    assert metrics["vllm:kvxfer_stored_blocks"] == 5
+    assert metrics["vllm:kvxfer_capacity_bytes"] > metrics["vllm:kvxfer_used_bytes"] > 0
     assert metrics["vllm:kv_offload_load_bytes"] > 0

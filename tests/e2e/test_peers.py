@@ -19,9 +19,10 @@ MAX_TOKENS = 6
 SHARED_TOKENS = 640
 NUM_CHUNKS = 5
 SETTLE_ROUNDS = 50
-STORED = "vllm:kvxfer_lower_blocks_stored"
-LOADED = "vllm:kvxfer_lower_blocks_loaded"
-LOADS_FAILED = "vllm:kvxfer_lower_loads_failed"
+STORED = 'vllm:kvxfer_store_blocks{cause="write_back",outcome="done",tier="nixl"}'
+LOADS = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="%s",tier="nixl"}'
+LOADED = LOADS % "done"
+FAILURES = ("missing", "corrupt", "failed", "timed_out")
 
 Start = Callable[..., AuditedEngine]
 
@@ -101,6 +102,6 @@ def test_an_engine_finds_in_another_one_what_that_stored_until_it_is_killed_whil
     computed_later = reference_later.computed
     require_same(returned, computed_later, dtype=engine.dtype)
     assert returned[0].cached_tokens == 0
-    assert engine.metrics()[LOADS_FAILED] == NUM_CHUNKS
+    assert sum(engine.metrics().get(LOADS % status, 0) for status in FAILURES) == NUM_CHUNKS
     again = engine.generate([*prompts, *later], max_tokens=MAX_TOKENS)
     require_same(again, [*reference.computed, *computed_later], dtype=engine.dtype)

@@ -84,7 +84,8 @@ def test_a_restarted_engine_gets_the_shared_prefix_from_disk(
     require_same_bits(returned_alone, reference.device_hits)
     assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     assert metrics[HITS] >= WHOLE_BLOCKS_TOKENS
-    assert metrics["vllm:kvxfer_lower_blocks_loaded"] >= WHOLE_BLOCKS_TOKENS // 128
+    loaded = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="done",tier="file"}'
+    assert metrics[loaded] >= WHOLE_BLOCKS_TOKENS // 128
     assert second.audit().clean, second.audit()
 
 
@@ -131,6 +132,7 @@ def test_a_restarted_engine_recomputes_what_is_corrupt_on_disk_and_stores_it_aga
 
     require_same([*recomputed, *returned], computed * 2, dtype=second.dtype)
     assert metrics.get(HITS, 0) == 0
-    assert metrics["vllm:kvxfer_lower_loads_failed"] > 0
+    corrupt = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="corrupt",tier="file"}'
+    assert metrics[corrupt] > 0
     assert all(one.cached_tokens >= WHOLE_BLOCKS_TOKENS for one in returned)
     assert third.audit().clean, third.audit()

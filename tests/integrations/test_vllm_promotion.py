@@ -35,6 +35,7 @@ from tests.integrations.two_tiers import (
     payloads_of,
     schedulers,
 )
+from tests.integrations.vllm_counts import failed_loads
 
 
 class RecordingBackend(KeepingBackend):
@@ -122,7 +123,7 @@ def test_a_chunk_that_is_there_and_one_that_is_not_part_in_one_turn(start: Start
     backend.held = set()
     assert scheduler.resolve([there, behind]) == [HIT] * 2
     assert scheduler.bytes_of(behind) == payloads_of(behind)
-    assert scheduler.counts().get(metrics.LOWER_LOADS_FAILED, 0) == 0
+    assert failed_loads(scheduler.counts()) == 0
 
 
 def test_missing_chunks_evict_an_eighth_at_most_and_those_behind_wait_their_turn(

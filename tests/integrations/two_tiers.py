@@ -9,6 +9,7 @@ import pytest
 
 from kvxfer.backends.host import HostPool, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.eviction import LRU
 from kvxfer.storage.index import BlockIndex
@@ -29,6 +30,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, LowerTierTimeouts
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
+from tests.integrations.vllm_counts import read_counts
 
 NUM_SLOTS = 4
 PART_BYTES = 4096
@@ -128,11 +130,8 @@ class Scheduler:
         rows = self.pool.slots[self.index.slot_of(key)]
         return [row.tobytes() for row in rows]
 
-    def counts(self) -> dict[str, float]:
-        stats = self.manager.get_stats()
-        assert stats is not None
-        counts: dict[str, float] = stats.reduce()
-        return counts
+    def counts(self) -> dict[metrics.Count | str, float]:
+        return read_counts(self.manager.get_stats())
 
 
 Start = Callable[..., Scheduler]

@@ -246,7 +246,11 @@ class EngineProcess:
         return self._ask(StepTimes(), list[float])
 
     def metrics(self) -> dict[str, float]:
-        """Ask vLLM for its metrics, summed over labels; of a histogram, its count."""
+        """Ask vLLM for its metrics, summed over labels; of a histogram, its count.
+
+        Those with labels of their own are also there by them, as `name{label="value"}`, in
+        alphabetical order.
+        """
         return self._ask(Metrics(), dict[str, float])
 
     def log(self) -> str:

@@ -22,6 +22,8 @@ from kvxfer.bench.vllm.engine_process import (
 )
 
 SETTLE_ROUNDS = 50
+_OF_VLLM = {"engine", "model_name"}
+"""Labels that vLLM gives every metric."""
 
 Command = Generate | Reset | Metrics | Settle | StepTimes
 
@@ -125,7 +127,10 @@ class _Engine:
         values: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             value = metric.value if hasattr(metric, "value") else getattr(metric, "count", 0)
-            values[metric.name] = values.get(metric.name, 0) + value
+            ours = {name: each for name, each in metric.labels.items() if name not in _OF_VLLM}
+            labels = ",".join(f'{name}="{ours[name]}"' for name in sorted(ours))
+            for series in {metric.name, f"{metric.name}{{{labels}}}" if ours else metric.name}:
+                values[series] = values.get(series, 0) + value
         return values
 
     def _settle(self) -> None:
@@ -136,7 +141,7 @@ class _Engine:
             metrics = self._metrics()
             stored.append(metrics.get("vllm:kv_offload_store_bytes", 0))
             # A chunk that is being copied to a lower tier is pinned.
-            is_quiet = not metrics.get("vllm:kvxfer_host_blocks_in_use", 0)
+            is_quiet = not metrics.get("vllm:kvxfer_blocks_in_use", 0)
             if is_quiet and len(set(stored[-3:])) == 1 < len(stored) - 1:
                 return
 

@@ -14,14 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.integrations.vllm.offloading.metrics import LOWER
 from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, group_of
-from kvxfer.storage.observed_backend import unwrapped
+from kvxfer.storage.observed_backend import medium_of, unwrapped
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension
+from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.tiering.timeouts import TierTimeouts
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
@@ -74,6 +76,7 @@ class LowerTier:
         timeouts: Deadlines of the backend.
 
     Attributes:
+        name: Name in metrics: that of the backend's medium, `metrics.LOWER` for several tiers.
         results: Results of `lookup`; those that were not asked are looked up by the next `flush`.
 
     Raises:
@@ -106,6 +109,7 @@ class LowerTier:
         except BaseException:
             self._engine.close()
             raise
+        self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
         self._num_groups = num_groups
         self.results = LookupResults()
         self._lookups: list[RowLookup] = []

@@ -70,16 +70,19 @@ class KVXferOffloadingManager(OffloadingManager):
         pool: The pool, mapped by this process; closed on `shutdown`.
         index: The index over its slots.
         emit_events: Whether to keep events for `take_events`.
+        lower: Name of the tier below, in metrics.
     """
 
-    def __init__(self, pool: HostPool, index: BlockIndex, *, emit_events: bool) -> None:
+    def __init__(
+        self, pool: HostPool, index: BlockIndex, *, emit_events: bool, lower: str = metrics.LOWER
+    ) -> None:
         self._pool = pool
         self._index = index
         self._checks: dict[BlockKey, _Check] = {}
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
         self._held: dict[str, set[BlockKey]] = {}
         self._storing: dict[BlockKey, None] = {}  # in the order of the prompts
-        self._counters = metrics.Counters()
+        self._counters = metrics.Counters(pool.shape.slot_size_bytes, lower)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
@@ -192,13 +195,10 @@ class KVXferOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the metrics since the last call."""
         idle = self._index.num_free_slots + self._index.num_evictable
-        return self._counters.report(
-            {
-                metrics.BLOCKS: len(self._index),
-                metrics.PINNED: self._index.num_slots - idle,
-                metrics.CAPACITY: self._index.num_slots,
-            }
-        )
+        gauges: dict[str, float] = {metrics.PINNED: self._index.num_slots - idle}
+        for gauge, value in self._index.gauges(self._pool.shape.slot_size_bytes).items():
+            gauges[gauge.value] = value
+        return self._counters.report(gauges)
 
     def shutdown(self) -> None:
         """Close the pool; may be called again."""
@@ -228,6 +228,7 @@ class KVXferOffloadingManager(OffloadingManager):
         """Quarantine a chunk that failed its check, and release it for every holder."""
         if outcome.status is Status.CORRUPT:
             self._counters.add(metrics.CORRUPT)
+            self._counters.add(metrics.DROPPED)
         logger.warning("dropped chunk %s: %s", key.hex(), outcome)
         for held in self._held.values():
             held.discard(key)

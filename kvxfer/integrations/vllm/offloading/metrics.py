@@ -1,9 +1,12 @@
 """Metrics of the vLLM adapter, reported through vLLM's own mechanism.
 
-Their names begin with `vllm:` because vLLM exports no others.
+They are those of `kvxfer.telemetry.metrics`, with the same labels. Their names begin with `vllm:`
+because vLLM exports no others.
 """
 
+from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingConnectorStats,
@@ -11,80 +14,114 @@ from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
 )
+from kvxfer.storage.backend import Status
+from kvxfer.storage.observer import Cause, Gauge, Removal
+from kvxfer.telemetry.metrics import COUNTERS, GAUGES
 
-BLOCKS = "vllm:kvxfer_host_blocks"
-PINNED = "vllm:kvxfer_host_blocks_in_use"
-CAPACITY = "vllm:kvxfer_host_capacity_blocks"
-LOADED = "vllm:kvxfer_blocks_loaded"
-STORED = "vllm:kvxfer_blocks_stored"
-EVICTED = "vllm:kvxfer_blocks_evicted"
-REFUSED = "vllm:kvxfer_stores_refused"
-LOST = "vllm:kvxfer_stores_lost"
-CORRUPT = "vllm:kvxfer_blocks_corrupt"
-LOWER_STORED = "vllm:kvxfer_lower_blocks_stored"
-LOWER_LOADED = "vllm:kvxfer_lower_blocks_loaded"
-LOWER_STORES_FAILED = "vllm:kvxfer_lower_stores_failed"
-LOWER_STORES_DROPPED = "vllm:kvxfer_lower_stores_dropped"
-LOWER_LOADS_FAILED = "vllm:kvxfer_lower_loads_failed"
-LOWER_LOADS_REFUSED = "vllm:kvxfer_lower_loads_refused"
+PREFIX = "vllm:kvxfer_"
+SHOWN_COUNTERS = (
+    "store_blocks",
+    "store_bytes",
+    "load_blocks",
+    "load_bytes",
+    "removed_blocks",
+    "not_written_back_blocks",
+)
+SHOWN_GAUGES = ("stored_blocks", "used_bytes", "capacity_bytes")
+PINNED = "blocks_in_use"
+HOST = "host"
+LOWER = "lower"
+"""Name of the tier below host memory where there are several, and in the counts below."""
 
 DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
-    BLOCKS: OffloadingGaugeMetadata(documentation="Chunks kept in host memory."),
-    PINNED: OffloadingGaugeMetadata(
-        documentation="Chunks being stored, verified or loaded, which cannot be evicted."
-    ),
-    CAPACITY: OffloadingGaugeMetadata(documentation="Chunks that fit into host memory."),
-    LOADED: OffloadingCounterMetadata(documentation="Chunks loaded from host memory."),
-    STORED: OffloadingCounterMetadata(documentation="Chunks stored in host memory."),
-    EVICTED: OffloadingCounterMetadata(documentation="Chunks evicted to make room."),
-    REFUSED: OffloadingCounterMetadata(
-        documentation="Chunks not stored because every chunk in host memory was in use."
-    ),
-    LOST: OffloadingCounterMetadata(
-        documentation="Chunks whose store did not complete on every worker; dropped."
-    ),
-    CORRUPT: OffloadingCounterMetadata(
-        documentation="Chunks whose bytes changed in host memory; dropped and recomputed."
-    ),
-    LOWER_STORED: OffloadingCounterMetadata(
-        documentation="Chunks copied from host memory to the tier below."
-    ),
-    LOWER_LOADED: OffloadingCounterMetadata(
-        documentation="Chunks brought back from the tier below, verified."
-    ),
-    LOWER_STORES_FAILED: OffloadingCounterMetadata(
-        documentation="Chunks that the tier below did not store."
-    ),
-    LOWER_STORES_DROPPED: OffloadingCounterMetadata(
-        documentation="Chunks evicted from host memory before they were copied to the tier below."
-    ),
-    LOWER_LOADS_FAILED: OffloadingCounterMetadata(
-        documentation="Chunks found in the tier below that were corrupt, gone, or not loaded in "
-        "time; recomputed."
-    ),
-    LOWER_LOADS_REFUSED: OffloadingCounterMetadata(
-        documentation="Chunks found in the tier below for which host memory had no room."
+    **{
+        PREFIX + name: OffloadingCounterMetadata(
+            documentation=COUNTERS[name][0], labelnames=tuple(COUNTERS[name][1])
+        )
+        for name in SHOWN_COUNTERS
+    },
+    **{
+        PREFIX + name: OffloadingGaugeMetadata(
+            documentation=GAUGES[Gauge(name)], labelnames=("tier",)
+        )
+        for name in SHOWN_GAUGES
+    },
+    PREFIX + PINNED: OffloadingGaugeMetadata(
+        documentation="Chunks being stored, verified or loaded, which cannot be evicted.",
+        labelnames=("tier",),
     ),
 }
 
 
+class Count(NamedTuple):
+    """Counter of chunks with its labels.
+
+    Attributes:
+        name: One of `SHOWN_COUNTERS`.
+        labels: Values of its labels; the first is the tier.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+
+
+def stored(tier: str, cause: Cause, status: Status) -> Count:
+    """Name the count of chunks passed to a tier to be stored."""
+    return Count("store_blocks", (tier, cause.value, status.value))
+
+
+def loaded(tier: str, cause: Cause, status: Status) -> Count:
+    """Name the count of chunks asked of a tier."""
+    return Count("load_blocks", (tier, cause.value, status.value))
+
+
+LOADED = loaded(HOST, Cause.REQUEST, Status.DONE)
+CORRUPT = loaded(HOST, Cause.REQUEST, Status.CORRUPT)
+STORED = stored(HOST, Cause.REQUEST, Status.DONE)
+REFUSED = stored(HOST, Cause.REQUEST, Status.FAILED)
+"""Not stored because every chunk in host memory was in use."""
+LOST = stored(HOST, Cause.REQUEST, Status.CANCELLED)
+"""Not stored because some worker did not complete its store."""
+EVICTED = Count("removed_blocks", (HOST, Removal.EVICTED.value))
+DROPPED = Count("removed_blocks", (HOST, Removal.CORRUPT.value))
+PROMOTED = stored(HOST, Cause.PROMOTION, Status.DONE)
+NOT_PROMOTED = stored(HOST, Cause.PROMOTION, Status.FAILED)
+"""Found below, without room in host memory."""
+LOWER_STORED = stored(LOWER, Cause.WRITE_BACK, Status.DONE)
+LOWER_STORES_FAILED = stored(LOWER, Cause.WRITE_BACK, Status.FAILED)
+LOWER_STORES_DROPPED = Count("not_written_back_blocks", (LOWER,))
+LOWER_LOADED = loaded(LOWER, Cause.PROMOTION, Status.DONE)
+
+
 class Counters:
-    """Counters of metrics since the last report."""
+    """Counters of metrics since the last report.
 
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+    Args:
+        chunk_bytes: Bytes of a chunk.
+        lower: Name of the tier below host memory.
+    """
 
-    def add(self, name: str, number: int = 1) -> None:
-        """Add `number` to a metric of `DEFINITIONS`."""
+    def __init__(self, chunk_bytes: int, lower: str = LOWER) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._lower = lower
+        self._counts: Counter[Count] = Counter()
+
+    def add(self, count: Count, number: int = 1) -> None:
+        """Add a number of chunks."""
         if number:
-            self._counts[name] = self._counts.get(name, 0) + number
+            self._counts[count] += number
 
-    def report(self, gauges: Mapping[str, int]) -> OffloadingConnectorStats:
-        """Return the counts, and these gauges, in vLLM's form, and reset the counts."""
+    def report(self, gauges: Mapping[str, float]) -> OffloadingConnectorStats:
+        """Return the counts, and these gauges of host memory, in vLLM's form; reset the counts."""
         stats = OffloadingConnectorStats()
         for name, value in gauges.items():
-            stats.set_gauge(name, value)
-        for name, number in self._counts.items():
-            stats.increase_counter(name, number)
-        self._counts = {}
+            stats.set_gauge(PREFIX + name, value, (HOST,))
+        for (name, labels), number in self._counts.items():
+            values = (self._lower if labels[0] == LOWER else labels[0], *labels[1:])
+            stats.increase_counter(PREFIX + name, number, values)
+            if values[-1] == Status.DONE.value:
+                num_bytes = number * self._chunk_bytes
+                name_of_bytes = PREFIX + name.replace("_blocks", "_bytes")
+                stats.increase_counter(name_of_bytes, num_bytes, values[:-1])
+        self._counts.clear()
         return stats

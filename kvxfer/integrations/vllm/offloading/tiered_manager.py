@@ -21,6 +21,7 @@ from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.observer import Cause
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.job import Direction
 
@@ -58,7 +59,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     def __init__(
         self, pool: HostPool, index: BlockIndex, tier: LowerTier, *, emit_events: bool
     ) -> None:
-        super().__init__(pool, index, emit_events=emit_events)
+        super().__init__(pool, index, emit_events=emit_events, lower=tier.name)
         self._tier = tier
         self._going_up: set[BlockKey] = set()
         self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
@@ -156,7 +157,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
         self._note_evicted(plan.evicted)
         if refused := [key for key in found if key in plan.refused]:
-            self._counters.add(metrics.LOWER_LOADS_REFUSED, len(refused))
+            self._counters.add(metrics.NOT_PROMOTED, len(refused))
             self._tier.results.deny(refused)  # or requests would look for room again and again
         self._pool.unseal(plan.slots)
         self._going_up.update(plan.keys)
@@ -236,7 +237,9 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._write_back.forget([key])
 
     def _drop_failed(self, loads: Sequence[RowOutcome]) -> None:
-        self._counters.add(metrics.LOWER_LOADS_FAILED, len(loads))
+        for moved in loads:
+            status = moved.outcome.status
+            self._counters.add(metrics.loaded(metrics.LOWER, Cause.PROMOTION, status))
         logger.warning("%d chunks were not loaded, the first: %s", len(loads), loads[0].outcome)
         keys = [moved.key for moved in loads]
         self._going_up.difference_update(keys)
@@ -246,6 +249,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         """Make chunks loadable, and hold them for the waiting requests, so as not to be evicted."""
         self._index.finish_store(keys, stored=True)
         self._counters.add(metrics.LOWER_LOADED, len(keys))
+        self._counters.add(metrics.PROMOTED, len(keys))
         self._emit(keys, removed=False)
         self._going_up.difference_update(keys)
         for key in keys:
