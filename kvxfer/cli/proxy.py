@@ -27,9 +27,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         from kvxfer.proxy import ProxyConfig
     except ModuleNotFoundError as exc:
-        if exc.name != "aiohttp":
+        if exc.name not in {"aiohttp", "prometheus_client"}:
             raise
-        raise KVXferError("needs the package aiohttp: pip install 'kvxfer[proxy]'") from exc
+        raise KVXferError(f"needs the package {exc.name}: pip install 'kvxfer[proxy]'") from exc
 
     log_to_stderr(arguments.log_level)
     config = ProxyConfig(

@@ -48,7 +48,7 @@ class EnginePoolClient:
     def __init__(
         self, leg: Leg, urls: Sequence[str], connect_timeout_s: float, metrics: ProxyMetrics
     ) -> None:
-        self.pool = EnginePool(urls, lambda engine: metrics.ejections.add(leg, engine.url))
+        self.pool = EnginePool(urls, lambda engine: metrics.ejections.labels(leg, engine.url).inc())
         self._leg = leg
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
@@ -120,7 +120,7 @@ class EnginePoolClient:
                 self._failed(engine, "no answer in time")
             raise EngineTimeoutError("an engine did not answer in time") from exc
         finally:
-            self._metrics.legs.add(self._leg, engine.url, outcome)
+            self._metrics.legs.labels(self._leg, engine.url, outcome).inc()
 
     def _failed(self, engine: Engine, reason: str) -> None:
         now_s = asyncio.get_running_loop().time()

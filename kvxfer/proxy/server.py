@@ -154,7 +154,7 @@ class Proxy:
     async def _show_metrics(self, _: web.Request) -> web.Response:
         engines = {"prefill": self._prefill.pool.engines, "decode": self._decode.pool.engines}
         content_type = {"Content-Type": PROMETHEUS}
-        return web.Response(body=self.metrics.text(engines).encode(), headers=content_type)
+        return web.Response(body=self.metrics.text(engines), headers=content_type)
 
     async def _not_found(self, request: web.Request) -> web.Response:
         return error_response(
@@ -178,7 +178,7 @@ class Proxy:
             finally:
                 self._under_way.discard(task)
                 self.metrics.num_under_way -= 1
-                self.metrics.requests.add("done" if client.is_answered else outcome)
+                self.metrics.requests.labels("done" if client.is_answered else outcome).inc()
 
         return answer
 
@@ -252,7 +252,7 @@ class Proxy:
     async def _decode_alone(
         self, client: Client, completion: Completion, deadline_s: float, reason: str
     ) -> None:
-        self.metrics.decoded_alone.add(reason)
+        self.metrics.decoded_alone.labels(reason).inc()
         request_id = printable(client.request_id, MAX_LOGGED_ID)
         logger.info("decoding %s alone: %s", request_id, reason)
         await self._pass_on(client, completion.decode_body(None), deadline_s)
@@ -287,7 +287,7 @@ class Proxy:
         if params is None:
             raise NoParamsError("no_params")
         engine.lender = Lender.of(params)
-        self.metrics.prefill_seconds.add(loop.time() - started_s)
+        self.metrics.prefill_seconds.observe(loop.time() - started_s)
         return params
 
     async def _pass_on(self, client: Client, body: bytes | None, deadline_s: float) -> None:

@@ -20,11 +20,11 @@ async def test_a_client_that_goes_during_the_prefill_leg_ends_it() -> None:
         samples = await it.samples()
         assert not it.decode[0].asked
     assert (
-        samples[f'legs_total{{leg="prefill",engine="{it.prefill[0].url}",outcome="cancelled"}}']
+        samples[f'legs_total{{engine="{it.prefill[0].url}",leg="prefill",outcome="cancelled"}}']
         == 1
     )
     assert samples["requests_under_way"] == 0
-    assert samples[f'engine_ejected{{leg="prefill",engine="{it.prefill[0].url}"}}'] == 0
+    assert samples[f'engine_ejected{{engine="{it.prefill[0].url}",leg="prefill"}}'] == 0
 
 
 async def test_a_client_that_goes_during_the_stream_ends_it() -> None:

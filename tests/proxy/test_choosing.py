@@ -118,7 +118,7 @@ async def test_an_engine_that_failed_is_probed_and_comes_back(kind: str) -> None
         failing, other = it.prefill if kind == "prefill" else it.decode
         failing.status = failing.health = 503
         await asyncio.gather(*(it.post() for _ in range(4)))
-        ejected = f'engine_ejected{{leg="{kind}",engine="{failing.url}"}}'
+        ejected = f'engine_ejected{{engine="{failing.url}",leg="{kind}"}}'
         assert (await it.samples())[ejected] == 1
         num_asked = len(failing.asked)
         await asyncio.wait_for(failing.probed.wait(), LIMIT_S)  # and not well
@@ -129,8 +129,8 @@ async def test_an_engine_that_failed_is_probed_and_comes_back(kind: str) -> None
         await asyncio.gather(*(it.post() for _ in range(4)))
         assert len(failing.asked) == num_asked + 2
         samples = await it.samples()
-        assert samples[f'ejections_total{{leg="{kind}",engine="{failing.url}"}}'] == 1
-        assert f'ejections_total{{leg="{kind}",engine="{other.url}"}}' not in samples
+        assert samples[f'ejections_total{{engine="{failing.url}",leg="{kind}"}}'] == 1
+        assert f'ejections_total{{engine="{other.url}",leg="{kind}"}}' not in samples
 
 
 async def test_an_engine_that_was_started_again_comes_back() -> None:
@@ -139,5 +139,5 @@ async def test_an_engine_that_was_started_again_comes_back() -> None:
         await engine.__aexit__()
         assert (await it.post())[0] == 502
         await engine.__aenter__()
-        await it.until(f'engine_ejected{{leg="decode",engine="{engine.url}"}}', 0)
+        await it.until(f'engine_ejected{{engine="{engine.url}",leg="decode"}}', 0)
         assert (await it.post())[0] == 200

@@ -81,7 +81,7 @@ async def test_an_error_of_the_decode_engine_about_the_request_is_passed_on() ->
         it.decode[0].status = 404
         assert await it.post() == (404, {"error": {"message": "as told"}})
         assert (await it.samples())[
-            f'legs_total{{leg="decode",engine="{it.decode[0].url}",outcome="refused"}}'
+            f'legs_total{{engine="{it.decode[0].url}",leg="decode",outcome="refused"}}'
         ]
         assert (await it.get("/health"))[0] == 200
 
@@ -143,7 +143,7 @@ async def test_the_next_decode_engine_is_asked_when_one_fails(*, is_gone: bool) 
             assert await it.post() == (200, {"by": other.url})
         assert {asked.params["remote_port"] for asked in other.asked} == {7100}
         samples = await it.samples()
-    assert samples[f'legs_total{{leg="decode",engine="{failing.url}",outcome="failed"}}'] == 1
+    assert samples[f'legs_total{{engine="{failing.url}",leg="decode",outcome="failed"}}'] == 1
 
 
 async def test_an_error_in_the_form_of_openai_when_all_decode_engines_fail() -> None:

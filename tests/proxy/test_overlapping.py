@@ -71,7 +71,7 @@ async def test_a_prefill_leg_that_fails_is_no_error_and_its_lender_is_asked_anew
         it.prefill[0].status = 500
         assert (await it.post())[0] == 200
         it.prefill[0].status = 200
-        await it.until(f'engine_ejected{{leg="prefill",engine="{it.prefill[0].url}"}}', 0)
+        await it.until(f'engine_ejected{{engine="{it.prefill[0].url}",leg="prefill"}}', 0)
         moved = {**PARAMS, "remote_port": 7200}
         it.prefill[0].params = moved
         assert (await it.post())[0] == 200
