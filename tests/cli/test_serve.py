@@ -3,7 +3,9 @@
 import asyncio
 import signal
 import socket
+import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,11 +111,14 @@ def test_it_says_where_it_listens_and_what_protects_it(secret_file: Path) -> Non
             assert peer.end() == 0
 
 
-def test_a_data_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("option", "host"), [("--data-port", ""), ("--metrics", f"{peers.HOST}:")])
+def test_a_port_that_is_taken_is_named(
+    option: str, host: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server((peers.HOST, 0)) as taken:
         port = str(taken.getsockname()[1])
         usual = ["serve", "--listen", f"{peers.HOST}:0", "--capacity", "1MiB"]
-        assert main([*usual, "--data-port", port]) == 2
+        assert main([*usual, option, host + port]) == 2
     assert f"cannot listen at {peers.HOST}:{port}: " in capsys.readouterr().err
 
 
@@ -222,3 +227,35 @@ def test_what_cannot_be_is_said_in_one_line_before_it_listens(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert complaint in said
+
+
+def test_metrics_and_readiness_may_have_one_address() -> None:
+    at = f"{peers.HOST}:0"
+    with serving("--capacity", "1MiB", "--metrics", at) as peer:
+        url = peer.ready_url.replace("/ready", "/metrics")
+        assert any(f"metrics at {url}" in line for line in peer.said)
+        with urllib.request.urlopen(url, timeout=peers.LIMIT_S) as answer:  # noqa: S310
+            text = answer.read().decode()
+        assert peer.readiness() == 200
+        assert peer.end() == 0
+    assert 'kvxfer_peers_connected{tier="nixl"} 0.0' in text
+
+
+WITHOUT_PROMETHEUS = """
+import sys
+import urllib.request
+sys.modules["prometheus_client"] = None
+from kvxfer.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_without_prometheus_client_one_line_says_how_to_install_it() -> None:
+    usual = ["serve", "--listen", f"{peers.HOST}:0", "--capacity", "1MiB"]
+    command = [sys.executable, "-c", WITHOUT_PROMETHEUS, *usual, "--metrics", f"{peers.HOST}:0"]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=peers.LIMIT_S
+    )
+    assert result.returncode == 2
+    package = "the package prometheus_client: pip install 'kvxfer[metrics]'"
+    assert result.stderr == f"kvxfer serve: --metrics needs {package}\n"
