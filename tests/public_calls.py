@@ -266,6 +266,7 @@ VALID_TRANSFERS = {
     "GroupIdentity": Valid({"page_sizes_bytes": (32,), "tensors": (TENSOR,)}),
     "Namespace": Valid({"model": "m", "groups": (IDENTITY,), "parallel": {"tp_size": 2}}),
     "Namespace.chunk_size_bytes": Valid({"group": 0}, lambda: NAMESPACE),
+    "Namespace.differences": Valid({"theirs": NAMESPACE}, lambda: NAMESPACE),
     "Namespace.require_same": Valid({"theirs": NAMESPACE}, lambda: NAMESPACE),
     "Outcome": Valid({"status": kvxfer.Status.DONE}),
     "StoredTensor": Valid({"name": "k", "dtype": "F32", "shape": (2, 4)}),
