@@ -1,0 +1,244 @@
+"""Traces of requests: which blocks each prompt consists of, in Mooncake's format."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.checks import INT64_MAX
+from kvxfer.errors import KVXferError
+
+DEFAULT_TOKENS_PER_BLOCK = 512
+"""Tokens of a block in Mooncake's traces.
+
+Source: https://github.com/kvcache-ai/Mooncake, `FAST25-release/traces`.
+"""
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+
+
+class TraceError(KVXferError, ValueError):
+    """Trace that cannot be replayed.
+
+    Attributes:
+        source: Name of the trace, with the line where there is one.
+        problem: What is wrong there.
+    """
+
+    def __init__(self, source: str, problem: str) -> None:
+        self.source = source
+        self.problem = problem
+        super().__init__(f"{source}: {problem}")
+
+
+class TraceLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a trace; other fields of a line are ignored.
+
+    Attributes:
+        timestamp: Arrival in milliseconds.
+        input_length: Tokens of the prompt.
+        output_length: Tokens that were generated.
+        hash_ids: Number of each block of the prompt. Equal numbers are equal prefixes up to there.
+        tokens_per_block: Tokens of a block; our own field, 512 where it is missing.
+    """
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _Count
+    output_length: _Count
+    hash_ids: list[_Count]
+    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_TOKENS_PER_BLOCK
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Requests in the order of their arrival; the blocks of all lie in one array.
+
+    Attributes:
+        name: Name for people: its file, or how it was made.
+        tokens_per_block: Tokens of a block.
+        timestamps_ms: float64 `(num_requests,)`, ascending.
+        input_lengths: int64 `(num_requests,)`, tokens of each prompt.
+        output_lengths: int64 `(num_requests,)`, tokens that were generated.
+        block_ids: int64 `(num_references,)`, 0 to `num_unique` - 1, numbered as they first occur.
+        bounds: int64 `(num_requests + 1,)`; request r has `block_ids[bounds[r]:bounds[r + 1]]`.
+    """
+
+    name: str
+    tokens_per_block: int
+    timestamps_ms: NDArray[np.float64]
+    input_lengths: NDArray[np.int64]
+    output_lengths: NDArray[np.int64]
+    block_ids: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests."""
+        return len(self.timestamps_ms)
+
+    @property
+    def num_references(self) -> int:
+        """Blocks of all requests together."""
+        return len(self.block_ids)
+
+    @property
+    def num_unique(self) -> int:
+        """Different blocks."""
+        return int(self.block_ids.max()) + 1
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first request to the last."""
+        return float(self.timestamps_ms[-1] - self.timestamps_ms[0]) / 1000
+
+    def requests(self) -> Iterator[list[int]]:
+        """Iterate over the blocks of each request."""
+        bounds = self.bounds.tolist()
+        for start, stop in pairwise(bounds):
+            yield self.block_ids[start:stop].tolist()
+
+
+def read_trace(path: Path, *, tokens_per_block: int | None = None) -> Trace:
+    """Read a trace: a JSON object in each line, see `TraceLine`.
+
+    Args:
+        path: The file.
+        tokens_per_block: Tokens of a block, in place of what the trace says.
+
+    Raises:
+        OSError: The file cannot be read.
+        TraceError: A line is not a request, or there is no block in any of them.
+    """
+    decoder = msgspec.json.Decoder(TraceLine)
+    lines: list[TraceLine] = []
+    numbers: list[int] = []
+    with path.open("rb") as file:
+        for number, text in enumerate(file, start=1):
+            if text.isspace():
+                continue
+            try:
+                lines.append(decoder.decode(text))
+            except msgspec.MsgspecError as exc:
+                raise TraceError(f"{path}, line {number}", _problem(text, exc)) from exc
+            numbers.append(number)
+    return make_trace(str(path), lines, tokens_per_block=tokens_per_block, line_numbers=numbers)
+
+
+def make_trace(
+    name: str,
+    lines: list[TraceLine],
+    *,
+    tokens_per_block: int | None = None,
+    line_numbers: list[int] | None = None,
+) -> Trace:
+    """Make a trace of requests, in the order of their timestamps.
+
+    Args:
+        name: Name for people.
+        lines: The requests.
+        tokens_per_block: Tokens of a block, in place of what the requests say.
+        line_numbers: Line of each request, for errors; by default they are counted.
+
+    Raises:
+        TraceError: There is no block in any request, a block occurs twice in one, a prompt has more
+            or fewer blocks than tokens for them, or requests have blocks of different sizes.
+    """
+    if not any(line.hash_ids for line in lines):
+        raise TraceError(name, "no request has a block in `hash_ids`")
+    numbers = np.arange(1, len(lines) + 1) if line_numbers is None else np.array(line_numbers)
+    sizes = np.array([line.tokens_per_block for line in lines], np.int64)
+    if tokens_per_block is None and len(np.unique(sizes)) > 1:
+        at = int((sizes != sizes[0]).argmax())
+        problem = f"tokens_per_block is {sizes[at]}; expected {sizes[0]} as in the lines before"
+        raise TraceError(f"{name}, line {numbers[at]}", problem)
+    timestamps = np.array([line.timestamp for line in lines], np.float64)
+    order = np.argsort(timestamps, kind="stable")
+    lines = [lines[index] for index in order.tolist()]
+    lengths = np.array([len(line.hash_ids) for line in lines], np.int64)
+    bounds = np.concatenate([[0], np.cumsum(lengths)])
+    ids = np.fromiter(
+        (block for line in lines for block in line.hash_ids), np.int64, count=int(bounds[-1])
+    )
+    trace = Trace(
+        name=name,
+        tokens_per_block=tokens_per_block or int(sizes[0]),
+        timestamps_ms=timestamps[order],
+        input_lengths=np.array([line.input_length for line in lines], np.int64),
+        output_lengths=np.array([line.output_length for line in lines], np.int64),
+        block_ids=_number_by_occurrence(ids),
+        bounds=bounds,
+    )
+    _check(trace, ids, numbers[order])
+    return trace
+
+
+def previous_references(trace: Trace) -> NDArray[np.int64]:
+    """Find where each block was referenced last before; -1 for the first time."""
+    order = np.argsort(trace.block_ids, kind="stable")
+    same = trace.block_ids[order[1:]] == trace.block_ids[order[:-1]]
+    previous = np.full(len(order), -1, np.int64)
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a trace in Mooncake's format, with our field `tokens_per_block`.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    with path.open("wb") as file:
+        for index, blocks in enumerate(trace.requests()):
+            line = TraceLine(
+                timestamp=float(trace.timestamps_ms[index]),
+                input_length=int(trace.input_lengths[index]),
+                output_length=int(trace.output_lengths[index]),
+                hash_ids=blocks,
+                tokens_per_block=trace.tokens_per_block,
+            )
+            file.write(msgspec.json.encode(line) + b"\n")
+
+
+def _number_by_occurrence(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return rank[inverse]
+
+
+def _check(trace: Trace, ids: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+    lengths = np.diff(trace.bounds)
+    begin = np.repeat(trace.bounds[:-1], lengths)
+    repeated = previous_references(trace) >= begin
+    if repeated.any():
+        at = int(repeated.argmax())
+        request = int(np.searchsorted(trace.bounds, at, side="right")) - 1
+        problem = f"hash_ids has {ids[at]} twice; expected each block of a prompt once"
+        raise TraceError(f"{trace.name}, line {numbers[request]}", problem)
+    fewest = trace.input_lengths // trace.tokens_per_block
+    most = -(-trace.input_lengths // trace.tokens_per_block)
+    wrong = (lengths < fewest) | (lengths > most)
+    if wrong.any():
+        at = int(wrong.argmax())
+        problem = (
+            f"input_length is {trace.input_lengths[at]}, and hash_ids has {lengths[at]} blocks; "
+            f"expected {fewest[at]} or {most[at]} of {trace.tokens_per_block} tokens"
+        )
+        raise TraceError(f"{trace.name}, line {numbers[at]}", problem)
+
+
+def _problem(text: bytes, error: msgspec.MsgspecError) -> str:
+    """Name the field and its value that made a line invalid."""
+    said = str(error)
+    problem, _, place = said.partition(" - at `$")
+    if not place:
+        return said[:1].lower() + said[1:]
+    value: Any = msgspec.json.decode(text)
+    for step in place.rstrip("`").replace("[", ".[").split(".")[1:]:
+        value = value[int(step[1:-1])] if step.startswith("[") else value[step]
+    return f"{place.rstrip('`').lstrip('.')} is {value!r}; {problem[:1].lower()}{problem[1:]}"

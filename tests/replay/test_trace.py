@@ -1,0 +1,91 @@
+"""Traces: Mooncake's format, and what is said of lines that are not in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from kvxfer.replay import TraceError, read_trace, write_trace
+from tests.replay.traces import request_lists, trace_of
+
+LINE = {"timestamp": 27, "input_length": 600, "output_length": 3, "hash_ids": [46, 47]}
+
+
+def write(path: Path, *lines: dict[str, Any] | str) -> Path:
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    path.write_text("\n".join(texts) + "\n")
+    return path
+
+
+def test_a_trace_is_read_in_the_order_of_its_timestamps(tmp_path: Path) -> None:
+    later = {"timestamp": 30.5, "input_length": 513, "output_length": 9, "hash_ids": [46, 2]}
+    trace = read_trace(write(tmp_path / "t", later, "", LINE | {"type": "chat"}))
+    assert list(trace.requests()) == [[0, 1], [0, 2]]
+    assert trace.timestamps_ms.tolist() == [27, 30.5]
+    assert trace.input_lengths.tolist() == [600, 513]
+    assert trace.output_lengths.tolist() == [3, 9]
+    assert (trace.num_requests, trace.num_references, trace.num_unique) == (2, 4, 3)
+    assert trace.duration_s == 0.0035
+    assert trace.tokens_per_block == 512
+
+
+@given(requests=request_lists())
+def test_a_trace_that_was_written_is_read_again(
+    requests: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
+    trace = trace_of(requests, seconds_apart=0.0375)
+    write_trace(path, trace)
+    again = read_trace(path)
+    assert list(again.requests()) == list(trace.requests())
+    assert again.timestamps_ms.tolist() == trace.timestamps_ms.tolist()
+    assert again.input_lengths.tolist() == trace.input_lengths.tolist()
+    assert again.output_lengths.tolist() == trace.output_lengths.tolist()
+    assert again.tokens_per_block == 16
+
+
+def test_blocks_of_another_size_are_said_by_the_trace_or_by_the_caller(tmp_path: Path) -> None:
+    line = LINE | {"input_length": 32}
+    path = write(tmp_path / "t", line | {"tokens_per_block": 16})
+    assert read_trace(path).tokens_per_block == 16
+    assert read_trace(write(path, line), tokens_per_block=16).tokens_per_block == 16
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"timestamp": 1', "input data was truncated"),
+        ("[]", "expected `object`, got `array`"),
+        (LINE | {"timestamp": -1}, "timestamp is -1; expected `float` >= 0.0"),
+        (LINE | {"input_length": "600"}, "input_length is '600'; expected `int`, got `str`"),
+        (LINE | {"output_length": None}, "output_length is None; expected `int`, got `null`"),
+        (LINE | {"hash_ids": [46, -7]}, "hash_ids[1] is -7; expected `int` >= 0"),
+        (LINE | {"hash_ids": [46, 46]}, "hash_ids has 46 twice; expected each block of a prompt"),
+        ({"timestamp": 1, "hash_ids": []}, "object missing required field `input_length`"),
+        (LINE | {"tokens_per_block": 0}, "tokens_per_block is 0; expected `int` >= 1"),
+        (
+            LINE | {"tokens_per_block": 300},
+            "tokens_per_block is 300; expected 512 as in the lines before",
+        ),
+        (
+            LINE | {"input_length": 5000},
+            "input_length is 5000, and hash_ids has 2 blocks; expected 9 or 10 of 512 tokens",
+        ),
+    ],
+)
+def test_a_broken_line_is_named_with_its_field_and_value(
+    tmp_path: Path, line: dict[str, Any] | str, problem: str
+) -> None:
+    path = write(tmp_path / "t", LINE, "  ", line)
+    with pytest.raises(TraceError) as raised:
+        read_trace(path)
+    assert str(raised.value).startswith(f"{path}, line 3: {problem}")
+
+
+@pytest.mark.parametrize("lines", [[], [LINE | {"input_length": 0, "hash_ids": []}]])
+def test_a_trace_without_blocks_is_refused(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+    path = write(tmp_path / "t", *lines)
+    with pytest.raises(TraceError, match="no request has a block in `hash_ids`"):
+        read_trace(path)

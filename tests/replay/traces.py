@@ -1,0 +1,57 @@
+"""Traces for tests: made up by Hypothesis, and those of Mooncake where they are."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from kvxfer.replay import Trace, make_trace
+from kvxfer.replay.trace import TraceLine
+
+FOLDER = Path(os.environ.get("KVXFER_TRACES", "/work/shared/traces"))
+needs_mooncake = pytest.mark.skipif(
+    not (FOLDER / "conversation.jsonl").exists(),
+    reason="Mooncake's traces are not in $KVXFER_TRACES",
+)
+
+
+def trace_of(requests: Sequence[Sequence[int]], *, seconds_apart: float = 1) -> Trace:
+    """Make a trace of blocks of 16 tokens, a request every second."""
+    lines = [
+        TraceLine(
+            timestamp=1000 * seconds_apart * index,
+            input_length=16 * len(blocks),
+            output_length=1,
+            hash_ids=list(blocks),
+            tokens_per_block=16,
+        )
+        for index, blocks in enumerate(requests)
+    ]
+    return make_trace("made up", lines)
+
+
+def request_lists(
+    *, max_requests: int = 30, max_blocks: int = 12, num_unique: int = 20
+) -> st.SearchStrategy[list[list[int]]]:
+    """Draw requests of any blocks, also such as no chain of hashes would give."""
+    blocks = st.lists(st.integers(0, num_unique - 1), max_size=max_blocks, unique=True)
+    return st.lists(blocks, min_size=1, max_size=max_requests).filter(any)
+
+
+@st.composite
+def prompt_lists(draw: st.DrawFn, *, max_requests: int = 30) -> list[list[int]]:
+    """Draw requests of which each goes on where some block of an earlier one ended."""
+    requests: list[list[int]] = []
+    fresh = 0
+    for _ in range(draw(st.integers(1, max_requests))):
+        head: list[int] = []
+        goes_on = draw(st.booleans())
+        if requests and goes_on:
+            earlier = requests[draw(st.integers(0, len(requests) - 1))]
+            head = earlier[: draw(st.integers(0, len(earlier)))]
+        more = draw(st.integers(0 if head else 1, 6))
+        requests.append([*head, *range(fresh, fresh + more)])
+        fresh += more
+    return requests
