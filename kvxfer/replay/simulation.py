@@ -1,0 +1,164 @@
+"""Simulation of a trace: what each tier of a list gives, reads, writes and evicts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.replay.simulated_store import Medium, SimulatedStore
+from kvxfer.replay.trace import Trace
+from kvxfer.storage.eviction import PolicyName
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """One tier of a list.
+
+    Attributes:
+        medium: Backend: host memory or files.
+        policy: Eviction policy.
+        num_slots: Blocks that fit.
+    """
+
+    medium: Medium
+    policy: PolicyName
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """Use of one tier by a whole trace.
+
+    Attributes:
+        plan: The tier.
+        num_hits: Hits that this tier gave: the blocks that it had, and no faster one.
+        num_read: Blocks read from it, also on their way to other tiers.
+        num_written: Blocks written to it, promoted ones included.
+        num_promoted: Blocks promoted from it to the first tier.
+        num_evicted: Blocks that it evicted.
+    """
+
+    plan: TierPlan
+    num_hits: int
+    num_read: int
+    num_written: int
+    num_promoted: int
+    num_evicted: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulation:
+    """Use of the tiers by a trace.
+
+    Attributes:
+        tiers: Fastest first.
+        hits: int64 `(num_requests, num_tiers)`; hits of each request by tier.
+    """
+
+    tiers: tuple[TierUse, ...]
+    hits: NDArray[np.int64]
+
+    @property
+    def num_hits(self) -> int:
+        """Hits of all tiers together."""
+        return sum(tier.num_hits for tier in self.tiers)
+
+
+def simulate(trace: Trace, plans: Sequence[TierPlan]) -> Simulation:
+    """Replay a trace on simulated tiers.
+
+    Each request looks up its blocks, loads the leading run of those that are there, its hits, and
+    stores the others. The next request comes when all of that has ended, copies to lower tiers
+    included.
+    """
+    tiers = SimulatedTiers(plans)
+    hits = np.array([tiers.replay(blocks) for blocks in trace.requests()], np.int64)
+    totals = hits.sum(axis=0).tolist()
+    uses = [
+        TierUse(
+            plan=plan,
+            num_hits=num_hits,
+            num_read=store.num_read,
+            num_written=store.num_written,
+            num_promoted=promoted,
+            num_evicted=store.num_evicted,
+        )
+        for plan, num_hits, store, promoted in zip(
+            plans, totals, tiers.stores, tiers.num_promoted, strict=True
+        )
+    ]
+    return Simulation(tuple(uses), hits)
+
+
+class SimulatedTiers:
+    """Tiers without bytes, which do what `TieredBackend` does, one request after the other.
+
+    Attributes:
+        stores: The tiers, fastest first.
+        num_promoted: Blocks promoted from each of them.
+    """
+
+    def __init__(self, plans: Sequence[TierPlan]) -> None:
+        self.stores = [SimulatedStore(plan.medium, plan.policy, plan.num_slots) for plan in plans]
+        self.num_promoted = [0] * len(plans)
+        self._first, self._lower = self.stores[0], self.stores[1:]
+
+    def replay(self, blocks: Sequence[int]) -> list[int]:
+        """Look up, load and store the blocks of one request; return its hits by tier."""
+        found_in = self._look_up(blocks)
+        num_hits = next(
+            (index for index, block in enumerate(blocks) if block not in found_in), len(blocks)
+        )
+        hits = [0] * len(self.stores)
+        for block in blocks[:num_hits]:
+            hits[found_in[block]] += 1
+        self._load(blocks[:num_hits])
+        self._store(blocks[num_hits:])
+        return hits
+
+    def _look_up(self, blocks: Sequence[int]) -> dict[int, int]:
+        """Find the tier of each block; what lower tiers have is promoted."""
+        found_in = dict.fromkeys(self._first.find(blocks), 0)
+        for index, tier in enumerate(self._lower, start=1):
+            below = tier.find([block for block in blocks if block not in found_in])
+            if below:
+                tier.load(below)
+                self._first.store(below)
+                self.num_promoted[index] += len(below)
+                found_in |= dict.fromkeys(below, index)
+        return found_in
+
+    def _load(self, blocks: Sequence[int]) -> None:
+        """Load each block from the first tier that has it."""
+        left = blocks
+        for tier in self.stores:
+            if not left:
+                return
+            tier.load(tier.find(left))
+            left = [block for block in left if block not in tier]
+
+    def _store(self, blocks: Sequence[int]) -> None:
+        """Store blocks in the first tier with room, and write the new ones to those below it."""
+        there = set(self._first.find(blocks))
+        left = list(blocks)
+        for tier in self._lower:
+            held = tier.find([block for block in left if block not in there])
+            if held:
+                tier.store(held)
+                left = [block for block in left if block not in tier or block in there]
+        for index, tier in enumerate(self.stores):
+            if not left:
+                return
+            tier.store(left)
+            stored = tier.find(left)
+            for target in self.stores[index + 1 :]:
+                self._copy([block for block in stored if block not in target], tier, target)
+            left = [block for block in left if block not in tier]
+
+    @staticmethod
+    def _copy(blocks: Sequence[int], source: SimulatedStore, target: SimulatedStore) -> None:
+        """Write blocks back to a lower tier, which reads them from the one that has them."""
+        if blocks:
+            source.load(blocks)
+            target.store(blocks)

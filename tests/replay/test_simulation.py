@@ -1,0 +1,83 @@
+"""Simulated tiers: against the index of the real stores, and against lists."""
+
+from collections.abc import Sequence
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.replay import Medium, TierPlan, lru_curve, simulate
+from kvxfer.storage.eviction import POLICIES, PolicyName
+from kvxfer.storage.index import BlockIndex
+from kvxfer.storage.keys import make_block_key
+from tests.replay.simple_models import lru_tier_hits
+from tests.replay.traces import prompt_lists, request_lists, trace_of
+
+policies = pytest.mark.parametrize("policy", get_args(PolicyName))
+media = pytest.mark.parametrize("medium", get_args(Medium))
+
+
+def index_hits(
+    requests: Sequence[Sequence[int]], policy: PolicyName, num_slots: int
+) -> tuple[int, int, int]:
+    """Count hits, stored and evicted blocks of the index of real stores."""
+    index = BlockIndex(num_slots, POLICIES[policy](num_slots))
+    num_hits = num_stored = num_evicted = 0
+    for blocks in requests:
+        keys = [make_block_key(b"%d" % block, 0) for block in blocks]
+        n = next((i for i, key in enumerate(keys) if key not in index), len(keys))
+        num_hits += n
+        index.pin(keys[:n])
+        index.touch(keys[:n])
+        index.unpin(keys[:n])
+        plan = index.begin_store(keys[n:])
+        index.finish_store(plan.keys, stored=True)
+        num_stored += len(plan.keys)
+        num_evicted += len(plan.evicted)
+    return num_hits, num_stored, num_evicted
+
+
+@policies
+@given(requests=request_lists() | prompt_lists(), num_slots=st.integers(1, 24))
+def test_host_memory_is_simulated_as_the_index_of_the_real_one_decides(
+    policy: PolicyName, requests: list[list[int]], num_slots: int
+) -> None:
+    (tier,) = simulate(trace_of(requests), [TierPlan("host", policy, num_slots)]).tiers
+    expected = index_hits(list(trace_of(requests).requests()), policy, num_slots)
+    assert (tier.num_hits, tier.num_written, tier.num_evicted) == expected
+
+
+@policies
+@media
+@given(requests=prompt_lists())
+def test_a_store_with_room_for_all_blocks_has_every_hit_and_evicts_nothing(
+    policy: PolicyName, medium: Medium, requests: list[list[int]]
+) -> None:
+    trace = trace_of(requests)
+    (tier,) = simulate(trace, [TierPlan(medium, policy, trace.num_unique)]).tiers
+    assert tier.num_hits == tier.num_read == lru_curve(trace).ceiling
+    assert tier.num_written == trace.num_unique
+    assert tier.num_evicted == tier.num_promoted == 0
+
+
+@given(requests=prompt_lists(), num_slots=st.integers(6, 24))
+def test_both_media_evict_the_same_blocks_with_lru(
+    requests: list[list[int]], num_slots: int
+) -> None:
+    trace = trace_of(requests)
+    hits = [
+        simulate(trace, [TierPlan(each, "lru", num_slots)]).num_hits for each in ("host", "file")
+    ]
+    assert hits[0] == hits[1]
+
+
+@given(requests=prompt_lists(), host=st.integers(1, 12), file=st.integers(1, 40))
+def test_tiers_of_lru_give_the_hits_of_lists(
+    requests: list[list[int]], host: int, file: int
+) -> None:
+    plans = [TierPlan("host", "lru", host), TierPlan("file", "lru", file)]
+    result = simulate(trace_of(requests), plans)
+    expected = lru_tier_hits(requests, host, file)
+    assert tuple(tier.num_hits for tier in result.tiers) == expected
+    assert result.hits.sum(axis=0).tolist() == list(expected)
