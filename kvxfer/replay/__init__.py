@@ -1,22 +1,82 @@
 """Planner: what a cache of which policy, capacity and tiers would have had of a trace's blocks."""
 
+from kvxfer.replay.block_size import bytes_per_token, plan_tiers
+from kvxfer.replay.chart import draw
 from kvxfer.replay.lru_curve import LRUCurve, Order, lru_curve
+from kvxfer.replay.plan import (
+    BYTES_NEEDED,
+    DEFAULT_BANDWIDTHS,
+    CapacityRow,
+    Machine,
+    TierRow,
+    TiersRow,
+    plan_capacities,
+    plan_list,
+)
+from kvxfer.replay.real import replay_on, replay_real
+from kvxfer.replay.recommendation import Recommendation, parse_budget, recommend
+from kvxfer.replay.report import RealRow, Report, TraceSummary, format_report, summarise
 from kvxfer.replay.simulated_store import Medium
 from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
-from kvxfer.replay.trace import Trace, TraceError, make_trace, read_trace, write_trace
+from kvxfer.replay.synthetic import (
+    WORKLOADS,
+    Agentic,
+    MultiTurn,
+    Rag,
+    Workload,
+    make_synthetic,
+    parse_workload,
+)
+from kvxfer.replay.trace import (
+    Trace,
+    TraceError,
+    TraceLine,
+    make_trace,
+    read_trace,
+    write_trace,
+)
 
 __all__ = [
+    "BYTES_NEEDED",
+    "DEFAULT_BANDWIDTHS",
+    "WORKLOADS",
+    "Agentic",
+    "CapacityRow",
     "LRUCurve",
+    "Machine",
     "Medium",
+    "MultiTurn",
     "Order",
+    "Rag",
+    "RealRow",
+    "Recommendation",
+    "Report",
     "Simulation",
     "TierPlan",
+    "TierRow",
     "TierUse",
+    "TiersRow",
     "Trace",
     "TraceError",
+    "TraceLine",
+    "TraceSummary",
+    "Workload",
+    "bytes_per_token",
+    "draw",
+    "format_report",
     "lru_curve",
+    "make_synthetic",
     "make_trace",
+    "parse_budget",
+    "parse_workload",
+    "plan_capacities",
+    "plan_list",
+    "plan_tiers",
     "read_trace",
+    "recommend",
+    "replay_on",
+    "replay_real",
     "simulate",
+    "summarise",
     "write_trace",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,16 +107,22 @@ class SimulatedTiers:
 
     def replay(self, blocks: Sequence[int]) -> list[int]:
         """Look up, load and store the blocks of one request; return its hits by tier."""
+        if not self._lower:
+            return [self._replay_on_first(blocks)]
         found_in = self._look_up(blocks)
         num_hits = next(
             (index for index, block in enumerate(blocks) if block not in found_in), len(blocks)
         )
-        hits = [0] * len(self.stores)
-        for block in blocks[:num_hits]:
-            hits[found_in[block]] += 1
-        self._load(blocks[:num_hits])
+        hits = self._load(blocks[:num_hits], found_in)
         self._store(blocks[num_hits:])
         return hits
+
+    def _replay_on_first(self, blocks: Sequence[int]) -> int:
+        """Do the same with a single tier, in less time."""
+        num_hits = sum(1 for _ in takewhile(self._first.__contains__, blocks))
+        self._first.load(blocks[:num_hits])
+        self._first.store(blocks[num_hits:])
+        return num_hits
 
     def _look_up(self, blocks: Sequence[int]) -> dict[int, int]:
         """Find the tier of each block; what lower tiers have is promoted."""
@@ -129,14 +136,25 @@ class SimulatedTiers:
                 found_in |= dict.fromkeys(below, index)
         return found_in
 
-    def _load(self, blocks: Sequence[int]) -> None:
-        """Load each block from the first tier that has it."""
+    def _load(self, blocks: Sequence[int], found_in: dict[int, int]) -> list[int]:
+        """Load each block from the first tier that has it; return how many each tier gave.
+
+        A promoted block was given by the tier that it was promoted from. One that promotions of the
+        others evicted everywhere ends the run.
+        """
+        given_by: dict[int, int] = {}
         left = blocks
-        for tier in self.stores:
-            if not left:
-                return
-            tier.load(tier.find(left))
+        for index, tier in enumerate(self.stores):
+            there = tier.find(left)
+            tier.load(there)
+            given_by |= {block: max(index, found_in[block]) for block in there}
+            if len(there) == len(left):
+                break
             left = [block for block in left if block not in tier]
+        hits = [0] * len(self.stores)
+        for block in takewhile(given_by.__contains__, blocks):
+            hits[given_by[block]] += 1
+        return hits
 
     def _store(self, blocks: Sequence[int]) -> None:
         """Store blocks in the first tier with room, and write the new ones to those below it."""

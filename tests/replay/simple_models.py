@@ -56,10 +56,13 @@ def lru_tier_hits(
         for block in blocks:
             if block not in in_host and block not in below:
                 break
-            hits[block in below] += 1
             loaded.append(block)
         file.use(below)
         host.store(below)
+        for block in loaded:
+            if block not in host.blocks and block not in file.blocks:
+                break
+            hits[block in below or block not in host.blocks] += 1
         host.use([block for block in loaded if block in host.blocks])
         file.use([block for block in loaded if block not in host.blocks and block in file.blocks])
         rest = blocks[len(loaded) :]

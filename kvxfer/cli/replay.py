@@ -1,0 +1,193 @@
+"""Command `kvxfer replay`: replays a trace on simulated caches, to plan the real ones."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.units import ByteSize
+
+if TYPE_CHECKING:
+    from kvxfer.replay import CapacityRow, LRUCurve, Machine, RealRow, Report, Trace
+    from kvxfer.storage.eviction import PolicyName
+
+POLICIES = ("lru", "arc")
+ORDERS = ("tail-first", "head-first")
+KINDS = ("multi-turn", "agentic", "rag")
+SHARES = (64, 32, 16, 8, 4, 2, 1)
+MAX_DIFFERENCE = 0.01
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay a trace and print what caches give.
+
+    Returns:
+        1 with `--real` when a real backend and the model differ by more than 1 % of the hits, 0
+        otherwise.
+    """
+    arguments = _parse(argv)
+
+    from kvxfer.replay import (
+        Report,
+        draw,
+        format_report,
+        lru_curve,
+        parse_budget,
+        plan_list,
+        recommend,
+        summarise,
+    )
+
+    trace = _trace(arguments)
+    machine = _machine(arguments)
+    budget = parse_budget(arguments.budget) if arguments.budget else None
+    curve = lru_curve(trace, order=arguments.order)
+    report = Report(
+        trace=summarise(trace, curve.ceiling),
+        machine=machine,
+        capacities=_capacities(arguments, trace, machine, curve),
+        lists=[plan_list(trace, machine, backend) for backend in arguments.backend],
+        recommendation=recommend(trace, machine, budget) if budget else None,
+    )
+    if arguments.real:
+        report = msgspec.structs.replace(report, real=_real(trace, report, arguments.real))
+    print(msgspec.json.encode(report).decode() if arguments.json else format_report(report))
+    if arguments.chart:
+        draw(report, curve, arguments.chart)
+    return int(any(row.difference > MAX_DIFFERENCE for row in report.real))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="kvxfer replay",
+        description="Replay a trace of requests on simulated caches: hits by policy, capacity and "
+        "tier, bytes moved, and the backend list that makes the most of a budget.",
+        epilog=exit_statuses(
+            "when it is done", "when a real backend differs by more than 1 %% of the hits"
+        ),
+    )
+    add = parser.add_argument
+    add("trace", type=Path, nargs="?", help="file in Mooncake's format, a request a line")
+    add("--synthetic", choices=KINDS, help="make a trace instead of reading one")
+    add("--set", action="append", default=[], metavar="NAME=VALUE", help="size of --synthetic")
+    add("--seed", type=int, default=0, help="seed of --synthetic")
+    add("--save", type=Path, metavar="FILE", help="write the trace, as --synthetic made it")
+    add("--tokens-per-block", type=int, metavar="N", help="in place of what the trace says")
+    add("--bytes-per-token", type=int, metavar="N", help="bytes of keys and values of a token")
+    add("--model", type=Path, metavar="DIR", help="model whose config.json tells these bytes")
+    add("--policies", default=",".join(POLICIES), help="eviction policies, separated by commas")
+    add("--order", choices=ORDERS, default=ORDERS[0], help="of eviction in a prompt, for lru")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--capacities", metavar="SIZE,...", help="of host memory, as 16GiB,64GiB")
+    sizes.add_argument("--blocks", metavar="N,...", help="capacities in blocks instead")
+    add("--backend", nargs="+", action="append", default=[], metavar="URL", help="a list of tiers")
+    add("--budget", metavar="TIER=SIZE,...", help="recommend a list, as host=64GiB,file=1TiB")
+    add("--prefill-tokens-per-s", type=float, metavar="N", help="tokens computed in a second")
+    add("--host-bandwidth", metavar="SIZE", help="bytes a second loaded from host memory")
+    add("--file-bandwidth", metavar="SIZE", help="bytes a second loaded from files")
+    add("--real", type=Path, metavar="DIR", help="replay on real backends, too, with files in DIR")
+    add("--json", action="store_true", help="print an object")
+    add("--chart", type=Path, metavar="FILE", help="draw hits against capacity, e.g. as .svg")
+    arguments = parser.parse_args(argv)
+    if (arguments.trace is None) == (arguments.synthetic is None):
+        parser.error("expected a trace, or --synthetic")
+    return arguments
+
+
+def _trace(arguments: argparse.Namespace) -> "Trace":
+    from kvxfer.replay import make_synthetic, parse_workload, read_trace, write_trace
+
+    tokens = arguments.tokens_per_block
+    if tokens is not None and tokens < 1:
+        raise InvalidArgumentError("tokens_per_block", tokens, "a positive integer")
+    if arguments.synthetic is None:
+        trace = read_trace(arguments.trace, tokens_per_block=tokens)
+    else:
+        settings = {
+            name: value for name, _, value in (each.partition("=") for each in arguments.set)
+        }
+        workload = parse_workload(arguments.synthetic, settings)
+        sizes = {} if tokens is None else {"tokens_per_block": tokens}
+        trace = make_synthetic(workload, seed=arguments.seed, **sizes)
+    if arguments.save is not None:
+        write_trace(arguments.save, trace)
+    return trace
+
+
+def _machine(arguments: argparse.Namespace) -> "Machine":
+    from kvxfer.replay import DEFAULT_BANDWIDTHS, Machine, bytes_per_token
+
+    for name in ("bytes_per_token", "prefill_tokens_per_s"):
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise InvalidArgumentError(name, value, "a positive number")
+    per_token = arguments.bytes_per_token
+    if per_token is None and arguments.model is not None:
+        per_token = bytes_per_token(arguments.model)
+    stated = {"host": arguments.host_bandwidth, "file": arguments.file_bandwidth}
+    bandwidths = {
+        medium: float(ByteSize.parse(stated[medium]) if stated[medium] else given)
+        for medium, given in DEFAULT_BANDWIDTHS.items()
+    }
+    return Machine(
+        bytes_per_token=per_token,
+        prefill_tokens_per_s=arguments.prefill_tokens_per_s,
+        bandwidths=bandwidths,
+    )
+
+
+def _capacities(
+    arguments: argparse.Namespace, trace: "Trace", machine: "Machine", curve: "LRUCurve"
+) -> "list[CapacityRow]":
+    from kvxfer.replay import BYTES_NEEDED, plan_capacities, plan_tiers
+
+    block = trace.tokens_per_block * machine.bytes_per_token if machine.bytes_per_token else None
+    policies: list[PolicyName] = []
+    for name in arguments.policies.split(","):
+        if name not in POLICIES:
+            raise InvalidArgumentError("policies", name, f"some of {', '.join(POLICIES)}")
+        policies.append(name)
+    if arguments.capacities is not None:
+        if block is None:
+            raise InvalidArgumentError("bytes_per_token", None, BYTES_NEEDED)
+        texts = arguments.capacities.split(",")
+        sizes: list[int | None] = [int(ByteSize.parse(text)) for text in texts]
+        slots = [plan_tiers(f"host://?capacity={size}", block)[0].num_slots for size in sizes]
+    else:
+        slots = (
+            [_positive("blocks", text) for text in arguments.blocks.split(",")]
+            if arguments.blocks is not None
+            else sorted({max(1, trace.num_unique // share) for share in SHARES})
+        )
+        sizes = [number * block if block else None for number in slots]
+    return plan_capacities(trace, curve, machine, policies=policies, slots=slots, capacities=sizes)
+
+
+def _positive(name: str, text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise InvalidArgumentError(name, text, "positive integers, separated by commas")
+    return int(text)
+
+
+def _real(trace: "Trace", report: "Report", folder: Path) -> "list[RealRow]":
+    """Replay lists of tiers, or where there are none host memory alone, on real backends."""
+    from kvxfer.replay import RealRow, TierPlan, replay_real
+
+    rows = [*report.lists]
+    if report.recommendation is not None and report.recommendation.row is not None:
+        rows.append(report.recommendation.row)
+    plans = [
+        [TierPlan(tier.medium, tier.policy, tier.num_slots) for tier in row.tiers] for row in rows
+    ] or [[TierPlan("host", row.policy, row.num_slots)] for row in report.capacities]
+    real = []
+    for tiers in plans:
+        num_hits, modelled, seconds = replay_real(trace, tiers, folder)
+        name = " over ".join(f"{each.medium} {each.policy} {each.num_slots:,}" for each in tiers)
+        real.append(
+            RealRow(tiers=name, num_hits=num_hits, num_hits_modelled=modelled, seconds=seconds)
+        )
+    return real

@@ -1,0 +1,108 @@
+"""Sizes of blocks: the bytes that a model keeps for a token, and the blocks that fit in a tier."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvxfer.backends.file import FileConfig
+from kvxfer.backends.file.config import require_room
+from kvxfer.backends.host import HostConfig, PoolShape
+from kvxfer.connect import BackendChoice, parse_backend
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.replay.simulation import TierPlan
+from kvxfer.storage.keys import GroupIdentity, Namespace
+
+_BYTES_OF_DTYPES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+def bytes_per_token(model: Path) -> int:
+    """Compute the bytes of a token's keys and values, of all layers, from a model's `config.json`.
+
+    Args:
+        model: Folder of the model, or the file itself.
+
+    Raises:
+        OSError: The file cannot be read.
+        InvalidArgumentError: It is no configuration of a model with attention in every layer, whose
+            bytes grow with the prompt.
+    """
+    path = model / "config.json" if model.is_dir() else model
+    try:
+        config = msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError as exc:
+        raise InvalidArgumentError("model", str(path), f"a model's config.json; {exc}") from exc
+    if not isinstance(config, dict):
+        raise InvalidArgumentError("model", str(path), "a model's config.json")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    config = config | config.get("text_config", {})
+    dtype = config.get("dtype") or config.get("torch_dtype") or dtype
+    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
+    is_sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
+    if kinds or (is_sliding and "layer_types" not in config):
+        what = ", ".join(sorted(kinds)) or "a sliding window"
+        rule = f"full attention in all layers, not {what}; else give --bytes-per-token"
+        raise InvalidArgumentError("model", str(path), rule)
+    if dtype not in _BYTES_OF_DTYPES:
+        rule = f"one of {', '.join(_BYTES_OF_DTYPES)}; else give --bytes-per-token"
+        raise InvalidArgumentError(f"dtype in {path}", dtype, rule)
+    return _values_per_token(path, config) * _BYTES_OF_DTYPES[dtype]
+
+
+def plan_tiers(
+    backend: BackendChoice | Sequence[BackendChoice], block_size_bytes: int
+) -> list[TierPlan]:
+    """Plan the tiers of a `backend` list: how many blocks fit in each.
+
+    Raises:
+        InvalidArgumentError: A backend is unknown, or neither `host` nor `file`, or not one block
+            fits.
+    """
+    choices = [backend] if isinstance(backend, (str, Mapping)) else backend
+    return [_plan_tier(choice, block_size_bytes) for choice in choices]
+
+
+def opaque_namespace(block_size_bytes: int) -> Namespace:
+    """Make a namespace of blocks of which only the size is known."""
+    group = GroupIdentity(page_sizes_bytes=(block_size_bytes,))
+    return Namespace(model="kvxfer replay", groups=(group,))
+
+
+def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
+    _, config = parse_backend(choice)
+    if isinstance(config, HostConfig):
+        shape = PoolShape.fit(
+            capacity_bytes=config.capacity, num_parts=1, part_size_bytes=block_size_bytes
+        )
+        return TierPlan("host", config.eviction, shape.num_slots)
+    if isinstance(config, FileConfig):
+        num_bytes = require_room(config, opaque_namespace(block_size_bytes))
+        return TierPlan("file", config.eviction, config.capacity // num_bytes)
+    raise InvalidArgumentError("backend", choice, "a host:// or a file:// tier")
+
+
+def _values_per_token(path: Path, config: Mapping[str, Any]) -> int:
+    """Count the numbers that a model keeps for a token: keys and values, or latents."""
+
+    def number(*names: str) -> int:
+        for name in names:
+            if isinstance(config.get(name), int):
+                return int(config[name])
+        raise InvalidArgumentError(f"{names[0]} in {path}", None, "a number")
+
+    num_layers = number("num_hidden_layers")
+    if config.get("kv_lora_rank") is not None:
+        return num_layers * (number("kv_lora_rank") + number("qk_rope_head_dim"))
+    num_kv_heads = number("num_key_value_heads", "num_attention_heads")
+    if config.get("head_dim") is not None:
+        head_dim = number("head_dim")
+    else:
+        head_dim = number("hidden_size") // number("num_attention_heads")
+    return num_layers * 2 * num_kv_heads * head_dim

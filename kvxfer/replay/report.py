@@ -1,0 +1,231 @@
+"""Report of a replay: what was asked, what each cache gives, and tables of that for a terminal."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from kvxfer.replay.plan import CapacityRow, Machine, TiersRow
+from kvxfer.replay.recommendation import Recommendation
+from kvxfer.replay.trace import Trace
+from kvxfer.text import printable
+from kvxfer.units import format_size
+
+SIGNIFICANT_S = 1.0
+
+
+class TraceSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Trace in numbers.
+
+    Attributes:
+        name: Its file, or how it was made.
+        num_requests: Requests.
+        num_references: Blocks of all requests together.
+        num_unique: Different blocks.
+        tokens_per_block: Tokens of a block.
+        duration_s: Seconds from the first request to the last.
+        num_input_tokens: Tokens of all prompts.
+        ceiling: Share of the blocks that are hits of a cache that never evicts.
+    """
+
+    name: str
+    num_requests: int
+    num_references: int
+    num_unique: int
+    tokens_per_block: int
+    duration_s: float
+    num_input_tokens: int
+    ceiling: float
+
+
+class RealRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Replay against real backends, next to the model's.
+
+    Attributes:
+        tiers: The tiers in words.
+        num_hits: Hits of the real backends.
+        num_hits_modelled: Hits of the simulation.
+        seconds: Time that the replay took.
+    """
+
+    tiers: str
+    num_hits: int
+    num_hits_modelled: int
+    seconds: float
+
+    @property
+    def difference(self) -> float:
+        """Difference of the hits, as a share of the model's."""
+        return abs(self.num_hits - self.num_hits_modelled) / max(1, self.num_hits_modelled)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Report of a replay.
+
+    Attributes:
+        trace: The trace.
+        machine: What was assumed of model and machine.
+        capacities: Host memory alone, by policy and capacity.
+        lists: Lists of tiers that were asked for.
+        recommendation: Recommended list, where a budget was given.
+        real: Replays against real backends.
+    """
+
+    trace: TraceSummary
+    machine: Machine
+    capacities: list[CapacityRow]
+    lists: list[TiersRow] = []
+    recommendation: Recommendation | None = None
+    real: list[RealRow] = []
+
+
+def summarise(trace: Trace, ceiling: int) -> TraceSummary:
+    """Summarise a trace, of whose blocks `ceiling` are hits of a cache that never evicts."""
+    return TraceSummary(
+        name=trace.name,
+        num_requests=trace.num_requests,
+        num_references=trace.num_references,
+        num_unique=trace.num_unique,
+        tokens_per_block=trace.tokens_per_block,
+        duration_s=trace.duration_s,
+        num_input_tokens=int(trace.input_lengths.sum()),
+        ceiling=ceiling / trace.num_references,
+    )
+
+
+def format_report(report: Report) -> str:
+    """Format a report as text of 80 columns."""
+    parts = [_head(report), _capacities(report.capacities)]
+    parts += [_tiers(row) for row in report.lists]
+    if report.recommendation is not None:
+        parts.append(_recommendation(report.recommendation))
+    if report.real:
+        parts.append(_real(report.real))
+    return "\n\n".join(parts)
+
+
+def _head(report: Report) -> str:
+    trace, machine = report.trace, report.machine
+    requests = f"{trace.num_requests:,} requests in {_duration(trace.duration_s)}"
+    blocks = f"{trace.num_references:,} blocks of {trace.tokens_per_block} tokens"
+    different = f"{trace.num_unique:,} different blocks"
+    ceiling = f"{_percent(trace.ceiling)} % of the blocks are hits when nothing is evicted"
+    lines = [("trace", printable(trace.name)), ("", f"{requests}, {blocks}")]
+    if machine.bytes_per_token:
+        num_bytes = trace.num_unique * trace.tokens_per_block * machine.bytes_per_token
+        different += f", {format_size(num_bytes)}"
+    lines += [("", different), ("ceiling", ceiling)]
+    if machine.bytes_per_token:
+        lines.append(("assumed", f"{format_size(machine.bytes_per_token)} for each token"))
+    if machine.prefill_tokens_per_s:
+        speed = f"{machine.prefill_tokens_per_s:,.0f} tokens/s computed"
+        loads = (f"{medium} {each / 1e9:g} GB/s" for medium, each in machine.bandwidths.items())
+        lines.append(("", f"{speed}; loaded from {', '.join(loads)}"))
+    return "\n".join(f"{name:9}{text}" for name, text in lines)
+
+
+def _capacities(rows: Sequence[CapacityRow]) -> str:
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    timed = any(row.first_token_s is not None for row in rows)
+    sized = any(row.capacity_bytes is not None for row in rows)
+    header = ["capacity"] if sized else []
+    header += ["blocks", *(f"{policy} hits" for policy in policies)]
+    if timed:
+        header += [f"{policy} saves" for policy in policies]
+    table = [header]
+    for num_slots in dict.fromkeys(row.num_slots for row in rows):
+        chosen = {row.policy: row for row in rows if row.num_slots == num_slots}
+        first = next(iter(chosen.values()))
+        cells = [format_size(first.capacity_bytes or 0)] if sized else []
+        cells.append(f"{num_slots:,}")
+        cells += [f"{_percent(chosen[policy].hit_rate)} %" for policy in policies]
+        if timed:
+            cells += [_seconds(chosen[policy].first_token_s) for policy in policies]
+        table.append(cells)
+    title = "Host memory alone: hits, % of blocks"
+    title += "; how much sooner a first token comes" if timed else ""
+    return "\n".join([title, *_align(table)])
+
+
+def _tiers(row: TiersRow) -> str:
+    lines = [f"Tiers {_quoted(row.backend)}"]
+    saved = (
+        "" if row.first_token_s is None else f", a first token {_seconds(row.first_token_s)} sooner"
+    )
+    lines.append(f"{_percent(row.hit_rate)} % of the blocks are hits{saved}")
+    header = ["tier", "policy", "blocks", "hits", "promoted", "read", "written", "written a day"]
+    rows = [
+        [
+            tier.medium,
+            tier.policy,
+            f"{tier.num_slots:,}",
+            f"{_percent(tier.hit_rate)} %",
+            f"{tier.num_promoted:,}",
+            _bytes(tier.bytes_read),
+            _bytes(tier.bytes_written),
+            _bytes(tier.bytes_written_per_day),
+        ]
+        for tier in row.tiers
+    ]
+    return "\n".join([*lines, *_align([header, *rows])])
+
+
+def _recommendation(found: Recommendation) -> str:
+    budget = ", ".join(f"{medium} {format_size(size)}" for medium, size in found.budget.items())
+    lines = [f"Recommended for {budget}:", *(f"- {reason}" for reason in found.reasons)]
+    if found.row is None:
+        return "\n".join(lines)
+    lines.append(f'"backend": {_quoted(found.row.backend)}')
+    return "\n".join([*lines, _tiers(found.row).partition("\n")[2]])
+
+
+def _real(rows: Sequence[RealRow]) -> str:
+    table = [["real backends", "hits", "model", "difference", "took"]]
+    table += [
+        [
+            row.tiers,
+            f"{row.num_hits:,}",
+            f"{row.num_hits_modelled:,}",
+            f"{100 * row.difference:.2f} %",
+            f"{row.seconds:.1f} s",
+        ]
+        for row in rows
+    ]
+    return "\n".join(_align(table))
+
+
+def _align(table: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Align a table: text to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    numeric = [
+        any(cell[:1].isdigit() for cell in column) for column in zip(*table[1:], strict=True)
+    ]
+    for row in table:
+        cells = zip(row, widths, numeric, strict=True)
+        yield "  ".join(
+            cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells
+        ).rstrip()
+
+
+def _quoted(backend: Sequence[str]) -> str:
+    text = msgspec.json.encode(list(backend)).decode()
+    return text.replace('","', '", "') if len(text) < 68 else text.replace('","', '",\n  "')
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def _bytes(number: float | None) -> str:
+    return "-" if number is None else format_size(int(number))
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f} s" if abs(seconds) >= SIGNIFICANT_S else f"{1000 * seconds:.0f} ms"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

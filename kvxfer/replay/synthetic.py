@@ -1,0 +1,339 @@
+"""Synthetic traces: chats, agents and retrieval, made of a seed and a few sizes."""
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.replay.trace import Trace, TraceLine, make_trace
+
+
+class MultiTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Chats: each prompt is the chat so far, behind one of a few system prompts.
+
+    Attributes:
+        requests: Requests of the trace.
+        requests_per_s: Requests that arrive in a second, on average.
+        system_prompts: System prompts, one for each chat.
+        system_tokens: Tokens of a system prompt.
+        turns: Turns of a chat, on average.
+        user_tokens: Tokens of a question, on average.
+        output_tokens: Tokens of an answer, on average.
+        think_s: Seconds from an answer to the next question, on average.
+    """
+
+    requests: int = 5000
+    requests_per_s: float = 2
+    system_prompts: int = 4
+    system_tokens: int = 1000
+    turns: float = 5
+    user_tokens: int = 400
+    output_tokens: int = 400
+    think_s: float = 60
+
+
+class Agentic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Agents: long common instructions, many short steps, and tasks that fork.
+
+    Attributes:
+        requests: Requests of the trace.
+        requests_per_s: Requests that arrive in a second, on average.
+        agents: Kinds of agents, each with its own instructions and tools.
+        system_tokens: Tokens of instructions and tools.
+        task_tokens: Tokens of a task, on average.
+        steps: Steps of a task and its forks, on average.
+        tool_tokens: Tokens of what a tool returns, on average.
+        output_tokens: Tokens of a step's answer, on average.
+        forks: Share of the steps after which a second agent goes on from the same prompt.
+        tool_s: Seconds from a step to the next, on average.
+    """
+
+    requests: int = 5000
+    requests_per_s: float = 2
+    agents: int = 3
+    system_tokens: int = 8000
+    task_tokens: int = 500
+    steps: float = 15
+    tool_tokens: int = 800
+    output_tokens: int = 150
+    forks: float = 0.05
+    tool_s: float = 5
+
+
+class Rag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Retrieval: documents of very different popularity, and a question after them.
+
+    Attributes:
+        requests: Requests of the trace.
+        requests_per_s: Requests that arrive in a second, on average.
+        system_tokens: Tokens of the system prompt, the same for all.
+        documents: Documents.
+        document_tokens: Tokens of a document, on average.
+        retrieved: Documents of a prompt.
+        popularity: Exponent of Zipf's law by which documents are chosen.
+        question_tokens: Tokens of a question, on average.
+        output_tokens: Tokens of an answer, on average.
+    """
+
+    requests: int = 5000
+    requests_per_s: float = 2
+    system_tokens: int = 500
+    documents: int = 2000
+    document_tokens: int = 2000
+    retrieved: int = 3
+    popularity: float = 1.1
+    question_tokens: int = 60
+    output_tokens: int = 300
+
+
+Workload = MultiTurn | Agentic | Rag
+
+WORKLOADS: Mapping[str, type[Workload]] = {
+    "multi-turn": MultiTurn,
+    "agentic": Agentic,
+    "rag": Rag,
+}
+"""Kinds of synthetic traces by their names."""
+
+
+def parse_workload(kind: str, settings: Mapping[str, str]) -> Workload:
+    """Make a workload of its name and of sizes as texts.
+
+    Raises:
+        InvalidArgumentError: There is no such kind or size, or a size is no positive number.
+    """
+    if kind not in WORKLOADS:
+        raise InvalidArgumentError("synthetic", kind, f"one of {', '.join(WORKLOADS)}")
+    try:
+        workload = msgspec.convert(dict(settings), WORKLOADS[kind], strict=False)
+    except msgspec.ValidationError as exc:
+        names = ", ".join(WORKLOADS[kind].__struct_fields__)
+        raise InvalidArgumentError("synthetic", dict(settings), f"{exc}; one of {names}") from exc
+    for name in workload.__struct_fields__:
+        value = getattr(workload, name)
+        if not (0 <= value < float("inf")) or (value == 0 and name not in _MAY_BE_ZERO):
+            raise InvalidArgumentError(name, value, "a positive number")
+    return workload
+
+
+_MAY_BE_ZERO = {"forks", "system_tokens", "think_s", "tool_s", "popularity"}
+
+
+def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int = 64) -> Trace:
+    """Make a synthetic trace; the same arguments give the same trace.
+
+    Only whole blocks have numbers, as in engines: the tokens behind the last one are computed.
+
+    Args:
+        workload: Kind and sizes.
+        seed: Seed of what is random.
+        tokens_per_block: Tokens of a block.
+
+    Raises:
+        TraceError: The prompts are too short for a block.
+    """
+    source = np.random.default_rng(seed)
+    blocks = _Blocks(tokens_per_block)
+    if isinstance(workload, MultiTurn):
+        requests = _multi_turn(workload, source, blocks)
+    elif isinstance(workload, Agentic):
+        requests = _agentic(workload, source, blocks)
+    else:
+        requests = _rag(workload, source, blocks)
+    lines = [
+        TraceLine(
+            timestamp=round(1000 * request.arrival_s, 3),
+            input_length=request.prompt.num_tokens,
+            output_length=request.output_tokens,
+            hash_ids=list(request.prompt.blocks),
+            tokens_per_block=tokens_per_block,
+        )
+        for request in requests
+    ]
+    kind = next(name for name, each in WORKLOADS.items() if isinstance(workload, each))
+    return make_trace(f"synthetic {kind}, seed {seed}", lines)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """Prompt as a chain of blocks, and what is behind the last whole one.
+
+    Attributes:
+        blocks: Number of each whole block.
+        tail: Pieces of text behind them: `(text, first token, tokens)`.
+        num_tokens: Tokens in all.
+    """
+
+    blocks: tuple[int, ...] = ()
+    tail: tuple[tuple[int, int, int], ...] = ()
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    arrival_s: float
+    prompt: _Prompt
+    output_tokens: int
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Numbers of blocks: equal ones for equal texts up to their end.
+
+    Attributes:
+        tokens_per_block: Tokens of a block.
+        num_texts: Texts that were made so far.
+    """
+
+    tokens_per_block: int
+    num_texts: int = 0
+    _numbers: dict[Any, int] = field(default_factory=dict)
+
+    def new_text(self) -> int:
+        """Return the number of a text that occurs nowhere else."""
+        self.num_texts += 1
+        return self.num_texts
+
+    def append(self, prompt: _Prompt, text: int, num_tokens: int) -> _Prompt:
+        """Append a text of so many tokens to a prompt."""
+        chain, tail = list(prompt.blocks), prompt.tail
+        first, size = 0, self.tokens_per_block
+        num_tail = sum(piece[2] for piece in tail)
+        while num_tail + num_tokens - first >= size:
+            taken = size - num_tail
+            parent = chain[-1] if chain else -1
+            name = (parent, *tail, (text, first, taken))
+            chain.append(self._numbers.setdefault(name, len(self._numbers)))
+            first, tail, num_tail = first + taken, (), 0
+        if first < num_tokens:
+            tail = (*tail, (text, first, num_tokens - first))
+        return _Prompt(tuple(chain), tail, prompt.num_tokens + num_tokens)
+
+
+def _tokens(source: np.random.Generator, mean: float) -> int:
+    """Draw a length: at least one token, most of them short, some several times as long."""
+    return 1 + int(source.exponential(max(mean - 1, 0)))
+
+
+def _multi_turn(
+    workload: MultiTurn, source: np.random.Generator, blocks: _Blocks
+) -> Iterator[_Request]:
+    systems = [
+        blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
+        for _ in range(workload.system_prompts)
+    ]
+
+    def begin() -> _Prompt:
+        return systems[source.integers(len(systems))]
+
+    def go_on(prompt: _Prompt, output_tokens: int) -> list[_Prompt]:
+        if source.random() < 1 / workload.turns:
+            return []
+        return [blocks.append(prompt, blocks.new_text(), output_tokens)]
+
+    return _sessions(
+        workload.requests,
+        source,
+        blocks,
+        sessions_per_s=workload.requests_per_s / workload.turns,
+        pause_s=workload.think_s,
+        input_tokens=workload.user_tokens,
+        output_tokens=workload.output_tokens,
+        begin=begin,
+        go_on=go_on,
+    )
+
+
+def _agentic(workload: Agentic, source: np.random.Generator, blocks: _Blocks) -> Iterator[_Request]:
+    agents = [
+        blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
+        for _ in range(workload.agents)
+    ]
+
+    def begin() -> _Prompt:
+        agent = agents[source.integers(len(agents))]
+        return blocks.append(agent, blocks.new_text(), _tokens(source, workload.task_tokens))
+
+    ends = 1 - (1 - 1 / workload.steps) / (1 + workload.forks)
+
+    def go_on(prompt: _Prompt, output_tokens: int) -> list[_Prompt]:
+        if source.random() < ends:
+            return []
+        num_agents = 2 if source.random() < workload.forks else 1
+        answered = blocks.append(prompt, blocks.new_text(), output_tokens)
+        return [answered] * num_agents
+
+    return _sessions(
+        workload.requests,
+        source,
+        blocks,
+        sessions_per_s=workload.requests_per_s / workload.steps,
+        pause_s=workload.tool_s,
+        input_tokens=workload.tool_tokens,
+        output_tokens=workload.output_tokens,
+        begin=begin,
+        go_on=go_on,
+    )
+
+
+def _sessions(
+    num_requests: int,
+    source: np.random.Generator,
+    blocks: _Blocks,
+    *,
+    sessions_per_s: float,
+    pause_s: float,
+    input_tokens: float,
+    output_tokens: float,
+    begin: Callable[[], _Prompt],
+    go_on: Callable[[_Prompt, int], list[_Prompt]],
+) -> Iterator[_Request]:
+    """Make the requests of sessions, in the order of their arrival.
+
+    Args:
+        num_requests: How many to make.
+        source: Source of what is random.
+        blocks: Numbers of blocks.
+        sessions_per_s: Sessions that begin in a second.
+        pause_s: Seconds between two requests of a session, on average.
+        input_tokens: Tokens that each request adds to its prompt, on average.
+        output_tokens: Tokens of an answer, on average.
+        begin: Makes what a session begins with.
+        go_on: Makes, of a prompt and the tokens of its answer, what the next ones begin with.
+    """
+    next_session_s = source.exponential(1 / sessions_per_s)
+    waiting: list[tuple[float, int, _Prompt]] = []
+    for number in range(num_requests):
+        if not waiting or next_session_s < waiting[0][0]:
+            arrival_s, head = next_session_s, begin()
+            next_session_s += source.exponential(1 / sessions_per_s)
+        else:
+            arrival_s, _, head = heapq.heappop(waiting)
+        prompt = blocks.append(head, blocks.new_text(), _tokens(source, input_tokens))
+        answer = _tokens(source, output_tokens)
+        for index, later in enumerate(go_on(prompt, answer)):
+            pause = source.exponential(pause_s)
+            heapq.heappush(waiting, (arrival_s + pause, 2 * number + index, later))
+        yield _Request(arrival_s, prompt, answer)
+
+
+def _rag(workload: Rag, source: np.random.Generator, blocks: _Blocks) -> Iterator[_Request]:
+    system = blocks.append(_Prompt(), blocks.new_text(), workload.system_tokens)
+    texts = [blocks.new_text() for _ in range(workload.documents)]
+    lengths = [_tokens(source, workload.document_tokens) for _ in texts]
+    weights = np.arange(1, workload.documents + 1) ** -float(workload.popularity)
+    weights /= weights.sum()
+    number = min(workload.retrieved, workload.documents)
+    arrival_s = 0.0
+    for _ in range(workload.requests):
+        arrival_s += source.exponential(1 / workload.requests_per_s)
+        prompt = system
+        for document in source.choice(workload.documents, number, replace=False, p=weights):
+            prompt = blocks.append(prompt, texts[document], lengths[document])
+        question = _tokens(source, workload.question_tokens)
+        prompt = blocks.append(prompt, blocks.new_text(), question)
+        yield _Request(arrival_s, prompt, _tokens(source, workload.output_tokens))

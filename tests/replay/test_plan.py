@@ -1,0 +1,217 @@
+"""Plans: sizes of blocks, bytes and seconds, and the list that is recommended for a budget."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.backends.host import PoolShape
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.replay import (
+    Machine,
+    MultiTurn,
+    Rag,
+    Trace,
+    bytes_per_token,
+    lru_curve,
+    make_synthetic,
+    parse_budget,
+    plan_capacities,
+    plan_list,
+    plan_tiers,
+    recommend,
+    simulate,
+)
+from kvxfer.units import ByteSize
+from tests.replay.traces import trace_of
+
+LLAMA = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+MLA = {
+    "num_hidden_layers": 61,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "num_key_value_heads": 128,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def chats() -> Trace:
+    return make_synthetic(MultiTurn(requests=600, requests_per_s=4), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA, 32 * 2 * 8 * 128 * 2),
+        (LLAMA | {"head_dim": 64, "torch_dtype": "float32"}, 32 * 2 * 8 * 64 * 4),
+        ({"text_config": LLAMA, "torch_dtype": "float16"}, 32 * 2 * 8 * 128 * 2),
+        (LLAMA | {"layer_types": ["full_attention"] * 32}, 32 * 2 * 8 * 128 * 2),
+        (LLAMA | {"sliding_window": 4096, "use_sliding_window": False}, 32 * 2 * 8 * 128 * 2),
+        (MLA, 61 * 576 * 2),
+    ],
+)
+def test_bytes_of_a_token_follow_from_the_configuration_of_a_model(
+    tmp_path: Path, config: dict[str, Any], expected: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert bytes_per_token(tmp_path) == bytes_per_token(tmp_path / "config.json") == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, "not linear_attention"),
+        (LLAMA | {"sliding_window": 4096}, "not a sliding window"),
+        (LLAMA | {"torch_dtype": "int3"}, "dtype in .* is 'int3'"),
+        (LLAMA | {"num_hidden_layers": None}, "num_hidden_layers in .* is None"),
+        ([], "a model's config.json"),
+    ],
+)
+def test_a_model_whose_bytes_cannot_be_told_is_refused(
+    tmp_path: Path, config: Any, problem: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgumentError, match=problem):
+        bytes_per_token(tmp_path)
+
+
+def test_as_many_blocks_are_planned_as_fit_in_the_real_tiers() -> None:
+    urls = ["host://?capacity=1MiB&eviction=arc", "file:///tmp/kv?capacity=1MiB"]
+    host, file = plan_tiers(urls, 5000)
+    shape = PoolShape.fit(capacity_bytes=1 << 20, num_parts=1, part_size_bytes=5000)
+    assert (host.medium, host.policy, host.num_slots) == ("host", "arc", shape.num_slots)
+    assert (file.medium, file.policy, file.num_slots) == ("file", "lru", (1 << 20) // 12288)
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        ("nixl://127.0.0.1:7000", "a host:// or a file:// tier"),
+        ("host://?capacity=4KiB", "capacity"),
+        ("file:///tmp/kv?capacity=4KiB", "capacity"),
+        ("tape://", "one of: file, host, nixl"),
+    ],
+)
+def test_a_tier_that_cannot_be_planned_is_named(url: str, problem: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=problem):
+        plan_tiers([url], 5000)
+
+
+def test_bytes_and_seconds_are_those_of_the_hits() -> None:
+    trace = trace_of([[1, 2], [1, 2, 3], [9], [1, 2, 3, 4]], seconds_apart=43200)
+    machine = Machine(
+        bytes_per_token=256, prefill_tokens_per_s=100, bandwidths={"host": 8192.0, "file": 4096.0}
+    )
+    row = plan_list(trace, machine, ["host://?capacity=17KiB", "file:///kv?capacity=1MiB"])
+    assert [tier.num_slots for tier in row.tiers] == [2, 128]
+    assert [tier.num_hits for tier in row.tiers] == [2, 3]
+    host, file = row.tiers
+    assert file.num_promoted == 2
+    assert file.bytes_written == 5 * 4096
+    assert file.bytes_written_per_day == file.bytes_written / 1.5
+    assert file.bytes_read == 3 * 4096
+    assert host.bytes_written == (5 + 2) * 4096
+    assert row.num_hits == 5
+    assert row.hit_rate == 0.5
+    assert row.first_token_s == pytest.approx((5 * 0.16 - 2 * 0.5 - 3 * 1.0) / 4)
+
+
+def test_capacities_are_planned_for_every_policy(chats: Trace) -> None:
+    curve = lru_curve(chats)
+    rows = plan_capacities(
+        chats,
+        curve,
+        Machine(bytes_per_token=1000),
+        policies=["lru", "arc"],
+        slots=[100, 1000],
+        capacities=[None, 5],
+    )
+    assert [(row.policy, row.num_slots, row.capacity_bytes) for row in rows] == [
+        ("lru", 100, None),
+        ("lru", 1000, 5),
+        ("arc", 100, None),
+        ("arc", 1000, 5),
+    ]
+    assert [row.num_hits for row in rows[:2]] == [curve.hits(100), curve.hits(1000)]
+    for row in rows[2:]:
+        plan = plan_tiers("host://?capacity=1GiB&eviction=arc", 5000)[0]
+        same = type(plan)("host", "arc", row.num_slots)
+        assert row.num_hits == simulate(chats, [same]).num_hits
+    assert all(row.first_token_s is None for row in rows)
+
+
+def test_no_more_of_a_budget_is_recommended_than_is_of_use(chats: Trace) -> None:
+    machine = Machine(bytes_per_token=4096)
+    working_set = chats.num_unique * chats.tokens_per_block * 4096
+    all_of_it = recommend(chats, machine, {"host": ByteSize(working_set * 64)})
+    assert all_of_it.row is not None
+    (tier,) = all_of_it.row.tiers
+    assert tier.num_slots < chats.num_unique * 2
+    assert all_of_it.row.num_hits >= 0.995 * lru_curve(chats).ceiling
+    assert "are as good as" in all_of_it.reasons[0]
+
+
+def test_files_are_recommended_where_memory_is_too_small_and_left_out_where_they_are_slow(
+    chats: Trace,
+) -> None:
+    budget = parse_budget("host=64MiB,file=64GiB")
+    for file_bandwidth, media in ((2e9, ["host", "file"]), (2e6, ["host"])):
+        machine = Machine(
+            bytes_per_token=4096,
+            prefill_tokens_per_s=10000,
+            bandwidths={"host": 10e9, "file": file_bandwidth},
+        )
+        row = recommend(chats, machine, budget).row
+        assert row is not None
+        assert [tier.medium for tier in row.tiers] == media
+        best = plan_list(
+            chats, machine, ["host://?capacity=64MiB", "file:///kv?capacity=64GiB"][: len(media)]
+        )
+        assert row.first_token_s is not None
+        assert best.first_token_s is not None
+        assert row.first_token_s >= 0.99 * best.first_token_s
+
+
+def test_nothing_is_recommended_that_takes_longer_than_computing(chats: Trace) -> None:
+    machine = Machine(
+        bytes_per_token=4096, prefill_tokens_per_s=1e6, bandwidths={"host": 1e6, "file": 1e6}
+    )
+    found = recommend(chats, machine, parse_budget("host=1GiB,file=1GiB"))
+    assert found.row is None
+    assert found.reasons == ["no tier is worth it: a hit saves nothing, or there is none"]
+
+
+def test_arc_is_recommended_where_it_has_more_hits() -> None:
+    trace = make_synthetic(Rag(requests=800, documents=300, document_tokens=600), seed=1)
+    row = recommend(trace, Machine(bytes_per_token=64), parse_budget("host=4MiB")).row
+    assert row is not None
+    (tier,) = row.tiers
+    assert tier.policy == "arc"
+    assert row.backend == ["host://?capacity=4MiB&eviction=arc"]
+    assert (
+        tier.num_hits
+        > plan_list(trace, Machine(bytes_per_token=64), ["host://?capacity=4MiB"]).num_hits
+    )
+
+
+@pytest.mark.parametrize("text", ["", "host", "disk=4GiB", "host=4GiB,host=5GiB", "host=lots"])
+def test_a_budget_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        parse_budget(text)
+
+
+def test_sizes_need_the_bytes_of_a_token(chats: Trace) -> None:
+    for ask in (
+        lambda: recommend(chats, Machine(), parse_budget("host=1GiB")),
+        lambda: plan_list(chats, Machine(), ["host://?capacity=1GiB"]),
+    ):
+        with pytest.raises(InvalidArgumentError, match="--bytes-per-token or --model"):
+            ask()

@@ -1,0 +1,94 @@
+"""Synthetic traces: the same for the same seed, and prompts that share what they should."""
+
+from itertools import pairwise
+
+import pytest
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.replay import (
+    WORKLOADS,
+    Agentic,
+    MultiTurn,
+    Rag,
+    lru_curve,
+    make_synthetic,
+    parse_workload,
+)
+
+kinds = pytest.mark.parametrize("kind", WORKLOADS)
+
+
+@kinds
+def test_a_seed_makes_one_trace_and_another_seed_another(kind: str) -> None:
+    workload = parse_workload(kind, {"requests": "200"})
+    traces = [make_synthetic(workload, seed=seed) for seed in (1, 1, 2)]
+    first, again, other = [list(trace.requests()) for trace in traces]
+    assert first == again != other
+    assert traces[0].timestamps_ms.tolist() == traces[1].timestamps_ms.tolist()
+    assert len(first) == 200
+    assert traces[0].name == f"synthetic {kind}, seed 1"
+
+
+@kinds
+def test_equal_blocks_have_equal_prefixes_as_in_a_chain_of_hashes(kind: str) -> None:
+    trace = make_synthetic(parse_workload(kind, {"requests": "300"}), seed=1)
+    prefixes: dict[int, tuple[int, ...]] = {}
+    for blocks in trace.requests():
+        for index, block in enumerate(blocks):
+            assert prefixes.setdefault(block, tuple(blocks[:index])) == tuple(blocks[:index])
+    assert 0 < lru_curve(trace).ceiling == trace.num_references - trace.num_unique
+
+
+@kinds
+def test_requests_come_as_often_as_was_asked(kind: str) -> None:
+    workload = parse_workload(kind, {"requests": "4000", "requests_per_s": "8"})
+    trace = make_synthetic(workload, seed=1, tokens_per_block=512)
+    # Sessions that have only begun when the trace begins make it slower.
+    assert 4000 / 8 * 0.8 < trace.duration_s < 4000 / 8 * 1.6
+
+
+def test_blocks_are_whole_and_end_where_texts_differ() -> None:
+    one = MultiTurn(requests=50, system_prompts=1, system_tokens=100, requests_per_s=100)
+    trace = make_synthetic(one, seed=1, tokens_per_block=16)
+    lengths = [len(blocks) for blocks in trace.requests()]
+    assert lengths == (trace.input_lengths // 16).tolist()
+    heads = {tuple(blocks[:6]) for blocks in trace.requests()}
+    assert len(heads) == 1  # 96 of the 100 tokens that all have
+    assert len({blocks[6] for blocks in trace.requests() if len(blocks) > 6}) > 1
+
+
+def test_agents_fork() -> None:
+    def count_forks(forks: float) -> int:
+        """Count blocks that are followed by different ones."""
+        next_blocks: dict[int, set[int]] = {}
+        for blocks in make_synthetic(Agentic(requests=300, forks=forks), seed=1).requests():
+            for block, following in pairwise(blocks):
+                next_blocks.setdefault(block, set()).add(following)
+        return sum(len(following) > 1 for following in next_blocks.values())
+
+    assert count_forks(0) <= Agentic().agents
+    assert count_forks(0.3) > 20
+
+
+def test_few_documents_are_found_again_more_often_than_many() -> None:
+    few = make_synthetic(Rag(requests=300, documents=5), seed=1)
+    many = make_synthetic(Rag(requests=300, documents=5000, popularity=0.1), seed=1)
+    ceilings = [lru_curve(each).ceiling / each.num_references for each in (few, many)]
+    assert ceilings[0] > 2 * ceilings[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "problem"),
+    [
+        ("poetry", {}, "synthetic is 'poetry'; expected one of multi-turn, agentic, rag"),
+        ("rag", {"turns": "3"}, "unknown field `turns`.*; one of requests, requests_per_s"),
+        ("rag", {"requests": "many"}, "Expected `int`"),
+        ("rag", {"requests": "0"}, "requests is 0; expected a positive number"),
+        ("agentic", {"steps": "nan"}, "steps is nan"),
+    ],
+)
+def test_a_workload_that_is_none_is_named(
+    kind: str, settings: dict[str, str], problem: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=problem):
+        parse_workload(kind, settings)
