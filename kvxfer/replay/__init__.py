@@ -15,6 +15,7 @@ from kvxfer.replay.plan import (
 )
 from kvxfer.replay.real import replay_on, replay_real
 from kvxfer.replay.recommendation import Recommendation, parse_budget, recommend
+from kvxfer.replay.recorder import RecordedRequest, TraceRecorder
 from kvxfer.replay.report import RealRow, Report, TraceSummary, format_report, summarise
 from kvxfer.replay.simulated_store import Medium
 from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
@@ -50,6 +51,7 @@ __all__ = [
     "Rag",
     "RealRow",
     "Recommendation",
+    "RecordedRequest",
     "Report",
     "Simulation",
     "TierPlan",
@@ -59,6 +61,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "TraceLine",
+    "TraceRecorder",
     "TraceSummary",
     "Workload",
     "bytes_per_token",

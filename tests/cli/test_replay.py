@@ -169,6 +169,7 @@ def test_a_call_without_a_trace_or_with_two_ends_with_the_usage(
     assert "usage: kvxfer replay" in capsys.readouterr().err
 
 
+@pytest.mark.timeout(120)
 def test_the_page_shows_what_the_command_prints_and_draws(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,11 @@ def may_load_from_storage(req_context: ReqContext) -> bool:
     return tiers is None or bool(tiers.allows(Medium.STORAGE, None))
 
 
+def key_positions(req_context: ReqContext) -> Mapping[BlockKey, int] | None:
+    """Return the chunks of a request, with the token at the end of each; None if none are kept."""
+    return getattr(req_context, "_offload_key_positions", None)
+
+
 def group_ids(config: OffloadingConfig) -> list[int]:
     """List each group's index in vLLM's keys; before 0.30 every group was offloaded."""
     return [getattr(group, "group_id", index) for index, group in enumerate(config.groups)]
@@ -174,6 +179,7 @@ __all__ = [
     "get_current_vllm_config_or_none",
     "group_ids",
     "host_layout",
+    "key_positions",
     "layout_name",
     "may_load_from_storage",
     "require_tiering",

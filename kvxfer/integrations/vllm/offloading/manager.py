@@ -19,6 +19,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     RequestOffloadingContext,
     event_of_failed_chunks,
 )
+from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey
@@ -71,10 +72,17 @@ class KVXferOffloadingManager(OffloadingManager):
         index: The index over its slots.
         emit_events: Whether to keep events for `take_events`.
         lower: Name of the tier below, in metrics.
+        recorder: Records the requests; closed on `shutdown`.
     """
 
     def __init__(
-        self, pool: HostPool, index: BlockIndex, *, emit_events: bool, lower: str = metrics.LOWER
+        self,
+        pool: HostPool,
+        index: BlockIndex,
+        *,
+        emit_events: bool,
+        lower: str = metrics.LOWER,
+        recorder: RequestRecorder | None = None,
     ) -> None:
         self._pool = pool
         self._index = index
@@ -84,6 +92,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._storing: dict[BlockKey, None] = {}  # in the order of the prompts
         self._counters = metrics.Counters(pool.shape.slot_size_bytes, lower)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
+        self._recorder = recorder
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
         """Look up a chunk; `HIT_PENDING` while it is being stored or verified."""
@@ -158,21 +167,24 @@ class KVXferOffloadingManager(OffloadingManager):
         self._counters.add(metrics.LOST, len(lost))
         self._note_stored(stored)
 
-    def on_new_request(
-        self,
-        req_context: ReqContext,  # noqa: ARG002 - vLLM's signature
-    ) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Offload every new chunk of a request."""
+        if self._recorder is not None:
+            self._recorder.arrive(req_context)
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: Any) -> None:
         """Release chunks held for requests that run now: they will load no more."""
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
+        if self._recorder is not None:
+            self._recorder.schedule(context.new_req_ids)
         for req_id in context.new_req_ids:
             self._release(req_id)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Release the chunks that a request still holds."""
+        if self._recorder is not None:
+            self._recorder.finish(req_context.req_id)
         self._release(req_context.req_id)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -201,7 +213,9 @@ class KVXferOffloadingManager(OffloadingManager):
         return self._counters.report(gauges)
 
     def shutdown(self) -> None:
-        """Close the pool; may be called again."""
+        """Close the pool and the recorder; may be called again."""
+        if self._recorder is not None:
+            self._recorder.close()
         self._pool.close()
 
     def _hold(self, key: BlockKey, req_id: str) -> _Check:

@@ -36,10 +36,12 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
+from kvxfer.replay.recorder import TraceRecorder
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
@@ -123,10 +125,14 @@ class KVXferOffloadingSpec(OffloadingSpec):
         num_slots = pool.shape.num_slots
         index = BlockIndex(num_slots, POLICIES[self._pool_config.eviction](num_slots))
         emit_events = self.kv_events_config.enable_kv_cache_events
-        if not self._lower:
-            return KVXferOffloadingManager(pool, index, emit_events=emit_events)
-        tier = self._open_lower_tier(pool, workers)
-        return TieredOffloadingManager(pool, index, tier, emit_events=emit_events)
+        tier = self._open_lower_tier(pool, workers) if self._lower else None
+        trace = TraceRecorder.from_environment()
+        recorder = None if trace is None else RequestRecorder(trace)
+        if tier is None:
+            return KVXferOffloadingManager(pool, index, emit_events=emit_events, recorder=recorder)
+        return TieredOffloadingManager(
+            pool, index, tier, emit_events=emit_events, recorder=recorder
+        )
 
     def _open_lower_tier(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> LowerTier:
         rows = row_namespace(

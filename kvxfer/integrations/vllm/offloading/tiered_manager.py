@@ -17,6 +17,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome
 from kvxfer.storage.index import BlockIndex
@@ -54,12 +55,19 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         index: The index over its slots.
         tier: Moves the rows of the pool; closed on `shutdown`.
         emit_events: Whether to keep events for `take_events`.
+        recorder: Records the requests; closed on `shutdown`.
     """
 
     def __init__(
-        self, pool: HostPool, index: BlockIndex, tier: LowerTier, *, emit_events: bool
+        self,
+        pool: HostPool,
+        index: BlockIndex,
+        tier: LowerTier,
+        *,
+        emit_events: bool,
+        recorder: RequestRecorder | None = None,
     ) -> None:
-        super().__init__(pool, index, emit_events=emit_events, lower=tier.name)
+        super().__init__(pool, index, emit_events=emit_events, lower=tier.name, recorder=recorder)
         self._tier = tier
         self._going_up: set[BlockKey] = set()
         self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot

@@ -1,0 +1,126 @@
+"""Recorder of traces: writes the requests of a live engine to a file, in the background."""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO, Self
+
+import msgspec
+import xxhash
+
+from kvxfer.replay.trace import TraceLine
+
+VARIABLE = "KVXFER_TRACE"
+"""Environment variable: file to which an engine appends its requests."""
+
+MAX_WAITING = 10_000
+"""Requests that wait to be written; further ones are left out."""
+
+MAX_BYTES = 1 << 30
+"""Size at which a file is left as it is, so that a forgotten recording fills no disk."""
+
+CLOSE_TIMEOUT_S = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """Request of an engine.
+
+    Attributes:
+        arrival_s: Time of its arrival, in seconds since the epoch.
+        num_tokens: Tokens of its prompt.
+        tokens_per_block: Tokens of a block.
+        block_hashes: Hash of each whole block of the prompt, chained, so equal for equal prefixes.
+    """
+
+    arrival_s: float
+    num_tokens: int
+    tokens_per_block: int
+    block_hashes: Sequence[bytes]
+
+
+class TraceRecorder:
+    """Recorder that appends requests to a file, a line each, from a thread of its own.
+
+    Nothing that it does raises, waits for a disk, or grows without bounds: what cannot be written
+    is left out, and the log says so. Several engines may append to one file.
+
+    Args:
+        path: The file, in Mooncake's format; made if need be.
+        max_bytes: Size at which nothing more is appended.
+    """
+
+    def __init__(self, path: str, *, max_bytes: int = MAX_BYTES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._num_left_out = 0
+        self._waiting: queue.Queue[RecordedRequest | None] = queue.Queue(MAX_WAITING)
+        self._thread = threading.Thread(target=self._write_all, name="kvxfer-trace", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_environment(cls) -> Self | None:
+        """Open the recorder of the file that `KVXFER_TRACE` names; None if it names none."""
+        path = os.environ.get(VARIABLE)
+        return cls(path) if path else None
+
+    def record(self, request: RecordedRequest) -> None:
+        """Have a request written; it is left out where too many wait."""
+        try:
+            self._waiting.put_nowait(request)
+        except queue.Full:
+            self._num_left_out += 1
+
+    def close(self) -> None:
+        """Write what waits, for no longer than `CLOSE_TIMEOUT_S`; may be called again."""
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                self._waiting.put_nowait(None)
+                break
+            except queue.Full:
+                time.sleep(0.01)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._num_left_out:
+            text = "%s: %d requests were left out of the trace"
+            logger.warning(text, self._path, self._num_left_out)
+            self._num_left_out = 0
+
+    def _write_all(self) -> None:
+        try:
+            with open(self._path, "ab", buffering=0) as file:  # noqa: PTH123 - a name, from outside
+                self._append(file)
+        except Exception as exc:  # noqa: BLE001 - an engine goes on without its trace
+            logger.warning("%s: no requests are recorded: %s", self._path, exc)
+
+    def _append(self, file: IO[bytes]) -> None:
+        """Append requests until there are no more; whatever waits together in one write."""
+        is_last = False
+        while not is_last:
+            requests = [self._waiting.get()]
+            while not self._waiting.empty():
+                requests.append(self._waiting.get())
+            is_last = None in requests
+            lines = b"".join(_line(request) for request in requests if request is not None)
+            if file.tell() + len(lines) > self._max_bytes:
+                logger.warning("%s: the trace has its %d bytes", self._path, self._max_bytes)
+                return
+            file.write(lines)
+
+
+def _line(request: RecordedRequest) -> bytes:
+    line = TraceLine(
+        timestamp=round(request.arrival_s * 1000, 3),
+        input_length=request.num_tokens,
+        output_length=0,
+        # 63 bits, as other readers of the format take numbers to be signed.
+        hash_ids=[xxhash.xxh3_64_intdigest(each) >> 1 for each in request.block_hashes],
+        tokens_per_block=request.tokens_per_block,
+    )
+    return msgspec.json.encode(line) + b"\n"

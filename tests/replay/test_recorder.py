@@ -1,0 +1,79 @@
+"""Recorder: what it writes is a trace, and nothing that fails reaches the engine."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvxfer.replay import RecordedRequest, TraceRecorder, read_trace
+from kvxfer.replay import recorder as recorder_module
+
+
+def request(*blocks: int, arrival_s: float = 1.75) -> RecordedRequest:
+    hashes = [block.to_bytes(32, "big") for block in blocks]
+    return RecordedRequest(arrival_s, 16 * len(blocks) + 3, 16, hashes)
+
+
+def test_recorded_requests_are_a_trace_with_their_equal_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    for requests in ([request(1, 2), request(1, 3, arrival_s=2)], [request(1, 2, arrival_s=4)]):
+        recorder = TraceRecorder(str(path))
+        for each in requests:
+            recorder.record(each)
+        recorder.close()
+        recorder.close()
+    trace = read_trace(path)
+    assert list(trace.requests()) == [[0, 1], [0, 2], [0, 1]]
+    assert trace.timestamps_ms.tolist() == [1750, 2000, 4000]
+    assert trace.input_lengths.tolist() == [35] * 3
+    assert trace.tokens_per_block == 16
+
+
+def test_a_file_that_cannot_be_written_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = TraceRecorder(str(tmp_path / "no" / "such" / "folder"))
+    for _ in range(3):
+        recorder.record(request(1))
+    recorder.close()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "no requests are recorded" in caplog.text
+
+
+def test_a_file_does_not_grow_beyond_its_bound(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    for _ in range(50):
+        recorder = TraceRecorder(str(path), max_bytes=1000)
+        recorder.record(request(1, 2, 3))
+        recorder.close()
+    assert 500 < path.stat().st_size <= 1000
+    assert all(json.loads(line) for line in path.read_text().splitlines())
+    assert "the trace has its 1000 bytes" in caplog.text
+
+
+def test_requests_that_find_too_many_waiting_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "MAX_WAITING", 5)
+    recorder = TraceRecorder(str(tmp_path / "no" / "such" / "folder"))
+    recorder._thread.join()  # nobody takes any of them
+    for _ in range(8):
+        recorder.record(request(1))
+    recorder.close()
+    assert "3 requests were left out" in caplog.text
+
+
+def test_nothing_is_recorded_where_no_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVXFER_TRACE", raising=False)
+    assert TraceRecorder.from_environment() is None
+    monkeypatch.setenv("KVXFER_TRACE", str(tmp_path / "trace.jsonl"))
+    recorder = TraceRecorder.from_environment()
+    assert recorder is not None
+    recorder.record(request(4))
+    recorder.close()
+    assert read_trace(tmp_path / "trace.jsonl").num_references == 1
