@@ -41,7 +41,9 @@ def lru_curve(trace: Trace, *, order: Order = "tail-first") -> LRUCurve:
     """Count the hits of LRU caches of every capacity, with Mattson's stack distances.
 
     The hits of a request are the leading run of its blocks that are in the cache when it arrives.
-    Then all of its blocks are used, whether they were hits or are stored now.
+    Then all of its blocks are used, whether they were hits or are stored now. (The real stores use
+    the hits first and then store the others, which makes a difference where a prompt takes much of
+    the cache; `simulate` has it.)
 
     A block is in an LRU cache of C blocks when fewer than C others were used since its last use,
     and a hit when that holds for all blocks before it, too. So each block has a smallest capacity

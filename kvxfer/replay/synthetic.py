@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvxfer.checks import require_integer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.trace import Trace, TraceLine, make_trace
 
@@ -117,10 +118,13 @@ def parse_workload(kind: str, settings: Mapping[str, str]) -> Workload:
         value = getattr(workload, name)
         if not (0 <= value < float("inf")) or (value == 0 and name not in _MAY_BE_ZERO):
             raise InvalidArgumentError(name, value, "a positive number")
+        if name in _AT_LEAST_ONE and value < 1:
+            raise InvalidArgumentError(name, value, "1 or more")
     return workload
 
 
 _MAY_BE_ZERO = {"forks", "system_tokens", "think_s", "tool_s", "popularity"}
+_AT_LEAST_ONE = {"turns", "steps"}
 
 
 def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int = 64) -> Trace:
@@ -134,8 +138,10 @@ def make_synthetic(workload: Workload, *, seed: int = 0, tokens_per_block: int =
         tokens_per_block: Tokens of a block.
 
     Raises:
+        InvalidArgumentError: The seed is negative.
         TraceError: The prompts are too short for a block.
     """
+    seed = require_integer("seed", seed)
     source = np.random.default_rng(seed)
     blocks = _Blocks(tokens_per_block)
     if isinstance(workload, MultiTurn):

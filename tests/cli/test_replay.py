@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_the_picture_is_the_same_each_time(tmp_path: Path) -> None:
         assert text in first.read_text()
 
 
+def test_a_picture_needs_matplotlib(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([*CHATS, "--chart", str(tmp_path / "chart.svg")]) == 2
+    assert "expected matplotlib to draw it: pip install 'kvxfer[chart]'" in capsys.readouterr().err
+
+
 def test_a_synthetic_trace_can_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "chats.jsonl"
     assert main([*CHATS, "--save", str(path), "--tokens-per-block", "32", "--json"]) == 0
@@ -125,6 +134,12 @@ def test_real_backends_are_compared_with_the_model(
         (["/no/such/trace"], "/no/such/trace: No such file or directory"),
         ([*CHATS[1:], "--set", "turns=x"], "Expected `float`"),
         ([*CHATS[1:], "--set", "docs=3"], "unknown field `docs`"),
+        ([*CHATS[1:], "--seed", "-1"], "seed is -1; expected a whole number, 0 or more"),
+        (
+            [*CHATS[1:], "--tokens-per-block", "1000000"],
+            "no request has a block",
+        ),
+        ([*CHATS[1:], "--host-bandwidth", "lots"], "size is 'lots'; expected a positive size"),
         ([*CHATS[1:], "--blocks", "10,none"], "blocks is 'none'; expected positive integers"),
         ([*CHATS[1:], "--policies", "lru,fifo"], "policies is 'fifo'; expected some of lru, arc"),
         ([*CHATS[1:], "--capacities", "4GiB"], "expected the bytes of a token for sizes"),

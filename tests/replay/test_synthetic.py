@@ -85,6 +85,7 @@ def test_few_documents_are_found_again_more_often_than_many() -> None:
         ("rag", {"requests": "many"}, "Expected `int`"),
         ("rag", {"requests": "0"}, "requests is 0; expected a positive number"),
         ("agentic", {"steps": "nan"}, "steps is nan"),
+        ("multi-turn", {"turns": "0.5"}, "turns is 0.5; expected 1 or more"),
     ],
 )
 def test_a_workload_that_is_none_is_named(
