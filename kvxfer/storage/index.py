@@ -1,6 +1,7 @@
 """Block index: the slot, the state and the pins of each block of a store."""
 
 import enum
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class _Entry:
     slot: int
     storing: bool = True
     num_pins: int = 0
+    pinned_at: int = 0  # number of the pin, of all of the index
 
     @property
     def state(self) -> BlockState:
@@ -95,6 +97,7 @@ class BlockIndex:
         self._entries: dict[BlockKey, _Entry] = {}
         self._quarantined: dict[BlockKey, _Quarantined] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._numbers = itertools.count(1)
 
     @property
     def num_slots(self) -> int:
@@ -213,13 +216,16 @@ class BlockIndex:
             entry = self._entries[key]
             if not entry.num_pins:
                 self._policy.hold(key)
+                entry.pinned_at = next(self._numbers)
             entry.num_pins += 1
             if key in self._quarantined:
                 self._quarantined[key].num_pins += 1
         return slots
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
-        """Unpin blocks, quarantined ones included.
+        """Unpin blocks, in any order, quarantined ones included.
+
+        Of those that nobody else pins, the last ones that were pinned are the first to be evicted.
 
         Raises:
             BlockStateError: A key is not pinned, or less often than it appears; nothing was
@@ -229,7 +235,7 @@ class BlockIndex:
         for key, count in counts.items():
             if self._num_pins(key) < count:
                 raise self._state_error(key, "pinned")
-        for key in reversed(counts):
+        for key in sorted(counts, key=self._pinned_at, reverse=True):
             if key in self._quarantined:
                 self._unpin_quarantined(key, counts[key])
                 continue
@@ -300,6 +306,10 @@ class BlockIndex:
             return self._quarantined[key].num_pins
         entry = self._entries.get(key)
         return 0 if entry is None else entry.num_pins
+
+    def _pinned_at(self, key: BlockKey) -> int:
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.pinned_at
 
     def _unpin_quarantined(self, key: BlockKey, count: int) -> None:
         quarantined = self._quarantined[key]

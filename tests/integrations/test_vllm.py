@@ -144,6 +144,22 @@ def test_a_hit_stays_until_it_is_loaded_whatever_is_stored_in_between(
     assert [scheduler.lookup(key) for key in wanted] == [LookupResult.MISS] * 2
 
 
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "let go"])
+def test_the_end_of_a_prompt_that_was_a_hit_is_evicted_before_its_head(
+    scheduler: Scheduler, *, is_loaded: bool
+) -> None:
+    wanted, context = keys_of(NUM_SLOTS), ReqContext("request")
+    scheduler.store(wanted)
+    assert [scheduler.lookup(key) for key in wanted] == [LookupResult.HIT] * NUM_SLOTS
+    if is_loaded:
+        scheduler.manager.prepare_load(wanted, context)
+        scheduler.manager.complete_load(wanted[::-1], context)  # vLLM's are a set
+    scheduler.manager.on_request_finished(context)
+    scheduler.store(keys_of(1, first=10))
+    found = [scheduler.lookup(key) for key in wanted]
+    assert found == [LookupResult.HIT] * (NUM_SLOTS - 1) + [LookupResult.MISS]
+
+
 @pytest.mark.parametrize("end", ["finished", "scheduled", "stores"])
 def test_a_hit_that_is_not_loaded_is_let_go_when_the_request_is_past_loading(
     scheduler: Scheduler, end: str

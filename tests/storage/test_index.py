@@ -79,10 +79,13 @@ def test_storing_a_prefix_again_leaves_its_tail_as_the_first_to_go(index: BlockI
     assert store(index, E) == [D]
 
 
-def test_unpinning_a_prefix_leaves_its_tail_as_the_first_to_go(index: BlockIndex) -> None:
+@pytest.mark.parametrize("order", [[A, B, C, D], [D, C, B, A], [C, A, D, B]])
+def test_unpinning_a_prefix_leaves_its_tail_as_the_first_to_go(
+    index: BlockIndex, order: list[BlockKey]
+) -> None:
     store(index, A, B, C, D)
     index.pin([A, B, C, D])
-    index.unpin([A, B, C, D])
+    index.unpin(order)
     assert store(index, E) == [D]
 
 

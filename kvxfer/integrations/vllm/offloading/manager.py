@@ -231,12 +231,14 @@ class KVXferOffloadingManager(OffloadingManager):
         return check
 
     def _release(self, req_id: str) -> None:
+        released: list[BlockKey] = []
         for key in self._held.pop(req_id, ()):
             check = self._checks[key]
             check.num_holders -= 1
             if not check.num_holders:
                 del self._checks[key]
-                self._index.unpin([key])
+                released.append(key)
+        self._index.unpin(released)
 
     def _drop(self, key: BlockKey, outcome: Outcome) -> None:
         """Quarantine a chunk that failed its check, and release it for every holder."""
