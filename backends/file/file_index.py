@@ -95,18 +95,20 @@ class FileIndex:
             for file in reversed(files):
                 self._make_candidate(file, self._entries[file])
 
-    def admit(self, files: Sequence[FileId], sizes: Sequence[int]) -> None:
-        """Add files that are being written."""
-        now = time.time()
+    def admit(self, files: Sequence[FileId], sizes: Sequence[int]) -> list[FileId]:
+        """Add files that are being written; return those that were removed behind our back."""
+        now, vanished = time.time(), []
         with self._lock:
             for file, num_bytes in zip(files, sizes, strict=True):
-                if self._entries.pop(file, None):  # removed behind our back
+                if self._entries.pop(file, None):
                     self._policy.remove(file)
+                    vanished.append(file)
                 self._entries[file] = _Entry(num_bytes, now, held=True)
                 self._policy.admit(file)
             if self._changes is not None:
                 self._changes.stored.update(files)
                 self._changes.num_bytes_reserved += sum(sizes)
+        return vanished
 
     def settle(
         self, files: Sequence[FileId], *, stored: Sequence[bool]
@@ -234,8 +236,9 @@ class FileIndex:
 
     def take_changes(self) -> tuple[list[FileId], list[FileId]]:
         """Return the files that the last walk added, and those that it dropped, once."""
-        changes, self._walk_result = self._walk_result, ([], [])
-        return changes
+        with self._lock:
+            changes, self._walk_result = self._walk_result, ([], [])
+            return changes
 
     def abandon_walk(self) -> None:
         """Stop noting changes: the walk has failed."""

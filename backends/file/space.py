@@ -74,6 +74,7 @@ class Space:
         """Tell these reports of files that come and go, and how much room they take."""
         self._reports = reports
         reports.watch(self._gauges)
+        self._tell_walk()  # the first one may have ended
 
     def scan(self) -> None:
         """Walk through the tree: collect files of dead writers, find blocks, and recount.
@@ -246,7 +247,7 @@ class Space:
             raise
         with self._ledger.locked():
             total, reserved = self._index.end_walk(found)
-            self._tell_walk(*self._index.take_changes())
+            self._tell_walk()
             added_by_others = self._ledger.added - added_before - reserved
             self._ledger.recount(total + reserved_by_others + added_by_others)
 
@@ -259,16 +260,18 @@ class Space:
                 if self._ledger.known:
                     with self._spared(spare):
                         fitting = self._make_room(needed, *self._free())
-                    self._index.admit(self._files(keys[:fitting]), needed[:fitting])
+                    gone = self._index.admit(self._files(keys[:fitting]), needed[:fitting])
+                    self._reports.removed(self._our_keys(gone), Removal.VANISHED)
                     self._ledger.reserve(sum(needed[:fitting]))
         except OSError:
             self.settle(keys[:fitting], stored=[False] * fitting)
             raise
         return fitting
 
-    def _tell_walk(self, appeared: Sequence[FileId], vanished: Sequence[FileId]) -> None:
+    def _tell_walk(self) -> None:
         """Tell which files of our namespace a walk found, and which it did not find any more."""
         if self._reports:
+            appeared, vanished = self._index.take_changes()
             self._reports.removed(self._our_keys(vanished), Removal.VANISHED)
             self._reports.added(self._our_keys(appeared))
 

@@ -205,6 +205,20 @@ async def test_files_tell_what_was_evicted_removed_corrupted_and_found(
 
 
 @pytest.mark.asyncio
+async def test_files_that_were_found_before_somebody_observes_are_told(
+    memory: BlockMemory, recorder: Recorder, tmp_path: Path
+) -> None:
+    namespace = memory.namespace()
+    async with FileBackend(config(tmp_path), namespace) as earlier:
+        await earlier.wait_indexed()
+        await earlier.store(KEYS[:2], memory.describe(0, [0, 1]))
+    inner = FileBackend(config(tmp_path), namespace)
+    await inner.wait_indexed()
+    async with observed(inner, Reports([recorder])):
+        assert recorder.kept == {"file": set(KEYS[:2])}
+
+
+@pytest.mark.asyncio
 async def test_a_walk_tells_which_files_of_other_processes_came_and_went(
     memory: BlockMemory, recorder: Recorder, tmp_path: Path
 ) -> None:
