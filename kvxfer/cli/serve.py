@@ -6,23 +6,26 @@ import contextlib
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
-from kvxfer.errors import KVXferError
+from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
     from kvxfer.backends.nixl.config import Transport
     from kvxfer.backends.nixl.standalone import StandalonePeer
     from kvxfer.cli.http_pages import Page
+    from kvxfer.storage.observer import Observer
+    from kvxfer.telemetry.events import EventPublisher, HashForm
     from kvxfer.telemetry.metrics import Metrics
 
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
+HASH_FORMS: "tuple[HashForm, ...]" = ("int64", "bytes")
 
 _PAGE_NAMES = {"/ready": "readiness", "/metrics": "metrics"}
 
@@ -34,10 +37,15 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     log_to_stderr(arguments.log_level)
     metrics = _make_metrics() if arguments.metrics else None
-    peer = _open_peer(arguments, metrics)
-    pages = _make_pages(arguments, peer, metrics)
     drain_timeout_s = Duration.parse(arguments.drain_timeout)
-    asyncio.run(_serve(peer, pages, drain_timeout_s))
+    if arguments.events_replay and not arguments.events:
+        raise InvalidArgumentError("events-replay", arguments.events_replay, "--events beside it")
+    with contextlib.ExitStack() as opened:
+        events = opened.enter_context(_publish_events(arguments)) if arguments.events else None
+        observers = [each for each in (metrics, events) if each is not None]
+        peer = _open_peer(arguments, observers)
+        pages = _make_pages(arguments, peer, metrics)
+        asyncio.run(_serve(peer, pages, drain_timeout_s))
     return 0
 
 
@@ -99,8 +107,31 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HOST:PORT",
         help="address that answers GET /metrics for Prometheus; may be that of --ready",
     )
+    _add_events(parser)
     add_log_level(parser)
     return parser
+
+
+def _add_events(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--events",
+        default="",
+        metavar="ADDRESS",
+        help="address such as tcp://127.0.0.1:5557, at which routers subscribe to the blocks that "
+        "come and go; a ZMQ socket that speaks vLLM's KV events",
+    )
+    parser.add_argument(
+        "--events-replay",
+        default="",
+        metavar="ADDRESS",
+        help="address at which routers ask again for events that they lost",
+    )
+    parser.add_argument(
+        "--events-hashes",
+        default="int64",
+        choices=HASH_FORMS,
+        help="form of hashes in events; default int64, their last 8 bytes, as in vLLM",
+    )
 
 
 def _add_authentication(parser: argparse.ArgumentParser) -> None:
@@ -129,14 +160,32 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
 
 
 def _make_metrics() -> "Metrics":
-    try:
+    with _needing("--metrics", "prometheus_client", "metrics"):
         from kvxfer.telemetry.metrics import Metrics
-    except ModuleNotFoundError as exc:
-        if exc.name != "prometheus_client":
-            raise
-        wanted = "--metrics needs the package prometheus_client: pip install 'kvxfer[metrics]'"
-        raise KVXferError(wanted) from exc
     return Metrics()
+
+
+def _publish_events(arguments: argparse.Namespace) -> "EventPublisher":
+    with _needing("--events", "zmq", "events"):
+        from kvxfer.telemetry.events import EventPublisher
+    events = EventPublisher(
+        arguments.events, replay=arguments.events_replay, hashes=arguments.events_hashes
+    )
+    again = f", again at {events.replay}" if events.replay else ""
+    logger.info("events at %s%s", events.endpoint, again)
+    return events
+
+
+@contextlib.contextmanager
+def _needing(option: str, package: str, extra: str) -> Iterator[None]:
+    """Say which extra brings a package that an option needs and that is not there."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        if exc.name != package:
+            raise
+        wanted = f"{option} needs the package {package}: pip install 'kvxfer[{extra}]'"
+        raise KVXferError(wanted) from exc
 
 
 def _make_pages(
@@ -158,7 +207,7 @@ def _make_pages(
     return pages
 
 
-def _open_peer(arguments: argparse.Namespace, metrics: "Metrics | None") -> "StandalonePeer":
+def _open_peer(arguments: argparse.Namespace, observers: "Sequence[Observer]") -> "StandalonePeer":
     from kvxfer.backends.file import load_namespace
     from kvxfer.backends.nixl.config import NixlConfig
     from kvxfer.backends.nixl.standalone import StandalonePeer
@@ -184,7 +233,6 @@ def _open_peer(arguments: argparse.Namespace, metrics: "Metrics | None") -> "Sta
     )
     namespace = load_namespace(arguments.namespace) if arguments.namespace else None
     tiers = [{"type": "host", "capacity": capacity}, *arguments.tier]
-    observers = [] if metrics is None else [metrics]
     opening = functools.partial(open_backend, tiers, observers=observers)
     peer = StandalonePeer(config, opening, namespace=namespace)
     peer.observe(Reports(observers, "nixl"))

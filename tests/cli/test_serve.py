@@ -211,6 +211,8 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--tls-ca", "ca.pem"], "expected all three, or none"),
         (["--ready", "here"], "ready is 'here'"),
         (["--metrics", "here"], "metrics is 'here'"),
+        (["--events", "here"], "endpoint is 'here'"),
+        (["--events-replay", "tcp://127.0.0.1:0"], "expected --events beside it"),
         (["--drain-timeout", "long"], "duration is 'long'"),
         (["--secret-file", "/nonexistent/secret"], "/nonexistent/secret"),
         (["--namespace", "/nonexistent/file"], "'/nonexistent/file'; expected a namespace.json"),
@@ -241,21 +243,30 @@ def test_metrics_and_readiness_may_have_one_address() -> None:
     assert 'kvxfer_peers_connected{tier="nixl"} 0.0' in text
 
 
-WITHOUT_PROMETHEUS = """
+WITHOUT = """
 import sys
 import urllib.request
-sys.modules["prometheus_client"] = None
+sys.modules[sys.argv[1]] = None
 from kvxfer.cli import main
-sys.exit(main(sys.argv[1:]))
+sys.exit(main(sys.argv[2:]))
 """
 
 
-def test_without_prometheus_client_one_line_says_how_to_install_it() -> None:
+@pytest.mark.parametrize(
+    ("option", "address", "package", "extra"),
+    [
+        ("--metrics", f"{peers.HOST}:0", "prometheus_client", "metrics"),
+        ("--events", f"tcp://{peers.HOST}:0", "zmq", "events"),
+    ],
+)
+def test_without_a_package_one_line_says_how_to_install_it(
+    option: str, address: str, package: str, extra: str
+) -> None:
     usual = ["serve", "--listen", f"{peers.HOST}:0", "--capacity", "1MiB"]
-    command = [sys.executable, "-c", WITHOUT_PROMETHEUS, *usual, "--metrics", f"{peers.HOST}:0"]
+    command = [sys.executable, "-c", WITHOUT, package, *usual, option, address]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=peers.LIMIT_S
     )
     assert result.returncode == 2
-    package = "the package prometheus_client: pip install 'kvxfer[metrics]'"
-    assert result.stderr == f"kvxfer serve: --metrics needs {package}\n"
+    needed = f"{option} needs the package {package}: pip install 'kvxfer[{extra}]'"
+    assert result.stderr == f"kvxfer serve: {needed}\n"

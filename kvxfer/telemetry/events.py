@@ -1,0 +1,330 @@
+"""Events: an observer that publishes which blocks come and go, in the form of vLLM's KV events."""
+
+import logging
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal, NamedTuple, Self, TypeAlias, get_args
+
+import msgspec
+import zmq
+
+from kvxfer.checks import require_integer, require_positive, require_text
+from kvxfer.endpoint import Endpoint
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
+from kvxfer.storage.observer import Added, Event, Observer, Removed
+from kvxfer.telemetry.places import place_of
+
+DEFAULT_BUFFER_BATCHES = 10_000
+"""Batches that are kept for replay, as many as in vLLM."""
+BLOCKS_PER_BATCH = 100
+"""Blocks in one batch at most, so that the buffer is bounded in bytes, too."""
+CLOSE_S = 1.0
+"""Seconds that the end waits for subscribers to be sent the last batches, as in vLLM."""
+SEQUENCE_BYTES = 8
+END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+MAX_REQUEST_BYTES = 64
+"""Bytes of a part of a request for replay, which is a sequence number."""
+
+HashForm: TypeAlias = Literal["int64", "bytes"]
+"""Form of hashes: the last 8 bytes as a number, as vLLM has them by default, or all bytes."""
+
+Hash: TypeAlias = int | bytes
+
+logger = logging.getLogger(__name__)
+
+
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Block that a tier took.
+
+    A tier knows the hash of a block and not its tokens, so all fields about tokens are empty, as
+    vLLM leaves them for blocks of which it knows no more. Several hashes would be those of a
+    chain, so there is one.
+
+    Source: `vllm/distributed/kv_events.py`, as for all names of fields here.
+    """
+
+    block_hashes: tuple[Hash]
+    parent_block_hash: Hash | None
+    token_ids: tuple[()]
+    block_size: int
+    lora_id: None
+    medium: str
+    lora_name: None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
+    """Blocks of one group that are no longer in a tier."""
+
+    block_hashes: list[Hash]
+    medium: str
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
+    """Sign that what was told before is void: the first event of every publisher."""
+
+
+class EventBatch(msgspec.Struct, frozen=True, array_like=True):
+    """Events of one moment.
+
+    Attributes:
+        ts: Seconds since the epoch.
+        events: The events, in order.
+        data_parallel_rank: Rank of the publisher, where there are several.
+    """
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class _Noted(NamedTuple):
+    """Change of a tier that is yet to be published."""
+
+    sequence: int
+    ts: float
+    event: Added | Removed | None  # None: all blocks cleared
+    keys: Sequence[BlockKey]
+
+
+class EventPublisher(Observer):
+    """Publisher of blocks that come and go, for routers that send requests to where blocks are.
+
+    It observes one engine or backend, so that the names of tiers are clear. Messages are those of
+    vLLM: topic, sequence number, and a batch in msgpack. `note` only appends to a buffer; a thread
+    encodes and sends. Sequence numbers have no gap here: one that a subscriber sees was lost on
+    the way, and the buffer can be asked for it. If more than a buffer of changes comes before the
+    thread can send them, the oldest are lost; their numbers are missing then, in replays, too.
+
+    Blocks of other namespaces, which a store in files also evicts, are not told.
+
+    Args:
+        endpoint: Address that subscribers connect to, such as `tcp://127.0.0.1:5557`; port 0
+            chooses a free port.
+        replay: Address at which to ask for batches again, of the same form; empty for none.
+        topic: Topic of all messages.
+        hashes: Form of the hashes.
+        buffer_batches: Batches that are kept, each of at most `BLOCKS_PER_BATCH` blocks.
+        data_parallel_rank: Rank of the publisher, if there are several.
+
+    Attributes:
+        endpoint, replay: As given, with the port that was chosen.
+
+    Raises:
+        InvalidArgumentError: An address or a parameter is of no use.
+        BackendUnavailableError: An address is in use, or not one of this machine.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        replay: str = "",
+        topic: str = "",
+        hashes: HashForm = "int64",
+        buffer_batches: int = DEFAULT_BUFFER_BATCHES,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        if hashes not in get_args(HashForm):
+            raise InvalidArgumentError("hashes", hashes, "'int64' or 'bytes'")
+        buffer_batches = require_positive("buffer_batches", buffer_batches)
+        self._topic = require_text("topic", topic).encode()
+        self._whole_hashes = hashes == "bytes"
+        rank = data_parallel_rank
+        self._rank = None if rank is None else require_integer("data_parallel_rank", rank)
+        self._lock = threading.Lock()
+        self._noted: deque[_Noted] = deque(maxlen=buffer_batches)
+        self._sent: deque[tuple[int, bytes]] = deque(maxlen=buffer_batches)
+        self._next_sequence = 0
+        self._closing = False
+        self._is_woken = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._context = zmq.Context()
+        self._publishing, self._replaying = self._context.socket(zmq.PUB), None
+        try:
+            self._publishing.set_hwm(buffer_batches)
+            self.endpoint = _bind("endpoint", self._publishing, endpoint)
+            self.replay = ""
+            if replay:
+                self._replaying = self._context.socket(zmq.ROUTER)
+                # Beyond it ZMQ drops messages: there is room for a whole replay and its end.
+                self._replaying.setsockopt(zmq.SNDHWM, buffer_batches + 1)
+                self._replaying.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+                self.replay = _bind("replay", self._replaying, replay)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._wakes, self._wake = os.pipe()
+        os.set_blocking(self._wakes, False)
+        self._thread = threading.Thread(target=self._run, name="kvxfer-events", daemon=True)
+        self._append(None, [])
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        """Return the publisher, which is closed on exit."""
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def note(self, event: Event) -> None:
+        """See `Observer.note`; events after `close` are dropped."""
+        if isinstance(event, Removed) and event.namespace:
+            return
+        if isinstance(event, (Added, Removed)):
+            for start in range(0, len(event.keys), BLOCKS_PER_BATCH):
+                self._append(event, event.keys[start : start + BLOCKS_PER_BATCH])
+
+    def close(self) -> None:
+        """Send what was noted, as far as `CLOSE_S` allow, and end; may be called again."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._rouse()
+        self._thread.join()
+        os.close(self._wakes)
+        os.close(self._wake)
+
+    def _append(self, event: Added | Removed | None, keys: Sequence[BlockKey]) -> None:
+        with self._lock:
+            if not self._closing:
+                self._noted.append(_Noted(self._next_sequence, time.time(), event, keys))
+                self._next_sequence += 1
+                self._rouse()
+
+    def _rouse(self) -> None:
+        if not self._is_woken:
+            self._is_woken = True
+            os.write(self._wake, b"\0")
+
+    def _run(self) -> None:
+        """Send batches and replays until the end; the sockets belong to this thread."""
+        poller = zmq.Poller()
+        poller.register(self._wakes, zmq.POLLIN)
+        if self._replaying is not None:
+            poller.register(self._replaying, zmq.POLLIN)
+        is_last = False
+        while not is_last:
+            ready = dict(poller.poll())
+            if self._wakes in ready:
+                is_last = self._publish()
+            if self._replaying in ready:
+                self._answer()
+        self._context.destroy(linger=int(CLOSE_S * 1000))
+
+    def _publish(self) -> bool:
+        """Send what was noted; return whether there will be no more."""
+        with self._lock:
+            os.read(self._wakes, 1)
+            self._is_woken = False
+            noted, is_last = list(self._noted), self._closing
+            self._noted.clear()
+        for each in noted:
+            expected = self._sent[-1][0] + 1 if self._sent else each.sequence
+            if each.sequence != expected:
+                text = "%d batches of events were lost: they came faster than they are sent"
+                logger.warning(text, each.sequence - expected)
+                self._sent.clear()  # a replay has no gap, and begins later than it was asked for
+            payload = self._encoder.encode(self._batch(each))
+            self._publishing.send_multipart([self._topic, _pack(each.sequence), payload])
+            self._sent.append((each.sequence, payload))
+        return is_last
+
+    def _answer(self) -> None:
+        """Answer a request for the batches from a sequence number on."""
+        assert self._replaying is not None
+        try:
+            parts = self._replaying.recv_multipart(zmq.NOBLOCK)
+            if len(parts) != 3:
+                logger.debug("a request for replay has %d parts, not 3", len(parts))
+                return
+            client, _, start = parts
+            for sequence, payload in list(self._sent):
+                if sequence >= int.from_bytes(start, "big"):
+                    message = [client, b"", self._topic, _pack(sequence), payload]
+                    self._replaying.send_multipart(message, zmq.NOBLOCK)
+            self._replaying.send_multipart([client, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
+        except zmq.ZMQError as exc:  # whoever asked is gone
+            logger.debug("a request for replay was not answered: %s", exc)
+
+    def _batch(self, noted: _Noted) -> EventBatch:
+        events: list[BlockStored | BlockRemoved | AllBlocksCleared] = []
+        if isinstance(noted.event, Added):
+            events += [self._stored(key, noted.event.tier) for key in noted.keys]
+        elif isinstance(noted.event, Removed):
+            events += self._removed(noted.keys, noted.event.tier)
+        else:
+            events.append(AllBlocksCleared())
+        return EventBatch(noted.ts, events, self._rank)
+
+    def _stored(self, key: BlockKey, tier: str) -> BlockStored:
+        medium, locality = place_of(tier)
+        return BlockStored(
+            block_hashes=(self._hash(key),),
+            parent_block_hash=None,
+            token_ids=(),
+            block_size=0,
+            lora_id=None,
+            medium=medium,
+            lora_name=None,
+            group_idx=group_of(key),
+            locality=locality,
+            ownership=tier,
+        )
+
+    def _removed(self, keys: Sequence[BlockKey], tier: str) -> list[BlockRemoved]:
+        medium, locality = place_of(tier)
+        groups: dict[int, list[Hash]] = defaultdict(list)
+        for key in keys:
+            groups[group_of(key)].append(self._hash(key))
+        return [
+            BlockRemoved(
+                block_hashes=hashes,
+                medium=medium,
+                group_idx=group,
+                locality=locality,
+                ownership=tier,
+            )
+            for group, hashes in groups.items()
+        ]
+
+    def _hash(self, key: BlockKey) -> Hash:
+        content_hash = key[:-GROUP_INDEX_BYTES]
+        return content_hash if self._whole_hashes else int.from_bytes(content_hash[-8:], "big")
+
+
+def _pack(sequence: int) -> bytes:
+    return sequence.to_bytes(SEQUENCE_BYTES, "big")
+
+
+def _bind(argument: str, socket: "zmq.Socket[bytes]", address: str) -> str:
+    """Bind a socket to an address; return the address with the port that was chosen."""
+    scheme, _, place = require_text(argument, address).partition("://")
+    if scheme == "tcp":
+        host = Endpoint.parse(argument, place.replace("*", "0.0.0.0", 1)).host  # noqa: S104 - asked
+        socket.setsockopt(zmq.IPV6, ":" in host)
+    elif scheme != "ipc" or not place:
+        raise InvalidArgumentError(argument, address, "such as 'tcp://127.0.0.1:5557'")
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as exc:
+        reason = zmq.strerror(exc.errno or 0)
+        raise BackendUnavailableError(f"cannot listen at {address}: {reason}") from exc
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -1,0 +1,53 @@
+"""`kvxfer serve --events` as a process: an index from its events is that of its tiers."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.nixl import NixlConfig
+from kvxfer.cli import main
+from tests.cli import peers
+from tests.cli.peers import serving
+from tests.telemetry.event_subscriber import EventSubscriber
+
+pytestmark = pytest.mark.processes
+
+ANY_PORT = "tcp://127.0.0.1:0"
+
+
+def test_an_index_from_events_is_that_of_the_tiers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = set(peers.KEYS)
+    options = ["--events", ANY_PORT, "--events-replay", ANY_PORT, "--events-hashes", "bytes"]
+    tier = f"file://{tmp_path}?capacity=1MiB&min_free=1"
+    with serving("--capacity", "1MiB", "--tier", tier, *options) as peer:
+        addresses = re.search(r"events at (\S+), again at (\S+)", "".join(peer.said))
+        assert addresses is not None
+        with EventSubscriber.opened(addresses[1], addresses[2]) as subscriber:
+            asyncio.run(store(NixlConfig(address=str(peer.endpoint))))
+            subscriber.read_until(lambda: subscriber.kept == {"host": keys, "file": keys})
+        assert peer.end() == 0
+    main(["ls", str(tmp_path), "--json"])
+    (usage,) = json.loads(capsys.readouterr().out)
+    assert usage["num_blocks"] == len(keys)
+
+
+async def store(config: NixlConfig) -> None:
+    async with peers.connected(config) as backend:
+        assert all(outcome.done for outcome in await peers.store(backend))
+
+
+def test_an_address_for_events_that_is_taken_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving("--capacity", "1MiB", "--events", ANY_PORT) as peer:
+        taken = re.search(r"events at (\S+)", "".join(peer.said))
+        assert taken is not None
+        options = ["--listen", "127.0.0.1:0", "--capacity", "1MiB", "--events", taken[1]]
+        assert main(["serve", *options]) == 2
+    said = capsys.readouterr().err
+    assert said == f"kvxfer serve: cannot listen at {taken[1]}: Address already in use\n"

@@ -1,0 +1,119 @@
+"""Subscriber of events, as a router has one: an index of blocks, from messages alone."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import msgspec
+import zmq
+
+from kvxfer.storage.keys import BlockKey, make_block_key
+
+LIMIT_S = 10.0
+END = (1 << 64) - 1
+
+
+def pack(number: int) -> bytes:
+    """Write a number as in messages."""
+    return number.to_bytes(8, "big")
+
+
+class EventSubscriber:
+    """Subscriber that notices lost messages by their numbers, and asks for them again.
+
+    Args:
+        endpoint: Address of the publisher.
+        replay: Address at which to ask again.
+        is_lost: Whether to lose a message, by its number.
+
+    Attributes:
+        kept: By owner, or medium where there is none, the keys of blocks that were stored and
+            not removed since.
+        mistakes: Events that do not fit what was told before.
+        payloads: All batches, as they came.
+        num_replays: Times that it asked again.
+    """
+
+    def __init__(
+        self, endpoint: str, replay: str, *, is_lost: Callable[[int], bool] = lambda _: False
+    ) -> None:
+        self.kept: dict[str, set[BlockKey]] = defaultdict(set)
+        self.mistakes: list[Any] = []
+        self.payloads: list[bytes] = []
+        self.num_replays = 0
+        self._is_lost = is_lost
+        self._next = 0
+        self._context = zmq.Context()
+        self._live = self._context.socket(zmq.SUB)
+        self._live.subscribe(b"")
+        self._live.connect(endpoint)
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.connect(replay)
+
+    @classmethod
+    @contextmanager
+    def opened(cls, endpoint: str, replay: str, **more: Any) -> Iterator[Self]:
+        """Open one, and close it at the end."""
+        subscriber = cls(endpoint, replay, **more)
+        try:
+            yield subscriber
+        finally:
+            subscriber._context.destroy(linger=0)
+
+    def read(self) -> None:
+        """Read what has come; ask for what is missing."""
+        while self._live.poll(0):
+            _, sequence, payload = self._live.recv_multipart()
+            number = int.from_bytes(sequence, "big")
+            if self._is_lost(number) or number < self._next:
+                continue
+            if number > self._next:
+                self.catch_up()
+            if number == self._next:
+                self._take(number, payload)
+
+    def catch_up(self) -> list[int]:
+        """Ask for all batches from the next one on; return the numbers of those that came."""
+        self.num_replays += 1
+        self._replay.send_multipart([b"", pack(self._next)])
+        came: list[int] = []
+        while True:
+            assert self._replay.poll(int(LIMIT_S * 1000))
+            _, _, sequence, payload = self._replay.recv_multipart()
+            number = int.from_bytes(sequence, "big")
+            if number == END:
+                return came
+            came.append(number)
+            if number >= self._next:
+                self._take(number, payload)
+
+    def read_until(self, condition: Callable[[], object]) -> None:
+        """Read, and ask for the last messages, which may be lost, until a condition holds."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert time.monotonic() < deadline, (self.kept, self._next)
+            self._live.poll(20)
+            self.read()
+            if not condition():
+                self.catch_up()
+
+    def _take(self, number: int, payload: bytes) -> None:
+        self.payloads.append(payload)
+        self._next = number + 1
+        _, events = msgspec.msgpack.decode(payload)[:2]
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
+                self.kept.clear()
+                continue
+            kept = self.kept[event.get("ownership") or event["medium"]]
+            group = event.get("group_idx") or 0
+            hashes = [
+                each if isinstance(each, bytes) else pack(each) for each in event["block_hashes"]
+            ]
+            keys = {make_block_key(each, group) for each in hashes}
+            is_stored = event["type"] == "BlockStored"
+            if not (kept.isdisjoint(keys) if is_stored else kept.issuperset(keys)):
+                self.mistakes.append(event)
+            (kept.update if is_stored else kept.difference_update)(keys)

@@ -1,0 +1,274 @@
+"""Events: their form on the wire is that of vLLM, and an index that is built from them is right."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from kvxfer.backends.file import BlockTree, FileBackend, refuse_partial_walk
+from kvxfer.cli import main
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Added, Removal, Removed, Reports
+from kvxfer.telemetry.events import BLOCKS_PER_BATCH, EventPublisher
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.tiering import TieredBackend
+from tests.backends.file_store import config, path_of
+from tests.cli.stores import flip
+from tests.telemetry.event_subscriber import END, LIMIT_S, EventSubscriber
+from tests.tiering.opened_tiers import open_host, settle
+
+ANY_PORT = "tcp://127.0.0.1:0"
+KEYS = make_keys(8)
+
+
+class SlowEncoder:
+    """Encoder that waits before each message until it is let go."""
+
+    def __init__(self) -> None:
+        self.began, self.goes_on = threading.Event(), threading.Event()
+
+    def encode(self, obj: object) -> bytes:
+        self.began.set()
+        self.goes_on.wait(LIMIT_S)
+        return msgspec.msgpack.encode(obj)
+
+
+@pytest.fixture
+def publisher() -> Iterator[EventPublisher]:
+    with EventPublisher(ANY_PORT, replay=ANY_PORT, hashes="bytes") as publisher:
+        yield publisher
+
+
+@pytest.fixture
+def subscriber(publisher: EventPublisher) -> Iterator[EventSubscriber]:
+    with EventSubscriber.opened(publisher.endpoint, publisher.replay) as subscriber:
+        yield subscriber
+
+
+def test_a_subscriber_that_comes_late_is_told_everything_again(
+    publisher: EventPublisher, subscriber: EventSubscriber
+) -> None:
+    publisher.note(Added("host", KEYS[:3]))
+    publisher.note(Removed("host", KEYS[1:2], Removal.EVICTED))
+    subscriber.read_until(lambda: subscriber.kept["host"] == {KEYS[0], KEYS[2]})
+    first = msgspec.msgpack.decode(subscriber.payloads[0])
+    assert first[1:] == [[{"type": "AllBlocksCleared"}], None]
+
+
+def test_many_blocks_come_in_several_batches(
+    publisher: EventPublisher, subscriber: EventSubscriber
+) -> None:
+    keys = make_keys(2 * BLOCKS_PER_BATCH + 1)
+    publisher.note(Added("file", keys))
+    subscriber.read_until(lambda: subscriber.kept["file"] == set(keys))
+    assert len(subscriber.payloads) == 1 + 3
+    assert not subscriber.mistakes
+
+
+def test_a_long_replay_is_whole_for_who_reads_it_late(
+    publisher: EventPublisher, subscriber: EventSubscriber
+) -> None:
+    last = 5000
+    for _ in range(last):
+        publisher.note(Added("host", KEYS))
+    subscriber.read_until(lambda: subscriber._next == 1 + last)
+    subscriber._replay.send_multipart([b"", bytes(8)])
+    numbers: list[int] = []
+    while numbers[-1:] != [END]:
+        time.sleep(0.001 if len(numbers) < 100 else 0)  # slower than they are sent
+        assert subscriber._replay.poll(int(LIMIT_S * 1000))
+        numbers.append(int.from_bytes(subscriber._replay.recv_multipart()[2], "big"))
+    assert numbers == [*range(1 + last), END]
+
+
+def test_blocks_of_other_namespaces_are_not_told(
+    publisher: EventPublisher, subscriber: EventSubscriber
+) -> None:
+    publisher.note(Added("file", KEYS[:1]))
+    publisher.note(Removed("file", KEYS[:1], Removal.EVICTED, namespace="ab" * 16))
+    publisher.note(Added("file", KEYS[1:2]))
+    subscriber.read_until(lambda: len(subscriber.kept["file"]) == 2)
+
+
+def test_a_replay_of_what_is_no_longer_kept_begins_later(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        EventPublisher(ANY_PORT, replay=ANY_PORT, hashes="bytes", buffer_batches=3) as publisher,
+        EventSubscriber.opened(publisher.endpoint, publisher.replay) as subscriber,
+    ):
+        for key in KEYS:
+            publisher.note(Added("host", [key]))
+        subscriber.read_until(lambda: subscriber._next == 1 + len(KEYS))
+        subscriber._next = 0
+        assert subscriber.catch_up() == [6, 7, 8]
+    assert not [each for each in caplog.records if each.levelno > logging.WARNING]
+
+
+def test_what_comes_faster_than_it_is_sent_is_lost_and_missing_in_the_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    publisher = EventPublisher(ANY_PORT, replay=ANY_PORT, hashes="bytes", buffer_batches=3)
+    with (
+        publisher,
+        EventSubscriber.opened(publisher.endpoint, publisher.replay) as subscriber,
+        caplog.at_level(logging.WARNING, "kvxfer"),
+    ):
+        subscriber.read_until(lambda: subscriber.payloads)
+        slow = SlowEncoder()
+        publisher._encoder = slow  # type: ignore[assignment]
+        publisher.note(Added("host", KEYS[:1]))
+        slow.began.wait(LIMIT_S)
+        for key in KEYS[1:]:
+            publisher.note(Added("host", [key]))
+        slow.goes_on.set()
+        subscriber.read_until(lambda: subscriber._next == 1 + len(KEYS))
+        assert subscriber.kept["host"] - {KEYS[0]} == set(KEYS[-3:])
+        subscriber._next = 0
+        assert subscriber.catch_up() == [6, 7, 8]
+    (warning,) = [each.getMessage() for each in caplog.records]
+    assert warning == "4 batches of events were lost: they came faster than they are sent"
+
+
+@pytest.mark.parametrize("parts", [[b"", b"x", b"y"], [b"", b"much too long" * 100], [b""]])
+def test_a_wrong_request_for_replay_disturbs_nobody(
+    publisher: EventPublisher, subscriber: EventSubscriber, parts: list[bytes]
+) -> None:
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(publisher.replay)
+    stranger.send_multipart(parts)
+    publisher.note(Added("host", KEYS[:1]))
+    subscriber.read_until(lambda: subscriber.kept["host"] == {KEYS[0]})
+    context.destroy(linger=0)
+
+
+def test_what_was_noted_before_the_end_is_sent() -> None:
+    publisher = EventPublisher(ANY_PORT, replay=ANY_PORT, hashes="bytes")
+    with EventSubscriber.opened(publisher.endpoint, publisher.replay) as subscriber:
+        subscriber.read_until(lambda: subscriber.payloads)
+        publisher.note(Added("host", KEYS))
+        publisher.close()
+        publisher.close()
+        publisher.note(Added("host", make_keys(9)))
+        assert subscriber._live.poll(5000)
+        subscriber.read()
+    assert subscriber.kept["host"] == set(KEYS)
+
+
+def test_an_address_that_is_taken_is_said_so(publisher: EventPublisher) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"at {publisher.endpoint}: .* in use"):
+        EventPublisher(publisher.endpoint)
+    with pytest.raises(BackendUnavailableError, match=f"at {publisher.replay}: .* in use"):
+        EventPublisher(ANY_PORT, replay=publisher.replay)
+
+
+@pytest.mark.parametrize("address", ["here", "tcp://127.0.0.1", "tcp://a:99999", "udp://a:1", ""])
+def test_an_address_of_no_use_is_said_so(address: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="endpoint is"):
+        EventPublisher(address)
+
+
+def files_of(root: Path, namespace: Namespace) -> dict[BlockKey, Path]:
+    """Find the block files of a namespace on the disk, as `kvxfer ls` does."""
+    found = BlockTree(root, on_error=refuse_partial_walk).blocks()
+    ours = [each for each in found if each.fingerprint == namespace.fingerprint]
+    keys = [each.key for each in ours if not each.quarantined]
+    return {key: path_of(root, namespace, key) for key in keys}
+
+
+class Chaos:
+    """Random calls of tiers, blocks that rot and files that somebody else removes.
+
+    Args:
+        seed: Seed of everything random.
+        root: Root of the store in files.
+    """
+
+    def __init__(self, seed: int, root: Path) -> None:
+        self.memory, self.keys = BlockMemory([[4096]], num_blocks=64), make_keys(40)
+        self.namespace = self.memory.namespace()
+        self._root = root
+        self._random = np.random.default_rng(seed)
+
+    async def fill(self) -> None:
+        """Store blocks before the tiers are opened, of two namespaces."""
+        other = self.memory.namespace(model="another")
+        for namespace, keys in ((other, self.keys[:6]), (self.namespace, self.keys[-3:])):
+            async with FileBackend(config(self._root), namespace) as earlier:
+                await earlier.wait_indexed()
+                await earlier.store(keys, self.memory.describe(0, range(len(keys))))
+
+    def open(self) -> TieredBackend:
+        """Open host memory over files."""
+        self.host = open_host(self.namespace, 8)
+        self.files = FileBackend(config(self._root, capacity=16 * 8192 + 4096), self.namespace)
+        return TieredBackend([self.host, self.files], self.namespace)
+
+    async def act(self, backend: TieredBackend) -> None:
+        """Do something."""
+        match self._random.choice(["store", "load", "delete", "lookup", "rot", "flip", "remove"]):
+            case "store":
+                await backend.store(self._some(4), self.memory.describe(0, range(4)))
+            case "load":
+                await backend.load(self._some(4), self.memory.describe(0, range(8, 12)))
+            case "delete":
+                await backend.delete(self._some(2))
+            case "lookup":
+                await backend.lookup(self._some(6))
+            case "rot" if self.host._index.keys():
+                there = self.host._index.keys()
+                slot = self.host._index.slot_of(there[int(self._random.integers(len(there)))])
+                self.host._pool.slots[slot][0, 0] ^= 1
+            case "flip" | "remove" as act:
+                await settle(backend)
+                paths = sorted(files_of(self._root, self.namespace).values())
+                if paths:
+                    path = paths[int(self._random.integers(len(paths)))]
+                    flip(path, -1) if act == "flip" else path.unlink()
+            case _:
+                pass
+
+    def _some(self, count: int) -> list[BlockKey]:
+        return [self.keys[n] for n in self._random.choice(len(self.keys), count, replace=False)]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("seed", range(4))
+async def test_an_index_from_events_is_the_truth_after_chaos(
+    tmp_path: Path, publisher: EventPublisher, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chaos, losses = Chaos(seed, tmp_path), np.random.default_rng(seed)
+    await chaos.fill()
+    with EventSubscriber.opened(
+        publisher.endpoint, publisher.replay, is_lost=lambda _: bool(losses.random() < 0.3)
+    ) as subscriber:
+        backend = chaos.open()
+        backend.observe(Reports([publisher]))
+        async with backend:
+            await chaos.files.wait_indexed()
+            for _ in range(120):
+                await chaos.act(backend)
+                await asyncio.to_thread(subscriber.read)
+            await settle(backend)
+            await asyncio.to_thread(chaos.files._space.scan)
+            in_host, last = set(chaos.host._index.keys()), publisher._next_sequence
+            await asyncio.to_thread(subscriber.read_until, lambda: subscriber._next == last)
+        in_files = set(files_of(tmp_path, chaos.namespace))
+        assert subscriber.kept == {"host": in_host, "file": in_files}
+        # A file that is found to be corrupt while another thread evicts it is told gone by both.
+        assert {each["type"] for each in subscriber.mistakes} <= {"BlockRemoved"}
+        assert subscriber.num_replays
+        assert in_host
+        assert in_files
+    main(["ls", str(tmp_path), "--json"])
+    usages = {each["fingerprint"]: each for each in json.loads(capsys.readouterr().out)}
+    assert usages[chaos.namespace.fingerprint]["num_blocks"] == len(in_files)
