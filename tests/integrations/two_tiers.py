@@ -151,6 +151,7 @@ def schedulers() -> Iterator[Start]:
             2,
             backend,
             timeouts=LowerTierTimeouts(**{"reset_s": 0.1, **timeouts}),
+            emit_events=True,
         )
         manager = TieredOffloadingManager(pool, index, tier, emit_events=True)
         started.append((Scheduler(manager, pool, index), backend))

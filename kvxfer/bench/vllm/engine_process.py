@@ -42,6 +42,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         model: Folder of the model.
         connector: `kv_connector_extra_config` of the offloading connector; None for no connector.
         transfer: `kv_transfer_config` of any other connector, in place of `connector`.
+        events: `kv_events_config`; None for no events.
         multiprocessing: Engine core and workers in processes of their own.
         tensor_parallel_size: Workers; more than one needs `multiprocessing`.
         kv_cache_memory_bytes: Size of the device cache.
@@ -57,6 +58,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     connector: dict[str, Any] | None = None
     transfer: dict[str, Any] | None = None
+    events: dict[str, Any] | None = None
     multiprocessing: bool = False
     tensor_parallel_size: int = 1
     kv_cache_memory_bytes: int = 512 << 20

@@ -50,6 +50,7 @@ class _Engine:
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             tensor_parallel_size=config.tensor_parallel_size,
             kv_transfer_config=transfer or config.transfer,
+            kv_events_config=config.events,
         )
         self._num_requests = 0
         self._step_times: list[float] = []

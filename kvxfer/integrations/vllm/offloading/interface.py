@@ -12,6 +12,7 @@ from typing import Any
 from kvxfer.errors import UnsupportedEngineError
 from kvxfer.integrations.vllm.common.release import SUPPORTED, installed_version
 from kvxfer.storage.keys import BlockKey
+from kvxfer.telemetry.places import place_of
 
 SUPPORTED_TIERING = "0.31 to 0.33"
 
@@ -117,6 +118,26 @@ def event_of_failed_chunks(keys: Sequence[BlockKey]) -> OffloadingEvent | None:
     return OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=True, metadata_only=True)
 
 
+def event_of_tier(keys: Sequence[BlockKey], tier: str, *, removed: bool) -> OffloadingEvent | None:
+    """Make the event of chunks that come to a tier below host memory, or go.
+
+    In older releases an event does not say whose chunks it means, so it cannot tell those in memory
+    of a lower tier from those in host memory: None.
+    """
+    known = {field.name for field in fields(OffloadingEvent)}
+    medium, locality = place_of(tier)
+    if "ownership" not in known and medium == Medium.CPU.value:
+        return None
+    place = base.Locality(locality) if locality and "locality" in known else None
+    more = {"locality": place, "ownership": tier, "removal_expected": True}
+    return OffloadingEvent(
+        keys=list(keys),
+        medium=Medium(medium),
+        removed=removed,
+        **{name: value for name, value in more.items() if name in known},
+    )
+
+
 def fence_blocks(connector: Any, block_ids: Iterable[int]) -> None:
     """Have stores that still read blocks end before the step that is being planned.
 
@@ -175,6 +196,7 @@ __all__ = [
     "TransferResult",
     "current_platform",
     "event_of_failed_chunks",
+    "event_of_tier",
     "fence_blocks",
     "get_current_vllm_config_or_none",
     "group_ids",

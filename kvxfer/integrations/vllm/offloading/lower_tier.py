@@ -14,13 +14,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
 from kvxfer.integrations.vllm.offloading.metrics import LOWER
 from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
+from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of, unwrapped
+from kvxfer.storage.observer import Observable, Reports
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.tiered_backend import TieredBackend
@@ -74,6 +77,7 @@ class LowerTier:
         mappings: Page mapping of each group, by which rows are portable pages; by default rows are
             stored unchanged.
         timeouts: Deadlines of the backend.
+        emit_events: Whether to keep events for `take_events`.
 
     Attributes:
         name: Name in metrics: that of the backend's medium, `metrics.LOWER` for several tiers.
@@ -91,6 +95,7 @@ class LowerTier:
         *,
         mappings: Sequence[PageMapping] = (),
         timeouts: LowerTierTimeouts | None = None,
+        emit_events: bool = False,
     ) -> None:
         tensor = torch.from_numpy(rows).view(torch.int8)
         row_size_bytes = rows.shape[1]
@@ -98,6 +103,10 @@ class LowerTier:
             tensors=[CanonicalKVCacheTensor(tensor, row_size_bytes)],
             group_data_refs=[[CanonicalKVCacheRef(0, row_size_bytes)]] * num_groups,
         )
+        self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
+        self._events = TierEvents() if emit_events else None
+        if self._events is not None and isinstance(backend, Observable):
+            backend.observe(Reports([self._events], self.name))
         self._timeouts = timeouts or LowerTierTimeouts()
         limit_s = self._timeouts.lookup_s
         self._lookup_s = inf if limit_s is None else limit_s
@@ -109,7 +118,6 @@ class LowerTier:
         except BaseException:
             self._engine.close()
             raise
-        self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
         self._num_groups = num_groups
         self.results = LookupResults()
         self._lookups: list[RowLookup] = []
@@ -176,6 +184,10 @@ class LowerTier:
         missing, self._missing = self._missing, []
         return missing
 
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return what came to the backend and what is gone since the last call."""
+        return [] if self._events is None else self._events.take()
+
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Begin to delete keys."""
         call = self._engine.backend.delete([self._name(key) for key in keys])
@@ -241,6 +253,8 @@ class LowerTier:
         self._missing.clear()
         self.results.clear()
         self._salt = secrets.token_bytes(SALT_BYTES)
+        if self._events is not None:
+            self._events.reset(self._salt)
         self.drain(timeout_s=self._timeouts.reset_s)
         self.poll()
         backend = unwrapped(self._engine.backend)

@@ -148,6 +148,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
             len(namespace.groups),
             backend,
             mappings=mappings,
+            emit_events=self.kv_events_config.enable_kv_cache_events,
         )
 
     def _identify(self, caches: OurCaches) -> WorkerIdentity:

@@ -17,6 +17,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
     JobResult,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingSpec,
     ReqContext,
     RequestOffloadingContext,
@@ -91,7 +92,8 @@ class KVXferTier(SecondaryTierManager):
                 raise InvalidArgumentError("revision", revision, rule)
             backend_type, backend_config = parse_backend(backend)
             backend = backend_type(backend_config, namespace)
-        self._tier = LowerTier(rows, len(namespace.groups), backend)
+        emit_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._tier = LowerTier(rows, len(namespace.groups), backend, emit_events=emit_events)
         self._jobs: dict[JobId, _Job] = {}
         self._empty: list[_Job] = []
 
@@ -140,6 +142,10 @@ class KVXferTier(SecondaryTierManager):
     def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM's signature
         """Start the backend lookup of the keys that were wanted in this step."""
         self._tier.flush()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what came to the backend and what is gone since the last call."""
+        return self._tier.take_events()
 
     def drain_jobs(self) -> None:
         """Block until every job ended and nothing touches the CPU tier's memory."""

@@ -4,13 +4,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from kvxfer.backends.host import HostPool
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
     LookupResult,
+    OffloadingEvent,
     PrepareStoreOutput,
     ReqContext,
     may_load_from_storage,
@@ -113,6 +114,10 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._polled = False
         self._tier.flush(self._make_room())
         self._yield()
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return the events of all tiers since the last call."""
+        return [*super().take_events(), *self._tier.take_events()]
 
     def reset_cache(self) -> None:
         """Forget every chunk in both tiers; slots that are still in use are kept out.

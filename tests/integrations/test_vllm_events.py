@@ -1,0 +1,150 @@
+"""Events that vLLM publishes: an index that is built from them is that of all tiers."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvxfer.backends.file import BlockTree, FileBackend, refuse_partial_walk
+from kvxfer.storage.keys import BlockKey, make_block_key
+from tests.backends.file_store import config
+from tests.cli.stores import flip
+
+pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.events", reason="needs vLLM"
+)
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, ReqContext
+
+from kvxfer.errors import UnsupportedEngineError
+from kvxfer.integrations.vllm.offloading import interface
+from tests.integrations.test_vllm_tier import Tiers
+from tests.integrations.two_tiers import Start, keys_of, make_namespace, schedulers
+
+HAS_OWNERS = "ownership" in BlockStored.__struct_fields__
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with schedulers() as start:
+        yield start
+
+
+class Router:
+    """Index of blocks, from what vLLM publishes.
+
+    Attributes:
+        kept: By medium, the keys of blocks that were stored and not removed since.
+        owners: Medium and owner of every event.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+        self._tracker = OffloadingEventsTracker(
+            OffloadingKVEventsConfig(enable_kv_cache_events=True, self_describing_kv_events=False)
+        )
+        self.kept: dict[str, set[BlockKey]] = defaultdict(set)
+        self.owners: set[tuple[str, str | None]] = set()
+
+    def take(self, events: Iterable[Any]) -> None:
+        """Take what a manager gives to vLLM."""
+        for event in self._tracker.take_events(events):
+            kept = self.kept[event.medium]
+            self.owners.add((event.medium, getattr(event, "ownership", None)))
+            keys = {make_block_key(each, event.group_idx) for each in event.block_hashes}
+            if isinstance(event, BlockStored):
+                kept |= keys
+            else:
+                kept -= keys
+
+
+@pytest.fixture
+def router(monkeypatch: pytest.MonkeyPatch) -> Router:
+    return Router(monkeypatch)
+
+
+def files_of(root: Path) -> dict[BlockKey, Path]:
+    found = BlockTree(root, on_error=refuse_partial_walk).blocks()
+    keys = [each.key for each in found if not each.quarantined]
+    return {key: next(root.rglob(f"{key.hex()}.safetensors")) for key in keys}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_index_of_both_tiers_is_the_truth_after_chaos(
+    start: Start, router: Router, tmp_path: Path, seed: int
+) -> None:
+    chaos, keys = np.random.default_rng(seed), keys_of(24)
+    backend = FileBackend(config(tmp_path, capacity=10 * 12288 + 4096), make_namespace())
+    scheduler = start(backend)
+    for turn in range(60):
+        first = int(chaos.integers(len(keys) - 3))
+        some = keys[first : first + 3]
+        match chaos.choice(["store", "resolve", "flip"]):
+            case "store":
+                scheduler.store(some)
+            case "resolve":
+                scheduler.resolve(some, f"request {turn}")
+                scheduler.manager.on_request_finished(ReqContext(f"request {turn}"))
+            case "flip" if files := sorted(files_of(tmp_path).values()):
+                flip(files[int(chaos.integers(len(files)))], -1)
+            case _:
+                pass
+        scheduler.settle()
+        router.take(scheduler.manager.take_events())
+    router.take(scheduler.manager.take_events())
+    in_files = set(files_of(tmp_path))
+    assert router.kept["CPU"] == set(scheduler.index.keys())
+    assert router.kept["STORAGE"] == in_files
+    assert router.owners == {("CPU", None), ("STORAGE", "file" if HAS_OWNERS else None)}
+    assert in_files
+
+
+def test_after_a_reset_nothing_is_told_to_be_there_but_what_is_stored_then(
+    start: Start, router: Router, tmp_path: Path
+) -> None:
+    backend = FileBackend(config(tmp_path), make_namespace())
+    scheduler, keys = start(backend, reset_s=10.0), keys_of(4)
+    scheduler.store(keys[:3])
+    scheduler.settle()
+    router.take(scheduler.manager.take_events())
+    assert router.kept["STORAGE"] == set(keys[:3])
+    scheduler.manager.reset_cache()
+    router.take(scheduler.manager.take_events())
+    assert not any(router.kept.values())
+    scheduler.store(keys[2:])
+    scheduler.settle()
+    router.take(scheduler.manager.take_events())
+    assert router.kept["CPU"] == router.kept["STORAGE"] == set(keys[2:])
+
+
+def test_files_of_an_earlier_engine_are_told(start: Start, router: Router, tmp_path: Path) -> None:
+    earlier, keys = start(FileBackend(config(tmp_path), make_namespace())), keys_of(2)
+    earlier.store(keys)
+    earlier.settle()
+    backend = FileBackend(config(tmp_path), make_namespace())
+    scheduler = start(backend)
+    scheduler.until(lambda: not backend._space._must_rescan and backend._space._scanned.is_set())
+    router.take(scheduler.manager.take_events())
+    assert router.kept == {"STORAGE": set(keys)}
+
+
+def test_a_tier_below_vllms_own_tells_what_it_has(router: Router, tmp_path: Path) -> None:
+    try:
+        interface.require_tiering()
+    except UnsupportedEngineError as exc:
+        pytest.skip(str(exc))
+    url = f"file://{tmp_path}?capacity=1GiB&min_free=1"
+    tiers = Tiers(f"kvxfer-test-{time.time_ns()}", url, emit_events=True)
+    try:
+        keys = [make_block_key(f"hash-{n}".encode(), 0) for n in range(3)]
+        tiers.store(keys)
+        router.take(tiers.manager.take_events())
+        assert router.kept["STORAGE"] == set(keys) == set(files_of(tmp_path))
+    finally:
+        tiers.manager.shutdown()
