@@ -256,17 +256,18 @@ class _DyingLender(Lender):
         return self._inner.make_room(offered)
 
 
-class _DyingHolder(NixlBackend):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.server is not None
-        open_store = self.server._open_store
+def _open_dying_holder(*args: Any, **kwargs: Any) -> NixlBackend:
+    """Open a backend whose holder has a `_DyingLender`; its tier is `nixl`, as of any other."""
+    holder = NixlBackend(*args, **kwargs)
+    assert holder.server is not None
+    open_store = holder.server._open_store
 
-        async def open_dying(namespace: Namespace) -> BlockStore:
-            store = await open_store(namespace)
-            return replace(store, lender=_DyingLender(store.lender))
+    async def open_dying(namespace: Namespace) -> BlockStore:
+        store = await open_store(namespace)
+        return replace(store, lender=_DyingLender(store.lender))
 
-        self.server._open_store = open_dying
+    holder.server._open_store = open_dying
+    return holder
 
 
 class AuditedSpec(KVXferOffloadingSpec):
@@ -278,7 +279,7 @@ class AuditedSpec(KVXferOffloadingSpec):
     def __init__(self, config: Any, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         if Hook.DIE_WHILE_LENDING in _hooks():
-            dying: Any = _DyingHolder
+            dying: Any = _open_dying_holder
             self._lower = [(dying, holder) for _, holder in self._lower]
 
     def get_manager(self) -> Any:
