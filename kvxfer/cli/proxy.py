@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.exit_statuses import exit_statuses
-from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
-from kvxfer.errors import KVXferError
+from kvxfer.cli.service import add_log_level, log_to_stderr, needing, stop_signal
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
@@ -24,13 +23,8 @@ def main(argv: Sequence[str]) -> int:
         KVXferError: aiohttp is not installed, or an argument cannot be used.
     """
     arguments = _parser().parse_args(argv)
-    try:
+    with needing("proxy", "aiohttp", "prometheus_client"):
         from kvxfer.proxy import ProxyConfig
-    except ModuleNotFoundError as exc:
-        if exc.name not in {"aiohttp", "prometheus_client"}:
-            raise
-        raise KVXferError(f"needs the package {exc.name}: pip install 'kvxfer[proxy]'") from exc
-
     log_to_stderr(arguments.log_level)
     config = ProxyConfig(
         prefill=tuple(arguments.prefill),

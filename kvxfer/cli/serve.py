@@ -6,14 +6,14 @@ import contextlib
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.exit_statuses import exit_statuses
-from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
+from kvxfer.cli.service import add_log_level, log_to_stderr, needing, stop_signal
 from kvxfer.endpoint import Endpoint
-from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:
@@ -160,13 +160,13 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
 
 
 def _make_metrics() -> "Metrics":
-    with _needing("--metrics", "prometheus_client", "metrics"):
+    with needing("metrics", "prometheus_client", what="--metrics"):
         from kvxfer.telemetry.metrics import Metrics
     return Metrics()
 
 
 def _publish_events(arguments: argparse.Namespace) -> "EventPublisher":
-    with _needing("--events", "zmq", "events"):
+    with needing("events", "zmq", what="--events"):
         from kvxfer.telemetry.events import EventPublisher
     events = EventPublisher(
         arguments.events, replay=arguments.events_replay, hashes=arguments.events_hashes
@@ -174,18 +174,6 @@ def _publish_events(arguments: argparse.Namespace) -> "EventPublisher":
     again = f", again at {events.replay}" if events.replay else ""
     logger.info("events at %s%s", events.endpoint, again)
     return events
-
-
-@contextlib.contextmanager
-def _needing(option: str, package: str, extra: str) -> Iterator[None]:
-    """Say which extra brings a package that an option needs and that is not there."""
-    try:
-        yield
-    except ModuleNotFoundError as exc:
-        if exc.name != package:
-            raise
-        wanted = f"{option} needs the package {package}: pip install 'kvxfer[{extra}]'"
-        raise KVXferError(wanted) from exc
 
 
 def _make_pages(
