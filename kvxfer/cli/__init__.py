@@ -19,6 +19,7 @@ _COMMANDS = {
     "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
     "proxy": ("kvxfer.cli.proxy", "route requests between prefill and decode engines"),
     "doctor": ("kvxfer.cli.doctor", "find what silently costs hits or speed"),
+    "top": ("kvxfer.cli.top", "show live what metrics count"),
     "replay": ("kvxfer.cli.replay", "plan caches with a trace of requests"),
     "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a file store"),
 }

@@ -14,7 +14,7 @@ from kvxfer.connect import connect
 
 pytestmark = pytest.mark.processes
 
-COMMANDS = ["bench", "doctor", "fsck", "gc", "inspect", "ls", "proxy", "replay", "serve"]
+COMMANDS = ["bench", "doctor", "fsck", "gc", "inspect", "ls", "proxy", "replay", "serve", "top"]
 
 SHOW_HELP = """
 import sys
@@ -82,6 +82,7 @@ def test_the_transports_that_can_be_named_are_those_that_there_are() -> None:
         ("proxy", "prefill-decode.md", "--overlap"),
         ("doctor", "doctor.md", "--json"),
         ("replay", "replay.md", "--budget"),
+        ("top", "cli.md", "--once"),
     ],
 )
 def test_every_option_is_in_the_table_of_a_page(command: str, page: str, example: str) -> None:
