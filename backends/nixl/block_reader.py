@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.places import Proofs, read_proofs
-from kvxfer.backends.nixl.quarantine import Quarantine
+from kvxfer.backends.nixl.reads import BlockHasher, Quarantine
 from kvxfer.backends.nixl.wire import (
     Ending,
     Pin,

@@ -8,11 +8,9 @@ from contextlib import AbstractAsyncContextManager
 
 from kvxfer.backends.nixl.block_reader import BlockReader, positions_done, read_endings
 from kvxfer.backends.nixl.connection import Connection
-from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.peers import PeerStatistics
-from kvxfer.backends.nixl.quarantine import Quarantine
+from kvxfer.backends.nixl.reads import MAX_GENERATIONS, BlockHasher, Quarantine
 from kvxfer.backends.nixl.reconnect import Reconnect
-from kvxfer.backends.nixl.remote_memory import MAX_GENERATIONS
 from kvxfer.backends.nixl.wire import (
     MAX_TICKETS,
     TICKETS_VERSION,

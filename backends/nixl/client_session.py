@@ -12,9 +12,8 @@ from typing import Any
 import msgspec
 
 from kvxfer.backends.nixl.agents import MAX_LINES
-from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.local_node import LocalNode
-from kvxfer.backends.nixl.remote_memory import RemoteMemory
+from kvxfer.backends.nixl.reads import BlockHasher, RemoteMemory
 from kvxfer.backends.nixl.ticket_session import TicketSession
 from kvxfer.backends.nixl.wire import (
     Answer,

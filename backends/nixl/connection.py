@@ -16,7 +16,7 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.places import Places
-from kvxfer.backends.nixl.remote_memory import RemoteMemory
+from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import (
     STREAM_BUFFER_BYTES,
     Answer,

@@ -12,12 +12,10 @@ from kvxfer.backends.nixl.agents import (
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig, client_context
-from kvxfer.backends.nixl.hashing import BlockHasher
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerStatistics
-from kvxfer.backends.nixl.quarantine import Quarantine
+from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
 from kvxfer.backends.nixl.reconnect import Reconnect
-from kvxfer.backends.nixl.remote_memory import generations_memory
 from kvxfer.backends.nixl.server import Server
 from kvxfer.backends.nixl.wire import MAX_DESCRIPTION_BYTES, Regions
 from kvxfer.checks import require_positive

@@ -11,7 +11,7 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.agents.carrier import choose_carrier, identify_host
 from kvxfer.backends.nixl.config import NixlConfig
-from kvxfer.backends.nixl.remote_memory import RemoteMemory
+from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import (
     MAX_TEXT_CHARACTERS,
     OLDEST_VERSION,

@@ -19,10 +19,8 @@ from kvxfer.backends.nixl.agents import (
     NixlAgent,
 )
 from kvxfer.backends.nixl.client import Client
-from kvxfer.backends.nixl.hashing import BlockHasher
-from kvxfer.backends.nixl.quarantine import Quarantine
+from kvxfer.backends.nixl.reads import BlockHasher, Quarantine, generations_memory
 from kvxfer.backends.nixl.reconnect import Reconnect
-from kvxfer.backends.nixl.remote_memory import generations_memory
 from kvxfer.backends.nixl.wire import (
     HEADER_BYTES,
     Answer,

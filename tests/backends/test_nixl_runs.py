@@ -6,15 +6,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import numpy as np
 import pytest
 
-from kvxfer.backends.nixl import hashing as hashing_module
-from kvxfer.backends.nixl import remote_memory
 from kvxfer.backends.nixl.agents import (
     Fragments,
     NixlAgent,
     TransferAgent,
 )
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
-from kvxfer.backends.nixl.hashing import BlockHasher
+from kvxfer.backends.nixl.reads import BlockHasher, remote_memory
+from kvxfer.backends.nixl.reads import hashing as hashing_module
 from kvxfer.backends.nixl.wire import (
     Regions,
 )

@@ -13,8 +13,8 @@ from kvxfer.backends.nixl.agents import (
     TransferAgent,
 )
 from kvxfer.backends.nixl.agents.carrier import Carrier
-from kvxfer.backends.nixl.hashing import BlockHasher
-from kvxfer.backends.nixl.quarantine import end_within
+from kvxfer.backends.nixl.reads.hashing import BlockHasher
+from kvxfer.backends.nixl.reads.quarantine import end_within
 from kvxfer.backends.nixl.wire import (
     Regions,
 )
