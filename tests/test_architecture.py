@@ -20,7 +20,8 @@ FLOORS = (
     {"transfer"},
     {"telemetry"},
     {"connect", "engine_side"},
-    {"integrations", "proxy", "cli", "bench", "doctor", "replay", "top", "testing"},
+    {"integrations", "proxy"},
+    {"cli", "bench", "doctor", "replay", "top", "testing"},
     {"public", "kvxfer"},
 )
 MAX_LINES = 400

@@ -15,7 +15,6 @@ from kvxfer.replay.plan import (
 )
 from kvxfer.replay.real import replay_on, replay_real
 from kvxfer.replay.recommendation import Recommendation, parse_budget, recommend
-from kvxfer.replay.recorder import RecordedRequest, TraceRecorder
 from kvxfer.replay.report import RealRow, Report, TraceSummary, format_report, summarise
 from kvxfer.replay.simulated_store import Medium
 from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
@@ -31,7 +30,6 @@ from kvxfer.replay.synthetic import (
 from kvxfer.replay.trace import (
     Trace,
     TraceError,
-    TraceLine,
     make_trace,
     read_trace,
     write_trace,
@@ -51,7 +49,6 @@ __all__ = [
     "Rag",
     "RealRow",
     "Recommendation",
-    "RecordedRequest",
     "Report",
     "Simulation",
     "TierPlan",
@@ -60,8 +57,6 @@ __all__ = [
     "TiersRow",
     "Trace",
     "TraceError",
-    "TraceLine",
-    "TraceRecorder",
     "TraceSummary",
     "Workload",
     "bytes_per_token",

@@ -10,7 +10,8 @@ import numpy as np
 
 from kvxfer.checks import require_integer
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.replay.trace import Trace, TraceLine, make_trace
+from kvxfer.replay.trace import Trace, make_trace
+from kvxfer.telemetry.trace_recorder import TraceLine
 
 
 class MultiTurn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -4,22 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.checks import INT64_MAX
 from kvxfer.errors import KVXferError
-
-DEFAULT_TOKENS_PER_BLOCK = 512
-"""Tokens of a block in Mooncake's traces.
-
-Source: https://github.com/kvcache-ai/Mooncake, `FAST25-release/traces`.
-"""
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+from kvxfer.telemetry.trace_recorder import TraceLine
 
 
 class TraceError(KVXferError, ValueError):
@@ -34,24 +26,6 @@ class TraceError(KVXferError, ValueError):
         self.source = source
         self.problem = problem
         super().__init__(f"{source}: {problem}")
-
-
-class TraceLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a trace; other fields of a line are ignored.
-
-    Attributes:
-        timestamp: Arrival in milliseconds.
-        input_length: Tokens of the prompt.
-        output_length: Tokens that were generated.
-        hash_ids: Number of each block of the prompt. Equal numbers are equal prefixes up to there.
-        tokens_per_block: Tokens of a block; our own field, 512 where it is missing.
-    """
-
-    timestamp: Annotated[float, msgspec.Meta(ge=0)]
-    input_length: _Count
-    output_length: _Count
-    hash_ids: list[_Count]
-    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_TOKENS_PER_BLOCK
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,9 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
-from kvxfer.replay import TraceRecorder, read_trace
+from kvxfer.replay import read_trace
 from kvxfer.storage.keys import make_block_key
+from kvxfer.telemetry.trace_recorder import TraceRecorder
 
 
 @pytest.fixture

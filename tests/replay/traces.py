@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from kvxfer.replay import Trace, TraceLine, make_trace
+from kvxfer.replay import Trace, make_trace
+from kvxfer.telemetry.trace_recorder import TraceLine
 
 FOLDER = Path(os.environ.get("KVXFER_TRACES", "/work/shared/traces"))
 needs_mooncake = pytest.mark.skipif(

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvxfer.integrations.vllm.offloading.interface import ReqContext, key_positions
-from kvxfer.replay.recorder import RecordedRequest, TraceRecorder
 from kvxfer.storage.keys import group_of
+from kvxfer.telemetry.trace_recorder import RecordedRequest, TraceRecorder
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,18 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Self
+from typing import IO, Annotated, Self
 
 import msgspec
 import xxhash
 
-from kvxfer.replay.trace import TraceLine
+from kvxfer.checks import INT64_MAX
+
+DEFAULT_TOKENS_PER_BLOCK = 512
+"""Tokens of a block in Mooncake's traces.
+
+Source: https://github.com/kvcache-ai/Mooncake, `FAST25-release/traces`.
+"""
 
 VARIABLE = "KVXFER_TRACE"
 """Environment variable: file to which an engine appends its requests."""
@@ -25,7 +31,27 @@ MAX_BYTES = 1 << 30
 
 CLOSE_TIMEOUT_S = 2.0
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=INT64_MAX)]
+
 logger = logging.getLogger(__name__)
+
+
+class TraceLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One request of a trace; other fields of a line are ignored.
+
+    Attributes:
+        timestamp: Arrival in milliseconds.
+        input_length: Tokens of the prompt.
+        output_length: Tokens that were generated.
+        hash_ids: Number of each block of the prompt. Equal numbers are equal prefixes up to there.
+        tokens_per_block: Tokens of a block; our own field, 512 where it is missing.
+    """
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: _Count
+    output_length: _Count
+    hash_ids: list[_Count]
+    tokens_per_block: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_TOKENS_PER_BLOCK
 
 
 @dataclass(frozen=True, slots=True)

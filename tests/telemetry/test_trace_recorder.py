@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.replay import RecordedRequest, TraceRecorder, read_trace
-from kvxfer.replay import recorder as recorder_module
+from kvxfer.replay import read_trace
+from kvxfer.telemetry import trace_recorder as recorder_module
+from kvxfer.telemetry.trace_recorder import RecordedRequest, TraceRecorder
 
 
 def request(*blocks: int, arrival_s: float = 1.75) -> RecordedRequest:
