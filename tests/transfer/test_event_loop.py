@@ -1,0 +1,50 @@
+"""Event loop on a thread of its own, and the threads of calls that block."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from kvxfer.transfer import event_loop
+from kvxfer.transfer.event_loop import LoopThread
+
+
+def begin_and_give_up(thread: LoopThread, ended: threading.Event) -> threading.Thread:
+    """Begin a call that blocks until `ended`, cancel its task, and return the thread it blocks."""
+    blocked: list[threading.Thread] = []
+    begun = threading.Event()
+
+    def block() -> None:
+        blocked.append(threading.current_thread())
+        begun.set()
+        ended.wait(30)
+
+    task = asyncio.run_coroutine_threadsafe(asyncio.to_thread(block), thread.loop)
+    assert begun.wait(10)
+    task.cancel()
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), thread.loop).result(10)
+    return blocked[0]
+
+
+def test_stop_waits_for_the_thread_of_a_call_that_was_given_up() -> None:
+    thread, ended = LoopThread("loop"), threading.Event()
+    blocked = begin_and_give_up(thread, ended)
+    threading.Timer(0.2, ended.set).start()
+    thread.stop()
+    assert not blocked.is_alive()
+    assert thread.loop.is_closed()
+
+
+def test_stop_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_loop, "END_OF_THREADS_S", 0.1)
+    thread, ended = LoopThread("loop"), threading.Event()
+    blocked = begin_and_give_up(thread, ended)
+    begun = time.monotonic()
+    thread.stop()
+    assert time.monotonic() - begun < 5
+    assert thread.loop.is_closed()
+    assert blocked.is_alive()
+    ended.set()
+    blocked.join(10)
+    assert not blocked.is_alive()
