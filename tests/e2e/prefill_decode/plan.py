@@ -55,7 +55,8 @@ SHAPES: Mapping[str, tuple[Shape, Sequence[str]]] = {
         Shape(),
         (
             *("basic", "again", "suffix", "salt", "many", "abort", "orphan", "late", "forged"),
-            *("altered", "proxy-overlap", "proxy", "stop", "stopmid", "killd", "kill", "killmid"),
+            *("altered", "proxy-overlap", "proxy", "vllm-router"),
+            *("stop", "stopmid", "killd", "kill", "killmid"),
         ),
     ),
     "tcp": (_alike(_TCP), ("basic", "many", "stop", "stopmid", "kill", "killmid", "killd")),

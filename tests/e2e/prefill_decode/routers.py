@@ -53,6 +53,17 @@ def _toy(deployment: Deployment, port: int) -> list[str]:
     return [sys.executable, str(TOY_PROXY), "--port", str(port), *engines]
 
 
+def _vllm_router(deployment: Deployment, port: int) -> list[str]:
+    legs = [
+        *(word for each in deployment.prefills for word in ("--prefill", each.url)),
+        *(word for each in deployment.decodes for word in ("--decode", each.url)),
+    ]
+    metrics = ["--prometheus-port", str(free_ports(1))]
+    name = Path(sys.executable).with_name("vllm-router")
+    own = [str(name), "--vllm-pd-disaggregation", "--host", HOST, "--port", str(port)]
+    return [*own, "--policy", "round_robin", *metrics, *legs]
+
+
 async def proxy(deployment: Deployment) -> str:
     """`kvxfer proxy`; then P dies, and D goes on alone."""
     with _running(deployment, _kvxfer, "proxy") as url:
@@ -75,6 +86,12 @@ async def proxy_overlap(deployment: Deployment) -> str:
 async def toy_proxy(deployment: Deployment) -> str:
     """Toy proxy of vLLM, unchanged."""
     with _running(deployment, _toy, "toy-proxy") as url:
+        return await _through(deployment, url)
+
+
+async def vllm_router(deployment: Deployment) -> str:
+    """Router of the vLLM project, of its wheel `vllm-router`."""
+    with _running(deployment, _vllm_router, "vllm-router") as url:
         return await _through(deployment, url)
 
 
@@ -163,4 +180,5 @@ ROUTER_SCENARIOS: dict[str, Callable[[Deployment], Awaitable[str]]] = {
     "proxy": proxy,
     "proxy-overlap": proxy_overlap,
     "toy-proxy": toy_proxy,
+    "vllm-router": vllm_router,
 }
