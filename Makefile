@@ -35,18 +35,18 @@ demo-pd: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo_pd $(if $(DTYPE),--dtype 
 # not meet what looks for a real one: it has a process of its own.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e
+	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e
 	$(BIN)/pytest tests/cuda
 
 # Two engines at a time, each with one thread of its own; those of one file come one after the other.
 e2e exhaustive: export OMP_NUM_THREADS := 1
 e2e exhaustive: export VLLM_CPU_OMP_THREADS_BIND := nobind
-e2e: $(MODELS) ; $(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+e2e: $(MODELS) ; $(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda
 
 # Every engine, hand-over of pages and fault of which the other runs take samples, and ten times as
 # many examples of every property.
 exhaustive: export KVXFER_EXAMPLES := 10
-exhaustive: $(MODELS) ; $(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "exhaustive or property" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+exhaustive: $(MODELS) ; $(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "exhaustive or property" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
 faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py
@@ -58,14 +58,14 @@ chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.run --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --without "$(WITHOUT)"
 
 # Downloads the other releases of vLLM that the adapter supports, some 3 GB on disk.
-compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda
+compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda
 
 # The core with another Python, without engines: vLLM has no wheel for it. `make core PYTHON_VERSION=3.12`.
 PYTHON_VERSION ?= 3.13
 CORE := build/python-$(PYTHON_VERSION)
 CORE_PYTHON = $(shell command -v $$HOME/.pyenv/versions/$(PYTHON_VERSION)*/bin/python python$(PYTHON_VERSION) | head -n 1)
 core: $(CORE)/.installed
-	$(CORE)/bin/python -m pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e --ignore=tests/chaos
+	$(CORE)/bin/python -m pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e --ignore=tests/chaos
 
 # The pinned versions, without those that are pinned for one Python: builds of torch and of its kernels.
 $(CORE)/.installed: constraints.txt pyproject.toml
@@ -78,7 +78,7 @@ lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 type: $(INSTALLED) ; $(BIN)/mypy && $(BIN)/pytest tests/typing
 
-docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/python -m tests.page_width site
+docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/pytest tests/site
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 

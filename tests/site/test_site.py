@@ -1,0 +1,161 @@
+"""The built documentation, `make docs`, as a reader sees it in a browser: wide, on a phone, and by search."""
+
+import re
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.site.browser import PROGRAM, Browser, browsing
+
+SITE = Path(__file__).parents[2] / "site"
+WIDTHS = (1280, 390)
+MIN_TEXT_PIXELS = 7
+LOOK = (Path(__file__).parent / "look.js").read_text() % MIN_TEXT_PIXELS
+FAULTS = ("too_wide", "cut_off", "broken_names", "no_picture", "small_pictures")
+NUM_RESULTS = 3
+# Words that a reader types, and the page that is meant.
+SEARCHES = {
+    "PYTHONHASHSEED": "doctor/",
+    "quarantine": "failures/",
+    "O_DIRECT": "files/",
+    "lease": "prefill-decode/",
+    "checksum": "failures/",
+    "capacity": "replay/",
+    "vllm serve": "vllm/",
+    "namespace": "concepts/",
+    "prometheus": "metrics/",
+    "cache_salt": "prefill-decode/",
+    "layout": "layouts/",
+    "block table": "block-tables/",
+    "conformance suite": "backends/",
+    "hit rate": "replay/",
+    "TLS": "peers/",
+    "GPU": "gpu/",
+    "MLA": "layouts/",
+    "proxy": "prefill-decode/",
+    "fsck": "cli/",
+}
+# Types into the search, waits for what it says of the words, and returns the pages of the results.
+FIND = """(async () => {
+  const [input] = document.querySelectorAll("[data-md-component=search-query]");
+  const [list] = document.querySelectorAll(".md-search-result__list");
+  const [summary] = document.querySelectorAll(".md-search-result__meta");
+  const type = async (text, hasEnded) => {
+    input.focus();
+    input.value = text;
+    input.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }));
+    while (!hasEnded()) await new Promise((next) => setTimeout(next, 20));
+  };
+  document.querySelector("#__search").checked = true;
+  await type("", () => !/match/.test(summary.textContent));
+  await type(%r, () => /match/.test(summary.textContent));
+  return [...list.querySelectorAll("li > a")].map((each) => each.href);
+})()"""
+
+# Every page would make its own index of the words of all.
+NO_SEARCH = "window.Worker = class extends EventTarget { postMessage() {} terminate() {} }"
+# A page with every fault once.
+WRONG = """<!doctype html><link rel="icon" href="data:,"><article>
+  <p style="width: 2000px">wide</p>
+  <table style="width: 40px; table-layout: fixed; word-break: break-all">
+    <tr><td><code>a_name_of_many_letters</code></td></tr>
+  </table>
+  <img src="missing.png"><img src="small.svg" width="100">
+  <a href="gone/">to a page</a><a href="#gone">to a heading</a>
+  <script>
+    console.error("planted");
+    fetch("https://127.0.0.1:1/").catch(() => {});
+  </script>
+</article>"""
+
+pytestmark = [
+    pytest.mark.skipif(PROGRAM is None, reason="needs a browser, Debian's `chromium`"),
+    pytest.mark.skipif(not SITE.exists(), reason="needs the documentation: `make docs`"),
+    pytest.mark.timeout(300),
+]
+
+
+class Look:
+    """What a reader sees of the pages of a folder that is wrong: each with its page."""
+
+    def __init__(self, browser: Browser, folder: Path) -> None:
+        self.faults: dict[str, list[str]] = {name: [] for name in FAULTS}
+        self.complaints: list[str] = []
+        self.dead: list[str] = []
+        without_search = browser.call("Page.addScriptToEvaluateOnNewDocument", source=NO_SEARCH)
+        links: set[tuple[str, str]] = set()
+        files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        pages = {name for name in files if name.endswith(".html")}
+        places = {browser.base + name for name in files - pages}
+        for page in sorted(name.removesuffix("index.html") for name in pages):
+            browser.open(page)
+            for width in WIDTHS:
+                browser.resize(width)
+                seen = browser.evaluate(LOOK)
+                for name in FAULTS:
+                    self.faults[name] += [f"{page} at {width}: {each}" for each in seen[name]]
+            self.complaints += [f"{page}: {each}" for each in browser.complaints()]
+            here = browser.base + page
+            places |= {here, *(f"{here}#{name}" for name in seen["ids"])}
+            links |= {(page, each) for each in seen["links"] if each.startswith(browser.base)}
+        browser.call("Page.removeScriptToEvaluateOnNewDocument", **without_search)
+        for page, link in sorted(links):
+            target, anchor = urllib.parse.urldefrag(link)
+            if f"{target}#{urllib.parse.unquote(anchor)}".removesuffix("#") not in places:
+                self.dead.append(f"{page}: {link.removeprefix(browser.base)}")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(SITE, tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def site(browser: Browser) -> Look:
+    return Look(browser, SITE)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_pages_are_whole_at_every_width(site: Look, fault: str) -> None:
+    assert site.faults[fault] == []
+
+
+def test_no_page_has_an_error_or_asks_another_site(site: Look) -> None:
+    assert site.complaints == []
+
+
+def test_every_link_within_the_site_leads_somewhere(site: Look) -> None:
+    assert site.dead == []
+
+
+def test_what_is_wrong_is_seen(tmp_path: Path) -> None:
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    (pages / "index.html").write_text(WRONG)
+    small = "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 900 9' width='100' height='1'>"
+    (pages / "small.svg").write_text(f"{small}<text font-size='9'>words</text></svg>")
+    with browsing(pages, tmp_path / "profile") as browser:
+        look = Look(browser, pages)
+    assert [fault for fault, seen in look.faults.items() if not seen] == []
+    assert [name for name in look.dead if name in {": gone/", ": #gone"}] == [": #gone", ": gone/"]
+    complaints = " ".join(look.complaints)
+    assert all(each in complaints for each in ("missing.png", "planted", "asks https:"))
+
+
+def test_the_search_finds_the_page_that_is_meant(browser: Browser) -> None:
+    browser.resize(WIDTHS[0])
+    browser.open("")
+    found = {
+        words: [link.removeprefix(browser.base) for link in browser.evaluate(FIND % words)]
+        for words in SEARCHES
+    }
+    pages = {
+        words: list(dict.fromkeys(re.sub("[?#].*", "", link) for link in links))[:NUM_RESULTS]
+        for words, links in found.items()
+    }
+    assert [
+        (words, page, pages[words]) for words, page in SEARCHES.items() if page not in pages[words]
+    ] == []
