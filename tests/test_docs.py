@@ -93,6 +93,14 @@ def test_the_files_that_pages_name_exist() -> None:
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 
 
+def test_the_readme_links_every_guide() -> None:
+    """Pages of a folder are found by its index; decisions are found by their folder."""
+    linked = set(re.findall(r"\]\((docs/[\w/.-]+)", (ROOT / "README.md").read_text()))
+    guides = {*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*/index.md")}
+    assert {str(page.relative_to(ROOT)) for page in guides} - linked == set()
+    assert not [name for name in sorted(linked) if not (ROOT / name).exists()]
+
+
 def constants(path: Path) -> dict[str, Any]:
     """Read the literal constants of a module, without importing what it needs."""
     values = {}

@@ -15,27 +15,29 @@ MIN_TEXT_PIXELS = 7
 LOOK = (Path(__file__).parent / "look.js").read_text() % MIN_TEXT_PIXELS
 FAULTS = ("too_wide", "cut_off", "broken_names", "no_picture", "small_pictures")
 NUM_RESULTS = 3
-# Words that a reader types, and the page that is meant.
+# Words that a reader types, and the pages of which one is meant.
 SEARCHES = {
-    "PYTHONHASHSEED": "doctor/",
-    "quarantine": "failures/",
-    "O_DIRECT": "files/",
-    "lease": "prefill-decode/",
-    "checksum": "failures/",
-    "capacity": "replay/",
-    "vllm serve": "vllm/",
-    "namespace": "concepts/",
-    "prometheus": "metrics/",
-    "cache_salt": "prefill-decode/",
-    "layout": "layouts/",
-    "block table": "block-tables/",
-    "conformance suite": "backends/",
-    "hit rate": "replay/",
-    "TLS": "peers/",
-    "GPU": "gpu/",
-    "MLA": "layouts/",
-    "proxy": "prefill-decode/",
-    "fsck": "cli/",
+    "PYTHONHASHSEED": {"doctor/"},
+    "quarantine": {"failures/"},
+    "O_DIRECT": {"files/"},
+    "lease": {"prefill-decode/"},
+    "checksum": {"failures/", "files/"},
+    "capacity": {"replay/"},
+    "vllm serve": {"vllm/"},
+    "lmcache": {"beside/"},
+    "SGLang": {"layouts/"},
+    "namespace": {"concepts/"},
+    "prometheus": {"metrics/"},
+    "cache_salt": {"prefill-decode/"},
+    "layout": {"layouts/"},
+    "block table": {"block-tables/"},
+    "conformance suite": {"backends/"},
+    "hit rate": {"replay/"},
+    "TLS": {"peers/"},
+    "GPU": {"gpu/"},
+    "MLA": {"layouts/"},
+    "proxy": {"prefill-decode/"},
+    "fsck": {"cli/"},
 }
 # Types into the search, waits for what it says of the words, and returns the pages of the results.
 FIND = """(async () => {
@@ -157,5 +159,5 @@ def test_the_search_finds_the_page_that_is_meant(browser: Browser) -> None:
         for words, links in found.items()
     }
     assert [
-        (words, page, pages[words]) for words, page in SEARCHES.items() if page not in pages[words]
+        (words, pages[words]) for words, meant in SEARCHES.items() if not meant & {*pages[words]}
     ] == []
