@@ -14,6 +14,11 @@
     const { left, right } = element.getBoundingClientRect();
     return left < -1 || right > clientWidth + 1;
   };
+  const lines = (element) => {
+    const range = document.createRange();
+    range.selectNodeContents(document.createTreeWalker(element, NodeFilter.SHOW_TEXT).nextNode());
+    return range.getClientRects().length;
+  };
   const text = (element) => `${element.localName} ${element.textContent.slice(0, 60)}`;
   // Pixels of the smallest text of a picture as it is drawn here.
   const pixels = async (image) => {
@@ -29,9 +34,9 @@
     cut_off: [...document.querySelectorAll("article *")]
       .filter((each) => shown(each) && outside(each) && !scrolls(each))
       .map(text),
-    // A name of letters, digits and underscores on two lines.
-    broken_names: [...document.querySelectorAll("td code, th code")]
-      .filter((each) => /^\w+$/.test(each.textContent) && each.getClientRects().length > 1)
+    // A name or an option on two lines.
+    broken_names: [...document.querySelectorAll("article :not(pre) > code")]
+      .filter((each) => /^[\w-]{2,32}$/.test(each.textContent) && lines(each) > 1)
       .map(text),
     no_picture: images.filter((image) => !sound.includes(image)).map((image) => image.src),
     small_pictures: (

@@ -50,10 +50,12 @@ FIND = """(async () => {
     input.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }));
     while (!hasEnded()) await new Promise((next) => setTimeout(next, 20));
   };
-  document.querySelector("#__search").checked = true;
+  const toggle = document.querySelector("#__search");
+  if (!toggle.checked) toggle.click();
   await type("", () => !/match/.test(summary.textContent));
   await type(%r, () => /match/.test(summary.textContent));
-  return [...list.querySelectorAll("li > a")].map((each) => each.href);
+  const shown = [...list.querySelectorAll("li > a")].filter((each) => each.getClientRects().length);
+  return shown.map((each) => each.href);
 })()"""
 
 # Every page would make its own index of the words of all.
