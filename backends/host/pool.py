@@ -155,7 +155,8 @@ class HostPool:
         verified: bool = False,
     ) -> tuple[list[Outcome], Copy]:
         """Begin `read`: the outcomes are true, and the slots free to change, after the copy."""
-        if not verified and blocks.device == HOST and blocks.num_bytes > RUN_BYTES:
+        large = len(slots) > 1 and blocks.num_bytes > RUN_BYTES
+        if large and not verified and blocks.device == HOST:
             outcomes: list[Outcome] = []
             for start, stop in blocks.cut(RUN_BYTES):
                 chosen = slots[start:stop], keys[start:stop], blocks.select(start, stop)
