@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    {"checks", "endpoint", "errors", "text", "units"},
+    {"checks", "endpoint", "errors", "extras", "text", "units"},
     {"kvcache"},
     {"copy_engine"},
     {"storage"},

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.exit_statuses import exit_statuses
-from kvxfer.cli.service import add_log_level, log_to_stderr, needing, stop_signal
+from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
+from kvxfer.extras import needing
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.exit_statuses import exit_statuses
-from kvxfer.cli.service import add_log_level, log_to_stderr, needing, stop_signal
+from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.extras import needing
 from kvxfer.units import ByteSize, Duration
 
 if TYPE_CHECKING:

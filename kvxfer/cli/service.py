@@ -1,13 +1,9 @@
-"""What commands share that run for long: their log, their end, and packages of extras."""
+"""What commands share that run for long: their log, and their end."""
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import signal
-from collections.abc import Iterator
-
-from kvxfer.errors import KVXferError
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -47,25 +43,3 @@ def stop_signal() -> asyncio.Event:
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, end)
     return asked_to_end
-
-
-@contextlib.contextmanager
-def needing(extra: str, *packages: str, what: str = "") -> Iterator[None]:
-    """Say which extra brings a package that is imported within, and that is not there.
-
-    Args:
-        extra: Extra of kvxfer.
-        packages: Its packages.
-        what: Option that needs them; empty for the whole command.
-
-    Raises:
-        KVXferError: One of the packages is not installed.
-    """
-    try:
-        yield
-    except ModuleNotFoundError as exc:
-        package = (exc.name or "").partition(".")[0]
-        if package not in packages:
-            raise
-        wanted = f"{what} needs the package {package}: pip install 'kvxfer[{extra}]'"
-        raise KVXferError(wanted.strip()) from exc

@@ -10,9 +10,9 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from kvxfer.cli.exit_statuses import exit_statuses
-from kvxfer.cli.service import needing
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.extras import needing
 from kvxfer.units import Duration
 
 if TYPE_CHECKING:

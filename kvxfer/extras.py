@@ -1,0 +1,41 @@
+"""Extras: which of them brings a package that is not installed."""
+
+import contextlib
+from collections.abc import Iterator
+
+from kvxfer.errors import KVXferError
+
+
+class MissingExtraError(KVXferError, ModuleNotFoundError):
+    """Package of an extra that is not installed.
+
+    Attributes:
+        extra: The extra that brings it.
+        name: The package.
+    """
+
+    def __init__(self, extra: str, package: str, what: str) -> None:
+        self.extra = extra
+        wanted = f"{what} needs the package {package}: pip install 'kvxfer[{extra}]'"
+        super().__init__(wanted.strip(), name=package)
+
+
+@contextlib.contextmanager
+def needing(extra: str, *packages: str, what: str = "") -> Iterator[None]:
+    """Say which extra brings a package that is imported within, and that is not there.
+
+    Args:
+        extra: Extra of kvxfer.
+        packages: Its packages.
+        what: Option or module that needs them; empty for a whole command.
+
+    Raises:
+        MissingExtraError: One of the packages is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package not in packages:
+            raise
+        raise MissingExtraError(extra, package, what) from exc
