@@ -326,3 +326,19 @@ def test_caches_print_what_is_where() -> None:
 def test_a_canonical_tensor_is_rows_of_bytes(tensor: torch.Tensor, page: int) -> None:
     with pytest.raises(InvalidArgumentError, match="tensor"):
         CanonicalKVCacheTensor(tensor, page)
+
+
+def test_keys_and_values_of_a_layer_have_layouts_of_their_own() -> None:
+    heads, dim, tokens = SPEC.num_kv_heads, SPEC.head_dim, SPEC.tokens_per_block
+    keys = torch.rand(NUM_BLOCKS, heads, dim, tokens).to(SPEC.dtype)
+    values = torch.rand(NUM_BLOCKS, heads, tokens, dim).to(SPEC.dtype)
+    given = ["block head dim token", "block head token dim"]
+    caches = canonicalize({"a": [keys, values]}, config_of((SPEC, "a")), layouts={"a": given})
+    boxes = [box for ref in caches.group_data_refs[0] for box in ref.boxes]
+    assert [(box.part, box.axes) for box in boxes] == [
+        ("k", ("head", "dim", "token")),
+        ("v", ("head", "token", "dim")),
+    ]
+    for wrong in (given[:1], [*given, given[0]], 5):
+        with pytest.raises(InvalidArgumentError, match=r"layouts\['a'\]"):
+            canonicalize({"a": [keys, values]}, config_of((SPEC, "a")), layouts={"a": wrong})  # type: ignore[dict-item]

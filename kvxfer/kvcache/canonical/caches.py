@@ -143,8 +143,8 @@ def canonicalize(
         kv_caches: For each layer its tensor, its keys and its values or, for Mamba, its list of
             states. The result views their memory and keeps it alive.
         config: The blocks, groups and specs.
-        layouts: Layouts of some entries, given by the caller as axis strings; checked against
-            shape and strides as any other layout.
+        layouts: Layouts of some entries, given by the caller as axis strings, one for all tensors
+            of a layer or one for each; checked against shape and strides as any other layout.
 
     Raises:
         InvalidArgumentError: An entry is missing, unknown or does not match its spec, tensors

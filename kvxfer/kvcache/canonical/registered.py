@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvxfer.checks import require_instance
+from kvxfer.checks import require_instance, require_sequence
 from kvxfer.errors import InvalidArgumentError, UnknownLayoutError
 from kvxfer.kvcache.cache_tensor import CacheTensorForm
 from kvxfer.kvcache.config import KVCacheConfig
@@ -20,7 +20,8 @@ from kvxfer.kvcache.layout import (
 from kvxfer.kvcache.spec import KVCacheSpec
 
 KVCaches = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-Layouts = Mapping[str, str | KVLayout]
+Layouts = Mapping[str, str | KVLayout | Sequence[str | KVLayout]]
+"""Layouts by layer: one for all tensors of a layer, or one for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +131,9 @@ def _read_layer(
     name, tensors = place.layer_name, as_tensors(entry)
     spec = config.groups[place.group].spec.for_layer(name)
     forms = _forms(tensors, spec, name)
-    layout = layouts.get(name)
-    if layout is not None and len({form.layouts for form in forms}) > 1:
-        raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: its tensors differ")
     readings = []
-    for tensor, form in zip(tensors, forms, strict=True):
+    given = _layouts_of_tensors(name, layouts.get(name), forms)
+    for tensor, form, layout in zip(tensors, forms, given, strict=True):
         padded = spec.page_size_bytes if len(forms) == 1 else None
         found = fitting_readings(
             tensor, form, config.num_blocks, layout=layout, page_size_bytes=padded
@@ -143,6 +142,23 @@ def _read_layer(
             raise unknown_layout(tensor, form, config.num_blocks, name, layout=layout)
         readings.append(_one_reading(tensor, found, name))
     return RegisteredCache(name, spec, tensors, forms, tuple(readings), ((place,),))
+
+
+def _layouts_of_tensors(
+    name: str,
+    layout: str | KVLayout | Sequence[str | KVLayout] | None,
+    forms: Sequence[CacheTensorForm],
+) -> Sequence[str | KVLayout | None]:
+    """List the layout that the caller gave for each tensor of a layer."""
+    if layout is None or isinstance(layout, (str, KVLayout)):
+        if layout is not None and len({form.layouts for form in forms}) > 1:
+            raise InvalidArgumentError(f"layouts[{name!r}]", layout, "none: its tensors differ")
+        return [layout] * len(forms)
+    expected = f"a layout, or one for each of {len(forms)} tensors"
+    require_sequence(f"layouts[{name!r}]", layout, expected)
+    if len(layout) != len(forms):
+        raise InvalidArgumentError(f"layouts[{name!r}]", layout, expected)
+    return layout
 
 
 def _forms(
@@ -177,6 +193,8 @@ def _read_cross_layer(
         return None
     (tensor,), (form,) = as_tensors(entry), spec.cache_tensors
     layout = layouts.get(name)
+    if layout is not None and not isinstance(layout, (str, KVLayout)):
+        return None  # several layouts are those of a layer's several tensors
     if layout is not None and "layer" not in KVLayout.parse(layout).axes:
         return None
     found = fitting_readings(
