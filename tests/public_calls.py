@@ -20,6 +20,7 @@ from kvxfer.engine_side import (
     MultiGroupBlockTable,
     MultiGroupMetadataBuilder,
     TokenBatch,
+    VLLMKeys,
 )
 from kvxfer.kvcache import (
     AllocationCondition,
@@ -317,6 +318,8 @@ VALID_TRANSFERS = {
     "exchange": Valid(
         {"backend": "nixl://", "caches": CACHES, "namespace": kvxfer.Namespace(model="m")}
     ),
+    "VLLMKeys": Valid({"hash": "sha256", "seed": "0", "tokens_per_block": 2}),
+    "VLLMKeys.chunk_keys": Valid({"tokens": [1, 2, 3], "tokens_per_chunk": 2}, VLLMKeys),
     "group_of": Valid({"key": KEYS[0]}),
     "make_block_key": Valid({"content_hash": b"a", "group": 0}),
 }

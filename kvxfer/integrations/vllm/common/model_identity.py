@@ -5,13 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
+from kvxfer.engine_side.weight_files import VOLATILE_FIELDS, find_weights_revision, hash_text
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import Namespace
-
-VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,32 +79,18 @@ def _describe(model: Any) -> dict[str, Any]:
 
 
 def find_revision(model: Any) -> str:
-    """Find the revision of the weights: a commit, the `revision` of the caller, or a file hash.
+    """Find the revision of the weights, see `find_weights_revision`.
 
-    The files of a local folder are hashed by size and time, not by content, which would read the
-    whole model again. So a copy of the folder is another revision, unless `revision` is given.
+    Raises:
+        InvalidArgumentError: It is unknown.
     """
-    path = Path(model.model_weights or model.model)
-    if not path.exists():
-        revision = getattr(model.hf_config, "_commit_hash", None) or model.revision
-    else:
-        revision = model.revision or _hash_files(path)
+    path = str(model.model_weights or model.model)
+    commit = getattr(model.hf_config, "_commit_hash", None) or ""
+    revision = find_weights_revision(path, revision=model.revision or "", commit=commit)
     if not revision:
-        rule = f"a revision of the weights at {str(path)!r}, which has no commit or weight file"
+        rule = f"a revision of the weights at {path!r}, which has no commit or weight file"
         raise InvalidArgumentError("revision", revision, rule)
-    return str(revision)
-
-
-def _hash_files(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES)]
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
-    return hash_text(json.dumps(stats)) if stats else ""
-
-
-def hash_text(text: str) -> str:
-    """Hash a text, 32 hexadecimal digits."""
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return revision
 
 
 def handover_namespace(vllm_config: Any, revision: str = "") -> Namespace:

@@ -1,0 +1,96 @@
+"""Keys of vLLM's blocks: the hashes of its prefix cache, computed from tokens without vLLM."""
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import xxhash
+from numpy.typing import ArrayLike
+
+from kvxfer.checks import require_integer, require_integers, require_positive, require_text
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import BlockKey, make_block_key
+
+HashName = Literal["sha256", "xxhash"]
+SEED_VARIABLE = "PYTHONHASHSEED"
+DEFAULT_SEED = "vllm-none-hash"
+"""Seed of SHA-256 without a `PYTHONHASHSEED`, from the releases on that have one.
+
+Source: `vllm/v1/core/kv_cache_utils.py`, `DEFAULT_NONE_HASH_SEED`, `init_none_hash` and
+`hash_block_tokens`; `vllm/utils/hashing.py`.
+"""
+PICKLE_PROTOCOL = 5
+"""The highest protocol of Python 3.8 to 3.14, which vLLM hashes."""
+
+_FUNCTIONS: dict[str, Callable[[bytes], bytes]] = {
+    "sha256": lambda data: hashlib.sha256(data).digest(),
+    "xxhash": xxhash.xxh3_128_digest,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMKeys:
+    """Keys under which vLLM stores the blocks of prompts without adapter, image or salt.
+
+    Attributes:
+        hash: vLLM's `--prefix-caching-hash-algo`.
+        seed: `PYTHONHASHSEED` of vLLM's processes; by default that of this process, or the seed
+            that vLLM uses without one.
+        tokens_per_block: vLLM's `--block-size`, if chunks have several blocks; by default that of
+            a chunk.
+
+    Raises:
+        InvalidArgumentError: An attribute is of another type, or there is no such hash; or
+            `xxhash` has no seed, with which vLLM's hashes are random.
+    """
+
+    hash: HashName = "sha256"
+    seed: str = ""
+    tokens_per_block: int | None = None
+
+    def __post_init__(self) -> None:
+        if require_text("hash", self.hash) not in get_args(HashName):
+            known = " or ".join(map(repr, get_args(HashName)))
+            raise InvalidArgumentError("hash", self.hash, known)
+        seed = require_text("seed", self.seed) or os.environ.get(SEED_VARIABLE, "")
+        if not seed and self.hash != "sha256":
+            wanted = f"the {SEED_VARIABLE} of vLLM, whose hashes are random without"
+            raise InvalidArgumentError("seed", seed, wanted)
+        object.__setattr__(self, "seed", seed or DEFAULT_SEED)
+        if self.tokens_per_block is not None:
+            tokens = require_positive("tokens_per_block", self.tokens_per_block)
+            object.__setattr__(self, "tokens_per_block", tokens)
+
+    def chunk_keys(
+        self, tokens: ArrayLike, *, tokens_per_chunk: int, group: int = 0
+    ) -> list[BlockKey]:
+        """Make the keys of all whole chunks of a prompt.
+
+        Args:
+            tokens: Token ids, integers, `(num_tokens,)`.
+            tokens_per_chunk: Tokens stored under one key.
+            group: KV-cache group of the chunks.
+
+        Raises:
+            InvalidArgumentError: `tokens` are not integers in one dimension, or chunks are not
+                whole blocks.
+        """
+        ids = require_integers("tokens", tokens).tolist()
+        size = require_positive("tokens_per_chunk", tokens_per_chunk)
+        group = require_integer("group", group)
+        block = self.tokens_per_block or size
+        if size % block:
+            wanted = f"a multiple of {block}, the tokens of a block"
+            raise InvalidArgumentError("tokens_per_chunk", tokens_per_chunk, wanted)
+        digest, keys = self._digest(self.seed), []
+        for end in range(block, len(ids) - len(ids) % size + 1, block):
+            digest = self._digest((digest, tuple(ids[end - block : end]), None))
+            if end % size == 0:
+                keys.append(make_block_key(digest, group))
+        return keys
+
+    def _digest(self, value: object) -> bytes:
+        return _FUNCTIONS[self.hash](pickle.dumps(value, protocol=PICKLE_PROTOCOL))

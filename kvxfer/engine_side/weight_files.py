@@ -1,0 +1,42 @@
+"""Weight files: the revision of a checkpoint by its files, as all engines of a machine name it."""
+
+import json
+from pathlib import Path
+
+import xxhash
+
+VOLATILE_FIELDS = ("_name_or_path", "_commit_hash", "transformers_version")
+"""Fields of a model's configuration that say where it came from, and change no value."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def find_weights_revision(path: str, *, revision: str = "", commit: str = "") -> str:
+    """Find the revision of the weights: a commit, the `revision` of the caller, or a file hash.
+
+    The files of a local folder are hashed by size and time, not by content, which would read the
+    whole model again. So a copy of the folder is another revision, unless `revision` is given.
+
+    Args:
+        path: Folder or file of the weights, or the name of a repository.
+        revision: Revision that the caller asked for.
+        commit: Commit of a repository that was loaded.
+
+    Returns:
+        The revision, empty when there is none.
+    """
+    place = Path(path)
+    if not path or not place.exists():
+        return commit or revision
+    return revision or _hash_files(place)
+
+
+def hash_text(text: str) -> str:
+    """Hash a text, 32 hexadecimal digits."""
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _hash_files(path: Path) -> str:
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    weights = [file for file in files if file.name.endswith(WEIGHT_SUFFIXES)]
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]
+    return hash_text(json.dumps(stats)) if stats else ""
