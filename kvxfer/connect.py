@@ -173,7 +173,7 @@ def open_backend(
         CapacityError: There is not as much memory or disk as was configured; nothing is left open.
     """
     require_instances("observers", observers, Observer)
-    parsed = [parse_backend(choice) for choice in _choices(backend)]
+    parsed = [parse_backend(choice) for choice in backend_choices(backend)]
     opened: list[Backend] = []
     try:
         for backend_type, config in parsed:
@@ -240,7 +240,14 @@ def _observe(backend: Backend, observers: Sequence[Observer]) -> Backend:
     return observed(backend, Reports(observers))
 
 
-def _choices(backend: BackendChoice | Sequence[BackendChoice]) -> Sequence[BackendChoice]:
+def backend_choices(
+    backend: BackendChoice | Sequence[BackendChoice],
+) -> Sequence[BackendChoice]:
+    """List the tiers that `connect` is given, a single backend or several.
+
+    Raises:
+        InvalidArgumentError: There is none.
+    """
     if not isinstance(backend, Sequence) or isinstance(backend, str):
         return [backend]
     if not backend:

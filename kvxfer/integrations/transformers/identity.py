@@ -1,0 +1,33 @@
+"""Identity of a model in transformers: the namespace of pages that are found again."""
+
+import json
+from typing import Any
+
+from kvxfer.engine_side.weight_files import VOLATILE_FIELDS, hash_text
+from kvxfer.integrations.transformers.weights import Weights
+from kvxfer.storage.keys import Namespace
+
+OF_NO_VALUE = (*VOLATILE_FIELDS, "dtype", "torch_dtype")
+"""Fields of a configuration that change no value, or that are fields of a namespace."""
+
+
+def model_namespace(model: Any, weights: Weights, revision: str) -> Namespace:
+    """Make the namespace of pages: of the weights in memory, wherever they came from.
+
+    Args:
+        model: The model.
+        weights: Its weights.
+        revision: Revision that the caller calls them, empty for none.
+    """
+    return Namespace(
+        model=type(model).__name__,
+        revision=f"{revision} weights {weights.digest}".strip(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        config_hash=hash_text(json.dumps(config_facts(model.config), sort_keys=True)),
+    )
+
+
+def config_facts(config: Any) -> dict[str, Any]:
+    """Collect the fields of a configuration that may change keys and values, as JSON types."""
+    facts = {key: value for key, value in config.to_dict().items() if key not in OF_NO_VALUE}
+    return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]

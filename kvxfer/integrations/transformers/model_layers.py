@@ -1,0 +1,134 @@
+"""Layers of a model: the shapes of their keys and values, and the models that are refused."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.transformers.interface import (
+    WHOLE_LAYERS,
+    DynamicCache,
+    Past,
+    is_whole,
+    planned_layers,
+)
+
+CHANGING_ROPES = ("dynamic", "longrope")
+"""Rotary embeddings that turn a token by the length of the whole sequence, which is not known yet.
+
+Source: `transformers/modeling_rope_utils.py`, `dynamic_rope_update`.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Shape of the keys and values of one layer, `(1, num_kv_heads, num_tokens, width)`."""
+
+    num_kv_heads: int
+    head_dim: int
+    head_dim_v: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def find_layers(model: Any) -> tuple[LayerShape, ...]:
+    """Find the shapes of a model's layers; runs the model on one token.
+
+    Raises:
+        InvalidArgumentError: The keys and values of a prefix cannot be kept, or do not depend on
+            the prefix alone; the error names the reason.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "generate"):
+        raise InvalidArgumentError("model", type(model).__name__, "a model with generate()")
+    for reason, expected in _obstacles(config):
+        raise InvalidArgumentError("model", f"{type(model).__name__}, {reason}", expected)
+    for name, tensor in model.named_parameters():
+        if tensor.is_meta:
+            wanted = "a model whose weights are all in memory"
+            raise InvalidArgumentError("model", f"{name} on meta", wanted)
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    past = DynamicCache()
+    with torch.inference_mode():
+        model(input_ids=token, past_key_values=past, use_cache=True)
+    if not past.layers:
+        wanted = "a model that keeps its keys and values in past_key_values"
+        raise InvalidArgumentError("model", type(model).__name__, wanted)
+    return tuple(
+        _shape_of(layer, f"{type(model).__name__}, layer {at}", "model")
+        for at, layer in enumerate(past.layers)
+    )
+
+
+def count_tokens(past: Past, layers: tuple[LayerShape, ...]) -> int:
+    """Count the tokens whose keys and values a cache has, all of them in every layer.
+
+    Raises:
+        InvalidArgumentError: The cache has several sequences or beams, drops tokens, or is that of
+            another model.
+    """
+    if not isinstance(past, DynamicCache):
+        raise InvalidArgumentError("past", type(past).__name__, "a DynamicCache, as load() returns")
+    if not past.layers:
+        return 0
+    found = tuple(_shape_of(layer, f"layer {at}", "past") for at, layer in enumerate(past.layers))
+    if found != layers:
+        pairs = zip(found, layers, strict=False)
+        at = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
+        what = f"{len(found)} layers" if at is None else f"layer {at}: {found[at]}"
+        wanted = f"{len(layers)} layers" if at is None else str(layers[at])
+        raise InvalidArgumentError("past", what, f"{wanted}, as the model has")
+    counts = {layer.keys.shape[2] for layer in past.layers}
+    counts |= {layer.values.shape[2] for layer in past.layers}
+    if len(counts) > 1:
+        raise InvalidArgumentError("past", f"{sorted(counts)} tokens", "as many in every layer")
+    return int(counts.pop())
+
+
+def _shape_of(layer: Any, name: str, argument: str) -> LayerShape:
+    if not is_whole(layer):
+        wanted = "a cache that keeps every token, DynamicCache() without a configuration"
+        raise InvalidArgumentError(argument, f"{name}: {type(layer).__name__}", wanted)
+    keys, values = layer.keys, layer.values
+    if not isinstance(keys, torch.Tensor) or keys.ndim != 4 or values.ndim != 4:
+        raise InvalidArgumentError(argument, f"{name}: no keys", "keys and values of every token")
+    if keys.shape[0] != 1:
+        found = f"{name}: {keys.shape[0]} sequences"
+        raise InvalidArgumentError(argument, found, "one sequence, without beams")
+    return LayerShape(
+        num_kv_heads=keys.shape[1],
+        head_dim=keys.shape[3],
+        head_dim_v=values.shape[3],
+        dtype=keys.dtype,
+        device=keys.device,
+    )
+
+
+def _obstacles(config: Any) -> Iterator[tuple[str, str]]:
+    """List what a configuration has that keeps a prefix from being stored, and what is expected."""
+    if getattr(config, "is_encoder_decoder", False):
+        yield "an encoder and a decoder", "a decoder alone"
+        return
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", None) in {True, "all"}:
+        yield "attention to later tokens", "attention to earlier tokens only"
+    for kind in _rope_types(getattr(text, "rope_parameters", None)):
+        if any(each in kind for each in CHANGING_ROPES):
+            yield f"rotary embedding {kind!r}", "positions that do not depend on later tokens"
+    wanted = "full or sliding-window attention in every layer"
+    for at, layer in enumerate(planned_layers(config)):
+        if type(layer) not in WHOLE_LAYERS:
+            yield f"layer {at}: {type(layer).__name__}", wanted
+    kinds = getattr(text, "layer_types", None) or ()
+    if "chunked_attention" in kinds:
+        yield f"layer {kinds.index('chunked_attention')}: chunked attention", wanted
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """List the kinds of rotary embedding, which may differ from layer to layer."""
+    if isinstance(parameters, Mapping):
+        yield str(parameters.get("rope_type", ""))
+        for value in parameters.values():
+            yield from _rope_types(value)

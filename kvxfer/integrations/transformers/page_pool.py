@@ -1,0 +1,145 @@
+"""Pool of pages: the memory that pages pass through between a model's cache and a backend."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from types import MappingProxyType
+
+import torch
+
+from kvxfer.errors import PageMappingError
+from kvxfer.integrations.transformers.interface import Past
+from kvxfer.integrations.transformers.model_layers import LayerShape
+from kvxfer.kvcache.canonical import CanonicalKVCaches, canonicalize
+from kvxfer.kvcache.config import KVCacheConfig, KVCacheGroup
+from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
+from kvxfer.kvcache.spec import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+
+USUAL_AXES = ("head", "token", "dim")
+MIN_PAGES = 2
+
+Axes = Mapping[str, tuple[str, ...]]
+
+
+class PagePool:
+    """Pool of pages in host memory, each in the order of the bytes that are stored.
+
+    A page has the keys and values of `tokens_per_page` tokens of every layer. The pool is in host
+    memory whatever device the model is on, pinned for a GPU: backends reach it, and a transfer
+    that is late touches nothing else.
+
+    Args:
+        layers: Shapes of the model's layers.
+        tokens_per_page: Tokens of a page.
+        num_bytes: Bound on the memory; raised to two pages.
+        axes: Order of the axes of keys, `k`, and of values, `v`; by default heads, tokens,
+            dimensions.
+
+    Attributes:
+        num_pages: Pages of the pool.
+        caches: The pool as KV caches, a block for each page.
+        mappings: Mapping to portable pages; empty where layers have different numbers of heads.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerShape],
+        tokens_per_page: int,
+        num_bytes: int,
+        axes: Axes = MappingProxyType({}),
+    ) -> None:
+        self._layers, self._tokens = layers, tokens_per_page
+        orders = {part: axes.get(part, USUAL_AXES) for part in ("k", "v")}
+        sizes = [_sizes(layer, tokens_per_page) for layer in layers]
+        page_bytes = sum(
+            prod(part.values()) * layer.dtype.itemsize
+            for layer, parts in zip(layers, sizes, strict=True)
+            for part in parts.values()
+        )
+        self.num_pages = max(MIN_PAGES, num_bytes // page_bytes)
+        pinned = any(layer.device.type == "cuda" for layer in layers)
+        rows = torch.empty((self.num_pages, page_bytes), dtype=torch.uint8, pin_memory=pinned)
+        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
+        start = 0
+        for layer, parts in zip(layers, sizes, strict=True):
+            views = []
+            for part, of_axis in parts.items():
+                stop = start + prod(of_axis.values()) * layer.dtype.itemsize
+                shape = [of_axis[axis] for axis in orders[part]]
+                view = rows[:, start:stop].view(layer.dtype).view(self.num_pages, *shape)
+                views.append(view.permute(0, *(1 + orders[part].index(a) for a in USUAL_AXES)))
+                start = stop
+            keys, values = views
+            self._views.append((keys, values))
+        names = tuple(f"layers.{at}" for at in range(len(layers)))
+        layouts = [" ".join(("block", *orders[part])) for part in ("k", "v")]
+        config = KVCacheConfig(
+            self.num_pages, (KVCacheGroup(_spec(layers, names, tokens_per_page), names),)
+        )
+        entries = dict(zip(names, self._views, strict=True))
+        self.caches = canonicalize(entries, config, layouts=dict.fromkeys(names, layouts))
+        self.mappings = _map(self.caches, layers, axes)
+
+    def take_in(self, past: Past, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy pages of a model's cache to the pool; `pages` count from the first token."""
+        for (keys, values), layer in zip(self._views, past.layers, strict=True):
+            for page, slot in zip(pages, slots, strict=True):
+                tokens = slice(page * self._tokens, (page + 1) * self._tokens)
+                keys[slot].copy_(layer.keys[0, :, tokens])
+                values[slot].copy_(layer.values[0, :, tokens])
+
+    def make_room(self, num_pages: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Allocate keys and values of each layer, on its device."""
+        num_tokens = num_pages * self._tokens
+
+        def make(layer: LayerShape, width: int) -> torch.Tensor:
+            shape = (1, layer.num_kv_heads, num_tokens, width)
+            return torch.empty(shape, dtype=layer.dtype, device=layer.device)
+
+        return [
+            (make(layer, layer.head_dim), make(layer, layer.head_dim_v)) for layer in self._layers
+        ]
+
+    def give_out(
+        self,
+        room: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        first_page: int,
+        slots: Sequence[int],
+    ) -> None:
+        """Copy pages of the pool to the keys and values of each layer, from a page on."""
+        for views, tensors in zip(self._views, room, strict=True):
+            for view, tensor in zip(views, tensors, strict=True):
+                for page, slot in enumerate(slots, first_page):
+                    tokens = slice(page * self._tokens, (page + 1) * self._tokens)
+                    tensor[0, :, tokens].copy_(view[slot])
+
+
+def _sizes(layer: LayerShape, tokens_per_page: int) -> dict[str, dict[str, int]]:
+    """List the sizes of the axes of keys and of values."""
+    shared = {"head": layer.num_kv_heads, "token": tokens_per_page}
+    return {"k": shared | {"dim": layer.head_dim}, "v": shared | {"dim": layer.head_dim_v}}
+
+
+def _spec(layers: Sequence[LayerShape], names: Sequence[str], tokens_per_page: int) -> KVCacheSpec:
+    specs = [
+        FullAttentionSpec(
+            tokens_per_block=tokens_per_page,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            head_dim_v=layer.head_dim_v,
+            dtype=layer.dtype,
+        )
+        for layer in layers
+    ]
+    if all(spec == specs[0] for spec in specs):
+        return specs[0]
+    of_layers = dict(zip(names, specs, strict=True))
+    return UniformTypeKVCacheSpecs(tokens_per_block=tokens_per_page, layer_specs=of_layers)
+
+
+def _map(
+    caches: CanonicalKVCaches, layers: Sequence[LayerShape], axes: Axes
+) -> tuple[PageMapping, ...]:
+    try:
+        return map_caches(caches, WorkerShard(num_kv_heads=layers[0].num_kv_heads), axes=axes)
+    except PageMappingError:
+        return ()

@@ -1,0 +1,304 @@
+"""Prefix cache: keys and values of prompts that `generate()` of transformers need not compute."""
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Any, Literal, NamedTuple, Self
+from weakref import WeakKeyDictionary
+
+from kvxfer.checks import require_positive, require_text, require_timeout
+from kvxfer.connect import BackendChoice, connect
+from kvxfer.engine_side.vllm_keys import VLLMKeys
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.transformers import prompts
+from kvxfer.integrations.transformers.identity import model_namespace
+from kvxfer.integrations.transformers.interface import DynamicCache, Past, require_interface
+from kvxfer.integrations.transformers.model_layers import count_tokens, find_layers
+from kvxfer.integrations.transformers.page_mover import Deadline, PageMover
+from kvxfer.integrations.transformers.page_pool import PagePool
+from kvxfer.integrations.transformers.vllm_pages import VLLMPages, find_vllm_pages
+from kvxfer.integrations.transformers.weights import Weights
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Observer
+from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.transfer.job import Direction
+
+DEFAULT_TOKENS_PER_PAGE = 128
+DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_POOL_BYTES = 256 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class _Loaded(NamedTuple):
+    """Prompt that a cache was loaded for, and how the weights had changed by then."""
+
+    tokens: list[int]
+    change: str
+
+
+class PrefixCache:
+    """Cache of prompts' keys and values in any backend, for `generate()` of one model.
+
+    `load` gives the longest stored prefix of a prompt as a `DynamicCache`, `store` keeps the pages
+    of a sequence that are complete, and `generate` does both around the model's own. A page that is
+    damaged, missing or late makes the prefix shorter: the model computes the rest. Pages are found
+    by their tokens and the bytes of the weights, in this and any later process.
+
+    May be called from several threads; one call at a time moves pages, the others wait for their
+    turn within their deadline. A cache that `load` returned belongs to the caller alone.
+
+    Args:
+        model: Model with `generate()`: a decoder with full or sliding-window attention.
+        backend: URL or mapping of a backend, or several, fastest first, see `connect`.
+        tokens_per_page: Tokens stored under one key; 128, or those of the engine's pages.
+        revision: What the weights are called, besides their digest; with `engine_keys` the
+            `--revision` of the engine.
+        engine_keys: Keys of an engine to share pages with, `"vllm"` or `VLLMKeys`; by default keys
+            of kvxfer's own.
+        namespace: Fingerprint of the engine's namespace, where the store has several of the model.
+        timeout_s: Deadline of calls without one of their own, None for no limit.
+        pool_bytes: Host memory that pages pass through; raised to two pages.
+        observers: Told what happens to pages, such as `kvxfer.Metrics`.
+
+    Raises:
+        InvalidArgumentError: An argument is of no use, or the keys and values of the model's
+            prefixes cannot be kept; the error names the reason.
+        UnsupportedEngineError: This release of transformers has another interface.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        backend: BackendChoice | Sequence[BackendChoice],
+        *,
+        tokens_per_page: int | None = None,
+        revision: str = "",
+        engine_keys: Literal["", "vllm"] | VLLMKeys = "",
+        namespace: str = "",
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        pool_bytes: int = DEFAULT_POOL_BYTES,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        require_interface()
+        if tokens_per_page is not None:
+            tokens_per_page = require_positive("tokens_per_page", tokens_per_page)
+        revision = require_text("revision", revision)
+        fingerprint = require_text("namespace", namespace)
+        self._timeout_s = require_timeout("timeout_s", timeout_s)
+        pool_bytes = require_positive("pool_bytes", pool_bytes)
+        self._vllm: VLLMPages | None = None
+        self._model = model
+        self._layers = find_layers(model)
+        self._weights = Weights(model)
+        if engine_keys:
+            keys = _vllm_keys(engine_keys)
+            self._vllm = find_vllm_pages(
+                model, backend, keys, revision=revision, fingerprint=fingerprint
+            )
+            if tokens_per_page not in {None, self._vllm.tokens_per_page}:
+                wanted = f"{self._vllm.tokens_per_page}, as the engine's pages have"
+                raise InvalidArgumentError("tokens_per_page", tokens_per_page, wanted)
+            identity, axes = self._vllm.namespace_of_model, self._vllm.axes
+            self.tokens_per_page = self._vllm.tokens_per_page
+        else:
+            identity, axes = model_namespace(model, self._weights, revision), {}
+            self.tokens_per_page = tokens_per_page or DEFAULT_TOKENS_PER_PAGE
+        self._pool = PagePool(self._layers, self.tokens_per_page, pool_bytes, axes)
+        if self._vllm is not None:
+            self._vllm.require_same_pages(self._pool.caches, self._pool.mappings)
+        self._engine = connect(
+            backend,
+            self._pool.caches,
+            namespace=identity,
+            mappings=self._pool.mappings,
+            timeout_s=self._timeout_s,
+            observers=observers,
+        )
+        self._mover = PageMover(self._engine, self._pool.num_pages)
+        self._guard = CallGuard("prefix cache")
+        self._lock = threading.Lock()
+        self._loaded: WeakKeyDictionary[Past, _Loaded] = WeakKeyDictionary()
+
+    def load(
+        self, input_ids: Any, *, attention_mask: Any = None, timeout_s: float | None = None
+    ) -> Past:
+        """Load the longest stored prefix of a prompt, at most all but its last token.
+
+        Args:
+            input_ids: Token ids of the whole prompt, integers, `(1, num_tokens)`.
+            attention_mask: The mask that `generate` will be given, if any; all ones.
+            timeout_s: Deadline from now, instead of the cache's; what has not come by then is
+                computed.
+
+        Returns:
+            A `DynamicCache` of the caller's own, for `past_key_values`; empty without a hit.
+
+        Raises:
+            InvalidArgumentError: There are several sequences, padding, or inputs that are no text.
+            ClosedError: The cache was closed.
+        """
+        self._guard.check()
+        tokens = prompts.read_tokens("input_ids", input_ids)
+        prompts.require_text(tokens, attention_mask, self._model)
+        past = DynamicCache()
+        with self._turn(timeout_s) as deadline:
+            change = self._weights.find_change()
+            keys = self._keys(tokens, len(tokens) - 1, change)
+            self._loaded[past] = _Loaded(tokens, change)
+            if deadline is not None:
+                self._fill(past, keys, deadline)
+        return past
+
+    def store(self, output: Any, past: Past, *, timeout_s: float | None = None) -> int:
+        """Store the pages of a sequence that are complete and not there yet.
+
+        The last token that was sampled has no keys and values, so it is never stored.
+
+        Args:
+            output: What `generate` returned: token ids `(1, num_tokens)`, or an output with
+                `sequences`.
+            past: The cache that it was given, which has the keys and values of these tokens.
+            timeout_s: Deadline from now, instead of the cache's; the rest is not stored.
+
+        Returns:
+            Tokens of the pages that were stored by this call.
+
+        Raises:
+            InvalidArgumentError: There are several sequences or beams, the cache drops tokens or
+                is that of another model, or the tokens are not its tokens.
+            ClosedError: The cache was closed.
+        """
+        self._guard.check()
+        tokens = prompts.read_tokens("output", getattr(output, "sequences", output))
+        num_tokens = count_tokens(past, self._layers)
+        if num_tokens > len(tokens):
+            wanted = f"at least the {num_tokens} tokens of past"
+            raise InvalidArgumentError("output", f"{len(tokens)} tokens", wanted)
+        loaded = self._loaded.get(past)
+        if loaded is None:
+            prompts.require_text(tokens, None, self._model)
+        elif tokens[: len(loaded.tokens)] != loaded.tokens:
+            wanted = "the prompt that past was loaded for, and what follows"
+            raise InvalidArgumentError("output", "tokens that begin otherwise", wanted)
+        with self._turn(timeout_s) as deadline:
+            change = self._weights.find_change()
+            if deadline is None or (loaded is not None and loaded.change != change):
+                return 0
+            keys = self._keys(tokens, num_tokens, change)
+            return self._keep(past, keys, deadline) * self.tokens_per_page
+
+    def generate(self, input_ids: Any, **settings: Any) -> Any:
+        """Load a prefix, call the model's `generate`, and store what it computed.
+
+        Args:
+            input_ids: Token ids of the whole prompt, `(1, num_tokens)`.
+            settings: Arguments of the model's `generate`.
+
+        Returns:
+            What the model's `generate` returned.
+
+        Raises:
+            InvalidArgumentError: As `load`; or there are beams, several sequences, or inputs
+                besides tokens.
+            ClosedError: The cache was closed.
+        """
+        prompts.require_one_sequence(settings, self._model)
+        past = self.load(input_ids, attention_mask=settings.get("attention_mask"))
+        output = self._model.generate(input_ids, past_key_values=past, **settings)
+        self.store(output, past)
+        return output
+
+    def close(self) -> None:
+        """Close the backend; what was stored is then in every tier. May be called again.
+
+        Waits for the call of another thread, no longer than the deadline.
+        """
+        if self._guard.close():
+            with self._turn(None):
+                self._engine.close()
+
+    def __enter__(self) -> Self:
+        self._guard.check()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _turn(self, timeout_s: float | None) -> Iterator[Deadline | None]:
+        """Wait for the turn of this thread; None when it did not come before the deadline."""
+        given = require_timeout("timeout_s", timeout_s)
+        deadline = Deadline(self._timeout_s if given is None else given)
+        left_s = deadline.left_s
+        if not self._lock.acquire(timeout=-1 if left_s is None else left_s):
+            logger.warning("no turn in %s s: another call is still moving pages", left_s)
+            yield None
+            return
+        try:
+            yield deadline
+        finally:
+            self._lock.release()
+
+    def _keys(self, tokens: Sequence[int], num_tokens: int, change: str) -> list[BlockKey]:
+        """Make the keys of the whole pages of the first tokens."""
+        whole = max(0, num_tokens - num_tokens % self.tokens_per_page)
+        if self._vllm is None:
+            made = PromptKeys(tokens, scope=change.encode())
+            return made.block_keys(0, self.tokens_per_page, whole)
+        if change:  # the engine's keys do not name its weights: these are no longer the same
+            return []
+        return self._vllm.keys.chunk_keys(tokens[:whole], tokens_per_chunk=self.tokens_per_page)
+
+    def _fill(self, past: Past, keys: Sequence[BlockKey], deadline: Deadline) -> None:
+        """Load the leading pages that are there into an empty cache."""
+        found = _count_leading(self._mover.find(keys, deadline))
+        if not found:
+            return
+        room = self._pool.make_room(found)
+        arrived = 0
+        while arrived < found and not deadline.has_passed:
+            wave = keys[arrived:found]
+            slots = self._mover.free_slots()[: len(wave)]
+            if not slots:
+                break
+            wave = wave[: len(slots)]
+            done = _count_leading(self._mover.move(Direction.LOAD, wave, slots, deadline))
+            self._pool.give_out(room, arrived, slots[:done])
+            arrived += done
+            if done < len(wave):
+                break
+        if arrived:
+            stop = arrived * self.tokens_per_page
+            for at, (layer_keys, layer_values) in enumerate(room):
+                past.update(layer_keys[:, :, :stop], layer_values[:, :, :stop], at)
+
+    def _keep(self, past: Past, keys: Sequence[BlockKey], deadline: Deadline) -> int:
+        """Store the pages that are not there; return how many."""
+        found = self._mover.find(keys, deadline)
+        missing = [page for page, is_there in enumerate(found) if not is_there]
+        stored = 0
+        while missing and not deadline.has_passed:
+            slots = self._mover.free_slots()[: len(missing)]
+            if not slots:
+                break
+            pages, missing = missing[: len(slots)], missing[len(slots) :]
+            self._pool.take_in(past, pages, slots)
+            wave = [keys[page] for page in pages]
+            stored += sum(self._mover.move(Direction.STORE, wave, slots, deadline))
+        return stored
+
+
+def _count_leading(done: Sequence[bool]) -> int:
+    return sum(1 for _ in takewhile(bool, done))
+
+
+def _vllm_keys(engine_keys: object) -> VLLMKeys:
+    if engine_keys == "vllm":
+        return VLLMKeys()
+    if not isinstance(engine_keys, VLLMKeys):
+        raise InvalidArgumentError("engine_keys", engine_keys, "'vllm' or VLLMKeys")
+    return engine_keys

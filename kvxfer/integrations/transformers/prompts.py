@@ -1,0 +1,70 @@
+"""Prompts: token ids of one sequence, and the inputs that are refused."""
+
+from typing import Any
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError
+
+INPUT_TOKENS = tuple(
+    f"{kind}_token_{number}" for kind in ("image", "video", "audio") for number in ("id", "index")
+)
+"""Fields of a configuration with the token that stands for an input that is no text."""
+BEAMS = ("num_beams", "num_return_sequences")
+
+
+def read_tokens(name: str, ids: Any) -> list[int]:
+    """Read the token ids of one sequence, `(1, num_tokens)` or `(num_tokens,)`.
+
+    Raises:
+        InvalidArgumentError: They are no token ids, or those of several sequences.
+    """
+    found = torch.as_tensor(ids) if isinstance(ids, (list, tuple)) else ids
+    if not isinstance(found, torch.Tensor) or found.dtype not in (torch.int64, torch.int32):
+        raise InvalidArgumentError(name, ids, "token ids, an integer tensor (1, num_tokens)")
+    if found.ndim == 2 and found.shape[0] != 1:
+        raise InvalidArgumentError(name, f"{found.shape[0]} sequences", "one sequence at a time")
+    if found.ndim not in (1, 2):
+        raise InvalidArgumentError(name, f"shape {tuple(found.shape)}", "(1, num_tokens)")
+    return [int(token) for token in found.flatten().tolist()]
+
+
+def require_text(tokens: list[int], mask: Any, model: Any) -> None:
+    """Check that a prompt is text without padding, so that its tokens say all about it.
+
+    Raises:
+        InvalidArgumentError: Tokens are masked or padding, or stand for an image or a sound.
+    """
+    if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
+        raise InvalidArgumentError("attention_mask", "zeros in it", "a prompt without padding")
+    config = model.generation_config
+    padding, ends = config.pad_token_id, config.eos_token_id
+    ends = ends if isinstance(ends, (list, tuple)) else [ends]
+    if mask is None and padding is not None and padding not in ends and padding in tokens:
+        found = f"padding (token {padding}) at {tokens.index(padding)}"
+        wanted = "a prompt without padding; or pass an attention_mask of ones"
+        raise InvalidArgumentError("input_ids", found, wanted)
+    for name in INPUT_TOKENS:
+        token = getattr(model.config, name, None)
+        if token is not None and token in tokens:
+            found = f"{name} {token} at {tokens.index(token)}"
+            raise InvalidArgumentError("input_ids", found, "text: its tokens do not say what it is")
+
+
+def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
+    """Check arguments of `generate()`: one sequence of tokens, without beams, of text alone.
+
+    Raises:
+        InvalidArgumentError: There are beams, several sequences, or inputs besides tokens.
+    """
+    config = settings.get("generation_config") or model.generation_config
+    for name in BEAMS:
+        number = settings.get(name, getattr(config, name, None)) or 1
+        if number != 1:
+            raise InvalidArgumentError(name, number, "1: beams and several sequences are not kept")
+    if not settings.get("use_cache", True):
+        raise InvalidArgumentError("use_cache", False, "True")
+    for name, value in settings.items():
+        is_input = isinstance(value, torch.Tensor) and name != "attention_mask"
+        if is_input or name == "past_key_values":
+            raise InvalidArgumentError(name, type(value).__name__, "no input besides input_ids")

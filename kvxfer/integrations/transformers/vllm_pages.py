@@ -1,0 +1,168 @@
+"""Pages of vLLM: the namespace that an engine stores in, and a proof that it has our weights."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import safe_open
+from transformers.utils import cached_file
+
+from kvxfer.backends.file import BlockTree, FileConfig, read_namespaces
+from kvxfer.connect import BackendChoice, backend_choices, complete_namespace, parse_backend
+from kvxfer.engine_side.vllm_keys import VLLMKeys
+from kvxfer.engine_side.weight_files import find_weights_revision
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.transformers.identity import config_facts
+from kvxfer.integrations.transformers.page_pool import Axes
+from kvxfer.kvcache.canonical import CanonicalKVCaches
+from kvxfer.kvcache.portable import PageMapping
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.portable_namespace import portable_namespace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMPages:
+    """Pages of an engine: namespace, tokens of a page, order of the axes, and keys."""
+
+    namespace: Namespace
+    tokens_per_page: int
+    axes: Axes
+    keys: VLLMKeys
+
+    @property
+    def namespace_of_model(self) -> Namespace:
+        """The namespace without its groups, which follow from the pool."""
+        return msgspec.structs.replace(self.namespace, groups=())
+
+    def require_same_pages(
+        self, caches: CanonicalKVCaches, mappings: Sequence[PageMapping]
+    ) -> None:
+        """Check that pages of a pool are in every byte what the engine's are.
+
+        Raises:
+            NamespaceMismatchError: They differ; the error has the first field.
+        """
+        complete = complete_namespace(self.namespace_of_model, caches, 1)
+        self.namespace.require_same(portable_namespace(complete, mappings))
+
+
+def find_vllm_pages(
+    model: Any,
+    backend: BackendChoice | Sequence[BackendChoice],
+    keys: VLLMKeys,
+    *,
+    revision: str = "",
+    fingerprint: str = "",
+) -> VLLMPages:
+    """Find the namespace in which vLLM stores pages of these weights.
+
+    vLLM knows its weights by their files or commit. So what a model has in memory is compared with
+    these files, tensor by tensor.
+
+    Args:
+        model: Model whose weights must be those of the engine.
+        backend: Tiers of which one is the store in files that vLLM has opened.
+        keys: Keys of the engine.
+        revision: `--revision` of the engine.
+        fingerprint: Namespace to use, where the store has several of these weights.
+
+    Raises:
+        InvalidArgumentError: There is no such namespace, several, or one whose pages a model in
+            transformers does not have; or the weights in memory are not those of the files.
+    """
+    path = str(model.config.name_or_path)
+    commit = getattr(model.config, "_commit_hash", None) or ""
+    wanted = find_weights_revision(path, revision=revision, commit=commit)
+    dtype = str(model.dtype).removeprefix("torch.")
+    stored = list(_stored_namespaces(backend))
+    found = [
+        each
+        for each in stored
+        if each.revision == wanted and each.dtype == dtype and fingerprint in {"", each.fingerprint}
+    ]
+    if len(found) != 1:
+        there = [f"{each.fingerprint} (revision {each.revision}, {each.dtype})" for each in stored]
+        rule = f"a store with one namespace of revision {wanted!r} and {dtype}, opened by vLLM once"
+        raise InvalidArgumentError("backend", backend, f"{rule}; it has {there or 'none'}")
+    _require_weights_of_files(model, path, commit or revision)
+    return _read_pages(found[0], keys)
+
+
+def _stored_namespaces(backend: BackendChoice | Sequence[BackendChoice]) -> Iterator[Namespace]:
+    for choice in backend_choices(backend):
+        _, config = parse_backend(choice)
+        if isinstance(config, FileConfig) and Path(config.path).is_dir():
+            yield from read_namespaces(BlockTree(Path(config.path)))
+
+
+def _read_pages(namespace: Namespace, keys: VLLMKeys) -> VLLMPages:
+    """Read what pages of a namespace are: tokens, and the order of the axes of keys and values."""
+    expected = "pages of one KV-cache group, with keys and values by name"
+    if len(namespace.groups) != 1:
+        raise InvalidArgumentError("namespace", f"{len(namespace.groups)} groups", expected)
+    (group,) = namespace.groups
+    axes: dict[str, tuple[str, ...]] = {}
+    sizes: set[int] = set()
+    for tensor, layout in zip(group.tensors, group.layouts, strict=False):
+        order, part = tuple(layout.split()), tensor.name.rpartition(".")[2]
+        if sorted(order) != ["dim", "head", "token"] or axes.setdefault(part, order) != order:
+            raise InvalidArgumentError("namespace", f"{tensor.name}: {layout}", expected)
+        sizes.add(tensor.shape[order.index("token")])
+    if len(sizes) != 1 or axes.keys() != {"k", "v"}:
+        raise InvalidArgumentError("namespace", sorted(axes), expected)
+    return VLLMPages(
+        namespace=namespace,
+        tokens_per_page=sizes.pop(),
+        axes=axes,
+        keys=keys,
+    )
+
+
+def _require_weights_of_files(model: Any, path: str, revision: str) -> None:
+    """Check that configuration and parameters in memory are those of the files that vLLM loads.
+
+    Raises:
+        InvalidArgumentError: They are not, or the files cannot be compared.
+    """
+    ours = config_facts(model.config)
+    theirs = config_facts(type(model.config).from_pretrained(path, revision=revision or "main"))
+    if ours != theirs:
+        names = ours.keys() | theirs.keys()
+        differs = sorted(name for name in names if ours.get(name) != theirs.get(name))
+        found = f"a configuration with another {', '.join(differs)}"
+        raise InvalidArgumentError("model", found, f"that of {path}")
+    expected = f"the weights of {path}, which vLLM loads, unchanged and without adapters"
+    left = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    for file in _weight_files(path, revision):
+        with safe_open(file, framework="pt") as stored:
+            for name in left.keys() & set(stored.keys()):
+                tensor = left.pop(name)
+                same = stored.get_tensor(name).to(tensor.device, tensor.dtype)
+                if not torch.equal(same, tensor):
+                    raise InvalidArgumentError("model", f"with another {name}", expected)
+    if left:
+        raise InvalidArgumentError("model", f"with {min(left)}, which is in no file", expected)
+
+
+def _weight_files(path: str, revision: str) -> list[Path]:
+    def find(name: str) -> Path | None:
+        place = cached_file(
+            path,
+            name,
+            revision=revision or "main",
+            _raise_exceptions_for_missing_entries=False,
+        )
+        return Path(place) if place else None
+
+    if index := find("model.safetensors.index.json"):
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    else:
+        names = {"model.safetensors"}
+    files = [found for name in sorted(names) if (found := find(name))]
+    if not files:
+        raise InvalidArgumentError("model", path, "a folder or repository with safetensors files")
+    return files

@@ -1,0 +1,101 @@
+"""Weights of a model in memory: their digest, and whether they changed since."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from kvxfer.errors import InvalidArgumentError
+
+MAX_THREADS = 8
+ADAPTER_STATE = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+"""Attributes of a module with adapters that choose among its parameters.
+
+Source: https://github.com/huggingface/peft, `BaseTunerLayer` in `src/peft/tuners/tuners_utils.py`.
+"""
+
+
+class Weights:
+    """Weights of a model: parameters, buffers, and the modules that they are in.
+
+    The digest is that of the bytes, so weights that were fine-tuned, merged or replaced have
+    another one, and so have a model with an adapter and one in training, whose dropout is random.
+    Hashing takes about as long as a decoded token on a CPU. Weights of a GPU are hashed once, and
+    later only summed up there, which any training changes.
+
+    Args:
+        model: A `torch.nn.Module`.
+
+    Attributes:
+        digest: 32 hexadecimal digits, of the weights as they were at first.
+
+    Raises:
+        InvalidArgumentError: A tensor has no bytes that can be read.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self.digest = self._hash(_read)
+        self._mark = self._hash(_sum_up)
+
+    def find_change(self) -> str:
+        """Return the digest of the weights as they are now; empty if they are those of the start.
+
+        Raises:
+            InvalidArgumentError: A tensor has no bytes that can be read.
+        """
+        return "" if self._hash(_sum_up) == self._mark else self._hash(_read)
+
+    def _hash(self, take: Any) -> str:
+        named = list(_tensors(self._model))
+        with ThreadPoolExecutor(self._threads) as executor:
+            parts = executor.map(lambda each: take(*each), named)
+            whole = xxhash.xxh3_128(repr(list(_modules(self._model))).encode())
+            for (name, tensor), part in zip(named, parts, strict=True):
+                whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+                whole.update(part)
+        return whole.hexdigest()
+
+
+def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """List parameters and buffers, each tensor once."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, tensor.detach()
+
+
+def _modules(model: Any) -> Iterator[tuple[Any, ...]]:
+    """List the name and type of every module, and what chooses among its parameters."""
+    for name, module in model.named_modules():
+        state = ""
+        if not callable(getattr(module, ADAPTER_STATE[0], _no_state)):
+            state = repr([getattr(module, each, None) for each in ADAPTER_STATE])
+        yield name, type(module).__qualname__, module.training, state
+
+
+def _no_state() -> None:
+    """Stand in for the state of a module without adapters; a whole model has a method."""
+
+
+def _read(name: str, tensor: torch.Tensor) -> bytes:
+    """Hash the bytes of a tensor."""
+    try:
+        flat = tensor.to("cpu").contiguous().flatten()
+        data = flat.view(torch.uint8).numpy() if flat.numel() else np.zeros(0, np.uint8)
+        return xxhash.xxh3_128_digest(data.data)
+    except (NotImplementedError, RuntimeError, TypeError) as exc:
+        found = f"{name} on {tensor.device}, a {type(tensor).__name__}"
+        raise InvalidArgumentError("model", found, "one whose weights are all in memory") from exc
+
+
+def _sum_up(name: str, tensor: torch.Tensor) -> bytes:
+    """Hash the bytes of a tensor on a CPU; of another one sum up its elements where it is."""
+    if tensor.device.type in {"cpu", "meta"} or not tensor.numel():
+        return _read(name, tensor)
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.contiguous().flatten().view(kinds.get(tensor.element_size(), torch.int64))
+    return f"{tensor.data_ptr()} {int(bits.sum(dtype=torch.int64))}".encode()

@@ -1,0 +1,277 @@
+"""Prefix cache of transformers: prefixes are found, and greedy tokens are those without it."""
+
+import gc
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
+from kvxfer.errors import ClosedError  # noqa: E402
+from tests.cli.peers import serving  # noqa: E402
+from tests.integrations.tiny_transformers import (  # noqa: E402
+    FAMILIES,
+    TOKENS_PER_PAGE,
+    VOCAB_SIZE,
+    files_url,
+    fill,
+    generate,
+    make_model,
+    num_loaded,
+    open_cache,
+    prompt_of,
+    shared_model,
+)
+
+pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_the_same_with_and_without_the_cache(family: str, tmp_path: Path) -> None:
+    model, prompt = shared_model(family), prompt_of(70)
+    alone = generate(model, prompt)
+    with open_cache(model, tmp_path) as cache:
+        assert fill(cache, model, prompt) == 80  # of 89 tokens that have keys and values
+        past = cache.load(prompt)
+        assert past.get_seq_length() == 64
+        assert generate(model, prompt, past_key_values=past) == alone
+        longer = torch.cat((prompt, torch.tensor([alone])), dim=1)
+        past = cache.load(longer)
+        assert past.get_seq_length() == 80
+        assert generate(model, longer, past_key_values=past) == generate(model, longer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_depend_on_what_the_cache_has(family: str, tmp_path: Path) -> None:
+    model, prompt = shared_model(family), prompt_of(70)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        past = cache.load(prompt)
+    for layer in past.layers:
+        layer.values = layer.values.flip(2)
+    assert generate(model, prompt, past_key_values=past) != generate(model, prompt)
+
+
+def test_generate_does_all_three(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        first, second = (
+            cache.generate(prompt, max_new_tokens=4, do_sample=False, return_dict_in_generate=full)
+            for full in (True, False)
+        )
+        assert num_loaded(cache, prompt) == 32
+    assert torch.equal(first.sequences, second)
+    assert torch.equal(second, model.generate(prompt, max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize(("num_tokens", "hit"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+def test_a_prefix_leaves_the_last_token_to_the_model(
+    num_tokens: int, hit: int, tmp_path: Path
+) -> None:
+    model = shared_model()
+    with open_cache(model, tmp_path) as cache:
+        assert fill(cache, model, prompt_of(64)) == 80
+        assert num_loaded(cache, prompt_of(64)[:, :num_tokens]) == hit
+
+
+def test_what_is_there_is_not_stored_again(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        assert fill(cache, model, prompt) == 48
+        assert fill(cache, model, prompt) == 0
+        own = transformers.DynamicCache()
+        output = model.generate(prompt, past_key_values=own, max_new_tokens=40, do_sample=False)
+        assert cache.store(output, own) == 16
+
+
+def test_the_last_token_that_was_sampled_is_not_stored(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(30)
+    with open_cache(model, tmp_path) as cache:
+        past = cache.load(prompt)
+        output = model.generate(prompt, past_key_values=past, max_new_tokens=2, do_sample=False)
+        assert output.shape[1] == 32
+        assert cache.store(output, past) == 16
+
+
+def test_a_loaded_cache_is_a_copy(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        one = cache.load(prompt)
+        kept = [layer.keys.clone() for layer in one.layers]
+        num_loaded(cache, prompt_of(70, seed=1))
+        fill(cache, model, prompt_of(70, seed=2))
+        assert all(map(torch.equal, kept, (layer.keys for layer in one.layers)))
+        for layer in one.layers:
+            layer.keys.zero_()
+        assert all(map(torch.equal, kept, (each.keys for each in cache.load(prompt).layers)))
+
+
+SECOND_PROCESS = """
+import sys
+from pathlib import Path
+from tests.integrations.tiny_transformers import *
+model, prompt = shared_model(), prompt_of(70)
+with open_cache(model, Path(sys.argv[1])) as cache:
+    past = cache.load(prompt)
+    print(past.get_seq_length(), *generate(model, prompt, past_key_values=past))
+"""
+
+
+@pytest.mark.processes
+def test_a_second_process_finds_what_the_first_one_stored(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+    command = [sys.executable, "-c", SECOND_PROCESS, str(tmp_path)]
+    answer = subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY)
+    assert list(map(int, answer.stdout.split())) == [64, *generate(model, prompt)]
+
+
+def test_tiers_and_host_memory_and_a_mapping(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    host, files = "host://?capacity=4MiB", files_url(tmp_path)
+    with open_cache(model, {"type": "host", "capacity": "4MiB"}) as cache:
+        fill(cache, model, prompt)
+        assert num_loaded(cache, prompt) == 64
+    with open_cache(model, [host, files]) as cache:
+        fill(cache, model, prompt)
+        assert num_loaded(cache, prompt) == 64
+    with open_cache(model, files) as cache:  # closing wrote all to the last tier
+        assert num_loaded(cache, prompt) == 64
+
+
+@pytest.mark.processes
+def test_a_peer_has_what_another_cache_stored() -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    with serving("--capacity", "8MiB") as peer:
+        for expected in (0, 64):
+            with open_cache(model, f"nixl://{peer.endpoint}") as cache:
+                past = cache.load(prompt)
+                assert past.get_seq_length() == expected
+                assert generate(model, prompt, past_key_values=past) == generate(model, prompt)
+                deadline = time.monotonic() + 30
+                while not num_loaded(cache, prompt) and time.monotonic() < deadline:
+                    fill(cache, model, prompt)  # the first call may come before the connection
+                assert num_loaded(cache, prompt) == 64
+        assert peer.end() == 0
+
+
+def test_a_prompt_larger_than_the_pool_passes_in_turns(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(150)
+    with open_cache(model, tmp_path, pool_bytes=1) as cache:  # two pages
+        assert fill(cache, model, prompt) == 160
+        past = cache.load(prompt)
+        assert past.get_seq_length() == 144
+        assert generate(model, prompt, past_key_values=past) == generate(model, prompt)
+
+
+def test_pages_of_another_size_are_others(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+    with open_cache(model, tmp_path, tokens_per_page=8) as cache:
+        assert num_loaded(cache, prompt) == 0
+
+
+def test_another_data_type_is_another_namespace(tmp_path: Path) -> None:
+    model = make_model(*FAMILIES["llama"])
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt_of(40))
+    with open_cache(model.to(torch.bfloat16), tmp_path) as cache:
+        assert num_loaded(cache, prompt_of(40)) == 0
+        fill(cache, model, prompt_of(40))
+        assert num_loaded(cache, prompt_of(40)) == 32
+
+
+@pytest.mark.property
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_any_prompts_with_shared_prefixes_give_the_tokens_without_the_cache(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source = random.Random(data.draw(st.integers(0, 2**32)))
+    model, text = shared_model(), [source.randrange(3, VOCAB_SIZE) for _ in range(100)]
+    with open_cache(model, tmp_path_factory.mktemp("store"), pool_bytes=1) as cache:
+        longest = 0
+        for _ in range(data.draw(st.integers(1, 4))):
+            shared = data.draw(st.integers(0, 90))
+            own = data.draw(st.lists(st.integers(3, VOCAB_SIZE - 1), min_size=1, max_size=30))
+            prompt = torch.tensor([text[:shared] + own])
+            past = cache.load(prompt)
+            least = min(shared, longest) // TOKENS_PER_PAGE * TOKENS_PER_PAGE
+            assert past.get_seq_length() >= min(least, shared + len(own) - 1)
+            output = model.generate(prompt, past_key_values=past, max_new_tokens=3, do_sample=False)
+            assert torch.equal(output, model.generate(prompt, max_new_tokens=3, do_sample=False))
+            cache.store(output, past)
+            longest = max(longest, shared)
+
+
+def test_threads_take_turns(tmp_path: Path) -> None:
+    model, faults = shared_model(), []
+    expected = {seed: generate(model, prompt_of(40, seed=seed)) for seed in range(4)}
+    with open_cache(model, tmp_path) as cache:
+
+        def work(seed: int) -> None:
+            for _ in range(5):
+                prompt = prompt_of(40, seed=seed)
+                past = cache.load(prompt)
+                if generate(model, prompt, past_key_values=past) != expected[seed]:
+                    faults.append(seed)
+                fill(cache, model, prompt)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in expected]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not faults
+
+
+async def test_a_thread_that_runs_an_event_loop_may_call_it(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    with open_cache(model, ["host://?capacity=1MiB", files_url(tmp_path)]) as cache:
+        fill(cache, model, prompt)
+        assert num_loaded(cache, prompt) == 32
+
+
+def test_a_hundred_rounds_leave_nothing_behind(tmp_path: Path) -> None:
+    def num_tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    model, prompt = shared_model(), prompt_of(70)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        for nth in range(110):
+            past: Any = cache.load(prompt)
+            cache.store(prompt, past)
+            del past
+            if nth == 10:
+                before, threads = num_tensors(), threading.active_count()
+        assert num_tensors() <= before
+        assert threading.active_count() <= threads
+        assert not cache._loaded
+
+
+def test_a_closed_cache_says_so(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(20)
+    cache = open_cache(model, tmp_path)
+    past = cache.load(prompt)
+    cache.close()
+    cache.close()
+    for call in (lambda: cache.load(prompt), lambda: cache.store(prompt, past), cache.__enter__):
+        with pytest.raises(ClosedError, match="prefix cache"):
+            call()

@@ -1,0 +1,248 @@
+"""Prefix cache of transformers: bad pages, late backends and other weights cost time, no tokens."""
+
+import importlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from kvxfer.errors import BackendUnavailableError  # noqa: E402
+from kvxfer.storage.keys import Namespace  # noqa: E402
+from kvxfer.storage.observer import Operation  # noqa: E402
+from kvxfer.testing import DictBackend, DictConfig, FaultRates, FaultyBackend  # noqa: E402
+from tests.integrations.tiny_transformers import (  # noqa: E402
+    FAMILIES,
+    fill,
+    generate,
+    make_model,
+    num_loaded,
+    open_cache,
+    prompt_of,
+    shared_model,
+)
+
+pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
+
+EVERY = frozenset(Operation)
+
+
+def flip_a_bit(page: Path) -> None:
+    data = bytearray(page.read_bytes())
+    data[-100] ^= 1
+    page.write_bytes(data)
+
+
+def truncate(page: Path) -> None:
+    page.write_bytes(page.read_bytes()[:-100])
+
+
+def empty(page: Path) -> None:
+    page.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, empty, Path.unlink])
+@pytest.mark.parametrize("bad_page", range(4))
+def test_a_bad_page_is_a_shorter_prefix(
+    damage: Callable[[Path], object], bad_page: int, tmp_path: Path
+) -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    alone = generate(model, prompt)
+    with open_cache(model, tmp_path) as cache:
+        pages: list[Path] = []
+        for num_pages in range(1, 5):
+            before = set(tmp_path.rglob("*.safetensors"))
+            past = cache.load(prompt)
+            tokens = prompt[:, : 16 * num_pages]
+            model(tokens[:, past.get_seq_length() :], past_key_values=past)
+            assert cache.store(prompt, past) == 16
+            pages += set(tmp_path.rglob("*.safetensors")) - before
+    damage(pages[bad_page])
+    with open_cache(model, tmp_path) as cache:
+        past = cache.load(prompt)
+        assert past.get_seq_length() == 16 * bad_page
+        assert generate(model, prompt, past_key_values=past) == alone
+        assert generate(model, prompt, past_key_values=cache.load(prompt)) == alone
+        assert fill(cache, model, prompt) > 0
+        assert num_loaded(cache, prompt) == 64
+
+
+def test_another_revision_misses(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    with open_cache(model, tmp_path, revision="one") as cache:
+        fill(cache, model, prompt)
+    for revision, hit in (("one", 32), ("two", 0), ("", 0)):
+        with open_cache(model, tmp_path, revision=revision) as cache:
+            assert num_loaded(cache, prompt) == hit
+
+
+def train(model: Any) -> None:
+    loss = model(prompt_of(8), labels=prompt_of(8)).loss
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    (gradient,) = torch.autograd.grad(loss, [weight])
+    with torch.no_grad():
+        weight -= 0.1 * gradient
+
+
+def change_data(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight.data[5, 7] += 1  # which no version counter sees
+
+
+def change_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.01)
+
+
+class LowRank(torch.nn.Module):
+    """Layer with an adapter that can be switched off, as those of PEFT."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.down = torch.nn.Linear(base_layer.in_features, 2, bias=False)
+        self.up = torch.nn.Linear(2, base_layer.out_features, bias=False)
+        self.active_adapters, self.disable_adapters = ["default"], False
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.base_layer(states)
+        return output if self.disable_adapters else output + self.up(self.down(states))
+
+
+def add_adapter(model: Any) -> None:
+    layer = model.model.layers[0].self_attn
+    layer.v_proj = LowRank(layer.v_proj)
+
+
+CHANGES = [train, change_data, change_buffer, add_adapter]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_miss_in_a_new_cache(
+    change: Callable[[Any], object], tmp_path: Path
+) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+    change(model)
+    with open_cache(model, tmp_path) as cache:
+        assert num_loaded(cache, prompt) == 0
+    with open_cache(make_model(*FAMILIES["llama"]), tmp_path) as cache:
+        assert num_loaded(cache, prompt) == 32
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_weights_miss_in_an_open_cache(
+    change: Callable[[Any], object], tmp_path: Path
+) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        past = cache.load(prompt)
+        model(prompt[:, 32:], past_key_values=past)
+        change(model)
+        assert cache.store(prompt, past) == 0
+        assert num_loaded(cache, prompt) == 0
+        fill(cache, model, prompt)
+        past = cache.load(prompt)
+        assert past.get_seq_length() == 32
+        assert generate(model, prompt, past_key_values=past) == generate(model, prompt)
+
+
+def test_an_adapter_that_is_switched_off_is_not_that_which_is_on(tmp_path: Path) -> None:
+    model, prompt = make_model(*FAMILIES["llama"]), prompt_of(40)
+    add_adapter(model)
+    adapted = model.model.layers[0].self_attn.v_proj
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt)
+        adapted.disable_adapters = True
+        assert num_loaded(cache, prompt) == 0
+        adapted.disable_adapters = False
+        assert num_loaded(cache, prompt) == 32
+
+
+class Faulty:
+    """Backend type whose backends inject faults; the last one that was opened is kept."""
+
+    config_type = DictConfig
+
+    def __init__(self) -> None:
+        self.opened: FaultyBackend | None = None
+
+    def __call__(self, config: Any, namespace: Namespace) -> FaultyBackend:
+        inner = DictBackend(config, namespace)
+        self.opened = FaultyBackend(inner, seed=0, rates=FaultRates())
+        return self.opened
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
+    kind = Faulty()
+    module = importlib.import_module("kvxfer.connect")
+    monkeypatch.setattr(module, "_find_backend", lambda name: kind)
+    return kind
+
+
+@pytest.mark.parametrize("fault", ["hang", "stuck", "late", "error", "failure"])
+@pytest.mark.parametrize("operations", [{Operation.LOAD}, {Operation.LOOKUP}, EVERY])
+def test_a_backend_that_fails_costs_the_hit_and_no_more_than_the_deadline(
+    fault: str, operations: frozenset[Operation], faulty: Faulty
+) -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    with open_cache(model, "faulty://", timeout_s=5) as cache:
+        fill(cache, model, prompt)
+        assert faulty.opened is not None
+        faulty.opened.rates = FaultRates(**{fault: 1.0}, operations=frozenset(operations))
+        began = time.monotonic()
+        past = cache.load(prompt, timeout_s=0.2)
+        output = model.generate(prompt, past_key_values=past, max_new_tokens=20, do_sample=False)
+        cache.store(output, past, timeout_s=0.2)
+        assert time.monotonic() - began < 10
+        assert output[0, 70:].tolist() == generate(model, prompt)
+        faulty.opened.rates = FaultRates()
+        faulty.opened.release()
+        deadline = time.monotonic() + 10
+        while not num_loaded(cache, prompt) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert num_loaded(cache, prompt) == 64
+
+
+def test_late_transfers_touch_no_page_that_is_given_out(faulty: Faulty) -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    with open_cache(model, "faulty://", pool_bytes=1) as cache:  # two pages
+        fill(cache, model, prompt)
+        assert faulty.opened is not None
+        faulty.opened.rates = FaultRates(late=1.0)
+        assert num_loaded(cache, prompt, timeout_s=0.1) == 0
+        faulty.opened.rates = FaultRates()
+        assert num_loaded(cache, prompt) == 0, "both slots may still be written to"
+        assert fill(cache, model, prompt_of(70, seed=1)) == 0
+        faulty.opened.release()
+        deadline = time.monotonic() + 10
+        while not num_loaded(cache, prompt) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        past = cache.load(prompt)
+        assert past.get_seq_length() == 64
+        assert generate(model, prompt, past_key_values=past) == generate(model, prompt)
+
+
+def test_no_time_is_no_hit(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(70)
+    with open_cache(model, tmp_path) as cache:
+        past = cache.load(prompt)
+        output = model.generate(prompt, past_key_values=past, max_new_tokens=2, do_sample=False)
+        assert cache.store(output, past, timeout_s=0) == 0
+        assert cache.store(output, past) == 64
+        assert num_loaded(cache, prompt, timeout_s=0) == 0
+        cache._lock.acquire()
+        assert num_loaded(cache, prompt, timeout_s=0.1) == 0, "another thread has its turn"
+        cache._lock.release()
+        assert num_loaded(cache, prompt, timeout_s=None) == 64
+
+
+def test_a_store_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(BackendUnavailableError, match="file"):
+        open_cache(shared_model(), tmp_path / "file")

@@ -1,0 +1,201 @@
+"""Prefix cache of transformers: what it refuses, by name."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from kvxfer.engine_side import VLLMKeys  # noqa: E402
+from kvxfer.errors import InvalidArgumentError, UnsupportedEngineError  # noqa: E402
+from kvxfer.integrations.transformers import interface  # noqa: E402
+from tests.integrations.tiny_transformers import (  # noqa: E402
+    FAMILIES,
+    REFUSED,
+    fill,
+    make_model,
+    num_loaded,
+    open_cache,
+    prompt_of,
+    shared_model,
+)
+
+pytestmark = pytest.mark.timeout(120)  # the first call of a model imports and compiles
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_whose_prefixes_cannot_be_kept(family: str, tmp_path: Path) -> None:
+    config_class, settings, reason = REFUSED[family]
+    model = make_model(config_class, settings)
+    with pytest.raises(InvalidArgumentError) as caught:
+        open_cache(model, tmp_path)
+    assert reason in str(caught.value)
+    assert type(model).__name__ in str(caught.value)
+
+
+def test_a_model_without_generate(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"model is 'Linear'; expected a model with gen"):
+        open_cache(torch.nn.Linear(2, 2), tmp_path)
+
+
+def test_weights_that_are_not_in_memory(tmp_path: Path) -> None:
+    model = make_model(*FAMILIES["llama"])
+    model.model.layers[1].mlp.gate_proj.to("meta")
+    with pytest.raises(InvalidArgumentError, match=r"layers\.1\.mlp\.gate_proj\.weight on meta"):
+        open_cache(model, tmp_path)
+
+
+def test_several_sequences_and_padding(tmp_path: Path) -> None:
+    model = make_model(*FAMILIES["llama"])
+    prompt = prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        for call in (cache.load, cache.generate):
+            with pytest.raises(InvalidArgumentError, match=r"input_ids is '2 sequences'"):
+                call(prompt.repeat(2, 1))
+        mask = torch.ones_like(prompt)
+        mask[0, :3] = 0
+        for call in (cache.load, cache.generate):
+            with pytest.raises(InvalidArgumentError, match=r"attention_mask is 'zeros in it'"):
+                call(prompt, attention_mask=mask)
+        model.generation_config.pad_token_id = 1
+        padded = torch.cat((torch.ones((1, 3), dtype=torch.long), prompt), dim=1)
+        for call in (cache.load, cache.generate):
+            with pytest.raises(InvalidArgumentError, match=r"padding \(token 1\) at 0"):
+                call(padded)
+        assert num_loaded(cache, padded, attention_mask=torch.ones_like(padded)) == 0
+
+
+@pytest.mark.parametrize("ids", [None, "text", 1.5, torch.zeros(1, 3), torch.zeros(1, 2, 3).long()])
+def test_no_token_ids(ids: Any, tmp_path: Path) -> None:
+    cache = open_cache(shared_model(), tmp_path)
+    with cache, pytest.raises(InvalidArgumentError, match="input_ids"):
+        cache.load(ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 2),
+        ("num_return_sequences", 2),
+        ("use_cache", False),
+        ("past_key_values", transformers.DynamicCache()),
+        ("inputs_embeds", torch.zeros(1, 2, 64)),
+        ("pixel_values", torch.zeros(1, 3, 8, 8)),
+    ],
+)
+def test_arguments_of_generate(name: str, value: Any, tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        with pytest.raises(InvalidArgumentError, match=f"^{name} is "):
+            cache.generate(prompt, **{name: value})
+        if name.startswith("num_"):
+            config = transformers.GenerationConfig(**{name: value}, do_sample=True)
+            with pytest.raises(InvalidArgumentError, match=f"^{name} is 2"):
+                cache.generate(prompt, generation_config=config)
+
+
+def test_tokens_that_stand_for_an_image(tmp_path: Path) -> None:
+    model = make_model(*FAMILIES["llama"])
+    model.config.image_token_id = 7
+    cache = open_cache(model, tmp_path)
+    with cache, pytest.raises(InvalidArgumentError, match="image_token_id 7 at 2"):
+        cache.load(torch.tensor([[3, 4, 7, 5]]))
+
+
+def test_caches_that_do_not_have_every_token_of_one_sequence(tmp_path: Path) -> None:
+    model, prompt = shared_model("gemma3"), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        sliding = transformers.DynamicCache(config=model.config)
+        model(prompt, past_key_values=sliding)
+        with pytest.raises(InvalidArgumentError, match="layer 0: DynamicSlidingWindowLayer"):
+            cache.store(prompt, sliding)
+        beams = cache.load(prompt)
+        model(prompt, past_key_values=beams)
+        beams.batch_repeat_interleave(4)
+        with pytest.raises(InvalidArgumentError, match="layer 0: 4 sequences"):
+            cache.store(prompt, beams)
+        with pytest.raises(InvalidArgumentError, match="output is '2 sequences'"):
+            cache.store(prompt.repeat(2, 1), beams)
+        static = transformers.StaticCache(config=model.config, max_cache_len=64)
+        with pytest.raises(InvalidArgumentError, match="past is 'StaticCache'"):
+            cache.store(prompt, static)
+
+
+def test_tokens_that_are_not_those_of_the_cache(tmp_path: Path) -> None:
+    model, prompt = shared_model(), prompt_of(40)
+    with open_cache(model, tmp_path) as cache:
+        past = cache.load(prompt)
+        model(prompt, past_key_values=past)
+        with pytest.raises(InvalidArgumentError, match="tokens that begin otherwise"):
+            cache.store(prompt_of(40, seed=1), past)
+        with pytest.raises(InvalidArgumentError, match="output is '39 tokens'"):
+            cache.store(prompt[:, :39], past)
+        assert cache.store(prompt, past) == 32
+
+
+def test_a_cache_of_another_model(tmp_path: Path) -> None:
+    other, prompt = shared_model("qwen3"), prompt_of(40)
+    deeper = make_model("LlamaConfig", {"num_hidden_layers": 4})
+    wider = make_model("LlamaConfig", {"head_dim": 32})
+    with open_cache(other, tmp_path) as cache:
+        for model, found in ((deeper, "4 layers"), (wider, "head_dim=32")):
+            past = transformers.DynamicCache()
+            model(prompt, past_key_values=past)
+            with pytest.raises(InvalidArgumentError, match=found):
+                cache.store(prompt, past)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokens_per_page", 0),
+        ("revision", None),
+        ("timeout_s", -1),
+        ("pool_bytes", "much"),
+        ("engine_keys", "sglang"),
+        ("namespace", 5),
+    ],
+)
+def test_arguments_of_the_cache(name: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{name} is {value!r}"):
+        open_cache(shared_model(), tmp_path, **{name: value})
+    with pytest.raises(InvalidArgumentError, match="backend is 'nothing'"):
+        open_cache(shared_model(), "nothing://")
+
+
+def test_a_store_that_vllm_has_not_opened(tmp_path: Path) -> None:
+    model = shared_model()
+    with open_cache(model, tmp_path) as cache:
+        fill(cache, model, prompt_of(40))
+    with pytest.raises(InvalidArgumentError, match=r"one namespace of revision .* opened by vLLM"):
+        open_cache(model, tmp_path, engine_keys=VLLMKeys(seed="0"), tokens_per_page=None)
+
+
+def test_a_release_with_another_interface(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OtherCache:
+        def __init__(self, config: Any = None) -> None:
+            self.layers: list[Any] = []
+
+    monkeypatch.setattr(interface, "DynamicCache", OtherCache)
+    with pytest.raises(UnsupportedEngineError, match="DynamicCache has no update and no get_seq"):
+        open_cache(shared_model(), tmp_path)
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "try: import kvxfer.integrations.transformers\n"
+        "except ImportError as exc: print(exc)"
+    )
+    repository = Path(__file__).parents[2]
+    answer = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=repository
+    )
+    named = "kvxfer.integrations.transformers needs the package transformers"
+    assert answer.stdout.strip() == f"{named}: pip install 'kvxfer[transformers]'"
+    assert importlib.import_module("kvxfer.integrations.transformers").PrefixCache
