@@ -1,118 +1,53 @@
-"""Keys and values of a real model go from transformers to vLLM and back, bit by bit the same."""
+"""Keys and values of a real model: transformers and vLLM continue each other's prompts."""
 
-import asyncio
-import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvxfer import (
-    CanonicalKVCaches,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroup,
-    Namespace,
-    WorkerShard,
-    canonicalize,
-    connect,
-    make_block_key,
-    map_caches,
-)
 from kvxfer.bench.vllm.engine_process import ENVIRONMENT
-from kvxfer.storage.keys import BlockKey
+from kvxfer.engine_side import VLLMKeys
+from kvxfer.errors import InvalidArgumentError
 from tests.e2e import models, text
 from tests.e2e.harness import REPOSITORY, AuditedEngine, run_engine
 
 pytestmark = pytest.mark.e2e
 
-BLOCK_TOKENS = 128
-NUM_BLOCKS = 3
-TOKENS = NUM_BLOCKS * BLOCK_TOKENS
+TOKENS = 3 * 128
+"""Tokens of whole blocks that vLLM keeps of a prompt."""
 MAX_TOKENS = 12
 KV_TOLERANCE = 1e-3
 """Tolerance: both engines compute in float32 and sum in another order; measured were 1e-4."""
-VLLM_CPU_AXES = {"k": ("head", "dim", "token")}
+KEYS = VLLMKeys(seed=ENVIRONMENT["PYTHONHASHSEED"])
 
 
-class Transformers:
-    """Model in transformers, one sequence at a time, without pages."""
+def load_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        config = self.model.config
-        self.names = tuple(f"model.layers.{i}" for i in range(config.num_hidden_layers))
-        self.heads, self.dim = config.num_key_value_heads, config.head_dim
-
-    def generate(self, prompt: Sequence[int], past: Any = None) -> list[int]:
-        """Generate greedily after a prompt, of which `past` may have a part."""
-        output = self.model.generate(
-            torch.tensor([prompt]),
-            past_key_values=past,
-            max_new_tokens=MAX_TOKENS,
-            min_new_tokens=MAX_TOKENS,
-            do_sample=False,
-        )
-        return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
-
-    def compute(self, prompt: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compute keys and values of every layer, `(heads, tokens, dim)`."""
-        with torch.inference_mode():
-            past = self.model(torch.tensor([prompt])).past_key_values
-        return [(layer.keys[0], layer.values[0]) for layer in past.layers]
-
-    def empty(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Allocate memory for keys and values of every layer."""
-        shape = (self.heads, TOKENS, self.dim)
-        return [(torch.zeros(shape), torch.zeros(shape)) for _ in self.names]
-
-    def past(self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Convert keys and values to the model's own form."""
-        from transformers import DynamicCache
-
-        past = DynamicCache()
-        for index, (keys, values) in enumerate(layers):
-            past.update(keys[None], values[None], index)
-        return past
-
-    def canonicalize(
-        self, layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    ) -> CanonicalKVCaches:
-        """View the memory as blocks of vLLM's size."""
-        spec = FullAttentionSpec(
-            tokens_per_block=BLOCK_TOKENS,
-            num_kv_heads=self.heads,
-            head_dim=self.dim,
-            dtype=torch.float32,
-        )
-        config = KVCacheConfig(NUM_BLOCKS, (KVCacheGroup(spec, self.names),))
-        entries = dict(zip(self.names, layers, strict=True))
-        return canonicalize(entries, config, layouts=dict.fromkeys(self.names, "head block dim"))
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def move(
-    caches: CanonicalKVCaches, namespace: Namespace, keys: list[BlockKey], url: str, *, load: bool
-) -> None:
-    """Store blocks of transformers' memory as vLLM's pages, or load such pages into it."""
-    (spec,) = caches.group_specs
-    assert isinstance(spec, FullAttentionSpec)
-    whole = WorkerShard(num_kv_heads=spec.num_kv_heads)
-    mappings = map_caches(caches, whole, axes=VLLM_CPU_AXES)
+def prefix_cache(model: Any, files: Path, **settings: Any) -> Any:
+    from kvxfer.integrations.transformers import PrefixCache
 
-    async def run() -> None:
-        async with connect(url, caches, namespace=namespace, mappings=mappings) as engine:
-            act = engine.load if load else engine.store
-            outcomes = await act(keys, [range(NUM_BLOCKS)])
-            assert all(outcome.done for outcome in outcomes), outcomes
+    return PrefixCache(model, f"file://{files}?capacity=1GiB", **settings)
 
-    asyncio.run(run())
+
+def continue_prompt(generate: Any, prompt: Sequence[int], **settings: Any) -> list[int]:
+    output = generate(
+        torch.tensor([prompt]),
+        max_new_tokens=MAX_TOKENS,
+        min_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        **settings,
+    )
+    return output[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def run_vllm(tmp_path: Path, files: Path, name: str) -> AbstractContextManager[AuditedEngine]:
@@ -125,26 +60,15 @@ def run_vllm(tmp_path: Path, files: Path, name: str) -> AbstractContextManager[A
     )
 
 
-def block_keys(prompt: Sequence[int]) -> list[BlockKey]:
-    """Compute vLLM's keys of a prompt's blocks."""
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core import kv_cache_utils
-
-    os.environ.setdefault("PYTHONHASHSEED", ENVIRONMENT["PYTHONHASHSEED"])
-    kv_cache_utils.init_none_hash(sha256)
-    keys, parent = [], None
-    for start in range(0, TOKENS, BLOCK_TOKENS):
-        tokens = prompt[start : start + BLOCK_TOKENS]
-        parent = kv_cache_utils.hash_block_tokens(sha256, parent, tokens)
-        keys.append(make_block_key(parent, 0))
-    return keys
+def copy_namespace(source: Path, target: Path) -> None:
+    """Make an empty store that vLLM has opened."""
+    (described,) = source.glob("*/namespace.json")
+    (target / described.parent.name).mkdir(parents=True)
+    (target / described.relative_to(source)).write_bytes(described.read_bytes())
 
 
-def read_namespace(files: Path) -> Namespace:
-    """Read the namespace of vLLM's pages, as it wrote it; the groups follow from a mapping."""
-    (path,) = files.glob("*/namespace.json")
-    found = msgspec.json.decode(path.read_bytes(), type=Namespace)
-    return msgspec.structs.replace(found, groups=())
+def pages(files: Path) -> dict[str, Path]:
+    return {file.name: file for file in files.rglob("*.safetensors")}
 
 
 def test_transformers_and_vllm_continue_each_others_prompts(
@@ -156,32 +80,60 @@ def test_transformers_and_vllm_continue_each_others_prompts(
     with run_vllm(tmp_path, of_vllm, "first") as engine:
         (computed,) = engine.computed([prompt], max_tokens=MAX_TOKENS)
         engine.settle()
-    keys, namespace = block_keys(prompt), read_namespace(of_vllm)
-    stored = {file.name.split(".")[0]: file for file in of_vllm.rglob("*.safetensors")}
-    assert set(stored) == {key.hex() for key in keys}
+    copy_namespace(of_vllm, of_transformers)
 
-    transformers = Transformers(folder)
-    layers = transformers.compute(prompt[:TOKENS])
-    url = f"file://{of_transformers}?capacity=1GiB"
-    move(transformers.canonicalize(layers), namespace, keys, url, load=False)
+    model = load_model(folder)
+    alone = continue_prompt(model.generate, prompt)
+    assert alone == computed.token_ids
+    with prefix_cache(model, of_vllm, engine_keys=KEYS) as cache:
+        past = cache.load(torch.tensor([prompt]))
+        assert past.get_seq_length() == TOKENS
+        assert continue_prompt(model.generate, prompt, past_key_values=past) == alone
 
+    with prefix_cache(model, of_transformers, engine_keys=KEYS) as cache:
+        assert continue_prompt(cache.generate, prompt) == alone
+    theirs, ours = pages(of_vllm), pages(of_transformers)
+    assert theirs.keys() == ours.keys()
+    assert len(theirs) == TOKENS // 128
     largest = 0.0
-    for key in keys:
-        (ours,) = of_transformers.rglob(f"{key.hex()}.safetensors")
-        theirs, mine = load_file(stored[key.hex()]), load_file(ours)
-        assert theirs.keys() == mine.keys()
-        largest = max(largest, *((theirs[name] - mine[name]).abs().max().item() for name in theirs))
+    for name, file in theirs.items():
+        one, other = load_file(file), load_file(ours[name])
+        assert one.keys() == other.keys()
+        largest = max(largest, *((one[each] - other[each]).abs().max().item() for each in one))
     record_property("largest difference of keys and values", largest)
-    assert largest < KV_TOLERANCE, f"keys and values differ by {largest}"
+    assert 0 < largest < KV_TOLERANCE, f"keys and values differ by {largest}"
 
     with run_vllm(tmp_path, of_transformers, "second") as engine:
         (continued,) = engine.generate([prompt], max_tokens=MAX_TOKENS)
     assert continued.cached_tokens == TOKENS
     assert continued.token_ids == computed.token_ids
 
-    room = transformers.empty()
-    url = f"file://{of_vllm}?capacity=1GiB"
-    move(transformers.canonicalize(room), namespace, keys, url, load=True)
-    alone = transformers.generate(prompt)
-    assert transformers.generate(prompt, transformers.past(room)) == alone
-    assert alone == computed.token_ids
+    with torch.no_grad():
+        model.model.layers[7].mlp.down_proj.weight.mul_(1.001)
+    with pytest.raises(InvalidArgumentError, match=r"with another model\.layers\.7\.mlp\.down"):
+        prefix_cache(model, of_vllm, engine_keys=KEYS)
+
+
+SECOND_PROCESS = """
+import sys
+from pathlib import Path
+from tests.e2e.test_real_data import continue_prompt, load_model, prefix_cache, text
+folder, files = map(Path, sys.argv[1:])
+(prompt,) = text.prompts(folder / "tokenizer.json", 1, shared_tokens=300)
+with prefix_cache(load_model(folder), files) as cache:
+    import torch
+    hit = cache.load(torch.tensor([prompt])).get_seq_length()
+    print(hit, *continue_prompt(cache.generate, prompt))
+"""
+
+
+def test_a_second_process_goes_on_with_what_the_first_one_stored(tmp_path: Path) -> None:
+    folder = models.make("smollm2", REPOSITORY / models.DEFAULT_DIRECTORY)
+    command = [sys.executable, "-c", SECOND_PROCESS, str(folder), str(tmp_path)]
+    answers = [
+        subprocess.run(command, check=True, capture_output=True, text=True, cwd=REPOSITORY).stdout
+        for _ in range(2)
+    ]
+    first, second = (list(map(int, answer.split())) for answer in answers)
+    assert (first[0], second[0]) == (0, 256)
+    assert first[1:] == second[1:]
