@@ -12,7 +12,18 @@ import msgspec
 from kvxfer.bench.report import BenchRow
 from kvxfer.cli.exit_statuses import exit_statuses
 
-BENCHES = ("describe", "layout", "copy", "mapping", "engine-loop", "file", "nixl", "vllm", "pd")
+BENCHES = (
+    "describe",
+    "layout",
+    "copy",
+    "mapping",
+    "engine-loop",
+    "file",
+    "nixl",
+    "vllm",
+    "pd",
+    "transformers",
+)
 COLUMNS = BenchRow.__struct_fields__
 
 
