@@ -32,7 +32,7 @@ from kvxfer.backends.file.store_batch import StoreBatch, medium_failure
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, Backend, Outcome, Status
+from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
@@ -53,8 +53,6 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
 
 
 class FileBackend(Backend):
@@ -243,7 +241,7 @@ class FileBackend(Backend):
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
             covered = self._batch(keys, blocks).covered
-            return [DONE if there else _PAUSED for there in await self._lookups.ask(covered)]
+            return [DONE if there else PAUSED for there in await self._lookups.ask(covered)]
         try:
             written = await self._write(keys, blocks)
         except BaseException:

@@ -21,7 +21,7 @@ from kvxfer.backends.file.format.verification import check_data, check_header
 from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
+from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
 _REPLACED = Outcome(Status.FAILED, reason="the file was removed or replaced while it was read")
@@ -72,7 +72,8 @@ class BlockReader:
         for index, outcome in enumerate(outcomes):
             if outcome is not DONE:
                 alone = self._read_alone(keys[index], blocks.select(index, index + 1))
-                outcomes[index] = outcome if outcome and alone is MISSING else alone
+                is_miss = alone.status is Status.MISSING
+                outcomes[index] = outcome if outcome and is_miss else alone
         return [outcome or MISSING for outcome in outcomes]
 
     def _locate_whole(
@@ -148,7 +149,7 @@ class BlockReader:
             start = self._check(key, bytes(scratch.header(0)), scratch.data(0, size))
             skip = int(block.payload_starts[0]) - start
             if skip < 0 or skip + block.num_bytes > size:
-                return MISSING
+                return PARTIAL
             files.copy_engine.copy(describe_scratch(scratch, [0], block, skip_bytes=skip), block)
         except OtherIntegrityError as exc:
             return self._note_other_integrity(exc)

@@ -14,10 +14,10 @@ from kvxfer.backends.file.format.verification import read_extent
 from kvxfer.backends.file.io.file_io import FULL_ERRORS, MEDIUM_ERRORS
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 
-NO_ROOM = Outcome(Status.FAILED, reason="no room, and nothing that can be evicted")
+NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}, and nothing that can be evicted")
 PART = Outcome(Status.FAILED, reason="a part of a chunk: files of this group hold whole chunks")
 
 

@@ -17,7 +17,7 @@ from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
-from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
+from kvxfer.storage.backend import DONE, MISSING, PARTIAL, Outcome, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import Generations
@@ -184,7 +184,7 @@ class HostPool:
         """
         for part in range(self.shape.num_parts):
             if self._tags["start"][slot, part]:
-                return MISSING
+                return PARTIAL
             outcome = self._verify_part(slot, key, part, checksum=True)
             if not outcome.done:
                 return outcome
@@ -236,7 +236,7 @@ class HostPool:
         """
         outcomes, checksums = [], []
         for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
-            outcome = MISSING
+            outcome = PARTIAL
             if self.covers(slot, start, stop):
                 _, held_start, held_stop, _ = self._tags[slot, 0].tolist()
                 whole = (start, stop) == (held_start, held_stop)
@@ -360,7 +360,7 @@ class HostPool:
         """Check that a part holds a span of `key`'s bytes, and holds its bytes unchanged."""
         held, start, stop, expected = self._tags[slot, part].tolist()
         if held != _key_digest(key) or span[0] < start or stop < span[1]:
-            return MISSING
+            return PARTIAL if held == _key_digest(key) else MISSING
         if stop > self.shape.part_size_bytes or start > stop:
             return Outcome(Status.CORRUPT, reason=f"slot {slot}: tag says {start} to {stop} bytes")
         if slot in self._unhashed:

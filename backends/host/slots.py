@@ -28,6 +28,11 @@ def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:
     return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
 
 
+def key_in_slot(key: BlockKey) -> BlockKey:
+    """Extract the block's own key from a `slot_key`."""
+    return BlockKey(key[SLOT_BYTES:-GROUP_INDEX_BYTES])
+
+
 class SlotMover(ImmediateMover):
     """One worker's part of a host pool: writes and reads the slots that `slot_key` names.
 
@@ -101,4 +106,4 @@ class SlotMover(ImmediateMover):
 
 
 def _split(key: BlockKey) -> tuple[int, BlockKey]:
-    return int.from_bytes(key[:SLOT_BYTES], "big"), BlockKey(key[SLOT_BYTES:-GROUP_INDEX_BYTES])
+    return int.from_bytes(key[:SLOT_BYTES], "big"), key_in_slot(key)

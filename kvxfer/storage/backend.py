@@ -54,6 +54,10 @@ class Outcome:
 
 DONE = Outcome(Status.DONE)
 MISSING = Outcome(Status.MISSING)
+PARTIAL = Outcome(Status.MISSING, reason="a part of the chunk is stored, without all these bytes")
+NO_ROOM_REASON = "no room"
+"""Beginning of the reason of a block that a full medium refused."""
+PAUSED = Outcome(Status.FAILED, reason="writing is paused after repeated errors")
 
 _RANKS = {
     Status.MISSING: 0,

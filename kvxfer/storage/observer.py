@@ -157,14 +157,14 @@ class Late:
     """Call that missed its deadline.
 
     Attributes:
-        tier: Name of the tier; `ENGINE` when the deadline was that of an engine's call.
+        tier: Name of the tier; `ENGINE` for a call of an engine.
         operation: The call.
-        num_blocks: Blocks that have no other outcome.
+        keys: Blocks that have no other outcome.
     """
 
     tier: str
     operation: Operation
-    num_blocks: int
+    keys: Sequence[BlockKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ class NotWrittenBack:
     """Blocks that are not copied to a tier: it is too slow for the blocks that are stored."""
 
     tier: str
-    num_blocks: int
+    keys: Sequence[BlockKey]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,8 +202,25 @@ class Ended:
     waited_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """Request of an engine that is scheduled.
+
+    Attributes:
+        request_id: The engine's name of it.
+        keys: Blocks of its prompt, in order, group after group.
+        tiers: Tier that gives each block, empty for a miss, None where it was not looked up.
+        reason: Why blocks were refused, if one reason holds for all.
+    """
+
+    request_id: str
+    keys: Sequence[BlockKey]
+    tiers: Sequence[str | None]
+    reason: str = ""
+
+
 Event: TypeAlias = (
-    Moved | Asked | LookedUp | Added | Removed | Late | Skipped | NotWrittenBack | Ended
+    Moved | Asked | LookedUp | Added | Removed | Late | Skipped | NotWrittenBack | Ended | Requested
 )
 
 AskGauges: TypeAlias = Callable[[], Mapping[Gauge, float]]
@@ -291,20 +308,20 @@ class Reports:
         if self and keys:
             self.tell(Removed(self.tier, keys, reason, namespace))
 
-    def late(self, operation: Operation, num_blocks: int) -> None:
+    def late(self, operation: Operation, keys: Sequence[BlockKey]) -> None:
         """Tell that a call missed its deadline."""
-        if self and num_blocks:
-            self.tell(Late(self.tier, operation, num_blocks))
+        if self and keys:
+            self.tell(Late(self.tier, operation, keys))
 
     def skipped(self, operation: Operation, keys: Sequence[BlockKey]) -> None:
         """Tell that a tier was not called, since it is suspended."""
         if self and keys:
             self.tell(Skipped(self.tier, operation, keys))
 
-    def not_written_back(self, num_blocks: int) -> None:
+    def not_written_back(self, keys: Sequence[BlockKey]) -> None:
         """Tell that blocks are not copied to this tier."""
-        if self and num_blocks:
-            self.tell(NotWrittenBack(self.tier, num_blocks))
+        if self and keys:
+            self.tell(NotWrittenBack(self.tier, keys))
 
     def moved(
         self,

@@ -25,6 +25,7 @@ from kvxfer.storage.observer import (
     Observer,
     Operation,
     Removed,
+    Requested,
     Skipped,
 )
 
@@ -131,12 +132,12 @@ class Metrics(Observer, Collector):
                 self._count("deadline_misses", 1, tier, operation)
             case Skipped(tier=tier, operation=operation, keys=keys):
                 self._count("skipped_blocks", len(keys), tier, operation)
-            case NotWrittenBack(tier=tier, num_blocks=number):
-                self._count("not_written_back_blocks", number, tier)
+            case NotWrittenBack(tier=tier, keys=keys):
+                self._count("not_written_back_blocks", len(keys), tier)
             case Ended(operation=operation, seconds=seconds, waited_s=waited_s):
                 self._observe("batch_seconds", seconds, operation)
                 self._observe("queue_wait_seconds", waited_s, operation)
-            case Added():  # counted as moved
+            case Added() | Requested():  # counted as moved, and as looked up
                 pass
 
     def watch(self, tier: str, ask: AskGauges) -> None:

@@ -75,7 +75,7 @@ class IsolatedTier:
             return set()
         what, began = f"lookup of {len(keys)} blocks", time.perf_counter()
         call = self.backend.lookup(keys)
-        found = await self._ask(Operation.LOOKUP, what, len(keys), self._timeouts.lookup_s, call)
+        found = await self._ask(Operation.LOOKUP, what, keys, self._timeouts.lookup_s, call)
         if found is None or len(found) != len(keys):
             return set()
         if self.reports:
@@ -104,7 +104,7 @@ class IsolatedTier:
         if self._may_call(Operation.DELETE, keys):
             what, call = f"delete of {len(keys)} blocks", self.backend.delete(keys)
             timeout_s = self._timeouts.move_s
-            deleted = await self._ask(Operation.DELETE, what, len(keys), timeout_s, call)
+            deleted = await self._ask(Operation.DELETE, what, keys, timeout_s, call)
         return deleted or [False] * len(keys)
 
     async def drain(self) -> None:
@@ -139,7 +139,7 @@ class IsolatedTier:
         self,
         operation: Operation,
         what: str,
-        num_blocks: int,
+        keys: Sequence[BlockKey],
         timeout_s: float | None,
         call: Awaitable[T],
     ) -> T | None:
@@ -149,7 +149,7 @@ class IsolatedTier:
         except Exception as exc:
             if timeout_s is not None and type(exc) is TimeoutError:
                 self._suspension.begin(time.monotonic(), what, timeout_s)
-                self.reports.late(operation, num_blocks)
+                self.reports.late(operation, keys)
             else:
                 logger.warning("%s: %s failed", self._name, what, exc_info=True)
         return None
@@ -159,7 +159,7 @@ class IsolatedTier:
     ) -> list[Outcome]:
         what, timeout_s = f"moving {len(keys)} blocks", self._timeouts.move_s
         call = self._move(operation, keys, blocks, cause)
-        outcomes = await self._ask(operation, what, len(keys), timeout_s, call)
+        outcomes = await self._ask(operation, what, keys, timeout_s, call)
         reason = f"{self._name} took longer than {self._timeouts.move_s:g} s"
         late = Outcome(Status.TIMED_OUT, memory_safe=False, reason=reason)
         return [late] * len(keys) if outcomes is None else list(outcomes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvxfer.storage.backend import Status
+from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
@@ -73,10 +73,10 @@ class TierWriter:
 
     def add(self, blocks: Mapping[BlockKey, StoredBlock]) -> None:
         """Queue blocks; the oldest are dropped when there are too many."""
-        if num_dropped := self.queue.add(blocks):
+        if dropped := self.queue.add(blocks):
             text = "tier %d is too slow: %d blocks are not written back there"
-            logger.warning(text, self._target.index, num_dropped)
-            self._target.reports.not_written_back(num_dropped)
+            logger.warning(text, self._target.index, len(dropped))
+            self._target.reports.not_written_back(dropped)
         if len(self.queue) and (self._worker is None or self._worker.done()):
             self._settled.clear()
             self._worker = asyncio.create_task(self._copy_all())
@@ -95,7 +95,7 @@ class TierWriter:
         if len(self.queue):
             text = "tier %d: %d blocks were not written back there"
             logger.warning(text, self._target.index, len(self.queue))
-        self.queue.clear()
+        self._target.reports.not_written_back(self.queue.clear())
         if self._worker is not None:
             self._worker.cancel()
             await wait_despite_cancel(asyncio.gather(self._worker, return_exceptions=True))
@@ -134,6 +134,8 @@ class TierWriter:
             load = source.copying(Operation.LOAD, Cause.WRITE_BACK)
             loaded = await staged.move(load, keys, staged.blocks)
             there = [index for index, outcome in enumerate(loaded) if outcome.done]
+            gone = [key for key, each in zip(keys, loaded, strict=True) if _is_gone(each)]
+            self._target.reports.not_written_back(gone)
             if not there:
                 return
             keys, found = [keys[index] for index in there], staged.blocks.take(there)
@@ -154,3 +156,8 @@ class TierWriter:
         """Count the oldest blocks of one source tier that fit into a buffer."""
         _, oldest = next(groupby(self.queue.waiting(), lambda block: block.source))
         return self._staging.num_fitting(block.num_bytes for block in oldest)
+
+
+def _is_gone(loaded: Outcome) -> bool:
+    """Whether the tier above lost a block before its turn."""
+    return loaded.status is Status.MISSING

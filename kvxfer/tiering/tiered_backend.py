@@ -16,12 +16,12 @@ from kvxfer.checks import (
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import MISSING, Backend, Outcome, pick_outcome
+from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
-from kvxfer.storage.observed_backend import medium_of
+from kvxfer.storage.observed_backend import medium_of, observed
 from kvxfer.storage.observer import Cause, LookedUp, Operation, Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
@@ -29,6 +29,14 @@ from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
 from kvxfer.tiering.timeouts import TierTimeouts
 
 logger = logging.getLogger(__name__)
+
+
+def observe(backend: Backend, reports: Reports) -> Backend:
+    """Let reports be told of a backend, or of each tier of several; return what is to be used."""
+    if isinstance(backend, TieredBackend):
+        backend.observe(reports)
+        return backend
+    return observed(backend, reports)
 
 
 class _Batch:
@@ -203,8 +211,9 @@ class TieredBackend(Backend):
         await self._load_from_any(batch, range(len(keys)))
         lost = [
             index
-            for index, key in enumerate(keys)
-            if batch.outcomes[index] == MISSING and self._is_moving(key, moving)
+            for index in batch.still_open(range(len(keys)))
+            if batch.outcomes[index].status is Status.MISSING
+            and self._is_moving(keys[index], moving)
         ]
         await self._locks.wait([keys[index] for index in lost])
         await self._load_from_any(batch, lost)

@@ -86,22 +86,23 @@ class WriteBackQueue(Generic[T]):
         """Iterate over the blocks that may be taken, oldest first."""
         return (entry.block for key, entry in self._waiting.items() if key not in self._taken)
 
-    def add(self, blocks: Mapping[BlockKey, T]) -> int:
-        """Add blocks, in place of earlier ones of their keys; return how many were dropped."""
+    def add(self, blocks: Mapping[BlockKey, T]) -> list[BlockKey]:
+        """Add blocks, in place of earlier ones of their keys; return those that were dropped."""
         self._waiting |= {key: _Entry(block) for key, block in blocks.items()}
         dropped = list(islice(self._waiting, max(0, len(self) - self.max_blocks)))
         for key in dropped:
             del self._waiting[key]
-        return len(dropped)
+        return dropped
 
-    def forget(self, keys: Iterable[BlockKey]) -> int:
-        """Forget blocks that the tiers above lost; return how many of them waited."""
-        num_waiting = 0
+    def forget(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Forget blocks that the tiers above lost; return those of them that waited."""
+        waited = []
         for key in keys:
-            num_waiting += self._waiting.pop(key, None) is not None
+            if self._waiting.pop(key, None) is not None:
+                waited.append(key)
             if key in self._taken:
                 self._taken[key].num_failures = MAX_ATTEMPTS  # not to be retried
-        return num_waiting
+        return waited
 
     def take(self, now: float, limit: int) -> dict[BlockKey, T]:
         """Take the oldest blocks to copy them now: at most `limit`, one if the tier has failed.
@@ -141,10 +142,12 @@ class WriteBackQueue(Generic[T]):
         for key in keys:
             self._taken.pop(key, None)
 
-    def clear(self) -> None:
-        """Forget every block, also those that are being copied."""
+    def clear(self) -> list[BlockKey]:
+        """Forget every block, also those that are being copied; return which they were."""
+        forgotten = list(self._waiting | self._taken)
         self._waiting.clear()
         self._taken.clear()
+        return forgotten
 
     def _retry(self, key: BlockKey) -> None:
         entry = self._taken.pop(key, None)

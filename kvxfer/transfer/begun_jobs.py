@@ -224,8 +224,8 @@ class BegunJobs:
                 each.pieces.popleft()
                 self._note(job, piece, outcomes)
         if job.deadline is not None and job.deadline <= time.monotonic():
-            num_left = job.end(Status.TIMED_OUT, "deadline passed")
-            self._reports.late(Operation[job.direction.name], num_left)
+            left = job.end(Status.TIMED_OUT, "deadline passed")
+            self._reports.late(Operation[job.direction.name], left)
 
     def _note(self, job: Job, piece: Piece, outcomes: list[Outcome]) -> None:
         for index, outcome in enumerate(outcomes, piece.start):

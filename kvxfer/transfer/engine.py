@@ -122,7 +122,7 @@ class TransferEngine(PolledEngine[Backend]):
             return await self._calls.wait_for(timeout_s, self.backend.lookup(keys))
         except TimeoutError:
             logger.warning("lookup of %d blocks: no answer in %s s", len(keys), timeout_s)
-            self._reports.late(Operation.LOOKUP, len(keys))
+            self._reports.late(Operation.LOOKUP, keys)
             return [False] * len(keys)
 
     async def _flush(self, timeout_s: float | None) -> bool:

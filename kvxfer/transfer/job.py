@@ -92,17 +92,17 @@ class Job:
             for start, stop in self.blocks.cut(max_bytes)
         ]
 
-    def end(self, status: Status, reason: str) -> int:
+    def end(self, status: Status, reason: str) -> list[BlockKey]:
         """Set the outcome of blocks that have none; memory passed to the backend is not safe.
 
         Returns:
-            How many had none.
+            Those that had none.
         """
         left = [index for index, outcome in enumerate(self.outcomes) if outcome is None]
         for index in left:
             safe = not self.in_backend[index]
             self.outcomes[index] = Outcome(status, memory_safe=safe, reason=reason)
-        return len(left)
+        return [self.keys[index] for index in left]
 
     def tell(self, reports: Reports) -> None:
         """Tell observers that the job has ended, and how."""

@@ -78,9 +78,9 @@ class JobMover:
         finally:
             for task in tasks:
                 task.cancel()
-            num_left = job.end(status, reason)
+            left_over = job.end(status, reason)
             if status is Status.TIMED_OUT:
-                self._reports.late(Operation[job.direction.name], num_left)
+                self._reports.late(Operation[job.direction.name], left_over)
             job.tell(self._reports)
         return list(job.finished().outcomes)
 

@@ -311,7 +311,7 @@ async def test_a_late_tier_is_told_and_so_are_the_calls_that_it_is_spared(
         assert recorder.gauges("faulty")[Gauge.SUSPENDED] == 1
         await b.lookup(KEYS[:3])
         lower.release()
-    assert recorder.of(Late) == [Late("faulty", Operation.LOOKUP, 2)]
+    assert recorder.of(Late) == [Late("faulty", Operation.LOOKUP, KEYS[:2])]
     assert recorder.of(Skipped) == [Skipped("faulty", Operation.LOOKUP, KEYS[:3])]
 
 
@@ -382,7 +382,7 @@ async def test_a_missed_deadline_of_the_engine_is_told(
     async with TransferEngine(memory.caches, faulty, observers=[recorder]) as engine:
         await engine.load(KEYS[:2], [[0, 1]], timeout_s=0.01)
         faulty.release()
-    assert recorder.of(Late) == [Late(ENGINE, Operation.LOAD, 2)]
+    assert recorder.of(Late) == [Late(ENGINE, Operation.LOAD, KEYS[:2])]
     (ended,) = recorder.of(Ended)
     assert {outcome.status for outcome in ended.outcomes} == {Status.TIMED_OUT}
 

@@ -17,7 +17,7 @@ MAX_BLOCKS = 4
 
 def open_queue(*keys: BlockKey) -> WriteBackQueue[int]:
     queue: WriteBackQueue[int] = WriteBackQueue()
-    assert queue.add(dict.fromkeys(keys, 0)) == 0
+    assert not queue.add(dict.fromkeys(keys, 0))
     return queue
 
 
@@ -95,9 +95,9 @@ def test_a_tier_that_is_not_available_is_tried_after_a_pause() -> None:
 def test_a_full_queue_drops_its_oldest_blocks() -> None:
     queue = open_queue()
     queue.max_blocks = 2
-    assert queue.add(dict.fromkeys(KEYS[:3], 0)) == 1
+    assert queue.add(dict.fromkeys(KEYS[:3], 0)) == KEYS[:1]
     assert take(queue, limit=1) == KEYS[1:2]
-    assert queue.add({KEYS[3]: 0}) == 1
+    assert queue.add({KEYS[3]: 0}) == KEYS[2:3]
     fail(queue, 0.0, KEYS[1])
     assert take(queue, 1.0) == KEYS[3:4]
 
@@ -129,13 +129,15 @@ class Model(RuleBasedStateMachine):
             if not places:
                 self.waiting.append((key, self.version))
         excess = min(len(self.waiting), len(self.waiting) + len(self.taken) - MAX_BLOCKS)
-        assert self.queue.add(dict.fromkeys(keys, self.version)) == max(0, excess)
+        dropped = [key for key, _ in self.waiting[: max(0, excess)]]
+        assert self.queue.add(dict.fromkeys(keys, self.version)) == dropped
         del self.waiting[: max(0, excess)]
 
     @rule(keys=picks)
     def forget(self, keys: list[BlockKey]) -> None:
         kept = [each for each in self.waiting if each[0] not in keys]
-        assert self.queue.forget(keys) == len(self.waiting) - len(kept)
+        gone = {key for key, _ in self.waiting} & set(keys)
+        assert set(self.queue.forget(keys)) == gone
         self.waiting = kept
         self.forgotten |= self.taken.keys() & set(keys)
 

@@ -64,10 +64,10 @@ def work(metrics: Metrics) -> None:
     failed = [Outcome(Status.FAILED)] * 10
     metrics.note(Moved("file", Operation.STORE, KEYS, failed, 0, 0.015625, cause=Cause.WRITE_BACK))
     metrics.note(Removed("file", KEYS[:1], Removal.CORRUPT))
-    metrics.note(Late("file", Operation.LOOKUP, 10))
-    metrics.note(Late(ENGINE, Operation.LOAD, 1))
+    metrics.note(Late("file", Operation.LOOKUP, KEYS))
+    metrics.note(Late(ENGINE, Operation.LOAD, KEYS[:1]))
     metrics.note(Skipped("file", Operation.LOOKUP, KEYS))
-    metrics.note(NotWrittenBack("file", 6))
+    metrics.note(NotWrittenBack("file", KEYS[:6]))
     metrics.note(Ended(Operation.STORE, KEYS, DONE * 10, 10 << 20, 0.01, 0.002))
 
 
