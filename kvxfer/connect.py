@@ -18,12 +18,12 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping, WorkerShard
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import GroupIdentity, Namespace
-from kvxfer.storage.observed_backend import observed
 from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
-from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.telemetry.journal import journal_observers
+from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
 from kvxfer.transfer.prompt_exchange import PromptExchange
@@ -89,11 +89,13 @@ def connect(
         DeviceUnavailableError: The caches are on a GPU that cannot be used.
     """
     require_instances("mappings", mappings, PageMapping)
+    require_instances("observers", observers, Observer)
     complete = complete_namespace(namespace, caches, blocks_per_chunk)
     if len(mappings):
         complete = portable_namespace(complete, mappings)
     with ExitStack() as undo:
-        opened = open_backend(backend, complete, observers=observers)
+        observers = [*observers, *journal_observers(complete)]
+        opened = _open_backend(backend, complete, observers)
         undo.callback(_close, [opened])
         if len(mappings):
             # Staging is below the portable backend, so that each shard has a place of its own in a
@@ -146,7 +148,12 @@ def exchange(
     if not isinstance(config, NixlConfig):
         raise InvalidArgumentError("backend", backend, "one of the type nixl")
     return PromptExchange(
-        config, caches, namespace, shard=shard, advertise=advertise, observers=observers
+        config,
+        caches,
+        namespace,
+        shard=shard,
+        advertise=advertise,
+        observers=[*observers, *journal_observers(namespace)],
     )
 
 
@@ -173,17 +180,7 @@ def open_backend(
         CapacityError: There is not as much memory or disk as was configured; nothing is left open.
     """
     require_instances("observers", observers, Observer)
-    parsed = [parse_backend(choice) for choice in backend_choices(backend)]
-    opened: list[Backend] = []
-    try:
-        for backend_type, config in parsed:
-            opened.append(backend_type(config, namespace))
-        if len(opened) > 1:
-            opened = [TieredBackend(opened, namespace)]
-        return _observe(opened[0], observers)
-    except BaseException:
-        _close(opened)
-        raise
+    return _open_backend(backend, namespace, [*observers, *journal_observers(namespace)])
 
 
 def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
@@ -231,13 +228,22 @@ def complete_namespace(
     return complete
 
 
-def _observe(backend: Backend, observers: Sequence[Observer]) -> Backend:
-    if not observers:
-        return backend
-    if isinstance(backend, TieredBackend):  # tells what each tier does
-        backend.observe(Reports(observers))
-        return backend
-    return observed(backend, Reports(observers))
+def _open_backend(
+    backend: BackendChoice | Sequence[BackendChoice],
+    namespace: Namespace,
+    observers: Sequence[Observer],
+) -> Backend:
+    parsed = [parse_backend(choice) for choice in backend_choices(backend)]
+    opened: list[Backend] = []
+    try:
+        for backend_type, config in parsed:
+            opened.append(backend_type(config, namespace))
+        if len(opened) > 1:
+            opened = [TieredBackend(opened, namespace)]
+        return observe(opened[0], Reports(observers)) if observers else opened[0]
+    except BaseException:
+        _close(opened)
+        raise
 
 
 def backend_choices(

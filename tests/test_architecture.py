@@ -21,7 +21,7 @@ FLOORS = (
     {"telemetry"},
     {"connect", "engine_side"},
     {"integrations", "proxy"},
-    {"cli", "bench", "doctor", "replay", "top", "testing"},
+    {"cli", "bench", "doctor", "explain", "replay", "top", "testing"},
     {"public", "kvxfer"},
 )
 MAX_LINES = 400

@@ -20,6 +20,7 @@ _COMMANDS = {
     "proxy": ("kvxfer.cli.proxy", "route requests between prefill and decode engines"),
     "doctor": ("kvxfer.cli.doctor", "find what silently costs hits or speed"),
     "top": ("kvxfer.cli.top", "show live what metrics count"),
+    "explain": ("kvxfer.cli.explain", "say why a request missed"),
     "replay": ("kvxfer.cli.replay", "plan caches with a trace of requests"),
     "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a file store"),
 }

@@ -23,10 +23,11 @@ from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of, unwrapped
-from kvxfer.storage.observer import Observable, Reports
+from kvxfer.storage.observer import Observable, Observer, Operation, Reports
+from kvxfer.storage.renamed_keys import RenamedKeys
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension
-from kvxfer.tiering.tiered_backend import TieredBackend
+from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.tiering.timeouts import TierTimeouts
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
@@ -78,6 +79,7 @@ class LowerTier:
             stored unchanged.
         timeouts: Deadlines of the backend.
         emit_events: Whether to keep events for `take_events`.
+        observers: Told what happens to rows, under the keys that are used here.
 
     Attributes:
         name: Name in metrics: that of the backend's medium, `metrics.LOWER` for several tiers.
@@ -96,6 +98,7 @@ class LowerTier:
         mappings: Sequence[PageMapping] = (),
         timeouts: LowerTierTimeouts | None = None,
         emit_events: bool = False,
+        observers: Sequence[Observer] = (),
     ) -> None:
         tensor = torch.from_numpy(rows).view(torch.int8)
         row_size_bytes = rows.shape[1]
@@ -105,13 +108,22 @@ class LowerTier:
         )
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
         self._events = TierEvents() if emit_events else None
-        if self._events is not None and isinstance(backend, Observable):
-            backend.observe(Reports([self._events], self.name))
+        self._reports = Reports(observers, self.name)
+        renamed = [RenamedKeys(observers, self._key_of)] if len(observers) else []
+        reports = Reports([*renamed, *([self._events] if self._events else [])], self.name)
+        if renamed:
+            backend = observe(backend, reports)
+        elif reports and isinstance(backend, Observable):
+            backend.observe(reports)
         self._timeouts = timeouts or LowerTierTimeouts()
         limit_s = self._timeouts.lookup_s
         self._lookup_s = inf if limit_s is None else limit_s
         self._engine = TransferEngine(
-            caches, backend, mappings=mappings, timeout_s=self._timeouts.store_s
+            caches,
+            backend,
+            mappings=mappings,
+            timeout_s=self._timeouts.store_s,
+            observers=renamed,
         )
         try:
             self._engine.submit_call(backend.start()).result()
@@ -126,6 +138,7 @@ class LowerTier:
         self._missing: list[BlockKey] = []
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
+        self._skipped: list[BlockKey] = []
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
@@ -134,6 +147,7 @@ class LowerTier:
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
         if self.is_suspended and not self.results.is_found(key):
+            self._skipped.append(key)
             return False
         return self.results.get(key, req_id)
 
@@ -160,6 +174,8 @@ class LowerTier:
                 known. They belong to the tier until `poll` reports them; those whose keys the
                 backend does not have, until `take_missing` does.
         """
+        self._reports.skipped(Operation.LOOKUP, self._skipped)
+        self._skipped = []
         keys = self.results.take_unasked()
         known = dict(rows or {})
         unknown = {key: known.pop(key) for key in keys if key in known}
@@ -342,6 +358,10 @@ class LowerTier:
         """Make the backend's key: the salt of this process, and the key."""
         return BlockKey(self._salt + key)
 
+    def _key_of(self, name: BlockKey) -> BlockKey | None:
+        """Return the key of a backend's key; None for one of before a reset."""
+        return BlockKey(name[len(self._salt) :]) if name.startswith(self._salt) else None
+
     def _take_answers(self) -> None:
         """End the lookups that were answered, and those that are late: all of their keys miss."""
         now = time.monotonic()
@@ -353,6 +373,7 @@ class LowerTier:
                 self._end_lookup(lookup)
                 call = f"lookup of {len(lookup.keys)} rows"
                 self._suspension.begin(now, call, self._lookup_s)
+                self._reports.late(Operation.LOOKUP, lookup.keys)
             else:
                 waiting.append(lookup)
         self._lookups = waiting

@@ -1,7 +1,8 @@
 """Offloading manager, the scheduler's side: the index of the chunks in host memory."""
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +21,18 @@ from kvxfer.integrations.vllm.offloading.interface import (
     event_of_failed_chunks,
 )
 from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
+from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Gauge, Observer, Operation, Removal, Reports
+from kvxfer.telemetry.journal import flush_journal
 
 VERIFY_BYTES_PER_STEP = 256 << 20
 """Bytes that `lookup` may verify in one scheduling step: 10 ms at 25 GB/s (XXH3 on one core)."""
+
+NO_ROOM = Outcome(Status.FAILED, reason=f"{NO_ROOM_REASON}: every chunk in it is in use")
+_LOST = Outcome(Status.CANCELLED, reason="some worker did not complete it")
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +80,7 @@ class KVXferOffloadingManager(OffloadingManager):
         emit_events: Whether to keep events for `take_events`.
         lower: Name of the tier below, in metrics.
         recorder: Records the requests; closed on `shutdown`.
+        observers: Told what happens to chunks, and how lookups were answered.
     """
 
     def __init__(
@@ -83,6 +91,7 @@ class KVXferOffloadingManager(OffloadingManager):
         emit_events: bool,
         lower: str = metrics.LOWER,
         recorder: RequestRecorder | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._pool = pool
         self._index = index
@@ -93,22 +102,28 @@ class KVXferOffloadingManager(OffloadingManager):
         self._counters = metrics.Counters(pool.shape.slot_size_bytes, lower)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._recorder = recorder
+        self._reports = Reports(observers, metrics.HOST)
+        self._answers = RequestAnswers(self._reports)
+        self._reports.watch(self._gauges)
 
     def lookup(self, key: BlockKey, req_context: ReqContext, **_: Any) -> LookupResult:
         """Look up a chunk; `HIT_PENDING` while it is being stored or verified."""
-        state = self._index.state(key)
+        req_id, state = req_context.req_id, self._index.state(key)
         if state is None:
+            self._answers.note(req_id, key, "")
             return LookupResult.MISS
         if state is BlockState.STORING:
             return LookupResult.HIT_PENDING
-        check = self._hold(key, req_context.req_id)
+        check = self._hold(key, req_id)
         if check.outcome is None:
             if self._bytes_to_verify <= 0:
                 return LookupResult.HIT_PENDING
             self._bytes_to_verify -= self._pool.shape.slot_size_bytes
             check.outcome = self._pool.verify(check.slot, key)
         if check.outcome.done:
+            self._answers.note_hit(req_id, key, metrics.HOST)
             return LookupResult.HIT
+        self._answers.note(req_id, key, "")
         self._drop(key, check.outcome)
         return LookupResult.MISS
 
@@ -136,6 +151,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._release(req_context.req_id)
         plan = self._index.begin_store(list(keys))
         self._counters.add(metrics.REFUSED, len(plan.refused))
+        self._tell_failed_stores(plan.refused, NO_ROOM)
         self._storing |= dict.fromkeys(plan.keys)
         self._note_evicted(plan.evicted)
         if plan.refused and not plan.keys:
@@ -164,11 +180,13 @@ class KVXferOffloadingManager(OffloadingManager):
             (stored if whole else lost).append(key)
         self._index.finish_store(stored, stored=True)
         self._give_up(lost)
+        self._tell_failed_stores(lost, _LOST)
         self._counters.add(metrics.LOST, len(lost))
         self._note_stored(stored)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Offload every new chunk of a request."""
+        self._answers.arrive(req_context)
         if self._recorder is not None:
             self._recorder.arrive(req_context)
         return RequestOffloadingContext()
@@ -176,6 +194,7 @@ class KVXferOffloadingManager(OffloadingManager):
     def on_schedule_end(self, context: Any) -> None:
         """Release chunks held for requests that run now: they will load no more."""
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
+        self._answers.schedule(context.new_req_ids)
         if self._recorder is not None:
             self._recorder.schedule(context.new_req_ids)
         for req_id in context.new_req_ids:
@@ -183,6 +202,7 @@ class KVXferOffloadingManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Release the chunks that a request still holds."""
+        self._answers.finish(req_context.req_id)
         if self._recorder is not None:
             self._recorder.finish(req_context.req_id)
         self._release(req_context.req_id)
@@ -199,6 +219,7 @@ class KVXferOffloadingManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget every chunk; vLLM no longer reports transfers begun before."""
         self._emit(self._index.keys(), removed=True)
+        self._reports.removed(self._index.keys(), Removal.CLEARED)
         self._index.clear()
         self._checks.clear()
         self._held.clear()
@@ -208,7 +229,7 @@ class KVXferOffloadingManager(OffloadingManager):
         """Return the metrics since the last call."""
         idle = self._index.num_free_slots + self._index.num_evictable
         gauges: dict[str, float] = {metrics.PINNED: self._index.num_slots - idle}
-        for gauge, value in self._index.gauges(self._pool.shape.slot_size_bytes).items():
+        for gauge, value in self._gauges().items():
             gauges[gauge.value] = value
         return self._counters.report(gauges)
 
@@ -216,6 +237,7 @@ class KVXferOffloadingManager(OffloadingManager):
         """Close the pool and the recorder; may be called again."""
         if self._recorder is not None:
             self._recorder.close()
+        flush_journal()
         self._pool.close()
 
     def _hold(self, key: BlockKey, req_id: str) -> _Check:
@@ -246,6 +268,9 @@ class KVXferOffloadingManager(OffloadingManager):
             self._counters.add(metrics.CORRUPT)
             self._counters.add(metrics.DROPPED)
         logger.warning("dropped chunk %s: %s", key.hex(), outcome)
+        self._reports.moved(Operation.LOAD, [key], [outcome], 0, time.perf_counter())
+        if outcome.status is Status.CORRUPT:
+            self._reports.removed([key], Removal.CORRUPT)
         for held in self._held.values():
             held.discard(key)
         del self._checks[key]
@@ -255,10 +280,12 @@ class KVXferOffloadingManager(OffloadingManager):
 
     def _note_stored(self, keys: Sequence[BlockKey]) -> None:
         self._counters.add(metrics.STORED, len(keys))
+        self._reports.added(keys)
         self._emit(keys, removed=False)
 
     def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
         self._counters.add(metrics.EVICTED, len(keys))
+        self._reports.removed(keys, Removal.EVICTED)
         self._emit(keys, removed=True)
 
     def _give_up(self, keys: Sequence[BlockKey]) -> None:
@@ -267,6 +294,12 @@ class KVXferOffloadingManager(OffloadingManager):
         event = event_of_failed_chunks(keys)
         if keys and event is not None and self._events is not None:
             self._events.append(event)
+
+    def _tell_failed_stores(self, keys: Sequence[BlockKey], outcome: Outcome) -> None:
+        self._reports.moved(Operation.STORE, keys, [outcome] * len(keys), 0, time.perf_counter())
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return self._index.gauges(self._pool.shape.slot_size_bytes)
 
     def _still_gone(self, event: OffloadingEvent) -> OffloadingEvent:
         """Drop chunks from the event of a failure that are present or expected again by now."""

@@ -6,7 +6,14 @@ from typing import Any
 import msgspec
 import xxhash
 
-from kvxfer.backends.host import HostBackend, HostConfig, HostPool, PoolShape, SlotMover
+from kvxfer.backends.host import (
+    HostBackend,
+    HostConfig,
+    HostPool,
+    PoolShape,
+    SlotMover,
+    key_in_slot,
+)
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
 from kvxfer.errors import InvalidArgumentError
@@ -44,7 +51,10 @@ from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
 from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.observer import Observer
 from kvxfer.storage.portable_namespace import portable_namespace
+from kvxfer.storage.renamed_keys import RenamedKeys
+from kvxfer.telemetry.journal import journal_observers
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer import PolledEngine
@@ -112,6 +122,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
                 blocks_per_chunk=self.blocks_per_chunk,
                 max_bytes_in_flight=DEFAULT_MAX_BYTES_IN_FLIGHT,
                 timeout_s=None,  # host copies always end; a failed load would end the engine
+                observers=self._observe_worker(),
             )
             self._worker = KVXferOffloadingWorker(
                 engine,
@@ -125,13 +136,16 @@ class KVXferOffloadingSpec(OffloadingSpec):
         num_slots = pool.shape.num_slots
         index = BlockIndex(num_slots, POLICIES[self._pool_config.eviction](num_slots))
         emit_events = self.kv_events_config.enable_kv_cache_events
+        observers = journal_observers(None, engine=self._name)
         tier = self._open_lower_tier(pool, workers) if self._lower else None
         trace = TraceRecorder.from_environment()
         recorder = None if trace is None else RequestRecorder(trace)
         if tier is None:
-            return KVXferOffloadingManager(pool, index, emit_events=emit_events, recorder=recorder)
+            return KVXferOffloadingManager(
+                pool, index, emit_events=emit_events, recorder=recorder, observers=observers
+            )
         return TieredOffloadingManager(
-            pool, index, tier, emit_events=emit_events, recorder=recorder
+            pool, index, tier, emit_events=emit_events, recorder=recorder, observers=observers
         )
 
     def _open_lower_tier(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> LowerTier:
@@ -149,6 +163,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
             backend,
             mappings=mappings,
             emit_events=self.kv_events_config.enable_kv_cache_events,
+            observers=journal_observers(namespace, engine=self._name),
         )
 
     def _identify(self, caches: OurCaches) -> WorkerIdentity:
@@ -164,6 +179,10 @@ class KVXferOffloadingSpec(OffloadingSpec):
         return WorkerIdentity(
             model=identify_model(vllm_config), pages=describe_pages(caches, groups, vllm_config)
         )
+
+    def _observe_worker(self) -> list[Observer]:
+        journals = journal_observers(None, engine=self._name)
+        return [RenamedKeys(journals, key_in_slot)] if journals else []
 
     def _publish(self, identity: WorkerIdentity) -> SharedSegment:
         return publish_identity(self._name, self.config.parallel.rank, identity)

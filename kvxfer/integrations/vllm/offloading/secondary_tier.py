@@ -28,6 +28,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey
+from kvxfer.telemetry.journal import journal_observers
 from kvxfer.transfer.job import JobId
 
 Submit = Callable[[Sequence[BlockKey], Sequence[int]], JobId]
@@ -93,7 +94,13 @@ class KVXferTier(SecondaryTierManager):
             backend_type, backend_config = parse_backend(backend)
             backend = backend_type(backend_config, namespace)
         emit_events = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._tier = LowerTier(rows, len(namespace.groups), backend, emit_events=emit_events)
+        self._tier = LowerTier(
+            rows,
+            len(namespace.groups),
+            backend,
+            emit_events=emit_events,
+            observers=journal_observers(namespace),
+        )
         self._jobs: dict[JobId, _Job] = {}
         self._empty: list[_Job] = []
 

@@ -17,13 +17,13 @@ from kvxfer.integrations.vllm.offloading.interface import (
     may_load_from_storage,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
-from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.manager import NO_ROOM, KVXferOffloadingManager
 from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
-from kvxfer.storage.observer import Cause
+from kvxfer.storage.observer import Cause, Observer
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.job import Direction
 
@@ -57,6 +57,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         tier: Moves the rows of the pool; closed on `shutdown`.
         emit_events: Whether to keep events for `take_events`.
         recorder: Records the requests; closed on `shutdown`.
+        observers: As of `KVXferOffloadingManager`; the tier has observers of its own.
     """
 
     def __init__(
@@ -67,8 +68,17 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         *,
         emit_events: bool,
         recorder: RequestRecorder | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
-        super().__init__(pool, index, emit_events=emit_events, lower=tier.name, recorder=recorder)
+        super().__init__(
+            pool,
+            index,
+            emit_events=emit_events,
+            lower=tier.name,
+            recorder=recorder,
+            observers=observers,
+        )
+        self._lower_reports = self._reports.of(tier.name)
         self._tier = tier
         self._going_up: set[BlockKey] = set()
         self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
@@ -142,7 +152,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._copy_down()
         if num_left := len(self._write_back) - self._write_back.num_taken:
             logger.warning("the lower tier: %d blocks were not written back there", num_left)
-        self._write_back.clear()
+        self._drop_stores(self._write_back.clear())
         self._tier.close()
         super().shutdown()
 
@@ -170,6 +180,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         plan = self._index.begin_store([*found, *unknown[: max(0, room)]])
         self._note_evicted(plan.evicted)
         if refused := [key for key in found if key in plan.refused]:
+            self._tell_failed_stores(refused, NO_ROOM)
             self._counters.add(metrics.NOT_PROMOTED, len(refused))
             self._tier.results.deny(refused)  # or requests would look for room again and again
         self._pool.unseal(plan.slots)
@@ -237,13 +248,16 @@ class TieredOffloadingManager(KVXferOffloadingManager):
 
     def _note_stored(self, keys: Sequence[BlockKey]) -> None:
         super()._note_stored(keys)
-        dropped = self._write_back.add(dict.fromkeys(keys))
-        self._counters.add(metrics.LOWER_STORES_DROPPED, dropped)
+        self._drop_stores(self._write_back.add(dict.fromkeys(keys)))
         self._copy_down()
 
     def _note_evicted(self, keys: Sequence[BlockKey]) -> None:
         super()._note_evicted(keys)
-        self._counters.add(metrics.LOWER_STORES_DROPPED, self._write_back.forget(keys))
+        self._drop_stores(self._write_back.forget(keys))
+
+    def _drop_stores(self, keys: Sequence[BlockKey]) -> None:
+        self._counters.add(metrics.LOWER_STORES_DROPPED, len(keys))
+        self._lower_reports.not_written_back(keys)
 
     def _drop(self, key: BlockKey, outcome: Outcome) -> None:
         super()._drop(key, outcome)
@@ -263,11 +277,13 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._index.finish_store(keys, stored=True)
         self._counters.add(metrics.LOWER_LOADED, len(keys))
         self._counters.add(metrics.PROMOTED, len(keys))
+        self._reports.added(keys)
         self._emit(keys, removed=False)
         self._going_up.difference_update(keys)
         for key in keys:
             for req_id in self._tier.results.waiting_for(key):
                 self._hold(key, req_id).outcome = DONE  # verified below, and sealed just now
+                self._answers.note(req_id, key, self._tier.name)
 
     def _release(self, req_id: str) -> None:
         """Release the chunks that a request holds or waits for; running loads go on."""

@@ -1,0 +1,115 @@
+"""Command `kvxfer explain`: why a request missed, block by block."""
+
+import argparse
+import os
+import textwrap
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.telemetry.journal import VARIABLE
+
+if TYPE_CHECKING:
+    from kvxfer.explain import Report, Run
+
+WIDTH = 80
+
+
+def main(argv: Sequence[str]) -> int:
+    """Explain a request, or blocks by their keys; return 0."""
+    arguments = _parser().parse_args(argv)
+    folder = arguments.journal or os.environ.get(VARIABLE, "")
+    if not folder:
+        expected = f"the folder of the journal, or {VARIABLE}=FOLDER"
+        raise InvalidArgumentError("journal", folder, expected)
+    names = [each for each in arguments.what if "://" not in each]
+    urls = [each for each in arguments.what if "://" in each]
+    if not names:
+        raise InvalidArgumentError("arguments", arguments.what, "a request, or keys of blocks")
+
+    from kvxfer.explain import explain
+
+    reports = explain(names, Path(folder), urls)
+    if arguments.json:
+        print(msgspec.json.encode(reports).decode())
+    else:
+        print("\n\n".join("\n".join(_lines(report)) for report in reports))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvxfer explain",
+        description="Say of every block of a request, or of every key, where it came from, or why "
+        f"it was missed: from the journal that engines with {VARIABLE}=FOLDER write.",
+        epilog=exit_statuses("when it is done"),
+    )
+    parser.add_argument(
+        "what",
+        nargs="+",
+        metavar="REQUEST_ID | KEY | STORE_URL",
+        help="a request by the engine's id or a part of it, or keys of blocks in hexadecimal "
+        "digits; and stores such as file:///var/cache/kv, to look for blocks in other namespaces",
+    )
+    parser.add_argument(
+        "--journal",
+        default="",
+        metavar="FOLDER",
+        help=f"folder of the journal; default: {VARIABLE}",
+    )
+    parser.add_argument("--json", action="store_true", help="print a list of objects")
+    return parser
+
+
+def _lines(report: "Report") -> Iterator[str]:
+    yield from _wrap(_summary(report), "")
+    groups = {run.group for run in report.runs}
+    labels = [_label(run, with_group=len(groups) > 1) for run in report.runs]
+    width = max(map(len, labels), default=0) + 2
+    for label, run in zip(labels, report.runs, strict=True):
+        yield from _wrap(run.text, label.ljust(width))
+    for note in report.notes:
+        yield from _wrap(note, "note: ")
+
+
+def _summary(report: "Report") -> str:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at_s))
+    what = f"request {report.request}, scheduled {when}" if report.request else "keys"
+    parts = [f"{what}: {_count(report.num_blocks, 'block')}"]
+    num_found, num_missed = sum(report.found.values()), sum(report.missed.values())
+    parts.append(f"{num_found} found{_counts(report.found)}")
+    parts.append(f"{num_missed} missed{_counts(report.missed)}")
+    if report.not_looked_up:
+        parts.append(f"{report.not_looked_up} not looked up")
+    return ", ".join(parts)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    each = ", ".join(f"{name} {number}" for name, number in counts.items())
+    return f" ({each})" if each else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _label(run: "Run", *, with_group: bool) -> str:
+    group = f"group {run.group} " if with_group else ""
+    if run.first == run.last:
+        return f"{group}block {run.first}"
+    return f"{group}blocks {run.first}-{run.last}"
+
+
+def _wrap(text: str, label: str) -> Iterator[str]:
+    yield from textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_on_hyphens=False,
+    )

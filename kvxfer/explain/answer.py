@@ -1,0 +1,251 @@
+"""Answers: why a block was found or missed, from what happened to it in each tier."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from kvxfer.explain.history import Happening, History, Place
+from kvxfer.storage.backend import NO_ROOM_REASON, PARTIAL, PAUSED, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import ENGINE, Operation, Removal
+from kvxfer.telemetry.journal_event import QUEUED
+from kvxfer.telemetry.journal_file import Kind
+
+
+class Answer(StrEnum):
+    """Answer to why a block was found or missed."""
+
+    FOUND = "found"
+    NEVER_STORED = "never stored"
+    EVICTED = "evicted"
+    OTHER_NAMESPACE = "in another namespace"
+    PARTIAL = "partial"
+    CORRUPT = "corrupt"
+    DEADLINE = "deadline"
+    BACK_PRESSURE = "back-pressure"
+    PAUSED = "paused tier"
+    REMOVED = "removed"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+    NOT_LOOKED_UP = "not looked up"
+
+
+class Cause(NamedTuple):
+    """Cause in one tier.
+
+    Attributes:
+        answer: Kind of the cause.
+        tier: Name of the tier; empty where it is none.
+        text: The cause in words.
+        at_s: Seconds since the epoch; None where there is no such moment.
+    """
+
+    answer: Answer
+    tier: str
+    text: str
+    at_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """Block that is explained.
+
+    Attributes:
+        key: Its key.
+        answer: Why it was found or missed; of several causes that of the slowest tier, which had it
+            last.
+        causes: What happened, tier by tier.
+    """
+
+    key: BlockKey
+    answer: Answer
+    causes: tuple[Cause, ...]
+
+
+_REMOVALS = {
+    Removal.EVICTED: (Answer.EVICTED, "evicted from {} by capacity"),
+    Removal.CORRUPT: (Answer.CORRUPT, "corrupt in {}"),
+    Removal.DELETED: (Answer.REMOVED, "deleted from {}"),
+    Removal.CLEARED: (Answer.REMOVED, "gone from {}: all were cleared"),
+    Removal.VANISHED: (Answer.REMOVED, "removed from {} by another process"),
+}
+_ASKING = (Operation.LOOKUP, Operation.LOAD)
+
+
+@dataclass(slots=True)
+class _Tier:
+    """State of a block in one tier, at a certain time.
+
+    Attributes:
+        name: Name of the tier.
+        stored_s: When it came there, None if it is not there.
+        absence: Why it is not there.
+        trouble: Why the last lookup or load did not get it, whether or not it is there.
+    """
+
+    name: str
+    stored_s: float | None = None
+    absence: Cause | None = None
+    trouble: Cause | None = None
+
+    def note(self, each: Happening) -> None:
+        """Apply what happened next."""
+        match each.kind:
+            case Kind.STORED:
+                self.stored_s, self.absence, self.trouble = each.at_s, None, None
+            case Kind.LOADED | Kind.FOUND:
+                self.absence = self.trouble = None
+                self.stored_s = each.at_s if self.stored_s is None else self.stored_s
+            case Kind.NOT_STORED:
+                self._miss_store(each)
+            case Kind.NOT_LOADED:
+                self._miss_load(each)
+            case Kind.REMOVED if each.what in _REMOVALS:
+                answer, text = _REMOVALS[Removal(each.what)]
+                self._lose(each, answer, text.format(self.name))
+            case Kind.LATE:
+                text = f"{self.name} missed the deadline of a {each.what}"
+                self._fail(each, Answer.DEADLINE, text, is_asked=each.what in _ASKING)
+            case Kind.SKIPPED:
+                text = f"{self.name} was suspended after a missed deadline, and got no {each.what}"
+                self._fail(each, Answer.PAUSED, text, is_asked=each.what in _ASKING)
+            case Kind.NOT_WRITTEN_BACK if self.stored_s is None:
+                text = f"not in {self.name}: back-pressure (not written back)"
+                self._lose(each, Answer.BACK_PRESSURE, text)
+
+    def cause(self) -> Cause | None:
+        """Return why the block was not got from here; None if nothing is known."""
+        if self.absence or self.trouble:
+            return self.absence or self.trouble
+        if self.stored_s is None:
+            return None
+        text = f"stored in {self.name}, and not found there: no cause was noted"
+        return Cause(Answer.UNKNOWN, self.name, text, self.stored_s)
+
+    def _miss_store(self, each: Happening) -> None:
+        if self.stored_s is not None or (each.what == Status.CANCELLED.value and self.absence):
+            return
+        not_in = f"not in {self.name}"
+        if each.what == QUEUED:
+            text = "not stored: back-pressure (no room among the bytes in flight in time)"
+            self._lose(each, Answer.BACK_PRESSURE, text)
+        elif each.reason == PAUSED.reason:
+            self._lose(each, Answer.PAUSED, f"{not_in}: {each.reason}")
+        elif each.reason.startswith(NO_ROOM_REASON):
+            self._lose(each, Answer.BACK_PRESSURE, f"{not_in}: back-pressure ({each.reason})")
+        elif each.what == Status.TIMED_OUT.value:
+            text = f"{not_in}: {self.name} missed the deadline of a store"
+            self._lose(each, Answer.DEADLINE, text)
+        else:
+            self._lose(each, Answer.FAILED, f"{not_in}: the store {_how(each)}")
+
+    def _miss_load(self, each: Happening) -> None:
+        if each.what == Status.MISSING.value and each.reason != PARTIAL.reason:
+            return
+        if each.what == Status.CORRUPT.value:
+            self._lose(each, Answer.CORRUPT, f"corrupt in {self.name}")
+        elif each.reason == PARTIAL.reason:
+            self._fail(each, Answer.PARTIAL, f"partial in {self.name}: bytes are missing")
+        elif each.what == QUEUED:
+            text = "not loaded: back-pressure (no room among the bytes in flight in time)"
+            self._fail(each, Answer.BACK_PRESSURE, text)
+        elif each.what == Status.TIMED_OUT.value:
+            self._fail(each, Answer.DEADLINE, f"{self.name} missed the deadline of a load")
+        elif not (each.what == Status.CANCELLED.value and self.trouble):
+            self._fail(each, Answer.FAILED, f"not loaded from {self.name}: the load {_how(each)}")
+
+    def _lose(self, each: Happening, answer: Answer, text: str) -> None:
+        self.absence, self.stored_s = Cause(answer, self.name, text, each.at_s), None
+
+    def _fail(self, each: Happening, answer: Answer, text: str, *, is_asked: bool = True) -> None:
+        cause = Cause(answer, self.name, text, each.at_s)
+        if is_asked:
+            self.trouble = cause
+        elif self.stored_s is None:
+            self.absence = cause
+
+
+def _how(each: Happening) -> str:
+    return f"{each.what.replace('_', ' ')}: {each.reason}" if each.reason else each.what
+
+
+@dataclass(slots=True)
+class Explainer:
+    """Explainer of blocks.
+
+    Attributes:
+        history: What the journals say.
+        place: The engine that looked for the blocks.
+        tiers: Its tiers, fastest first.
+    """
+
+    history: History
+    place: Place
+    tiers: Sequence[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tiers = [ENGINE, *self.history.tiers_of(self.place)]
+
+    def explain(self, key: BlockKey, until_s: float, *, since_s: float = 0.0) -> Explained:
+        """Explain why a block was missed.
+
+        Args:
+            key: The block.
+            until_s: Time of the lookup.
+            since_s: Time of the one before; what failed before it was of no effect on this one.
+        """
+        tiers = {name: _Tier(name) for name in self.tiers}
+        later: dict[str, Happening] = {}
+        for each in self.history.happenings[key]:
+            if not each.tier or not self._concerns(each):
+                continue
+            tier = tiers.setdefault(each.tier, _Tier(each.tier))
+            if each.at_s <= until_s:
+                tier.note(each)
+            else:
+                later.setdefault(each.tier, each)
+        for tier in tiers.values():
+            if tier.trouble and (tier.trouble.at_s or 0.0) <= since_s:
+                tier.trouble = None
+        _note_waiting(tiers, later)
+        causes = tuple(cause for tier in tiers.values() if (cause := tier.cause()) is not None)
+        if causes:
+            known = [cause.answer for cause in causes if cause.answer is not Answer.UNKNOWN]
+            return Explained(key, known[-1] if known else Answer.UNKNOWN, causes)
+        never = Cause(Answer.NEVER_STORED, "", "never stored", None)
+        return Explained(key, Answer.NEVER_STORED, (never,))
+
+    def giver(self, key: BlockKey, tier: str, at_s: float) -> str:
+        """Name the tier that gave a block, where an engine only knows that it is a lower one."""
+        if tier in self.tiers:
+            return tier
+        found = [
+            each.tier
+            for each in self.history.happenings[key]
+            if each.kind is Kind.FOUND and each.at_s < at_s and each.tier in self.tiers
+        ]
+        return found[-1] if found else tier
+
+    def _concerns(self, each: Happening) -> bool:
+        """Whether something happened in this engine, or in a tier that it shares with another."""
+        if self.history.is_same(self.place, each.place):
+            return not each.namespace
+        ours = self.history.namespace_of(self.place)
+        theirs = self.history.namespace_of(each.place)
+        if ours is None or theirs is None or not each.tier.startswith("file"):
+            return False
+        is_change = each.kind in (Kind.STORED, Kind.REMOVED)
+        return is_change and (each.namespace or theirs.fingerprint) == ours.fingerprint
+
+
+def _note_waiting(tiers: dict[str, _Tier], later: dict[str, Happening]) -> None:
+    """Note blocks that waited to be written back at the time of the lookup."""
+    was_stored = False
+    for name, tier in tiers.items():
+        after = later.get(name)
+        waited = after is not None and after.kind in (Kind.NOT_WRITTEN_BACK, Kind.STORED)
+        if was_stored and waited and tier.cause() is None:
+            text = f"not in {name}: back-pressure (it waited to be written back)"
+            tier.absence = Cause(Answer.BACK_PRESSURE, name, text, None)
+        was_stored |= tier.stored_s is not None or tier.absence is not None

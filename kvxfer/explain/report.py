@@ -1,0 +1,274 @@
+"""Report: the blocks of a request, or blocks by their keys, explained in runs of equal answers."""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain, groupby, repeat
+from pathlib import Path
+
+import msgspec
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.explain.answer import Answer, Cause, Explained, Explainer
+from kvxfer.explain.history import History, Place, SeenRequest, read_history
+from kvxfer.explain.namespaces import Elsewhere, FileStore
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of
+from kvxfer.telemetry.journal_file import Kind
+from kvxfer.text import printable
+
+MAX_CHARACTERS = 200
+MAX_NAMES = 3
+"""Requests that an error names."""
+
+_MARKS = frozenset({Kind.FOUND, Kind.MISSED})
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """Run of blocks with equal answers.
+
+    Attributes:
+        group: Their group.
+        first, last: Positions of the first and the last one in the group, or among the keys.
+        answer: One word or two; see `Answer`.
+        tier: Tier that gave them; empty for others.
+        text: The answer in words.
+        keys: Their keys in hexadecimal digits.
+    """
+
+    group: int
+    first: int
+    last: int
+    answer: Answer
+    tier: str
+    text: str
+    keys: list[str]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Report of one request, or of keys.
+
+    Attributes:
+        request: Name of the request; empty for keys.
+        at_s: Time at which it was scheduled; of keys that of the last record.
+        num_blocks: Blocks in all.
+        found: Blocks that each tier gave.
+        missed: Blocks that were missed, by answer.
+        not_looked_up: Blocks that were not looked up.
+        runs: The blocks.
+        notes: What is to be known of the journal.
+    """
+
+    request: str
+    at_s: float
+    num_blocks: int
+    found: dict[str, int]
+    missed: dict[str, int]
+    not_looked_up: int
+    runs: list[Run]
+    notes: list[str]
+
+
+def explain(arguments: Sequence[str], folder: Path, urls: Sequence[str]) -> list[Report]:
+    """Explain a request, or blocks.
+
+    Args:
+        arguments: Name of a request, or a part of it that only one has; or keys of blocks in
+            hexadecimal digits.
+        folder: Folder of the journals.
+        urls: Stores in files to look into.
+
+    Returns:
+        A report for each time that the request was seen, such as in several engines; one for keys.
+
+    Raises:
+        InvalidArgumentError: There is no such request or journal, or an argument is no key.
+    """
+    stores = [FileStore.open(url) for url in urls]
+    keys = [_parse_key(each) for each in arguments]
+    if len(arguments) == 1:
+        history = read_history(folder, request=arguments[0], keys=[k for k in keys if k])
+        _require_one_name(history, arguments[0])
+    else:
+        history = read_history(folder, keys=[k for k in keys if k])
+    elsewhere = Elsewhere(history, stores)
+    if history.requests:
+        return [_of_request(history, elsewhere, seen) for seen in history.requests]
+    for index, (argument, key) in enumerate(zip(arguments, keys, strict=True)):
+        if key is None:
+            name = "argument" if len(arguments) == 1 else f"arguments[{index}]"
+            requests = f", or one of the {history.num_requests} requests of the journal"
+            only = requests if len(arguments) == 1 else ""
+            expected = f"a key of a block in hexadecimal digits{only}"
+            raise InvalidArgumentError(name, argument, expected)
+    return [_of_keys(history, elsewhere, [key for key in keys if key])]
+
+
+def _parse_key(text: str) -> BlockKey | None:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        return None
+    return BlockKey(key) if len(key) > GROUP_INDEX_BYTES else None
+
+
+def _require_one_name(history: History, argument: str) -> None:
+    names = list(dict.fromkeys(each.request.request_id for each in history.requests))
+    if len(names) > 1:
+        some = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+        raise InvalidArgumentError("argument", argument, f"a part of one name only, not of {some}")
+
+
+def _of_request(history: History, elsewhere: Elsewhere, seen: SeenRequest) -> Report:
+    place, request = seen
+    keys = [BlockKey(key) for key in request.keys]
+    tiers = list(chain.from_iterable(repeat(tier, number) for tier, number in request.runs))
+    explainer = Explainer(history, place)
+    blocks: list[Explained] = []
+    for key, tier in zip(keys, tiers, strict=True):
+        if tier is None:
+            text = request.reason or "not looked up"
+            blocks.append(_plain(key, Answer.NOT_LOOKED_UP, "", text))
+        elif tier and (failed_s := history.failed_s(key, place, request.at_s)) is not None:
+            blocks.append(explainer.explain(key, failed_s, since_s=request.at_s))
+        elif tier:
+            by = explainer.giver(key, tier, request.at_s)
+            blocks.append(_plain(key, Answer.FOUND, by, f"from {by}"))
+        elif request.reason:
+            blocks.append(_plain(key, Answer.FAILED, "", f"refused: {request.reason}"))
+        else:
+            explained = explainer.explain(key, request.at_s)
+            blocks.append(elsewhere.look(explained, place))
+    name = printable(request.request_id, MAX_CHARACTERS)
+    return _report(history, name, request.at_s, blocks, [place])
+
+
+def _of_keys(history: History, elsewhere: Elsewhere, keys: Sequence[BlockKey]) -> Report:
+    places: list[Place] = []
+    blocks: list[Explained] = []
+    for key in keys:
+        happened = history.happenings[key]
+        if not happened:
+            blocks.append(_nowhere(history, elsewhere, key))
+            continue
+        marks = [each for each in happened if each.kind in _MARKS]
+        last = (marks or happened)[-1]
+        places.append(last.place)
+        failed_s = history.failed_s(key, last.place, last.at_s)
+        if last.kind is Kind.FOUND and failed_s is not None:
+            explainer = Explainer(history, last.place)
+            blocks.append(explainer.explain(key, failed_s, since_s=last.at_s))
+            continue
+        if last.kind is Kind.FOUND:
+            when = time.strftime("%H:%M:%S", time.localtime(last.at_s))
+            found = f"from {last.tier}, looked up last at {when}"
+            blocks.append(_plain(key, Answer.FOUND, last.tier, found))
+            continue
+        since_s = max((each.at_s for each in marks[:-1]), default=0.0)
+        until_s = last.at_s if marks else history.ends_s
+        explained = Explainer(history, last.place).explain(key, until_s, since_s=since_s)
+        if not marks:
+            held = [cause for cause in explained.causes if cause.answer is Answer.UNKNOWN]
+            if held:
+                text = f"in {held[0].tier}, and never looked up"
+                blocks.append(_plain(key, Answer.FOUND, held[0].tier, text))
+                continue
+        blocks.append(elsewhere.look(explained, last.place))
+    return _report(history, "", history.ends_s, blocks, places)
+
+
+def _nowhere(history: History, elsewhere: Elsewhere, key: BlockKey) -> Explained:
+    """Explain a block that no journal names."""
+    explained = _plain(key, Answer.NEVER_STORED, "", "never stored, and never looked up")
+    for place in history.sources:
+        found = elsewhere.look(explained, place)
+        if found is not explained:
+            return found
+    return explained
+
+
+def _plain(key: BlockKey, answer: Answer, tier: str, text: str) -> Explained:
+    return Explained(key, answer, (Cause(answer, tier, text, None),))
+
+
+def _report(
+    history: History,
+    request: str,
+    at_s: float,
+    blocks: Sequence[Explained],
+    places: Sequence[Place],
+) -> Report:
+    found: Counter[str] = Counter()
+    missed: Counter[str] = Counter()
+    num_skipped = 0
+    for each in blocks:
+        if each.answer is Answer.FOUND:
+            found[each.causes[0].tier] += 1
+        elif each.answer is Answer.NOT_LOOKED_UP:
+            num_skipped += 1
+        else:
+            missed[each.answer.value] += 1
+    return Report(
+        request=request,
+        at_s=at_s,
+        num_blocks=len(blocks),
+        found=dict(found),
+        missed=dict(missed),
+        not_looked_up=num_skipped,
+        runs=list(_runs(blocks, is_request=bool(request))),
+        notes=_notes(history, blocks, places),
+    )
+
+
+def _runs(blocks: Sequence[Explained], *, is_request: bool) -> Iterator[Run]:
+    """Merge neighbours with equal answers; blocks of a request are counted group by group."""
+    groups: dict[int, list[Explained]] = defaultdict(list)
+    for each in blocks:
+        groups[group_of(each.key) if is_request else 0].append(each)
+    for group, members in groups.items():
+        runs = [list(run) for _, run in groupby(members, key=_signature)]
+        starts = accumulate(map(len, runs), initial=0)
+        for start, run in zip(starts, runs, strict=False):
+            first = run[0]
+            is_found = first.answer is Answer.FOUND
+            yield Run(
+                group=group,
+                first=start,
+                last=start + len(run) - 1,
+                answer=first.answer,
+                tier=first.causes[0].tier if is_found else "",
+                text="; ".join(_texts(run)),
+                keys=[each.key.hex() for each in run],
+            )
+
+
+def _signature(explained: Explained) -> tuple[object, ...]:
+    return explained.answer, *((cause.tier, cause.text) for cause in explained.causes)
+
+
+def _texts(run: Sequence[Explained]) -> Iterator[str]:
+    """Say each cause of a run, with the times from the first to the last."""
+    for causes in zip(*(each.causes for each in run), strict=True):
+        text = printable(causes[0].text, MAX_CHARACTERS * 4)
+        times = [cause.at_s for cause in causes if cause.at_s is not None]
+        yield f"{text} {_between(min(times), max(times))}" if times else text
+
+
+def _between(first_s: float, last_s: float) -> str:
+    is_today = time.localtime()[:3] == time.localtime(first_s)[:3]
+    form = "%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S"
+    first, last = (time.strftime(form, time.localtime(each)) for each in (first_s, last_s))
+    return f"at {first}" if first == last else f"from {first} to {last}"
+
+
+def _notes(history: History, blocks: Sequence[Explained], places: Sequence[Place]) -> list[str]:
+    """Say what cannot be known: before the journal begins, and where events are missing."""
+    processes = dict.fromkeys(place.process for place in places) or history.begins_s
+    begins_s = max(history.begins_s[process] for process in processes)
+    notes = []
+    if any(each.answer in (Answer.NEVER_STORED, Answer.UNKNOWN) for each in blocks):
+        notes.append(f"the journal begins {_between(begins_s, begins_s)}: nothing is known before")
+    notes += [
+        f"the journal lost {each.num_events} events {_between(each.at_s, each.at_s)}"
+        for each in history.lost
+    ]
+    return notes

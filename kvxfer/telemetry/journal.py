@@ -1,0 +1,299 @@
+"""Journal: an observer that writes what happens to blocks into files, for `kvxfer explain`."""
+
+import atexit
+import fcntl
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from errno import ENOSPC
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from kvxfer.checks import require_positive
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import ENGINE, Asked, AskGauges, Event, Observer
+from kvxfer.telemetry.journal_event import records_of
+from kvxfer.telemetry.journal_file import (
+    LENGTH_BYTES,
+    SUFFIX,
+    VERSION,
+    Began,
+    Lost,
+    Noted,
+    Record,
+    Source,
+    encode_record,
+)
+
+VARIABLE = "KVXFER_JOURNAL"
+"""Environment variable: folder of the journal."""
+
+MAX_BYTES = 32 << 20
+"""Bytes of a process's files: some hundred thousand blocks that are stored, evicted and missed."""
+NUM_PARTS = 4
+MAX_PROCESSES = 32
+"""Processes that have ended and whose files are kept."""
+MAX_WAITING = 10_000
+"""Events that wait to be written; further ones are lost, and counted."""
+WRITE_S = 0.1
+"""Time between two writes, and what a process that is killed loses of its journal."""
+CLOSE_TIMEOUT_S = 2.0
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """Journal of a process: a few files of bounded size in a folder that processes share.
+
+    What is observed is noted in memory; a thread writes it. Nothing raises or waits for a disk:
+    what comes too fast, or does not fit on the disk, is counted, and the count is written where
+    events are missing. A file is whole up to the last write, however its process ends.
+
+    Args:
+        folder: The folder; made if need be.
+        max_bytes: Bytes of this process's files.
+    """
+
+    def __init__(self, folder: str, *, max_bytes: int = MAX_BYTES) -> None:
+        self._folder = Path(folder)
+        self._max_part_bytes = require_positive("max_bytes", max_bytes) // NUM_PARTS
+        self._process = f"{socket.gethostname()}-{os.getpid()}-{time.time_ns():x}"
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[float, JournalObserver, Event | None]] = deque()
+        self._num_lost = 0
+        self._lost_at_s = 0.0
+        self._sources: dict[int, Source] = {}
+        self._file: IO[bytes] | None = None
+        self._num_bytes = 0
+        self._part = 0
+        self._keys: Sequence[bytes] | None = None
+        self._has_warned = False
+        self._closing = threading.Event()
+        self._is_closed = False
+        self._wake = threading.Event()
+        self._flushing = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvxfer-journal", daemon=True)
+        self._thread.start()
+
+    def observer(
+        self, namespace: Namespace | None = None, *, engine: str = ""
+    ) -> "JournalObserver":
+        """Make the observer of one backend and the engine on top of it.
+
+        Args:
+            namespace: Namespace of their blocks.
+            engine: Name of the engine that they are a part of, where that has several processes.
+        """
+        with self._lock:
+            number = len(self._sources)
+            self._sources[number] = Source(number, engine, namespace, ())
+        observer = JournalObserver(self, number)
+        self.append(observer, None)
+        return observer
+
+    def append(self, observer: "JournalObserver", event: Event | None) -> None:
+        """Note an event; None for a change of what is known of the observer."""
+        with self._lock:
+            if self._closing.is_set() or len(self._waiting) >= MAX_WAITING:
+                self._lost_at_s = self._lost_at_s if self._num_lost else time.time()
+                self._num_lost += 1
+                return
+            self._waiting.append((time.time(), observer, event))
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def add_tier(self, observer: "JournalObserver", tier: str) -> None:
+        """Note the name of a further tier."""
+        with self._lock:
+            source = self._sources[observer.number]
+            if tier == ENGINE or tier in source.tiers:
+                return
+            tiers = (*source.tiers, tier)
+            self._sources[observer.number] = msgspec.structs.replace(source, tiers=tiers)
+        self.append(observer, None)
+
+    def flush(self) -> None:
+        """Write what was noted so far; blocks for the disk."""
+        with self._flushing:
+            if not self._is_closed:
+                self._write_noted()
+
+    def close(self) -> None:
+        """Write what was noted, for no longer than `CLOSE_TIMEOUT_S`; may be called again."""
+        with self._lock:
+            self._closing.set()
+        self._wake.set()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._wake.wait()
+            self._closing.wait(WRITE_S)  # for further events
+            self._wake.clear()
+            self.flush()
+        self.flush()
+        with self._flushing:
+            self._is_closed = True
+            if self._file is not None:
+                self._file.close()
+
+    def _write_noted(self) -> None:
+        with self._lock:
+            noted, self._waiting = self._waiting, deque()
+            lost, self._num_lost = Lost(self._lost_at_s, self._num_lost), 0
+        records: list[Record] = []
+        for at_s, observer, event in noted:
+            number = observer.number
+            if event is None:
+                records.append(self._sources[number])
+            else:
+                records += records_of(at_s, number, event)
+        if lost.num_events:
+            records.append(lost)
+        if records and not self._write(records):
+            with self._lock:
+                self._lost_at_s = noted[0][0] if noted else lost.at_s
+                self._num_lost += len(noted) + lost.num_events
+
+    def _write(self, records: Sequence[Record]) -> bool:
+        """Write records; whether that was possible."""
+        try:
+            if self._file is None or self._num_bytes > self._max_part_bytes:
+                self._open_part()
+            assert self._file is not None
+            self._append(self._file, b"".join([self._frame(record) for record in records]))
+        except OSError as exc:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("%s: the journal cannot be written: %s", self._folder, exc)
+            return False
+        return True
+
+    def _append(self, file: IO[bytes], data: bytes) -> None:
+        """Append data to the file, wholly or not at all."""
+        try:
+            if file.write(data) < len(data):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))  # noqa: TRY301 - as a write of nothing
+        except OSError:
+            self._keys = None
+            file.truncate(self._num_bytes)
+            file.seek(self._num_bytes)
+            raise
+        self._num_bytes += len(data)
+
+    def _frame(self, record: Record) -> bytes:
+        """Encode a record with its length, without keys that are those of the one before."""
+        if isinstance(record, Noted):
+            if record.keys == self._keys:
+                record = msgspec.structs.replace(record, keys=None)
+            else:
+                self._keys = record.keys
+        data = encode_record(record)
+        return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+    def _open_part(self) -> None:
+        """Begin a file, and remove the oldest of this process, and of processes that ended."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._part == 0:
+            _remove_old(self._folder)
+        file = self._path(self._part).open("xb", buffering=0)
+        if self._file is not None:
+            self._file.close()
+        self._file, self._num_bytes, self._keys = file, 0, None
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
+        began = Began(VERSION, time.time(), self._process, self._part)
+        with self._lock:
+            sources = list(self._sources.values())
+        records: list[Record] = [began, *sources]
+        self._num_bytes = file.write(b"".join([self._frame(record) for record in records]))
+        if self._part >= NUM_PARTS:
+            self._path(self._part - NUM_PARTS).unlink(missing_ok=True)
+        self._part += 1
+
+    def _path(self, part: int) -> Path:
+        return self._folder / f"{self._process}.{part:06d}{SUFFIX}"
+
+
+class JournalObserver(Observer):
+    """Observer that writes to a journal.
+
+    Args:
+        journal: The journal.
+        number: Number of the observer in it.
+    """
+
+    def __init__(self, journal: Journal, number: int) -> None:
+        self.number = number
+        self._journal = journal
+
+    def note(self, event: Event) -> None:
+        """See `Observer.note`."""
+        if not isinstance(event, Asked):
+            self._journal.append(self, event)
+
+    def watch(self, tier: str, ask: AskGauges) -> None:  # noqa: ARG002 - only its name is of use
+        """See `Observer.watch`."""
+        self._journal.add_tier(self, tier)
+
+
+def journal_observers(
+    namespace: Namespace | None = None, *, engine: str = ""
+) -> list[JournalObserver]:
+    """Make the observer of the journal that `KVXFER_JOURNAL` names; none if it names none.
+
+    Args:
+        namespace: Namespace of the blocks that are observed.
+        engine: Name of their engine; see `Journal.observer`.
+    """
+    journal = _journal_of_process()
+    return [] if journal is None else [journal.observer(namespace, engine=engine)]
+
+
+def flush_journal() -> None:
+    """Write what was noted so far in the journal that `KVXFER_JOURNAL` names."""
+    journal = _journal_of_process()
+    if journal is not None:
+        journal.flush()
+
+
+def _journal_of_process() -> Journal | None:
+    folder, pid = os.environ.get(VARIABLE), os.getpid()
+    if folder and (folder, pid) not in _OPENED:
+        with _OPENING:
+            if (folder, pid) not in _OPENED:
+                for (_, opener), journal in _OPENED.items():
+                    if opener == pid:  # a fork has no thread of its parent
+                        journal.close()
+                _OPENED.clear()
+                _OPENED[folder, pid] = journal = Journal(folder)
+                atexit.register(journal.close)
+    return _OPENED[folder, pid] if folder else None
+
+
+_OPENED: dict[tuple[str, int], Journal] = {}
+_OPENING = threading.Lock()
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove the files of the processes that ended first, beyond those that are kept."""
+    last_parts: dict[str, Path] = {}
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        last_parts[path.name.rsplit(".", 2)[0]] = path
+    ended = [(path.stat().st_mtime, name) for name, path in last_parts.items() if _has_ended(path)]
+    for _, name in sorted(ended)[: max(0, len(ended) - MAX_PROCESSES)]:
+        for path in folder.glob(f"{name}.*{SUFFIX}"):
+            path.unlink(missing_ok=True)
+
+
+def _has_ended(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True

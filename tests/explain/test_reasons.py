@@ -1,0 +1,266 @@
+"""Every reason of a miss, from real backends: what the command says is what was done."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.connect import connect, open_backend
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Reports
+from kvxfer.telemetry.journal import journal_observers
+from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.tiering import TieredBackend, TierTimeouts
+from kvxfer.tiering.tiered_backend import observe
+from kvxfer.transfer.engine import TransferEngine
+from tests.backends.file_store import open_store
+from tests.cli.stores import flip
+from tests.explain.conftest import Ask
+from tests.tiering.opened_tiers import open_dict, open_host, settle
+
+KEYS = make_keys(12)
+ROOM_FOR_4 = 8192 + 4 * (4096 + 32)
+NAMESPACE = Namespace(model="model")
+LOOKUP = frozenset({Operation.LOOKUP})
+
+pytestmark = pytest.mark.asyncio
+
+
+@pytest.fixture
+def memory() -> BlockMemory:
+    return BlockMemory([[4096]], num_blocks=16)
+
+
+def watch(backend: Backend, memory: BlockMemory) -> Backend:
+    return observe(backend, Reports(journal_observers(memory.namespace())))
+
+
+def answers(report: dict[str, Any]) -> list[tuple[int, int, str]]:
+    return [(run["first"], run["last"], run["answer"]) for run in report["runs"]]
+
+
+async def store(backend: Backend, memory: BlockMemory, keys: Sequence[BlockKey]) -> list[Status]:
+    outcomes = await backend.store(keys, memory.describe(0, range(len(keys))))
+    return [outcome.status for outcome in outcomes]
+
+
+def tiers(root: Path, **parameters: object) -> list[str]:
+    rest = "".join(f"&{name}={value}" for name, value in parameters.items())
+    return [f"host://?capacity={ROOM_FOR_4}", f"file://{root}?capacity=1MiB&min_free=1{rest}"]
+
+
+async def test_what_was_found_names_its_tier_and_what_was_never_stored_says_so(
+    memory: BlockMemory, tmp_path: Path, ask: Ask
+) -> None:
+    backend = open_backend(tiers(tmp_path / "kv"), memory.namespace())
+    async with backend:
+        await store(backend, memory, KEYS[:3])
+        await backend.flush()
+    async with open_backend(tiers(tmp_path / "kv"), memory.namespace()) as backend:
+        await store(backend, memory, KEYS[3:4])
+        assert await backend.lookup(KEYS[:6]) == [True] * 4 + [False] * 2
+    report = ask([*KEYS[3:4], *KEYS[:3], *KEYS[4:6]])
+    assert answers(report) == [(0, 0, "found"), (1, 3, "found"), (4, 5, "never stored")]
+    assert [run["tier"] for run in report["runs"]] == ["host", "file", ""]
+    assert (report["found"], report["missed"]) == ({"host": 1, "file": 3}, {"never stored": 2})
+    assert "the journal begins" in report["notes"][0]
+
+
+async def test_evicted_from_memory_by_capacity(memory: BlockMemory, ask: Ask) -> None:
+    async with open_backend(f"host://?capacity={ROOM_FOR_4}", memory.namespace()) as backend:
+        await store(backend, memory, KEYS[:2])
+        await store(backend, memory, KEYS[2:6])
+        assert await backend.lookup(KEYS[:3]) == [False, False, True]
+    report = ask(KEYS[:3])
+    assert answers(report) == [(0, 1, "evicted"), (2, 2, "found")]
+    assert "evicted from host by capacity at " in report["runs"][0]["text"]
+
+
+async def test_evicted_from_files_by_another_engine_that_shares_them(
+    memory: BlockMemory, tmp_path: Path, ask: Ask
+) -> None:
+    url = f"file://{tmp_path}/kv?capacity={3 * 8192 + 4096}&min_free=1"
+    ours, theirs = (open_backend(url, memory.namespace()) for _ in range(2))
+    async with ours, theirs:
+        await store(ours, memory, KEYS[:1])
+        await store(theirs, memory, KEYS[1:4])
+        assert await ours.lookup(KEYS[:1]) == [False]
+    assert answers(ask(KEYS[:1])) == [(0, 0, "evicted")]
+
+
+async def test_in_another_namespace_names_the_field_and_both_values(
+    memory: BlockMemory, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/kv?capacity=1MiB&min_free=1"
+    with monkeypatch.context() as without:
+        without.delenv("KVXFER_JOURNAL")
+        async with connect(url, memory.caches, namespace=Namespace(model="m", revision="a")) as e:
+            await e.store(KEYS[:2], [[0, 1]])
+    async with connect(url, memory.caches, namespace=Namespace(model="m", revision="b")) as e:
+        assert await e.lookup(KEYS[:3]) == [False] * 3
+    assert answers(ask(KEYS[:3])) == [(0, 2, "never stored")]
+    report = ask(KEYS[:3], f"file://{tmp_path}/kv")
+    assert answers(report) == [(0, 1, "in another namespace"), (2, 2, "never stored")]
+    assert "revision is 'b' here, 'a' there" in report["runs"][0]["text"]
+
+
+async def test_another_namespace_is_known_from_the_journal_of_its_engine(
+    memory: BlockMemory, ask: Ask
+) -> None:
+    url = "host://?capacity=1MiB"
+    ours, theirs = (
+        connect(url, memory.caches, namespace=Namespace(model="m", dtype=dtype))
+        for dtype in ("F32", "BF16")
+    )
+    async with ours, theirs:
+        await theirs.store(KEYS[:1], [[0]])
+        assert await ours.lookup(KEYS[:1]) == [False]
+    report = ask(KEYS[:1])
+    assert answers(report) == [(0, 0, "in another namespace")]
+    assert "dtype is 'F32' here, 'BF16' there" in report["runs"][0]["text"]
+
+
+@pytest.mark.parametrize("url", ["host://?capacity=1MiB", "file://{}/kv?capacity=1MiB&min_free=1"])
+async def test_a_part_lacks_bytes(url: str, tmp_path: Path, ask: Ask) -> None:
+    memory = BlockMemory([[4096]], num_blocks=4, blocks_per_chunk=2)
+    engine = connect(url.format(tmp_path), memory.caches, namespace=NAMESPACE, blocks_per_chunk=2)
+    async with engine:
+        await engine.store(KEYS[:1], [[0]])
+        assert await engine.lookup(KEYS[:1]) == [True]
+        (outcome,) = await engine.load(KEYS[:1], [[2, 3]])
+    assert outcome.status is Status.MISSING
+    report = ask(KEYS[:1])
+    assert answers(report) == [(0, 0, "partial")]
+    assert "bytes are missing" in report["runs"][0]["text"]
+
+
+async def test_corrupt_in_files_after_a_restart(
+    memory: BlockMemory, tmp_path: Path, ask: Ask
+) -> None:
+    async with open_backend(tiers(tmp_path / "kv"), memory.namespace()) as backend:
+        await store(backend, memory, KEYS[:2])
+        await backend.flush()
+    (path,) = tmp_path.rglob(f"{KEYS[1].hex()}*")  # noqa: ASYNC240
+    flip(path, -1)
+    async with open_backend(tiers(tmp_path / "kv"), memory.namespace()) as backend:
+        assert await backend.lookup(KEYS[:2]) == [True, False]
+    report = ask(KEYS[:2])
+    assert answers(report) == [(0, 0, "found"), (1, 1, "corrupt")]
+    assert "corrupt in file at" in report["runs"][1]["text"]
+
+
+async def test_a_missed_deadline_and_then_a_suspended_tier(memory: BlockMemory, ask: Ask) -> None:
+    namespace = memory.namespace()
+    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
+    timeouts = TierTimeouts(lookup_s=0.01)
+    inner = TieredBackend([open_host(namespace, 4), lower], namespace, timeouts=timeouts)
+    async with watch(inner, memory) as backend:
+        lower.rates = FaultRates(hang=1.0, operations=LOOKUP)
+        assert await backend.lookup(KEYS[:2]) == [False] * 2
+        late = ask(KEYS[:2])
+        assert await backend.lookup(KEYS[:2]) == [False] * 2
+        lower.release()
+    assert answers(late) == [(0, 1, "deadline")]
+    assert "faulty missed the deadline of a lookup at" in late["runs"][0]["text"]
+    paused = ask(KEYS[:2])
+    assert answers(paused) == [(0, 1, "paused tier")]
+    assert "suspended after a missed deadline" in paused["runs"][0]["text"]
+
+
+async def test_a_deadline_of_an_earlier_lookup_explains_no_later_one(
+    memory: BlockMemory, ask: Ask
+) -> None:
+    namespace = memory.namespace()
+    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
+    timeouts = TierTimeouts(lookup_s=0.05, pause_s=0.0)
+    inner = TieredBackend([open_host(namespace, 4), lower], namespace, timeouts=timeouts)
+    async with watch(inner, memory) as backend:
+        lower.rates = FaultRates(hang=1.0, operations=LOOKUP)
+        await backend.lookup(KEYS[:1])
+        lower.rates = FaultRates()
+        lower.release()
+        await backend.drain()
+        await backend.lookup(KEYS[:1])
+    assert answers(ask(KEYS[:1])) == [(0, 0, "never stored")]
+
+
+async def test_back_pressure_of_a_tier_that_is_too_slow(memory: BlockMemory, ask: Ask) -> None:
+    namespace = memory.namespace()
+    lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
+    inner = TieredBackend([open_host(namespace, 4), lower], namespace)
+    async with watch(inner, memory) as backend:
+        inner._writers[0].queue.max_blocks = 2
+        lower.rates = FaultRates(hang=1.0, operations=frozenset({Operation.STORE}))
+        for start in range(0, 12, 4):
+            await store(backend, memory, KEYS[start : start + 4])
+        assert await backend.lookup(KEYS[:1]) == [False]
+        lower.rates = FaultRates()
+        lower.release()
+        await settle(inner)
+    report = ask(KEYS[:1])
+    assert answers(report) == [(0, 0, "back-pressure")]
+    text = report["runs"][0]["text"]
+    assert "evicted from host by capacity at" in text
+    assert "not in faulty: back-pressure (" in text
+
+
+async def test_back_pressure_of_the_bytes_in_flight(memory: BlockMemory, ask: Ask) -> None:
+    namespace = memory.namespace()
+    faulty = FaultyBackend(DictBackend(None, namespace), seed=0, rates=FaultRates(hang=1.0))
+    observers = journal_observers(namespace)
+    backend = observe(faulty, Reports(observers))
+    engine = TransferEngine(memory.caches, backend, max_bytes_in_flight=4096, observers=observers)
+    async with engine:
+        first = asyncio.ensure_future(engine.store(KEYS[:1], [[0]]))
+        await faulty.until_waiting()
+        (outcome,) = await engine.store(KEYS[1:2], [[1]], timeout_s=0.01)
+        faulty.release()
+        await first
+        assert await engine.lookup(KEYS[:2]) == [True, False]
+    assert outcome.status is Status.TIMED_OUT
+    report = ask(KEYS[:2])
+    assert answers(report) == [(0, 0, "found"), (1, 1, "back-pressure")]
+    assert "bytes in flight" in report["runs"][1]["text"]
+
+
+async def test_back_pressure_of_memory_that_is_all_in_use(memory: BlockMemory, ask: Ask) -> None:
+    async with open_backend(f"host://?capacity={ROOM_FOR_4}", memory.namespace()) as backend:
+        statuses = await store(backend, memory, KEYS[:6])
+        assert statuses == [Status.DONE] * 4 + [Status.FAILED] * 2
+        await backend.lookup(KEYS[:6])
+    report = ask(KEYS[:6])
+    assert answers(report) == [(0, 3, "found"), (4, 5, "back-pressure")]
+    assert "no room" in report["runs"][1]["text"]
+
+
+async def test_a_paused_tier_whose_breaker_is_open(
+    memory: BlockMemory, tmp_path: Path, ask: Ask
+) -> None:
+    inner = open_store(tmp_path / "kv", memory.namespace(), clock=lambda: 0.0)
+    async with watch(inner, memory) as backend:
+        inner._breaker.trip("a test")
+        assert await store(backend, memory, KEYS[:2]) == [Status.FAILED] * 2
+        assert await backend.lookup(KEYS[:2]) == [False] * 2
+    report = ask(KEYS[:2])
+    assert answers(report) == [(0, 1, "paused tier")]
+    assert "writing is paused after repeated errors" in report["runs"][0]["text"]
+
+
+async def test_deleted_and_failed(memory: BlockMemory, ask: Ask) -> None:
+    faulty = FaultyBackend(
+        DictBackend(None, memory.namespace()), seed=0, rates=FaultRates(failure=1.0)
+    )
+    async with (
+        open_backend("host://?capacity=1MiB", memory.namespace()) as host,
+        watch(faulty, memory) as failing,
+    ):
+        await store(host, memory, KEYS[:1])
+        await host.delete(KEYS[:1])
+        await host.lookup(KEYS[:1])
+        await store(failing, memory, KEYS[1:2])
+        await failing.lookup(KEYS[1:2])
+    assert answers(ask(KEYS[:2])) == [(0, 0, "removed"), (1, 1, "failed")]

@@ -1,0 +1,188 @@
+"""Journal: bounded, whole up to the last write, and what it lacks is counted in it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import Added, LookedUp, Removal, Removed, Requested
+from kvxfer.telemetry import journal as journal_module
+from kvxfer.telemetry.journal import Journal, flush_journal, journal_observers
+from kvxfer.telemetry.journal_file import Kind, Lost, Noted, Record, Request, Source, list_files
+from kvxfer.testing.conformance.suite import make_keys
+
+KEYS = make_keys(4)
+
+CRASHING = """
+import os, signal, sys
+from kvxfer.storage.observer import Added
+from kvxfer.telemetry.journal import flush_journal, journal_observers
+(observer,) = journal_observers()
+for number in range(int(sys.argv[1])):
+    observer.note(Added("host", [b"key %d" % number]))
+flush_journal()
+observer.note(Added("host", [b"last key"]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def records(folder: Path) -> list[Record]:
+    return [record for file in list_files(folder) for record in file.records()]
+
+
+def test_records_come_back_as_they_were_noted(tmp_path: Path) -> None:
+    namespace = Namespace(model="model")
+    journal = Journal(str(tmp_path))
+    observer = journal.observer(namespace, engine="engine")
+    observer.watch("host", dict)
+    observer.note(Added("host", KEYS))
+    observer.note(Removed("host", KEYS[:1], Removal.EVICTED))
+    observer.note(LookedUp(KEYS[:3], ["host", "", "host"], 0.1))
+    observer.note(Requested("a", KEYS, ["host", "host", "", None], "why"))
+    journal.close()
+    found = records(tmp_path)
+    sources = [each for each in found if isinstance(each, Source)]
+    assert sources[-1] == Source(0, "engine", namespace, ("host",))
+    noted = [(each.kind, each.tier, each.keys) for each in found if isinstance(each, Noted)]
+    assert noted == [
+        (Kind.STORED, "host", KEYS),
+        (Kind.REMOVED, "host", KEYS[:1]),
+        (Kind.FOUND, "host", [KEYS[0], KEYS[2]]),
+        (Kind.MISSED, "", KEYS[1:2]),
+    ]
+    (request,) = [each for each in found if isinstance(each, Request)]
+    assert (request.request_id, request.keys, request.reason) == ("a", KEYS, "why")
+    assert [*map(tuple, request.runs)] == [("host", 2), ("", 1), (None, 1)]
+
+
+def test_keys_of_the_record_before_are_not_written_again(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    observer, keys = journal.observer(), make_keys(1000)
+    for _ in range(10):
+        observer.note(Added("host", list(keys)))
+    journal.close()
+    (file,) = list_files(tmp_path)
+    assert file.path.stat().st_size < 2 * sum(map(len, keys))
+    assert [each.keys for each in file.records() if isinstance(each, Noted)] == [keys] * 10
+
+
+def test_a_file_that_is_cut_anywhere_has_the_records_before_the_cut(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    observer = journal.observer()
+    for key in KEYS:
+        observer.note(Added("host", [key]))
+    journal.close()
+    (file,) = list_files(tmp_path)
+    whole, data = records(tmp_path), file.path.read_bytes()
+    counts = []
+    for stop in range(file.next_record, len(data) + 1):
+        file.path.write_bytes(data[:stop])
+        found = records(tmp_path)
+        assert found == whole[: len(found)]
+        counts.append(len(found))
+    assert (counts[0], counts[-1]) == (0, len(whole))
+    assert counts == sorted(counts)
+
+
+@pytest.mark.timeout(120)  # it imports twice
+def test_a_process_that_is_killed_leaves_what_it_has_written(tmp_path: Path) -> None:
+    environment = {**os.environ, "KVXFER_JOURNAL": str(tmp_path)}
+    processes = [  # which do each other no harm
+        subprocess.Popen([sys.executable, "-c", CRASHING, count], env=environment)
+        for count in ("3", "5")
+    ]
+    assert [process.wait() for process in processes] == [-signal.SIGKILL] * 2
+    files = list_files(tmp_path)
+    assert len({file.began.process for file in files}) == len(files) == 2
+    numbers = [sum(isinstance(each, Noted) for each in file.records()) for file in files]
+    assert sorted(numbers) == [3, 5]
+
+
+def test_a_process_keeps_a_few_files_of_bounded_size(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path), max_bytes=40_000)
+    observer = journal.observer(engine="engine")
+    for number in range(300):
+        observer.note(Added("host", make_keys(20 + number % 2)))
+        journal.flush()
+    journal.close()
+    files = list_files(tmp_path)
+    assert len(files) == journal_module.NUM_PARTS
+    assert sum(file.path.stat().st_size for file in files) < 45_000
+    assert files[0].began.part > 0
+    for file in files:  # each is understood without the others
+        first = next(file.records())
+        assert isinstance(first, Source)
+        assert first.engine == "engine"
+
+
+def test_files_of_processes_that_ended_are_kept_up_to_a_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MAX_PROCESSES", 2)
+    alive = Journal(str(tmp_path))
+    alive.observer()
+    alive.flush()
+    for _ in range(5):
+        journal = Journal(str(tmp_path))
+        journal.observer()
+        journal.close()
+    processes = {file.began.process for file in list_files(tmp_path)}
+    alive.close()
+    assert alive._process in processes
+    assert len(processes) == 4  # the living one, the last one, and two that ended before it
+
+
+def test_what_comes_too_fast_is_counted_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "MAX_WAITING", 10)
+    monkeypatch.setattr(journal_module, "WRITE_S", 60.0)
+    journal = Journal(str(tmp_path))
+    observer = journal.observer()
+    for _ in range(30):
+        observer.note(Added("host", KEYS))
+    journal.flush()
+    observer.note(Added("host", KEYS[:1]))
+    journal.close()
+    kinds = [type(each) for each in records(tmp_path)]
+    assert kinds.count(Noted) == 10
+    assert kinds.index(Lost) == len(kinds) - 2
+    assert [each.num_events for each in records(tmp_path) if isinstance(each, Lost)] == [21]
+
+
+def test_a_disk_that_is_full_for_a_while_costs_events_that_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "journal"
+    blocked.write_text("no folder")
+    journal = Journal(str(blocked))
+    observer = journal.observer()
+    for _ in range(3):
+        observer.note(Added("host", KEYS))
+        journal.flush()
+    blocked.unlink()
+    observer.note(Added("host", KEYS[:1]))
+    journal.close()
+    found = records(blocked)
+    assert [each.keys for each in found if isinstance(each, Noted)] == [KEYS[:1]]
+    assert sum(each.num_events for each in found if isinstance(each, Lost)) >= 3
+    assert [each for each in found if isinstance(each, Source)]
+    assert ["cannot be written" in each.message for each in caplog.records] == [True]
+
+
+def test_without_the_variable_nothing_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVXFER_JOURNAL", raising=False)
+    assert journal_observers() == []
+    flush_journal()
+
+
+def test_a_folder_without_a_journal_is_named(tmp_path: Path) -> None:
+    (tmp_path / "other.journal").write_bytes(b"\0\0\0\1\xc1")
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(InvalidArgumentError, match="journal is"):
+            list_files(folder)
