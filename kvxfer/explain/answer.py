@@ -8,7 +8,7 @@ from typing import NamedTuple
 from kvxfer.explain.history import Happening, History, Place
 from kvxfer.storage.backend import NO_ROOM_REASON, PARTIAL, PAUSED, Status
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import ENGINE, Operation, Removal
+from kvxfer.storage.observer import ENGINE, LENT, Operation, Removal
 from kvxfer.telemetry.journal_event import QUEUED
 from kvxfer.telemetry.journal_file import Kind
 
@@ -68,8 +68,12 @@ _REMOVALS = {
     Removal.CORRUPT: (Answer.CORRUPT, "corrupt in {}"),
     Removal.DELETED: (Answer.REMOVED, "deleted from {}"),
     Removal.CLEARED: (Answer.REMOVED, "gone from {}: all were cleared"),
+    Removal.LEASE_OVER: (Answer.REMOVED, "not {} any more: its lease was over"),
     Removal.VANISHED: (Answer.REMOVED, "removed from {} by another process"),
 }
+_SHARED = ("file", LENT)
+"""Beginnings of the names of tiers that engines share."""
+
 _ASKING = (Operation.LOOKUP, Operation.LOAD)
 
 
@@ -142,8 +146,10 @@ class _Tier:
 
     def _miss_load(self, each: Happening) -> None:
         if each.what == Status.MISSING.value and each.reason != PARTIAL.reason:
-            return
-        if each.what == Status.CORRUPT.value:
+            if self.stored_s is not None and not self.trouble:
+                text = f"gone from {self.name} when it was to be loaded"
+                self._fail(each, Answer.REMOVED, text)
+        elif each.what == Status.CORRUPT.value:
             self._lose(each, Answer.CORRUPT, f"corrupt in {self.name}")
         elif each.reason == PARTIAL.reason:
             self._fail(each, Answer.PARTIAL, f"partial in {self.name}: bytes are missing")
@@ -233,7 +239,7 @@ class Explainer:
             return not each.namespace
         ours = self.history.namespace_of(self.place)
         theirs = self.history.namespace_of(each.place)
-        if ours is None or theirs is None or not each.tier.startswith("file"):
+        if ours is None or theirs is None or not each.tier.startswith(_SHARED):
             return False
         is_change = each.kind in (Kind.STORED, Kind.REMOVED)
         return is_change and (each.namespace or theirs.fingerprint) == ours.fingerprint

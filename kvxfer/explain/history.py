@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.telemetry.journal_file import (
     JournalFile,
@@ -18,8 +17,6 @@ from kvxfer.telemetry.journal_file import (
     Source,
     list_files,
 )
-
-_GONE = (Status.MISSING.value, "")
 
 
 class Place(NamedTuple):
@@ -92,7 +89,7 @@ class History:
                 continue
             if each.kind in (Kind.FOUND, Kind.MISSED, Kind.LOADED):
                 return failed_s if each.kind is not Kind.LOADED else None
-            if each.kind is Kind.NOT_LOADED and (each.what, each.reason) != _GONE:
+            if each.kind is Kind.NOT_LOADED:
                 failed_s = each.at_s
         return failed_s
 

@@ -139,7 +139,10 @@ def _of_request(history: History, elsewhere: Elsewhere, seen: SeenRequest) -> Re
             explained = explainer.explain(key, request.at_s)
             blocks.append(elsewhere.look(explained, place))
     name = printable(request.request_id, MAX_CHARACTERS)
-    return _report(history, name, request.at_s, blocks, [place])
+    report = _report(history, name, request.at_s, blocks, [place])
+    if request.reason and not keys:
+        report.notes.append(f"refused: {printable(request.reason, MAX_CHARACTERS)}")
+    return report
 
 
 def _of_keys(history: History, elsewhere: Elsewhere, keys: Sequence[BlockKey]) -> Report:

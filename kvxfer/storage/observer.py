@@ -16,6 +16,8 @@ from kvxfer.storage.keys import BlockKey
 
 ENGINE = "engine"
 """Name of the engine itself where an event or a gauge names a tier."""
+LENT = "lent"
+"""Name of the blocks that an engine lends from its own memory, where an event names a tier."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ class Removal(enum.StrEnum):
     """Reason why a block is no longer in a tier.
 
     `REPLACED`: it lacked bytes of the block that is stored now. `VANISHED`: another process, or
-    somebody with the shell, removed it.
+    somebody with the shell, removed it. `LEASE_OVER`: an engine lent it, and needs its memory.
     """
 
     EVICTED = "evicted"
@@ -50,6 +52,7 @@ class Removal(enum.StrEnum):
     REPLACED = "replaced"
     CLEARED = "cleared"
     VANISHED = "vanished"
+    LEASE_OVER = "lease_over"
 
 
 class Gauge(enum.StrEnum):

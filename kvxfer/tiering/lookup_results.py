@@ -41,6 +41,11 @@ class LookupResults:
         result = self._results.get(key)
         return result is not None and bool(result.found)
 
+    def is_answered(self, key: BlockKey) -> bool:
+        """Whether it is known if the lower tier has a key."""
+        result = self._results.get(key)
+        return result is not None and result.found is not None
+
     def waiting_for(self, key: BlockKey) -> set[str]:
         """Requests that wait for a key."""
         result = self._results.get(key)

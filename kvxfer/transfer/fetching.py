@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
@@ -20,6 +21,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.portable import CacheDescription, PeerBlocks, match_caches
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Operation, Reports
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.peer_engine import MAX_MATCHES, PeerEngine
 from kvxfer.transfer.prompt_pages import Fetched, Wanted
@@ -46,6 +48,7 @@ class _Part:
         indices: Index of each block in the prompt, in blocks of the other engine.
         keys: Their keys.
         outcomes: What has become of each.
+        names: The keys by the tokens of the prompt alone.
     """
 
     rank: int
@@ -53,6 +56,7 @@ class _Part:
     indices: NDArray[np.int64]
     keys: list[BlockKey]
     outcomes: list[Outcome]
+    names: Sequence[BlockKey]
 
     def note(self, rows: Iterable[int], outcomes: Iterable[Outcome]) -> None:
         """Note what has become of some of the blocks."""
@@ -125,7 +129,12 @@ class Fetcher:
         self._threads = threads
         self._timeout_s = timeout_s
         self._null_block = caches.null_block_id
+        self._reports = Reports()
         self._matching = functools.lru_cache(MAX_MATCHES)(self._match)
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`: the blocks that are fetched."""
+        self._reports = reports
 
     async def fetch(
         self, endpoint: Endpoint, wanted: Wanted, *, waits_for: str | None = None
@@ -134,6 +143,7 @@ class Fetcher:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         parts: list[_Part] = []
         match: _Match | None = None
+        began = time.perf_counter()
         try:
             async with asyncio.timeout_at(stop):
                 match = self._matching(await self._exchange.peer(endpoint).describe())
@@ -150,7 +160,7 @@ class Fetcher:
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
         finally:
             await self._exchange.settle()  # before our blocks are used again
-        return self._summarise(match, wanted, parts)
+        return self._summarise(match, wanted, parts, began)
 
     def _match(self, description: bytes) -> _Match:
         engine = PeerEngine(description)
@@ -181,6 +191,7 @@ class Fetcher:
                     indices[has_targets],
                     match.engine.worker_keys(rank, chosen),
                     [_NOT_TRIED] * len(chosen),
+                    chosen,
                 )
                 for rank in match.groups[group].sources
                 if chosen
@@ -294,15 +305,19 @@ class Fetcher:
                 await self._threads.run(self._copy_engine.copy, source, destination)
         part.note(rows, loaded)
 
-    def _summarise(self, match: _Match, wanted: Wanted, parts: Sequence[_Part]) -> Fetched:
+    def _summarise(
+        self, match: _Match, wanted: Wanted, parts: Sequence[_Part], began: float
+    ) -> Fetched:
         bad: list[dict[int, None]] = [{} for _ in wanted.block_ids]
         fetched = Fetched([])
         for part in parts:
             ours = self._description.groups[part.group].tokens_per_block
             failed = [row for row, outcome in enumerate(part.outcomes) if not outcome.done]
             num_done = len(part.keys) - len(failed)
+            num_bytes = num_done * match.block_size_bytes(part.group)
+            self._reports.moved(Operation.LOAD, part.names, part.outcomes, num_bytes, began)
             fetched.num_verified += num_done
-            fetched.num_bytes += num_done * match.block_size_bytes(part.group)
+            fetched.num_bytes += num_bytes
             for row in failed:
                 outcome = part.outcomes[row]
                 fetched.missing[outcome.status.name.lower()] += 1

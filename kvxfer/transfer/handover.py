@@ -108,9 +108,11 @@ class Handover:
         self._calls: set[asyncio.Task[Any]] = set()
 
     def observe(self, reports: Reports) -> None:
-        """See `Observable.observe`: leases, peers, and what they hold."""
+        """See `Observable.observe`: leases, peers, what they hold, and what is fetched."""
         if self._lender is not None:
             self._lender.observe(reports)
+        if self._fetcher is not None:
+            self._fetcher.observe(reports)
         self._exchange.observe(reports)
 
     @property

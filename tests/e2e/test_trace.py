@@ -1,11 +1,13 @@
-"""The trace of a real engine, replayed, has the hits that the engine had."""
+"""The trace of a real engine, replayed, has the hits that it had, and its journal explains each."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from kvxfer.explain import Answer, explain
 from kvxfer.replay import bytes_per_token, lru_curve, plan_tiers, read_trace, simulate
+from kvxfer.telemetry.journal_file import Request, list_files
 from tests.e2e import models
 from tests.e2e.harness import REPOSITORY, AuditedEngine, random_prompts
 
@@ -24,12 +26,35 @@ def run_alone(engine: AuditedEngine, prompt: list[int]) -> int:
     return generation.cached_tokens // TOKENS_PER_BLOCK
 
 
+def request_ids(journal: Path) -> list[str]:
+    """List the requests of a journal that have whole blocks, in the order of their schedule."""
+    records = (record for file in list_files(journal) for record in file.records())
+    return [each.request_id for each in records if isinstance(each, Request) and each.keys]
+
+
+def require_explained(journal: Path, order: list[list[int]], hits: list[int]) -> None:
+    """Check that every request is explained by its id: as many blocks were found as hit."""
+    seen: set[str] = set()
+    answers: set[Answer] = set()
+    for index, (prompt, num_hits) in enumerate(zip(order, hits, strict=True)):
+        (report,) = explain([request_ids(journal)[index]], journal, [])
+        assert report.num_blocks == len(prompt) // TOKENS_PER_BLOCK
+        assert sum(report.found.values()) == num_hits, report
+        for run in report.runs:
+            if run.answer is not Answer.FOUND:
+                answers.add(run.answer)
+                is_new = Answer.NEVER_STORED is run.answer
+                assert is_new == seen.isdisjoint(run.keys) or run.answer is Answer.NOT_LOOKED_UP
+            seen.update(run.keys)
+    assert answers == {Answer.NEVER_STORED, Answer.EVICTED, Answer.NOT_LOOKED_UP}
+
+
 def test_a_recorded_trace_has_the_hits_of_the_engine(start: Start, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
+    path, journal = tmp_path / "trace.jsonl", tmp_path / "journal"
     engine = start(
         "llama",
         capacity=CAPACITY,
-        environment={"KVXFER_TRACE": str(path)},
+        environment={"KVXFER_TRACE": str(path), "KVXFER_JOURNAL": str(journal)},
         kv_cache_memory_bytes=32 << 20,
         max_model_len=2048,
     )
@@ -38,6 +63,7 @@ def test_a_recorded_trace_has_the_hits_of_the_engine(start: Start, tmp_path: Pat
     order = [first, second, first, third, other, more, second, last, other, first + [7] * 200]
     hits = [run_alone(engine, prompt) for prompt in order]
     engine.close()
+    require_explained(journal, order, hits)
 
     trace = read_trace(path)
     block_bytes = TOKENS_PER_BLOCK * bytes_per_token(

@@ -14,6 +14,7 @@ from kvxfer.storage.backend import Backend
 from kvxfer.storage.eviction import LRU
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, GroupIdentity, Namespace, make_block_key
+from kvxfer.telemetry.journal import journal_observers
 from kvxfer.testing import (
     BlockMemory,
     DictBackend,
@@ -146,14 +147,16 @@ def schedulers() -> Iterator[Start]:
         shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
         pool = HostPool(shape, make_namespace(), CPUCopyEngine(num_threads=1))
         index = BlockIndex(num_slots, LRU(num_slots))
+        observers = journal_observers(engine="engine")
         tier = LowerTier(
             pool.slots.reshape(pool.shape.num_slots, -1),
             2,
             backend,
             timeouts=LowerTierTimeouts(**{"reset_s": 0.1, **timeouts}),
             emit_events=True,
+            observers=journal_observers(make_namespace(), engine="engine"),
         )
-        manager = TieredOffloadingManager(pool, index, tier, emit_events=True)
+        manager = TieredOffloadingManager(pool, index, tier, emit_events=True, observers=observers)
         started.append((Scheduler(manager, pool, index), backend))
         return started[-1][0]
 

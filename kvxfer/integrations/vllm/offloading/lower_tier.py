@@ -138,7 +138,6 @@ class LowerTier:
         self._missing: list[BlockKey] = []
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
-        self._skipped: list[BlockKey] = []
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
 
     def lookup(self, key: BlockKey, req_id: str) -> bool | None:
@@ -147,7 +146,8 @@ class LowerTier:
         Keys are looked up in batches, by `flush`; a result stays until the request is released.
         """
         if self.is_suspended and not self.results.is_found(key):
-            self._skipped.append(key)
+            if not self.results.is_answered(key):
+                self._reports.skipped(Operation.LOOKUP, [key])
             return False
         return self.results.get(key, req_id)
 
@@ -174,8 +174,6 @@ class LowerTier:
                 known. They belong to the tier until `poll` reports them; those whose keys the
                 backend does not have, until `take_missing` does.
         """
-        self._reports.skipped(Operation.LOOKUP, self._skipped)
-        self._skipped = []
         keys = self.results.take_unasked()
         known = dict(rows or {})
         unknown = {key: known.pop(key) for key in keys if key in known}

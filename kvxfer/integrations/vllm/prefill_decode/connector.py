@@ -39,7 +39,12 @@ from kvxfer.integrations.vllm.prefill_decode.worker import Ended, PrefillDecodeW
 from kvxfer.integrations.vllm.prefill_decode.worker_caches import describe_worker
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.storage.observer import LENT, Reports
+from kvxfer.telemetry.journal import flush_journal, journal_observers
 from kvxfer.transfer.handover import Handover
+
+PEERS = "nixl"
+"""Tier of the blocks that other engines give."""
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +95,7 @@ class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         self._settings.require_ports(parallel.tensor_parallel_size)
         self._reads, self._lends = self._sides(is_scheduler=role == KVConnectorRole.SCHEDULER)
         self._namespace = handover_namespace(vllm_config, self._settings.revision)
+        self._journals = journal_observers(self._namespace, engine=transfer.engine_id or "")
         self._counters = Counters()
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
@@ -121,7 +127,11 @@ class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         )
         if self._reads:
             self._decode = DecodeScheduler(
-                self._handover, self._settings, groups=groups, counters=self._counters
+                self._handover,
+                self._settings,
+                groups=groups,
+                counters=self._counters,
+                reports=Reports(self._journals, PEERS),
             )
         if (listen := self._settings.exchange.listen_endpoint) is not None and self._lends:
             host = self._settings.advertise or listen.host
@@ -211,7 +221,11 @@ class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
         config = self._settings.listen_at(rank) if self._lends else self._settings.reading
         self._handover = Handover(config, self._namespace, description, caches)
         self._handover.start()
-        self._worker = PrefillDecodeWorker(self._handover, self._counters)
+        if self._journals:
+            self._handover.observe(Reports(self._journals, PEERS))
+        self._worker = PrefillDecodeWorker(
+            self._handover, self._counters, Reports(self._journals, LENT)
+        )
         self._facts = WorkerFacts(description.encode(), self._handover.port)
 
     def get_handshake_metadata(self) -> WorkerFacts | None:
@@ -269,6 +283,7 @@ class KVXferConnector(KVCacheHooks, KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         elif self._handover is not None:
             self._handover.close()
+        flush_journal()
 
     # Both sides.
 

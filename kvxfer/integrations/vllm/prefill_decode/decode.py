@@ -15,10 +15,13 @@ from kvxfer.integrations.vllm.prefill_decode.prompts import prompt_keys
 from kvxfer.integrations.vllm.prefill_decode.settings import Settings
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, StepData
 from kvxfer.integrations.vllm.prefill_decode.ticket import Ticket, read_ticket, wants_decode
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Reports, Requested
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.text import printable
 from kvxfer.transfer.asking import Found
 from kvxfer.transfer.handover import Handover
+from kvxfer.transfer.prompt_pages import Wanted
 
 T = TypeVar("T")
 
@@ -61,6 +64,7 @@ class DecodeScheduler:
         groups: The groups whose blocks are loaded.
         counters: Counters to add to.
         clock: Seconds.
+        reports: Told of each request that is asked about, once.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class DecodeScheduler:
         groups: Groups,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
+        reports: Reports = Reports(),  # noqa: B008 - without observers it does nothing
     ) -> None:
         self._handover = handover
         self._settings = settings
@@ -78,6 +83,7 @@ class DecodeScheduler:
         self._tokens_per_hit = math.lcm(*groups.tokens_per_block)
         self._counters = counters
         self._clock = clock
+        self._reports = reports
         self._asked: dict[str, _Asked] = {}
         self._settled: set[str] = set()  # requests that P is not asked about again
         self._fetches: list[Fetch] = []
@@ -131,6 +137,7 @@ class DecodeScheduler:
             if self._groups.has_states[group]:
                 block_ids[group] = [_state_block(block_ids[group], (num_tokens - 1) // size)]
         wanted = asked.found.wanted(asked.keys, first, num_tokens, block_ids)
+        self._tell_wanted(request.request_id, asked.keys, wanted)
         self._fetches.append(
             Fetch(
                 request_id=request.request_id,
@@ -220,8 +227,35 @@ class DecodeScheduler:
     def _refuse(self, request: Any, reason: Reason, text: str) -> tuple[int, bool]:
         logger.warning("request %s computes its prompt here: %s", request.request_id, text)
         self._counters.add_reason("refused", reason)
+        self._tell_refused(request, text)
         self._settle(request.request_id)
         return 0, False
+
+    def _tell_wanted(self, request_id: str, prompt: PromptKeys, wanted: Wanted) -> None:
+        """Tell which blocks of a request P is to give; those before are here."""
+        if not self._reports:
+            return
+        keys: list[BlockKey] = []
+        tiers: list[str | None] = []
+        for group, given in enumerate(wanted.keys):
+            size, first = wanted.tokens_per_block[group], wanted.first_blocks[group]
+            if self._groups.windows[group] is None:
+                keys += prompt.block_keys(group, size, first * size)
+                tiers += [None] * first
+            keys += given
+            tiers += [self._reports.tier] * len(given)
+        self._reports.tell(Requested(request_id, keys, tiers))
+
+    def _tell_refused(self, request: Any, text: str) -> None:
+        """Tell that no block of a request comes from P, and why."""
+        if not self._reports:
+            return
+        prompt = prompt_keys(request, num_left_out=self._groups.num_last_tokens)
+        keys: list[BlockKey] = []
+        for group, size in enumerate(self._groups.tokens_per_block):
+            if prompt is not None and self._groups.windows[group] is None:
+                keys += prompt.block_keys(group, size, prompt.num_tokens)
+        self._reports.tell(Requested(request.request_id, keys, [""] * len(keys), text))
 
     def _settle(self, request_id: str) -> None:
         self._settled.add(request_id)

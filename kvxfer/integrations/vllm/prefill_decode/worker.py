@@ -2,12 +2,15 @@
 
 import logging
 import time
+from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvxfer.errors import KVXferError
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Removal, Reports
 from kvxfer.transfer.handover import Handover
 from kvxfer.transfer.prompt_pages import Fetched
 
@@ -36,11 +39,19 @@ class PrefillDecodeWorker:
     Args:
         handover: Lends and reads, on a thread of its own; closed with this.
         counters: Counters to add to.
+        reports: Told of the blocks that are lent.
     """
 
-    def __init__(self, handover: Handover, counters: Counters) -> None:
+    def __init__(
+        self,
+        handover: Handover,
+        counters: Counters,
+        reports: Reports = Reports(),  # noqa: B008 - without observers it does nothing
+    ) -> None:
         self._handover = handover
         self._counters = counters
+        self._reports = reports
+        self._told: dict[str, list[BlockKey]] = defaultdict(list)  # blocks of each lease
         self._lent: dict[str, str] = {}  # request of each lease that vLLM keeps blocks for
         self._num_expired = 0
         self._loads: dict[str, tuple[Fetch, Future[Fetched], float]] = {}
@@ -72,6 +83,7 @@ class PrefillDecodeWorker:
         """Return what ended since the last call; each request once."""
         ended = Ended()
         for lease in self._handover.take_ended():
+            self._reports.removed(self._told.pop(lease, []), Removal.LEASE_OVER)
             if request_id := self._lent.pop(lease, None):
                 ended.sent.add(request_id)
         num_expired = self._handover.num_expired
@@ -91,6 +103,9 @@ class PrefillDecodeWorker:
     def _offer(self, offer: Offer) -> None:
         if offer.is_complete:
             self._lent[offer.lease] = offer.request_id
+        if self._reports:
+            self._told[offer.lease] += offer.keys
+            self._reports.added(offer.keys)
         self._handover.offer(
             offer.lease, offer.keys, offer.block_ids, is_complete=offer.is_complete
         )

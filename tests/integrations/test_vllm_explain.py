@@ -1,0 +1,207 @@
+"""Requests of vLLM are explained: what its scheduler was answered, and why."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
+
+from vllm.v1.kv_offload.base import ReqContext
+
+from kvxfer.backends.nixl import Endpoint
+from kvxfer.integrations.vllm.prefill_decode.decode import DecodeScheduler
+from kvxfer.integrations.vllm.prefill_decode.groups import Groups
+from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
+from kvxfer.integrations.vllm.prefill_decode.settings import Settings
+from kvxfer.integrations.vllm.prefill_decode.step_data import Offer, StepData
+from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
+from kvxfer.storage.backend import MISSING
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import LENT, Moved, Operation, Reports
+from kvxfer.telemetry.journal import journal_observers
+from kvxfer.testing import Operation as Faulty
+from tests.explain.conftest import Ask, ask, journal
+from tests.integrations.pd_fakes import (
+    BLOCK,
+    LEASE,
+    FakeHandover,
+    make_blocks,
+    make_found,
+    make_request,
+    ticket_params,
+)
+from tests.integrations.two_tiers import (
+    KeepingBackend,
+    Scheduler,
+    Start,
+    broken,
+    keys_of,
+    schedulers,
+)
+
+__all__ = ["ask", "journal"]
+
+ENDPOINT = Endpoint("127.0.0.1", 7100)
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with schedulers() as start:
+        yield start
+
+
+def request(scheduler: Scheduler, name: str, keys: list[BlockKey]) -> None:
+    """Let a request arrive, be looked up until it is answered, and scheduled."""
+    context = ReqContext(name)
+    if hasattr(context, "set_offload_key_position"):
+        for index, key in enumerate(keys):
+            context.set_offload_key_position(key, 16 * (index + 1))
+    scheduler.manager.on_new_request(context)
+    scheduler.resolve(keys, name)
+    scheduler.step(name)
+    scheduler.manager.on_request_finished(context)
+
+
+def answers(report: dict[str, Any]) -> list[tuple[int, int, str, str]]:
+    return [(run["first"], run["last"], run["answer"], run["tier"]) for run in report["runs"]]
+
+
+def test_blocks_come_from_each_tier_and_end_at_the_first_that_was_never_stored(
+    journal: Path, start: Start, ask: Ask
+) -> None:
+    backend, keys = KeepingBackend(), keys_of(6)
+    before = start(backend)
+    before.store(keys[:2])
+    before.settle()
+    before.manager.shutdown()
+    scheduler = start(backend)
+    request(scheduler, "first", keys[:2])
+    scheduler.store(keys[2:4])
+    scheduler.settle()
+    request(scheduler, "cmpl-1", keys)
+    assert answers(ask("first")) == [(0, 1, "found", "keeping")]
+    report = ask("cmpl-1")
+    assert answers(report) == [(0, 3, "found", "host"), (4, 5, "never stored", "")]
+
+
+def test_a_block_that_was_evicted_before_it_was_written_back(
+    journal: Path, start: Start, ask: Ask
+) -> None:
+    backend = broken(Faulty.STORE, failure=1.0)
+    scheduler, keys = start(backend), keys_of(6)
+    for first in range(0, 6, 2):
+        scheduler.store(keys[first : first + 2])
+        scheduler.settle()
+    request(scheduler, "a", keys[:1])
+    report = ask("a")
+    assert answers(report) == [(0, 0, "back-pressure", "")]
+    assert "evicted from host by capacity" in report["runs"][0]["text"]
+    assert "not in faulty: back-pressure (not written back)" in report["runs"][0]["text"]
+
+
+def test_a_tier_that_missed_a_deadline_and_is_suspended(
+    journal: Path, start: Start, ask: Ask
+) -> None:
+    backend = broken(Faulty.LOOKUP, hang=1.0)
+    scheduler, keys = start(backend, lookup_s=0.05, pause_s=60.0), keys_of(2)
+    request(scheduler, "late", keys[:1])
+    request(scheduler, "paused", keys[1:])
+    assert answers(ask("late")) == [(0, 0, "deadline", "")]
+    assert answers(ask("paused")) == [(0, 0, "paused tier", "")]
+
+
+def test_a_corrupt_chunk_in_host_memory(journal: Path, start: Start, ask: Ask) -> None:
+    backend = broken(Faulty.STORE, failure=1.0)
+    scheduler, keys = start(backend), keys_of(1)
+    scheduler.store(keys)
+    scheduler.settle()
+    scheduler.pool.slots[scheduler.index.slot_of(keys[0])][0, 0] ^= 1
+    request(scheduler, "a", keys)
+    report = ask("a")
+    assert "corrupt in host at" in report["runs"][0]["text"]
+
+
+def test_after_a_reset_chunks_are_known_by_their_own_keys(
+    journal: Path, start: Start, ask: Ask
+) -> None:
+    scheduler, keys = start(KeepingBackend(), num_slots=2), keys_of(4)
+    scheduler.store(keys[:1])
+    scheduler.settle()
+    scheduler.manager.reset_cache()
+    request(scheduler, "before", keys[:1])
+    scheduler.store(keys[:2])
+    scheduler.settle()
+    scheduler.store(keys[2:])
+    scheduler.settle()
+    request(scheduler, "after", keys[:2])
+    assert answers(ask("before"))[0][2] == "removed"
+    assert "all were cleared" in ask("before")["runs"][0]["text"]
+    assert answers(ask("after")) == [(0, 1, "found", "keeping")]
+
+
+class Pair:
+    """D's scheduler and P's worker, with hand-overs of the test."""
+
+    def __init__(self) -> None:
+        self.handover, self.lending = FakeHandover(), FakeHandover()
+        ours, theirs = (
+            journal_observers(Namespace(model="model"), engine=engine) for engine in "dp"
+        )
+        self.observer = ours[0]
+        self.scheduler = DecodeScheduler(
+            self.handover,  # type: ignore[arg-type] # it has the same methods
+            Settings.parse({}),
+            groups=Groups((BLOCK,), (None,), (False,)),
+            counters=Counters(),
+            reports=Reports(ours, "nixl"),
+        )
+        self.lender = PrefillDecodeWorker(
+            self.lending,  # type: ignore[arg-type]
+            Counters(),
+            Reports(theirs, LENT),
+        )
+
+    def load(self, name: str) -> list[BlockKey]:
+        """Let a request be planned to be loaded from P; return the keys of its blocks."""
+        request = make_request(ticket_params(), name=name)
+        self.scheduler.on_new_request(request)
+        self.handover.asked[LEASE].set_result(make_found(10))
+        assert self.scheduler.num_matched_tokens(request, 4) == (5, True)
+        self.scheduler.on_alloc(request, make_blocks([5, 6, 7], hashed=[5]), 5)
+        step = StepData()
+        self.scheduler.plan(step)
+        [fetch] = step.fetches
+        return [key for keys in fetch.wanted.keys for key in keys]
+
+
+def test_what_another_engine_gives_and_what_it_does_not_give_any_more(
+    journal: Path, ask: Ask
+) -> None:
+    pair = Pair()
+    pair.load("good")
+    assert answers(ask("good")) == [
+        (0, 0, "not looked up", ""),
+        (1, 2, "found", "nixl"),
+    ]
+    keys = pair.load("late")
+    pair.lender.prepare(StepData(offers=[Offer("r", LEASE, keys, [1, 2], is_complete=True)]))
+    pair.lending.ended = [LEASE]
+    assert pair.lender.take_ended().sent == {"r"}
+    pair.observer.note(Moved("nixl", Operation.LOAD, keys, [MISSING, MISSING], 0, 0.1))
+    report = ask("late")
+    assert answers(report)[1:] == [(1, 2, "removed", "")]
+    assert "gone from nixl when it was to be loaded" in report["runs"][1]["text"]
+    assert "its lease was over" in report["runs"][1]["text"]
+
+
+def test_a_refusal_is_said_with_its_reason(journal: Path, ask: Ask) -> None:
+    pair = Pair()
+    request = make_request(ticket_params(), name="refused")
+    pair.scheduler.on_new_request(request)
+    pair.handover.asked[LEASE].set_exception(TimeoutError("no answer of P"))
+    assert pair.scheduler.num_matched_tokens(request, 0) == (0, False)
+    report = ask("refused")
+    assert report["num_blocks"] == 3
+    assert report["runs"][0]["text"] == "refused: no answer of P"
