@@ -3,7 +3,7 @@
 from kvxfer.backends.host.backend import HostBackend, HostConfig
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
-from kvxfer.backends.host.slots import SlotMover, key_in_slot, slot_key
+from kvxfer.backends.host.slots import SlotMover, keys_in_slots, slot_key
 from kvxfer.storage.integrity import Integrity
 
 __all__ = [
@@ -13,6 +13,6 @@ __all__ = [
     "Integrity",
     "PoolShape",
     "SlotMover",
-    "key_in_slot",
+    "keys_in_slots",
     "slot_key",
 ]

@@ -28,9 +28,9 @@ def slot_key(key: BlockKey, slot: int, group: int) -> BlockKey:
     return make_block_key(slot.to_bytes(SLOT_BYTES, "big") + key, group)
 
 
-def key_in_slot(key: BlockKey) -> BlockKey:
-    """Extract the block's own key from a `slot_key`."""
-    return BlockKey(key[SLOT_BYTES:-GROUP_INDEX_BYTES])
+def keys_in_slots(keys: Sequence[BlockKey]) -> list[BlockKey]:
+    """Extract the blocks' own keys from `slot_key`s."""
+    return [BlockKey(key[SLOT_BYTES:-GROUP_INDEX_BYTES]) for key in keys]
 
 
 class SlotMover(ImmediateMover):
@@ -106,4 +106,4 @@ class SlotMover(ImmediateMover):
 
 
 def _split(key: BlockKey) -> tuple[int, BlockKey]:
-    return int.from_bytes(key[:SLOT_BYTES], "big"), key_in_slot(key)
+    return int.from_bytes(key[:SLOT_BYTES], "big"), keys_in_slots([key])[0]

@@ -23,6 +23,7 @@ BENCHES = (
     "vllm",
     "pd",
     "transformers",
+    "journal",
 )
 COLUMNS = BenchRow.__struct_fields__
 

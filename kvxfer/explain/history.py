@@ -132,7 +132,8 @@ def _happenings(process: str, record: Record) -> Iterator[tuple[Sequence[BlockKe
     if isinstance(record, Noted):
         place = Place(process, record.source)
         more = record.kind, record.tier, record.what, record.reason, record.namespace
-        yield _as_keys(record.keys or ()), Happening(record.at_s, place, *more)
+        assert not isinstance(record.keys, int)  # see `JournalFile.records`
+        yield _as_keys(record.keys), Happening(record.at_s, place, *more)
     elif isinstance(record, Request):
         place, start = Place(process, record.source), 0
         for tier, number in record.runs:

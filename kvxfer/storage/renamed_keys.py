@@ -12,12 +12,14 @@ class RenamedKeys(Observer):
 
     Args:
         observers: The others.
-        rename: Makes the name of a block; None of one that is of no concern to them. Events that
-            have one of these are not told, but for blocks that come and go.
+        rename: Makes the names of blocks, without those that are of no concern to them. Events
+            that have one of these are not told, but for blocks that come and go.
     """
 
     def __init__(
-        self, observers: Sequence[Observer], rename: Callable[[BlockKey], BlockKey | None]
+        self,
+        observers: Sequence[Observer],
+        rename: Callable[[Sequence[BlockKey]], Sequence[BlockKey]],
     ) -> None:
         self._observers = observers
         self._reports = Reports(observers)
@@ -25,7 +27,7 @@ class RenamedKeys(Observer):
 
     def note(self, event: Event) -> None:
         """See `Observer.note`."""
-        keys = [name for key in event.keys if (name := self._rename(key)) is not None]
+        keys = self._rename(event.keys)
         if len(keys) == len(event.keys) or (keys and isinstance(event, (Added, Removed))):
             self._reports.tell(replace(event, keys=keys))
 

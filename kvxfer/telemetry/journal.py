@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from errno import ENOSPC
 from pathlib import Path
 from typing import IO
@@ -17,18 +17,20 @@ import msgspec
 
 from kvxfer.checks import require_positive
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.observer import ENGINE, Asked, AskGauges, Event, Observer
+from kvxfer.storage.observer import ENGINE, Added, Asked, AskGauges, Event, Moved, Observer
 from kvxfer.telemetry.journal_event import records_of
 from kvxfer.telemetry.journal_file import (
     LENGTH_BYTES,
     SUFFIX,
     VERSION,
     Began,
+    Kind,
     Lost,
     Noted,
     Record,
     Source,
     encode_record,
+    recent_keys,
 )
 
 VARIABLE = "KVXFER_JOURNAL"
@@ -41,9 +43,10 @@ MAX_PROCESSES = 32
 """Processes that have ended and whose files are kept."""
 MAX_WAITING = 10_000
 """Events that wait to be written; further ones are lost, and counted."""
-WRITE_S = 0.1
+WRITE_S = 0.5
 """Time between two writes, and what a process that is killed loses of its journal."""
 CLOSE_TIMEOUT_S = 2.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,12 +71,13 @@ class Journal:
         self._num_lost = 0
         self._lost_at_s = 0.0
         self._sources: dict[int, Source] = {}
+        self._telling: set[tuple[int, str]] = set()  # tiers that tell what they have stored
         self._file: IO[bytes] | None = None
         self._num_bytes = 0
         self._part = 0
-        self._keys: Sequence[bytes] | None = None
-        self._has_warned = False
-        self._closing = threading.Event()
+        self._recent = recent_keys()
+        self._has_failed = False
+        self._is_closing = False
         self._is_closed = False
         self._wake = threading.Event()
         self._flushing = threading.Lock()
@@ -98,14 +102,13 @@ class Journal:
 
     def append(self, observer: "JournalObserver", event: Event | None) -> None:
         """Note an event; None for a change of what is known of the observer."""
+        at_s = time.time()
+        if len(self._waiting) < MAX_WAITING and not self._is_closing:
+            self._waiting.append((at_s, observer, event))
+            return
         with self._lock:
-            if self._closing.is_set() or len(self._waiting) >= MAX_WAITING:
-                self._lost_at_s = self._lost_at_s if self._num_lost else time.time()
-                self._num_lost += 1
-                return
-            self._waiting.append((time.time(), observer, event))
-        if not self._wake.is_set():
-            self._wake.set()
+            self._lost_at_s = self._lost_at_s if self._num_lost else at_s
+            self._num_lost += 1
 
     def add_tier(self, observer: "JournalObserver", tier: str) -> None:
         """Note the name of a further tier."""
@@ -125,16 +128,12 @@ class Journal:
 
     def close(self) -> None:
         """Write what was noted, for no longer than `CLOSE_TIMEOUT_S`; may be called again."""
-        with self._lock:
-            self._closing.set()
+        self._is_closing = True
         self._wake.set()
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            self._wake.wait()
-            self._closing.wait(WRITE_S)  # for further events
-            self._wake.clear()
+        while not self._wake.wait(WRITE_S):
             self.flush()
         self.flush()
         with self._flushing:
@@ -144,15 +143,11 @@ class Journal:
 
     def _write_noted(self) -> None:
         with self._lock:
-            noted, self._waiting = self._waiting, deque()
             lost, self._num_lost = Lost(self._lost_at_s, self._num_lost), 0
+        noted = [self._waiting.popleft() for _ in range(len(self._waiting))]
         records: list[Record] = []
         for at_s, observer, event in noted:
-            number = observer.number
-            if event is None:
-                records.append(self._sources[number])
-            else:
-                records += records_of(at_s, number, event)
+            records += self._records_of(at_s, observer.number, event)
         if lost.num_events:
             records.append(lost)
         if records and not self._write(records):
@@ -160,18 +155,31 @@ class Journal:
                 self._lost_at_s = noted[0][0] if noted else lost.at_s
                 self._num_lost += len(noted) + lost.num_events
 
+    def _records_of(self, at_s: float, number: int, event: Event | None) -> Iterable[Record]:
+        if event is None:
+            return [self._sources[number]]
+        records = records_of(at_s, number, event)
+        if isinstance(event, Added):
+            self._telling.add((number, event.tier))
+        elif isinstance(event, Moved) and (number, event.tier) in self._telling:
+            return [each for each in records if getattr(each, "kind", "") is not Kind.STORED]
+        return records
+
     def _write(self, records: Sequence[Record]) -> bool:
         """Write records; whether that was possible."""
         try:
             if self._file is None or self._num_bytes > self._max_part_bytes:
                 self._open_part()
+            elif self._has_failed:  # what was told of sources is perhaps lost
+                records = [*self._sources.values(), *records]
             assert self._file is not None
             self._append(self._file, b"".join([self._frame(record) for record in records]))
         except OSError as exc:
-            if not self._has_warned:
-                self._has_warned = True
+            if not self._has_failed:
                 logger.warning("%s: the journal cannot be written: %s", self._folder, exc)
+            self._has_failed = True
             return False
+        self._has_failed = False
         return True
 
     def _append(self, file: IO[bytes], data: bytes) -> None:
@@ -180,19 +188,20 @@ class Journal:
             if file.write(data) < len(data):
                 raise OSError(ENOSPC, os.strerror(ENOSPC))  # noqa: TRY301 - as a write of nothing
         except OSError:
-            self._keys = None
+            self._recent = recent_keys()
             file.truncate(self._num_bytes)
             file.seek(self._num_bytes)
             raise
         self._num_bytes += len(data)
 
     def _frame(self, record: Record) -> bytes:
-        """Encode a record with its length, without keys that are those of the one before."""
+        """Encode a record with its length, without keys that are those of one shortly before."""
         if isinstance(record, Noted):
-            if record.keys == self._keys:
-                record = msgspec.structs.replace(record, keys=None)
+            known = next((n for n, keys in enumerate(self._recent) if keys == record.keys), None)
+            if known is not None:
+                record = msgspec.structs.replace(record, keys=known)
             else:
-                self._keys = record.keys
+                self._recent.appendleft(record.keys)
         data = encode_record(record)
         return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
@@ -204,7 +213,7 @@ class Journal:
         file = self._path(self._part).open("xb", buffering=0)
         if self._file is not None:
             self._file.close()
-        self._file, self._num_bytes, self._keys = file, 0, None
+        self._file, self._num_bytes, self._recent = file, 0, recent_keys()
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
         began = Began(VERSION, time.time(), self._process, self._part)
         with self._lock:

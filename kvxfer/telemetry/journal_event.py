@@ -31,7 +31,7 @@ _KINDS = {
     Operation.STORE: (Kind.STORED, Kind.NOT_STORED),
     Operation.LOAD: (Kind.LOADED, Kind.NOT_LOADED),
 }
-_TOLD_BY_TIERS = frozenset({Status.DONE, Status.MISSING, Status.CORRUPT})
+_TOLD_BY_TIERS = frozenset({Status.DONE.value, Status.MISSING.value, Status.CORRUPT.value})
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ def records_of(at_s: float, source: int, event: Event) -> Iterator[Record]:
         yield Noted(at_s, source, kind, at, what, reason, namespace, keys)
 
 
-def _things(  # noqa: C901 - a case for each kind of event
+def _things(  # noqa: C901, PLR0912 - a case for each kind of event
     event: Event,
 ) -> Iterable[tuple[Kind, str, str, Sequence[BlockKey]]]:
     """List what an event says: kind, what, reason and keys."""
@@ -65,9 +65,9 @@ def _things(  # noqa: C901 - a case for each kind of event
         case Moved():
             yield from _moved(event, event.keys, event.outcomes)
         case Ended():
-            wrong = [index for index, each in enumerate(event.outcomes) if _is_ours(each)]
-            chosen = [event.keys[index] for index in wrong]
-            yield from _moved(event, chosen, [event.outcomes[index] for index in wrong])
+            for thing in _moved(event, event.keys, event.outcomes):
+                if thing[1] not in _TOLD_BY_TIERS:
+                    yield thing
         case LookedUp(keys=keys, tiers=tiers):
             for tier, some in _groups(keys, tiers):
                 yield (Kind.FOUND if tier else Kind.MISSED), tier, "", some
@@ -96,16 +96,11 @@ def _moved(
         yield done if outcome.done else failed, what, outcome.reason, chosen
 
 
-def _is_ours(outcome: Outcome) -> bool:
-    """Whether only the engine tells of an outcome."""
-    return outcome.status not in _TOLD_BY_TIERS
-
-
 def _groups(
     keys: Sequence[BlockKey], values: Sequence[T]
 ) -> Iterable[tuple[T, Sequence[BlockKey]]]:
     """Group keys by their values."""
-    if all(value is values[0] for value in values):  # as they mostly are
+    if not keys or list(values).count(values[0]) == len(keys):  # as they mostly are
         return [(values[0], keys)] if keys else []
     groups: dict[T, list[BlockKey]] = defaultdict(list)
     for key, value in zip(keys, values, strict=True):

@@ -1,6 +1,7 @@
 """Journal files: the records in them, and how a folder of them is read."""
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -81,7 +82,7 @@ class Noted(_Record, frozen=True, tag="blocks"):
         what: Status, operation, or reason of a removal.
         reason: Reason in words.
         namespace: Fingerprint of their namespace, where it is another one than the source's.
-        keys: Keys of the blocks; None for those of the record before.
+        keys: Keys of the blocks; a number for those of an earlier record, see `recent_keys`.
     """
 
     at_s: float
@@ -91,7 +92,7 @@ class Noted(_Record, frozen=True, tag="blocks"):
     what: str
     reason: str
     namespace: str
-    keys: Sequence[bytes] | None
+    keys: Sequence[bytes] | int
 
 
 class Request(_Record, frozen=True, tag="request"):
@@ -149,13 +150,23 @@ class JournalFile:
         Records of `Noted` have their keys. A file that is being written, or whose process was
         killed, ends within a record; what is before it counts.
         """
-        keys: Sequence[bytes] = ()
+        recent = recent_keys()
         for record in _read(self.path, self.next_record):
-            if isinstance(record, Noted):
-                if record.keys is None:
-                    record = msgspec.structs.replace(record, keys=keys)  # noqa: PLW2901
-                keys = record.keys or ()
-            yield record
+            if not isinstance(record, Noted):
+                yield record
+            elif not isinstance(record.keys, int):
+                recent.appendleft(record.keys)
+                yield record
+            elif 0 <= record.keys < len(recent):
+                yield msgspec.structs.replace(record, keys=recent[record.keys])
+
+
+def recent_keys() -> deque[Sequence[bytes] | int]:
+    """Make the list of the keys that were written last in a file, the latest first.
+
+    Keys that are in it are not written again: the blocks of one batch are told several times.
+    """
+    return deque(maxlen=4)
 
 
 def list_files(folder: Path) -> list[JournalFile]:

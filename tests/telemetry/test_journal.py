@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.storage.observer import Added, LookedUp, Removal, Removed, Requested
 from kvxfer.telemetry import journal as journal_module
 from kvxfer.telemetry.journal import Journal, flush_journal, journal_observers
@@ -107,7 +107,7 @@ def test_a_process_keeps_a_few_files_of_bounded_size(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path), max_bytes=40_000)
     observer = journal.observer(engine="engine")
     for number in range(300):
-        observer.note(Added("host", make_keys(20 + number % 2)))
+        observer.note(Added("host", [make_block_key(b"%16d" % number, 0)] * 20))
         journal.flush()
     journal.close()
     files = list_files(tmp_path)

@@ -109,7 +109,7 @@ class LowerTier:
         self.name = LOWER if isinstance(backend, TieredBackend) else medium_of(backend)
         self._events = TierEvents() if emit_events else None
         self._reports = Reports(observers, self.name)
-        renamed = [RenamedKeys(observers, self._key_of)] if len(observers) else []
+        renamed = [RenamedKeys(observers, self._keys_of)] if len(observers) else []
         reports = Reports([*renamed, *([self._events] if self._events else [])], self.name)
         if renamed:
             backend = observe(backend, reports)
@@ -356,9 +356,11 @@ class LowerTier:
         """Make the backend's key: the salt of this process, and the key."""
         return BlockKey(self._salt + key)
 
-    def _key_of(self, name: BlockKey) -> BlockKey | None:
-        """Return the key of a backend's key; None for one of before a reset."""
-        return BlockKey(name[len(self._salt) :]) if name.startswith(self._salt) else None
+    def _keys_of(self, names: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Return the keys of a backend's keys, without those of before a reset."""
+        if not self._salt:
+            return names
+        return [BlockKey(each[SALT_BYTES:]) for each in names if each.startswith(self._salt)]
 
     def _take_answers(self) -> None:
         """End the lookups that were answered, and those that are late: all of their keys miss."""

@@ -12,7 +12,7 @@ from kvxfer.backends.host import (
     HostPool,
     PoolShape,
     SlotMover,
-    key_in_slot,
+    keys_in_slots,
 )
 from kvxfer.backends.host.segment import SharedSegment
 from kvxfer.connect import BackendType, parse_backend
@@ -182,7 +182,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
 
     def _observe_worker(self) -> list[Observer]:
         journals = journal_observers(None, engine=self._name)
-        return [RenamedKeys(journals, key_in_slot)] if journals else []
+        return [RenamedKeys(journals, keys_in_slots)] if journals else []
 
     def _publish(self, identity: WorkerIdentity) -> SharedSegment:
         return publish_identity(self._name, self.config.parallel.rank, identity)
