@@ -20,6 +20,9 @@ MAX_CHARACTERS = 200
 MAX_NAMES = 3
 """Requests that an error names."""
 
+_BEFORE = "not looked up: in the engine's own cache, or not needed"
+_BEHIND = "not looked up: behind a block that was missed"
+
 _MARKS = frozenset({Kind.FOUND, Kind.MISSED})
 
 
@@ -124,17 +127,21 @@ def _of_request(history: History, elsewhere: Elsewhere, seen: SeenRequest) -> Re
     tiers = list(chain.from_iterable(repeat(tier, number) for tier, number in request.runs))
     explainer = Explainer(history, place)
     blocks: list[Explained] = []
+    asked: set[int] = set()  # groups
     for key, tier in zip(keys, tiers, strict=True):
         if tier is None:
-            text = request.reason or "not looked up"
-            blocks.append(_plain(key, Answer.NOT_LOOKED_UP, "", text))
+            is_behind = group_of(key) in asked
+            text = _BEHIND if is_behind else _BEFORE
+            blocks.append(_plain(key, Answer.NOT_LOOKED_UP, "", request.reason or text))
+            continue
+        asked.add(group_of(key))
+        if not tier and request.reason:
+            blocks.append(_plain(key, Answer.FAILED, "", f"refused: {request.reason}"))
         elif tier and (failed_s := history.failed_s(key, place, request.at_s)) is not None:
             blocks.append(explainer.explain(key, failed_s, since_s=request.at_s))
         elif tier:
             by = explainer.giver(key, tier, request.at_s)
             blocks.append(_plain(key, Answer.FOUND, by, f"from {by}"))
-        elif request.reason:
-            blocks.append(_plain(key, Answer.FAILED, "", f"refused: {request.reason}"))
         else:
             explained = explainer.explain(key, request.at_s)
             blocks.append(elsewhere.look(explained, place))

@@ -188,20 +188,27 @@ async def test_a_deadline_of_an_earlier_lookup_explains_no_later_one(
     assert answers(ask(KEYS[:1])) == [(0, 0, "never stored")]
 
 
-async def test_back_pressure_of_a_tier_that_is_too_slow(memory: BlockMemory, ask: Ask) -> None:
+@pytest.mark.parametrize(("max_blocks", "index"), [(2, 0), (100, 4)])
+async def test_back_pressure_of_a_tier_that_is_too_slow(
+    memory: BlockMemory, ask: Ask, max_blocks: int, index: int
+) -> None:
+    """The queue is full, or host memory evicts a block before its turn."""
     namespace = memory.namespace()
     lower = FaultyBackend(open_dict(namespace), seed=0, rates=FaultRates())
     inner = TieredBackend([open_host(namespace, 4), lower], namespace)
     async with watch(inner, memory) as backend:
-        inner._writers[0].queue.max_blocks = 2
+        inner._writers[0].queue.max_blocks = max_blocks
         lower.rates = FaultRates(hang=1.0, operations=frozenset({Operation.STORE}))
         for start in range(0, 12, 4):
             await store(backend, memory, KEYS[start : start + 4])
-        assert await backend.lookup(KEYS[:1]) == [False]
+        key = KEYS[index : index + 1]
+        assert await backend.lookup(key) == [False]
         lower.rates = FaultRates()
         lower.release()
         await settle(inner)
-    report = ask(KEYS[:1])
+        assert answers(ask(key)) == [(0, 0, "back-pressure")]
+        assert await backend.lookup(key) == [False]
+    report = ask(key)
     assert answers(report) == [(0, 0, "back-pressure")]
     text = report["runs"][0]["text"]
     assert "evicted from host by capacity at" in text
