@@ -69,6 +69,10 @@ class History:
     requests: list[SeenRequest] = field(default_factory=list)
     happenings: dict[BlockKey, list[Happening]] = field(default_factory=dict)
 
+    def know(self, place: Place) -> None:
+        """Take a place for one of its own where the journal lost what it is."""
+        self.sources.setdefault(place, Source(place.source, "", None, ()))
+
     def namespace_of(self, place: Place) -> Namespace | None:
         """Namespace of the blocks in a place; that of its engine where its own is not known."""
         source = self.sources[place]
@@ -122,6 +126,7 @@ def read_history(
             for concerned, happening in _happenings(file.began.process, record):
                 for key in wanted.intersection(concerned):
                     found[key].append(happening)
+                    history.know(happening.place)
     for key in wanted:
         history.happenings[key] = sorted(found[key], key=lambda each: each.at_s)
     return history
@@ -165,6 +170,7 @@ def _read_frame(history: History, files: Sequence[JournalFile], wanted: str) -> 
             elif isinstance(record, Request):
                 history.num_requests += 1
                 seen = SeenRequest(Place(process, record.source), record)
+                history.know(seen.place)
                 if record.request_id == wanted:
                     exact.append(seen)
                 elif wanted and wanted in record.request_id:

@@ -17,8 +17,9 @@ from kvxfer.telemetry.journal_file import Kind
 from kvxfer.text import printable
 
 MAX_CHARACTERS = 200
-MAX_NAMES = 3
-"""Requests that an error names."""
+MAX_NAMES = 4
+"""Requests of different names that are reported: vLLM gives one of a client another name in each
+engine."""
 
 _BEFORE = "not looked up: in the engine's own cache, or not needed"
 _BEHIND = "not looked up: behind a block that was missed"
@@ -90,7 +91,7 @@ def explain(arguments: Sequence[str], folder: Path, urls: Sequence[str]) -> list
     keys = [_parse_key(each) for each in arguments]
     if len(arguments) == 1:
         history = read_history(folder, request=arguments[0], keys=[k for k in keys if k])
-        _require_one_name(history, arguments[0])
+        _require_few_names(history, arguments[0])
     else:
         history = read_history(folder, keys=[k for k in keys if k])
     elsewhere = Elsewhere(history, stores)
@@ -114,11 +115,12 @@ def _parse_key(text: str) -> BlockKey | None:
     return BlockKey(key) if len(key) > GROUP_INDEX_BYTES else None
 
 
-def _require_one_name(history: History, argument: str) -> None:
+def _require_few_names(history: History, argument: str) -> None:
     names = list(dict.fromkeys(each.request.request_id for each in history.requests))
-    if len(names) > 1:
-        some = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
-        raise InvalidArgumentError("argument", argument, f"a part of one name only, not of {some}")
+    if len(names) > MAX_NAMES:
+        some = ", ".join(names[:MAX_NAMES])
+        rule = f"a part of the names of {MAX_NAMES} requests at most, not of {some}, ..."
+        raise InvalidArgumentError("argument", argument, rule)
 
 
 def _of_request(history: History, elsewhere: Elsewhere, seen: SeenRequest) -> Report:

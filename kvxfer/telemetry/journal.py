@@ -1,6 +1,7 @@
 """Journal: an observer that writes what happens to blocks into files, for `kvxfer explain`."""
 
 import atexit
+import contextlib
 import fcntl
 import logging
 import os
@@ -149,7 +150,7 @@ class Journal:
         for at_s, observer, event in noted:
             records += self._records_of(at_s, observer.number, event)
         if lost.num_events:
-            records.append(lost)
+            records += [lost, *self._sources.values()]  # which may be among what was lost
         if records and not self._write(records):
             with self._lock:
                 self._lost_at_s = noted[0][0] if noted else lost.at_s
@@ -170,8 +171,6 @@ class Journal:
         try:
             if self._file is None or self._num_bytes > self._max_part_bytes:
                 self._open_part()
-            elif self._has_failed:  # what was told of sources is perhaps lost
-                records = [*self._sources.values(), *records]
             assert self._file is not None
             self._append(self._file, b"".join([self._frame(record) for record in records]))
         except OSError as exc:
@@ -214,7 +213,8 @@ class Journal:
         if self._file is not None:
             self._file.close()
         self._file, self._num_bytes, self._recent = file, 0, recent_keys()
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
+        with contextlib.suppress(OSError):  # not every file system has locks
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # whoever has it is alive
         began = Began(VERSION, time.time(), self._process, self._part)
         with self._lock:
             sources = list(self._sources.values())

@@ -52,7 +52,8 @@ def note_request(observer: JournalObserver) -> None:
     tiers: list[str | None] = [*[None] * 4, *["host"] * 28, *[""] * 13, *[None] * 3]
     observer.note(Late("file", Operation.LOOKUP, KEYS[32:45]))
     observer.note(Requested("cmpl-17", KEYS, tiers))
-    observer.note(Requested("cmpl-18", KEYS[:2], ["host", "host"]))
+    for number in range(18, 22):
+        observer.note(Requested(f"cmpl-{number}", KEYS[:2], ["host", "host"]))
 
 
 def run(
@@ -89,6 +90,15 @@ def test_json_has_the_keys_and_a_part_of_a_name_is_enough(
     assert [key for each in report["runs"] for key in each["keys"]] == [k.hex() for k in KEYS]
     assert [each["answer"] for each in report["runs"]] == [
         *("not looked up", "found", "back-pressure", "deadline", "not looked up")
+    ]
+
+
+def test_a_part_of_few_names_reports_each(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(folder, note_request)
+    lines = run(capsys, folder, "cmpl-2")
+    assert [line[:15] for line in lines if "request" in line] == [
+        "request cmpl-20",
+        "request cmpl-21",
     ]
 
 
@@ -154,7 +164,7 @@ def test_names_cannot_give_orders_to_the_terminal(
     ("arguments", "said"),
     [
         (["nobody"], "argument is 'nobody'; expected a key"),
-        (["cmpl"], "argument is 'cmpl'; expected a part of one name only, not of cmpl-17, cmpl-18"),
+        (["cmpl"], "argument is 'cmpl'; expected a part of the names of 4 requests at most"),
         ([KEYS[0].hex(), "xyz"], "arguments[1] is 'xyz'; expected a key"),
         (["00"], "argument is '00'; expected a key"),
         (["cmpl-17", "file:///nowhere"], "/nowhere"),

@@ -22,9 +22,12 @@ from kvxfer.errors import (
     PeerTimeoutError,
 )
 from kvxfer.kvcache.portable import CacheDescription
+from kvxfer.storage.backend import Status
+from kvxfer.storage.observer import Moved, Operation, Reports
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer import fetching
 from kvxfer.transfer.asking import SETTLE_S
+from tests.recorder import Recorder
 from tests.transfer.handover_engines import HND, LIMIT_S, NHD, NULL, Engine, get, prompt
 
 TICKET = "0123456789abcdef"
@@ -101,6 +104,26 @@ def wait_until_ended(engine: Engine, ticket: str) -> None:
             ended[rank].extend(each)
     assert ended == [[ticket]] * len(ended)
     assert not any(engine.take_ended())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_fetched_blocks_are_told_by_the_keys_of_the_prompt(tp_size: int, stack: ExitStack) -> None:
+    theirs, ours = open_engine(stack, tp_size=tp_size), open_engine(stack)
+    recorder = Recorder()
+    ours.workers[0].observe(Reports([recorder], "nixl"))
+    theirs.lend(TICKET, TOKENS, ids(theirs, THEIRS))
+    ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
+    theirs.revoke(TICKET)
+    ours.fetch(theirs.endpoint, TICKET, TOKENS, ids(ours, OURS))
+    keys = PromptKeys(TOKENS).block_keys(0, ours.tokens_per_block, len(TOKENS))
+    told = [
+        (each.tier, each.operation, each.keys, {outcome.status for outcome in each.outcomes})
+        for each in recorder.of(Moved)
+    ]
+    done, gone = (
+        ("nixl", Operation.LOAD, keys, {status}) for status in (Status.DONE, Status.MISSING)
+    )
+    assert told == [done] * tp_size + [gone] * tp_size
 
 
 @pytest.mark.usefixtures("in_place_bytes")

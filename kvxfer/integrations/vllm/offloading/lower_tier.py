@@ -25,6 +25,7 @@ from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of, unwrapped
 from kvxfer.storage.observer import Observable, Observer, Operation, Reports
 from kvxfer.storage.renamed_keys import RenamedKeys
+from kvxfer.telemetry.journal import flush_journal
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
@@ -295,6 +296,7 @@ class LowerTier:
         closing = threading.Thread(target=self._close_engine, name="kvxfer-close", daemon=True)
         closing.start()
         closing.join(max(1.0, deadline - time.monotonic()))
+        flush_journal()
         if closing.is_alive():
             logger.warning("the lower tier did not close in time; its unfinished stores are lost")
         return not closing.is_alive()

@@ -26,8 +26,10 @@ from kvxfer.integrations.vllm.offloading.interface import (
     require_tiering,
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.journal import journal_observers
 from kvxfer.transfer.job import JobId
 
@@ -94,13 +96,15 @@ class KVXferTier(SecondaryTierManager):
             backend_type, backend_config = parse_backend(backend)
             backend = backend_type(backend_config, namespace)
         emit_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        journals = journal_observers(namespace)
         self._tier = LowerTier(
             rows,
             len(namespace.groups),
             backend,
             emit_events=emit_events,
-            observers=journal_observers(namespace),
+            observers=journals,
         )
+        self._answers = RequestAnswers(Reports(journals, self._tier.name))
         self._jobs: dict[JobId, _Job] = {}
         self._empty: list[_Job] = []
 
@@ -109,6 +113,7 @@ class KVXferTier(SecondaryTierManager):
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
+        self._answers.note(req_context.req_id, key, self._tier.name if found else "")
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -135,19 +140,19 @@ class KVXferTier(SecondaryTierManager):
                 results.append(self._result(job))
         return results
 
-    def on_new_request(
-        self,
-        req_context: ReqContext,  # noqa: ARG002 - vLLM's signature
-    ) -> RequestOffloadingContext:
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Offload every new chunk of a request."""
+        self._answers.arrive(req_context)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget lookup results that only this request wanted."""
+        self._answers.finish(req_context.req_id)
         self._tier.results.release(req_context.req_id)
 
-    def on_schedule_end(self, context: Any) -> None:  # noqa: ARG002 - vLLM's signature
+    def on_schedule_end(self, context: Any) -> None:
         """Start the backend lookup of the keys that were wanted in this step."""
+        self._answers.schedule(context.new_req_ids)
         self._tier.flush()
 
     def take_events(self) -> Iterable[OffloadingEvent]:

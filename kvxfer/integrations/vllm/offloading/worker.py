@@ -17,6 +17,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.manager import ChunkSlots
 from kvxfer.storage.keys import BlockKey, group_of
+from kvxfer.telemetry.journal import flush_journal
 from kvxfer.transfer import PolledEngine
 from kvxfer.transfer.job import Direction, JobId
 
@@ -107,6 +108,7 @@ class KVXferOffloadingWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Wait for running transfers and close the pool."""
         self._engine.close()
+        flush_journal()
         for segment in self._closes:
             segment.close()
 
