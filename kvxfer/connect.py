@@ -144,6 +144,7 @@ def exchange(
         InvalidArgumentError: The backend is not `nixl`, or a parameter is of no use.
         PageMappingError: It is not known what the bytes of a group mean.
     """
+    require_instances("observers", observers, Observer)
     _, config = parse_backend(backend)
     if not isinstance(config, NixlConfig):
         raise InvalidArgumentError("backend", backend, "one of the type nixl")

@@ -149,8 +149,9 @@ def _of_request(history: History, elsewhere: Elsewhere, seen: SeenRequest) -> Re
             blocks.append(elsewhere.look(explained, place))
     name = printable(request.request_id, MAX_CHARACTERS)
     report = _report(history, name, request.at_s, blocks, [place])
-    if request.reason and not keys:
-        report.notes.append(f"refused: {printable(request.reason, MAX_CHARACTERS)}")
+    if not keys:
+        why = request.reason or "no whole block of it is known, as of a short prompt"
+        report.notes.append(printable(why, MAX_CHARACTERS))
     return report
 
 
