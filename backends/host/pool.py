@@ -238,8 +238,7 @@ class HostPool:
         for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
             outcome = PARTIAL
             if self.covers(slot, start, stop):
-                _, held_start, held_stop, _ = self._tags[slot, 0].tolist()
-                whole = (start, stop) == (held_start, held_stop)
+                whole = [start, stop] == self._tags[slot, 0].tolist()[1:3]
                 outcome = self._verify_part(slot, key, 0, checksum=hashed and not whole)
             outcomes.append(outcome)
             if outcome.done:
