@@ -6,14 +6,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
-import msgspec
 import numpy as np
 
+from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.host.pool import HostPool
 from kvxfer.backends.host.pool_shape import PoolShape
-from kvxfer.copy_engine.devices import DeviceCopyEngine
-from kvxfer.copy_engine.engine import CopyEngine
-from kvxfer.copy_engine.method_table import MethodTable
+from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import HOST, MemoryRegion
 from kvxfer.storage.backend import (
@@ -25,7 +23,7 @@ from kvxfer.storage.backend import (
     Status,
 )
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.eviction import POLICIES, PolicyName
+from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.key_locks import KeyLocks
@@ -40,7 +38,6 @@ from kvxfer.storage.lending import (
 )
 from kvxfer.storage.observer import Gauge, Removal, Reports
 from kvxfer.storage.threads import Threads
-from kvxfer.units import ByteSize
 
 NUM_THREADS = 2
 """Threads for batches: one stores while another loads; the copy engine adds its own."""
@@ -55,35 +52,6 @@ INLINE_BLOCKS = 256
 logger = logging.getLogger(__name__)
 
 
-class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Configuration of `host://`.
-
-    Attributes:
-        capacity: Bytes of host memory, tags included; reserved when the backend opens.
-        eviction: Policy that chooses the blocks to evict when the memory is full.
-        integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
-            block is read; `off` does neither.
-        methods: Fragment sizes below which a kernel copies to and from a GPU, such as
-            `to_device=28KiB,to_host=0`. Measured when a GPU's caches are attached, if not given.
-    """
-
-    capacity: ByteSize
-    eviction: PolicyName = "lru"
-    integrity: Integrity = Integrity.FAST
-    methods: str | None = None
-
-    def __post_init__(self) -> None:
-        self.integrity.require_keyless()
-        self._parse_methods()
-
-    def open_copy_engine(self) -> CopyEngine:
-        """Open the engine that copies to and from the pool."""
-        return DeviceCopyEngine(methods=self._parse_methods())
-
-    def _parse_methods(self) -> MethodTable | None:
-        return None if self.methods is None else MethodTable.parse(self.methods)
-
-
 class HostBackend(LendingBackend, ImmediateMover):
     """Backend that keeps blocks in slots of host memory, and evicts when all are taken.
 
@@ -93,6 +61,9 @@ class HostBackend(LendingBackend, ImmediateMover):
     Args:
         config: See `HostConfig`.
         namespace: Namespace of the blocks; a slot is as large as the largest chunk of its groups.
+
+    Attributes:
+        shared_memory: Memory of the slots where other processes may map it, else None.
 
     Raises:
         InvalidArgumentError: The namespace has no groups, or not one block fits.
@@ -109,8 +80,13 @@ class HostBackend(LendingBackend, ImmediateMover):
             num_parts=1,
             part_size_bytes=max(self._guard.chunk_sizes),
         )
+        self.shared_memory = SharedMemory.create(shape.num_bytes) if config.shared else None
         self._pool = HostPool(
-            shape, namespace, config.open_copy_engine(), integrity=config.integrity
+            shape,
+            namespace,
+            config.open_copy_engine(),
+            integrity=config.integrity,
+            memory=self.shared_memory,
         )
         self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
@@ -123,6 +99,11 @@ class HostBackend(LendingBackend, ImmediateMover):
     def num_slots(self) -> int:
         """Number of blocks that fit."""
         return self._index.num_slots
+
+    @property
+    def pool(self) -> HostPool:
+        """The slots, for who shares them."""
+        return self._pool
 
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`."""
@@ -212,7 +193,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             num_hashed = 0 if fenced else self._count_hashed(found, slots, sizes)
             small = num_hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
             given, checksums = find() if small else await self._threads.run(find)
-            self._drop_corrupt(found, slots, given)
+            self.drop_corrupt(found, slots, given)
             for index, outcome in zip(there, given, strict=True):
                 outcomes[index] = outcome
             lent = [row for row, outcome in enumerate(given) if outcome.done]
@@ -229,7 +210,7 @@ class HostBackend(LendingBackend, ImmediateMover):
                 outcomes, blocks if lent else None, [] if fenced else checksums, fences
             )
         finally:
-            self._unpin(found)
+            self.unpin(found)
 
     def peek(self, keys: Sequence[BlockKey], *, fenced: bool = False) -> LentBlocks | None:
         """See `Lender.peek`."""
@@ -285,13 +266,32 @@ class HostBackend(LendingBackend, ImmediateMover):
             await self._threads.aclose()
             self._pool.close()
 
-    def _begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
-        """Begin to read the blocks that are there; their slots are pinned until that has ended."""
+    def pin(self, keys: Sequence[BlockKey]) -> tuple[list[int], list[int]]:
+        """Pin the blocks that are there, until `unpin`, and count a use of each.
+
+        Returns:
+            Their positions in `keys`, and the slot of each.
+        """
         with self._lock:
             there = [index for index, key in enumerate(keys) if self._is_ready(key)]
             found = [keys[index] for index in there]
             slots = self._index.pin(found)
             self._index.touch(found)
+        return there, slots
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """Unpin blocks; each as often as it was pinned."""
+        with self._lock:
+            self._index.unpin(keys)
+
+    def is_storing(self, key: BlockKey) -> bool:
+        """Whether a block is being stored, so that another store of it would wait."""
+        return key in self._stores
+
+    def _begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
+        """Begin to read the blocks that are there; their slots are pinned until that has ended."""
+        there, slots = self.pin(keys)
+        found = [keys[index] for index in there]
         outcomes = [MISSING] * len(keys)
         if not there:
             return Begun(outcomes)
@@ -299,16 +299,12 @@ class HostBackend(LendingBackend, ImmediateMover):
             chosen = blocks.take(there) if len(there) < len(keys) else blocks
             read, copy = self._pool.begin_read(slots, found, chosen)
         except BaseException:
-            self._unpin(found)
+            self.unpin(found)
             raise
-        self._drop_corrupt(found, slots, read)
+        self.drop_corrupt(found, slots, read)
         for index, outcome in zip(there, read, strict=True):
             outcomes[index] = outcome
-        return Begun(outcomes, copy, partial(self._unpin, found))
-
-    def _unpin(self, keys: Sequence[BlockKey]) -> None:
-        with self._lock:
-            self._index.unpin(keys)
+        return Begun(outcomes, copy, partial(self.unpin, found))
 
     def _outcomes(self, keys: Sequence[BlockKey], plan: StorePlan) -> list[Outcome]:
         """Make the outcomes of a store that was done."""
@@ -367,9 +363,10 @@ class HostBackend(LendingBackend, ImmediateMover):
             size for slot, size, whole in parts if size < whole or not self._pool.is_hashed(slot)
         )
 
-    def _drop_corrupt(
+    def drop_corrupt(
         self, keys: Sequence[BlockKey], slots: Sequence[int], outcomes: Sequence[Outcome]
     ) -> None:
+        """Hide the blocks that were found corrupt in their slots, while they are pinned."""
         for key, slot, outcome in zip(keys, slots, outcomes, strict=True):
             if outcome.status is not Status.CORRUPT:
                 continue

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import astuple
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +10,8 @@ from numpy.typing import NDArray
 
 from kvxfer.backends.host.pool_shape import TAG, PoolShape
 from kvxfer.backends.host.private_memory import PrivateMemory
-from kvxfer.backends.host.segment import HEADER_BYTES, SharedSegment
+from kvxfer.backends.host.segment import SharedSegment
+from kvxfer.backends.host.shared_memory import SharedMemory
 from kvxfer.checks import INT64_MAX
 from kvxfer.copy_engine.engine import Copy, CopyEngine
 from kvxfer.errors import InvalidArgumentError
@@ -43,6 +43,7 @@ class HostPool:
         name: Name of the shared memory, None for memory of this process alone.
         integrity: Whether bytes are checksummed when written and verified before they are read.
         claim: Whether this process keeps the index; only one process of a name can.
+        memory: Memory of the slots, closed with the pool; by default memory of its own.
 
     Attributes:
         shape, integrity: As given.
@@ -63,14 +64,14 @@ class HostPool:
         name: str | None = None,
         integrity: Integrity = Integrity.FAST,
         claim: bool = False,
+        memory: SharedMemory | None = None,
     ) -> None:
         integrity.require_keyless()
-        self.shape = shape
-        self.integrity = integrity
+        self.shape, self.integrity = shape, integrity
         self._copy_engine = copy_engine
-        self._memory: SharedSegment | PrivateMemory
+        self._memory: SharedSegment | PrivateMemory | SharedMemory
         if name is None:
-            self._memory = PrivateMemory(shape.num_bytes)
+            self._memory = memory or PrivateMemory(shape.num_bytes)
         else:
             described = [FORMAT_VERSION, namespace.fingerprint, integrity.value, astuple(shape)]
             header = msgspec.json.encode(described)
@@ -78,13 +79,7 @@ class HostPool:
             if claim:
                 _claim(self._memory)
         copy_engine.attach([self._memory.region])
-        memory = self._memory.memory
-        num_tags = shape.num_slots * shape.num_parts
-        tags = memory[HEADER_BYTES : HEADER_BYTES + num_tags * TAG.itemsize].view(TAG)
-        self._tags: NDArray[Any] = tags.reshape(shape.num_slots, shape.num_parts)
-        self._data = memory[shape.data_offset_bytes :].reshape(
-            shape.num_slots, shape.num_parts, shape.part_size_bytes
-        )
+        self._tags, self._data = shape.divide(self._memory.memory)
         self._address = self._data.ctypes.data
         self.generations = Generations(shape.num_slots)
         self._unhashed: set[int] = set()  # slots that were tagged without a checksum
@@ -99,11 +94,14 @@ class HostPool:
 
     def write(
         self, slots: Sequence[int], keys: Sequence[BlockKey], blocks: Descriptors, *, part: int = 0
-    ) -> None:
+    ) -> list[int]:
         """Copy block i into `slots[i]` for `keys[i]`; blocks the thread, the GIL is free.
 
         A slot is tagged only when its bytes are whole, so that a process killed in the middle
         leaves an empty slot.
+
+        Returns:
+            The checksum in the tag of each.
 
         Raises:
             InvalidArgumentError: A block does not fit into a part.
@@ -118,6 +116,7 @@ class HostPool:
         spans = list(zip(slots, starts.tolist(), stops.tolist(), strict=True))
         checksums = [self._checksum(slot, part, start, stop) for slot, start, stop in spans]
         self.tag(slots, keys, starts.tolist(), stops.tolist(), checksums, part=part)
+        return checksums
 
     def read(
         self,

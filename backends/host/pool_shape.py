@@ -1,8 +1,10 @@
 """Shape of a pool of host memory: how many slots and parts of what size, and their tags."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvxfer.backends.host.segment import HEADER_BYTES
 from kvxfer.errors import InvalidArgumentError
@@ -59,6 +61,13 @@ class PoolShape:
     def num_bytes(self) -> int:
         """Bytes of the whole pool."""
         return self.data_offset_bytes + self.num_slots * self.slot_size_bytes
+
+    def divide(self, memory: NDArray[np.uint8]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """View the memory of a pool as its tags and as the bytes of its slots, part by part."""
+        parts = self.num_slots, self.num_parts
+        tags = memory[HEADER_BYTES:][: self.num_slots * self.num_parts * TAG.itemsize]
+        slots = memory[self.data_offset_bytes :]
+        return tags.view(TAG).reshape(parts), slots.reshape(*parts, self.part_size_bytes)
 
 
 def _aligned(num_bytes: int) -> int:

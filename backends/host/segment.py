@@ -65,8 +65,8 @@ class SharedSegment:
             self._release()
             raise
         self._bytes = np.frombuffer(self._map, np.uint8)
-        if touched:  # a kernel before 5.14 refuses, and maps each page at its first write
-            _madvise(self._bytes.ctypes.data, num_bytes, MADV_POPULATE_WRITE)
+        if touched:
+            map_pages(self._bytes)
 
     @property
     def memory(self) -> NDArray[np.uint8]:
@@ -139,6 +139,11 @@ class SharedSegment:
         if _locked_exclusively(self._fd) and _is_at(self._fd, self._path):
             self._path.unlink()
         os.close(self._fd)
+
+
+def map_pages(memory: NDArray[np.uint8]) -> None:
+    """Map every page for writing; a kernel before 5.14 refuses, and does it at its first write."""
+    _madvise(memory.ctypes.data, memory.nbytes, MADV_POPULATE_WRITE)
 
 
 def _text(header: bytes) -> str:

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.backends.host.backend import HostBackend, HostConfig
+from kvxfer.backends.host.backend import HostBackend
+from kvxfer.backends.host.config import HostConfig
 from kvxfer.backends.nixl.agents import (
     NixlAgent,
     TransferAgent,

@@ -1,0 +1,42 @@
+"""Configuration of the host memory backend."""
+
+import msgspec
+
+from kvxfer.copy_engine.devices import DeviceCopyEngine
+from kvxfer.copy_engine.engine import CopyEngine
+from kvxfer.copy_engine.method_table import MethodTable
+from kvxfer.storage.eviction import PolicyName
+from kvxfer.storage.integrity import Integrity
+from kvxfer.units import ByteSize
+
+
+class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `host://`.
+
+    Attributes:
+        capacity: Bytes of host memory, tags included; reserved when the backend opens.
+        eviction: Policy that chooses the blocks to evict when the memory is full.
+        integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
+            block is read; `off` does neither.
+        methods: Fragment sizes below which a kernel copies to and from a GPU, such as
+            `to_device=28KiB,to_host=0`. Measured when a GPU's caches are attached, if not given.
+        shared: Whether other processes can map the memory, as those that `kvxfer serve --pool`
+            serves; it is not in huge pages then.
+    """
+
+    capacity: ByteSize
+    eviction: PolicyName = "lru"
+    integrity: Integrity = Integrity.FAST
+    methods: str | None = None
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        self.integrity.require_keyless()
+        self._parse_methods()
+
+    def open_copy_engine(self) -> CopyEngine:
+        """Open the engine that copies to and from the pool."""
+        return DeviceCopyEngine(methods=self._parse_methods())
+
+    def _parse_methods(self) -> MethodTable | None:
+        return None if self.methods is None else MethodTable.parse(self.methods)
