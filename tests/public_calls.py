@@ -32,6 +32,7 @@ from kvxfer.kvcache import (
 )
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage import PromptKeys, StoredTensor
+from kvxfer.storage.lending import BlockParts
 from kvxfer.storage.observer import Reports
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.job import Direction
@@ -279,6 +280,7 @@ VALID_TRANSFERS = {
     "TieredBackend.lookup": Valid({"keys": KEYS}, tiers),
     "TieredBackend.observe": Valid({"reports": Reports()}, tiers),
     "TieredBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
+    "TieredBackend.write_back": Valid({"parts": BlockParts(KEYS, [0], [8])}, tiers),
     "PolledEngine": Valid({"caches": CACHES, "backend": backend()}),
     "Slices": Valid({"load_bytes": 8, "store_bytes": 8, "share": 0.5}),
     "TransferEngine": Valid({"caches": CACHES, "backend": backend()}),

@@ -21,6 +21,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
+from kvxfer.storage.lending import BlockParts, require_parts_in_blocks
 from kvxfer.storage.observed_backend import medium_of, observed
 from kvxfer.storage.observer import Cause, LookedUp, Operation, Reports
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
@@ -218,6 +219,16 @@ class TieredBackend(Backend):
         await self._locks.wait([keys[index] for index in lost])
         await self._load_from_any(batch, lost)
         return batch.outcomes
+
+    def write_back(self, parts: BlockParts) -> None:
+        """Queue blocks for the lower tiers that others have put into the memory of the first."""
+        require_instance("parts", parts, BlockParts)
+        self._guard.check_batch(parts.keys)
+        require_parts_in_blocks(parts, self._guard.chunk_sizes)
+        rows = zip(parts.keys, parts.starts, parts.sizes, strict=True)
+        stored = {key: StoredBlock(0, start, size, is_new=False) for key, start, size in rows}
+        for writer in self._writers:
+            writer.add(stored)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. Waits until these keys are not being moved between tiers."""

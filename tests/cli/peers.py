@@ -9,9 +9,10 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 from kvxfer.backends.nixl import Endpoint, NixlBackend, NixlConfig
-from kvxfer.storage.backend import Outcome
+from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
@@ -28,17 +29,21 @@ RETRY_S = 0.05
 
 
 class ServeProcess:
-    """Running `kvxfer serve`, observed through its log."""
+    """Running `kvxfer serve`, observed through its log: a peer, or a host pool."""
 
-    def __init__(self, *options: str) -> None:
+    def __init__(self, *options: str, pool: Path | None = None) -> None:
         self.said: list[str] = []
+        at = ["--listen", f"{HOST}:0"] if pool is None else ["--pool", str(pool)]
         self.process = subprocess.Popen(
-            [*COMMAND, "serve", "--listen", f"{HOST}:0", "--ready", f"{HOST}:0", *options],
+            [*COMMAND, "serve", *at, "--ready", f"{HOST}:0", *options],
             stderr=subprocess.PIPE,
             text=True,
         )
         self.ready_url = self.wait_for(r"readiness at (\S+)")[1]
-        self.endpoint = Endpoint.parse("listen", self.wait_for(r"listening at (\S+)")[1])
+        if pool is None:
+            self.endpoint = Endpoint.parse("listen", self.wait_for(r"listening at (\S+)")[1])
+        else:
+            self.wait_for(r"host pool at (\S+)")
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """Read the log up to the first line with a pattern."""
@@ -72,9 +77,9 @@ class ServeProcess:
 
 
 @contextlib.contextmanager
-def serving(*options: str) -> Iterator[ServeProcess]:
+def serving(*options: str, pool: Path | None = None) -> Iterator[ServeProcess]:
     """Run a peer, kill it at the end if it still runs, and check that it did not crash."""
-    peer = ServeProcess(*options)
+    peer = ServeProcess(*options, pool=pool)
     try:
         yield peer
     finally:
@@ -101,14 +106,14 @@ async def connected(config: NixlConfig) -> AsyncIterator[NixlBackend]:
         yield backend
 
 
-async def store(backend: NixlBackend) -> list[Outcome]:
+async def store(backend: Backend) -> list[Outcome]:
     """Store all blocks."""
     blocks = BlockMemory(PAGES, num_blocks=NUM_BLOCKS).describe(0, range(NUM_BLOCKS))
     write_payloads(blocks, PAYLOADS)
     return await backend.store(KEYS, blocks)
 
 
-async def load(backend: NixlBackend) -> list[bytes | None]:
+async def load(backend: Backend) -> list[bytes | None]:
     """Load all blocks; None for those that are not `DONE`."""
     blocks = BlockMemory(PAGES, num_blocks=NUM_BLOCKS).describe(0, range(NUM_BLOCKS))
     outcomes = await backend.load(KEYS, blocks)

@@ -1,0 +1,194 @@
+"""A backend over a host pool keeps every promise of `Backend`, and engines share the pool."""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file import FileBackend, FileConfig
+from kvxfer.backends.host.shared_memory import SharedMemory
+from kvxfer.backends.pool import PoolBackend, PoolConfig, attachment, server
+from kvxfer.connect import parse_backend
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
+from kvxfer.tiering import TieredBackend
+from kvxfer.units import ByteSize
+from tests.backends.host_blocks import flip
+from tests.backends.pool_servers import OwnPoolBackend, running_pool
+from tests.backends.test_host import capacity_for
+from tests.cli import peers
+from tests.examples import examples
+
+MEMORY = BlockMemory(peers.PAGES, num_blocks=1)
+
+
+class TestPoolBackend(BackendTests):
+    max_blocks = 5
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return OwnPoolBackend(namespace, capacity_for(namespace, 64))
+
+    async def make_bounded_backend(self, namespace: Namespace) -> Backend:
+        return OwnPoolBackend(namespace, capacity_for(namespace, 5))
+
+    async def corrupt(self, backend: Backend, key: BlockKey) -> None:
+        assert isinstance(backend, OwnPoolBackend)
+        flip(backend.running.hosts[0], key, at=0)
+
+
+class BoundedPoolStateMachine(BackendStateMachine):
+    bounded = True
+
+    async def make_backend(self, namespace: Namespace) -> Backend:
+        return OwnPoolBackend(namespace, capacity_for(namespace, 3))
+
+
+TestBoundedPoolStateMachine = BoundedPoolStateMachine.TestCase
+TestBoundedPoolStateMachine.settings = examples(10, steps=30)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "pool.sock"
+
+
+def attach(path: Path, *, model: str = "example/model", timeout_s: float = 5.0) -> PoolBackend:
+    return PoolBackend(PoolConfig(path=str(path), timeout_s=timeout_s), peers.namespace(model))
+
+
+@contextlib.contextmanager
+def attached(path: Path) -> Iterator[PoolBackend]:
+    backend = attach(path)
+    try:
+        yield backend
+    finally:
+        asyncio.run(backend.aclose())
+
+
+async def test_engines_share_blocks_and_one_finds_the_corrupt_one_for_all(path: Path) -> None:
+    with running_pool(path) as pool:
+        async with attach(path) as one, attach(path) as other:
+            assert all(outcome.done for outcome in await peers.store(one))
+            assert await peers.load(other) == peers.PAYLOADS
+            flip(pool.hosts[0], peers.KEYS[2])
+            blocks = MEMORY.describe(0, [0])
+            [outcome] = await one.load(peers.KEYS[2:3], blocks)
+            assert outcome.status is Status.CORRUPT
+            there = await other.lookup(peers.KEYS)
+            assert there == [key != peers.KEYS[2] for key in peers.KEYS]
+
+
+def test_an_engine_of_another_model_is_refused_with_both_names(path: Path) -> None:
+    with running_pool(path), attached(path):
+        with pytest.raises(NamespaceMismatchError) as info:
+            attach(path, model="example/other")
+        wanted = "differ in model: ours is 'example/other', theirs is 'example/model'"
+        assert wanted in str(info.value)
+
+
+def test_an_engine_of_another_version_is_refused_with_both_versions(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attachment, "PROTOCOL_VERSION", 7)
+    wanted = "protocol_version: ours is '7', theirs is '1'"
+    with running_pool(path), pytest.raises(NamespaceMismatchError, match=wanted):
+        attach(path)
+
+
+def test_a_process_of_another_user_is_refused_on_both_sides(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running_pool(path):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        with monkeypatch.context() as patched:
+            patched.setattr(server, "peer_of", lambda _: (1, 65534))
+            with pytest.raises(NamespaceMismatchError, match="in user: ours is '65534'"):
+                attach(path)
+        monkeypatch.setattr(attachment, "peer_of", lambda _: (1, 65534))
+        with attached(path) as engine:
+            assert not engine.is_attached
+        assert "its user is 65534, that of this process is" in caplog.text
+
+
+def test_a_socket_that_another_process_serves_is_not_taken_from_it(path: Path) -> None:
+    with running_pool(path):
+        with (
+            pytest.raises(BackendUnavailableError, match="another process serves"),
+            running_pool(path),
+        ):
+            pass
+        with attached(path) as engine:
+            assert engine.is_attached
+
+
+def test_a_file_in_the_place_of_the_socket_is_left_alone(path: Path) -> None:
+    path.write_text("precious")
+    with pytest.raises(BackendUnavailableError, match="is no socket"), running_pool(path):
+        pass
+    assert path.read_text() == "precious"
+
+
+def test_what_is_no_request_ends_its_own_session_only(path: Path) -> None:
+    with running_pool(path), attached(path) as good:
+        for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\1\xc1", b"\0\0"):
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.connect(str(path))
+                stranger.sendall(nonsense)
+                stranger.shutdown(socket.SHUT_WR)
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(4096):
+                        pass
+        assert all(each.done for each in asyncio.run(peers.store(good)))
+
+
+def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
+    for seals, wanted in ((0, "a sealed size"), (fcntl.F_SEAL_SHRINK, "expected 8192")):
+        fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 4096)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        with pytest.raises(InvalidArgumentError, match=wanted):
+            SharedMemory(fd, 8192 if seals else 4096)
+    memory = SharedMemory.create(8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 4096)
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("pool://", "expected a socket, as in pool:///run/kvxfer/pool.sock"),
+        ("pool:///run/pool.sock?timeout_s=0", "timeout_s is 0.0"),
+        ("pool:///run/pool.sock?capacity=1GiB", "unknown field `capacity`"),
+    ],
+)
+def test_a_url_of_no_use_says_why(url: str, complaint: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=complaint):
+        parse_backend(url)
+
+
+async def test_blocks_go_to_the_tier_below_and_come_back_into_memory(
+    path: Path, tmp_path: Path
+) -> None:
+    files = FileConfig(
+        path=str(tmp_path / "store"), capacity=ByteSize(1 << 26), min_free=ByteSize(1)
+    )
+
+    def tiers(host: Backend, namespace: Namespace) -> Backend:
+        return TieredBackend([host, FileBackend(files, namespace)], namespace)
+
+    for work in (peers.store, peers.load):
+        with running_pool(path, tiers=tiers):
+            async with attach(path) as engine:
+                result = await work(engine)
+                if work is peers.load:
+                    assert result == peers.PAYLOADS
+                    assert all(await engine.lookup(peers.KEYS))

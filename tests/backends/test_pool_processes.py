@@ -1,0 +1,217 @@
+"""A host pool outlives the engines that are killed, and engines outlive the pool."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from kvxfer.backends.pool import PoolBackend, PoolConfig
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import write_payloads
+from tests.backends.pool_engine_process import OTHER_KEYS
+from tests.cli import peers
+from tests.cli.peers import ServeProcess, serving
+
+pytestmark = pytest.mark.processes
+
+REPOSITORY = Path(__file__).parents[2]
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at only
+EXACTLY_ENOUGH = "76KiB"  # for the blocks of `peers`, with their tags
+NOTHING = [None] * len(peers.KEYS)
+
+
+class Engine:
+    """Engine of this process that is attached to a pool, for tests that wait for processes."""
+
+    def __init__(self, path: Path, *, timeout_s: float = 30.0) -> None:
+        config = PoolConfig(path=str(path), timeout_s=timeout_s)
+        self.backend = PoolBackend(config, peers.namespace())
+
+    def lookup(self) -> list[bool]:
+        return asyncio.run(self.backend.lookup(peers.KEYS))
+
+    def store(self) -> list[Outcome]:
+        return asyncio.run(peers.store(self.backend))
+
+    def store_others(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        blocks = BlockMemory(peers.PAGES, num_blocks=len(keys)).describe(0, range(len(keys)))
+        write_payloads(blocks, [bytes(peers.BLOCK_BYTES)] * len(keys))
+        return asyncio.run(self.backend.store(keys, blocks))
+
+    def load(self) -> list[bytes | None]:
+        return asyncio.run(peers.load(self.backend))
+
+    def retry(self) -> None:
+        """Let the next call attach again."""
+        self.backend._retry_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run(self.backend.aclose())
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServeProcess, Path]]:
+    path = tmp_path_factory.mktemp("pool") / "pool.sock"
+    with serving("--capacity", EXACTLY_ENOUGH, pool=path) as pool:
+        yield pool, path
+
+
+@pytest.fixture
+def pool(served: tuple[ServeProcess, Path]) -> Iterator[ServeProcess]:
+    """A pool with room for the blocks of `peers` and no more, which is empty."""
+    pool, path = served
+    with Engine(path) as engine:
+        asyncio.run(engine.backend.delete([*peers.KEYS, *OTHER_KEYS]))
+    yield pool
+    assert pool.process.poll() is None
+
+
+@pytest.fixture
+def path(served: tuple[ServeProcess, Path]) -> Path:
+    return served[1]
+
+
+@contextlib.contextmanager
+def other_engine(path: Path, *does: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run an engine, killed at the end, until it has done something to the pool."""
+    command = [sys.executable, "-m", "tests.backends.pool_engine_process", str(path), *does]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for_a_line(process)
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_a_line(process: "subprocess.Popen[str]") -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "done\n"
+
+
+def kill(process: "subprocess.Popen[str]", pool: ServeProcess) -> None:
+    """Kill an engine, and wait until its holder has noticed."""
+    process.kill()
+    pool.wait_for(rf"engine \d+ \(process {process.pid}\) ended")
+
+
+def num_done(outcomes: Sequence[Outcome]) -> int:
+    return sum(outcome.done for outcome in outcomes)
+
+
+def test_blocks_outlive_the_engine_that_stored_them(pool: ServeProcess, path: Path) -> None:
+    with other_engine(path, "store") as first:
+        kill(first, pool)
+        with Engine(path) as second:
+            assert all(second.lookup())
+            assert second.load() == peers.PAYLOADS
+
+
+def test_what_an_engine_was_writing_when_it_was_killed_is_not_there_and_its_slots_are_free(
+    pool: ServeProcess, path: Path
+) -> None:
+    with Engine(path, timeout_s=1.0) as other, other_engine(path, "reserve") as writer:
+        assert not any(other.lookup())
+        assert other.load() == NOTHING
+        [no_room] = other.store_others(OTHER_KEYS[:1])
+        assert no_room.reason.startswith("no room: 8 slots")
+        writer.send_signal(signal.SIGSTOP)
+        busy = other.store()
+        assert {each.status for each in busy} == {Status.FAILED}
+        assert "another engine" in busy[0].reason
+        kill(writer, pool)
+        assert not any(other.lookup())
+        assert num_done(other.store()) == len(peers.KEYS), "all slots are free"
+        assert other.load() == peers.PAYLOADS
+
+
+def test_the_pins_of_an_engine_that_is_killed_are_released(pool: ServeProcess, path: Path) -> None:
+    with Engine(path) as other:
+        assert num_done(other.store()) == len(peers.KEYS)
+        with other_engine(path, "pin") as reader:
+            assert num_done(other.store_others(OTHER_KEYS[:1])) == 0, "every block is pinned"
+            kill(reader, pool)
+        assert num_done(other.store_others(OTHER_KEYS[:1])) == 1
+
+
+def test_a_pool_that_stands_still_costs_one_timeout_and_is_used_again_when_it_goes_on(
+    pool: ServeProcess, path: Path
+) -> None:
+    with Engine(path, timeout_s=0.5) as engine:
+        assert num_done(engine.store()) == len(peers.KEYS)
+        pool.process.send_signal(signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert not any(engine.lookup())
+            assert time.monotonic() - began >= 0.5
+            assert num_done(engine.store()) == 0
+            assert engine.load() == NOTHING
+            assert not engine.backend.is_attached
+        finally:
+            pool.process.send_signal(signal.SIGCONT)
+        with Engine(path) as another:  # which the pool answers once it goes on
+            assert all(another.lookup())
+        engine.retry()
+        assert engine.load() == peers.PAYLOADS
+
+
+def test_when_the_pool_is_killed_engines_miss_and_attach_to_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sock"
+    with Engine(path) as engine:
+        assert not any(engine.lookup()), "the engine starts first"
+        before = set(SHARED_MEMORY.glob("kvxfer-pool*"))
+        with serving("--capacity", "1MiB", pool=path) as first:
+            engine.retry()
+            assert num_done(engine.store()) == len(peers.KEYS)
+            first.process.kill()
+            first.process.wait()
+        assert set(SHARED_MEMORY.glob("kvxfer-pool*")) <= before, "nothing is left behind"
+        assert not any(engine.lookup())
+        assert num_done(engine.store()) == 0
+        assert engine.load() == NOTHING
+        assert path.exists(), "as a killed process leaves it"
+        with serving("--capacity", "1MiB", pool=path) as second:
+            engine.retry()
+            assert num_done(engine.store()) == len(peers.KEYS)
+            assert engine.load() == peers.PAYLOADS
+            assert second.end() == 0
+        assert not path.exists()
+
+
+@pytest.mark.timeout(120)
+def test_no_byte_is_wrong_and_no_slot_is_lost_while_everything_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "pool.sock"
+    with contextlib.ExitStack() as stack:
+        pool = stack.enter_context(serving("--capacity", EXACTLY_ENOUGH, pool=path))
+        engines = [
+            stack.enter_context(other_engine(path, "traffic", str(seed))) for seed in range(2)
+        ]
+        kill(engines.pop(), pool)
+        engines[0].send_signal(signal.SIGSTOP)
+        engines.append(stack.enter_context(other_engine(path, "traffic", "2")))
+        engines[0].send_signal(signal.SIGCONT)
+        pool.process.kill()
+        pool.process.wait()
+        pool = stack.enter_context(serving("--capacity", EXACTLY_ENOUGH, pool=path))
+        for each in engines * 3:
+            wait_for_a_line(each)
+        kill(engines.pop(), pool)
+        wait_for_a_line(engines[0])
+        path.with_name("end").touch()
+        engines[0].communicate(timeout=peers.LIMIT_S)
+        assert engines[0].returncode == 0
+        with Engine(path) as last:
+            assert num_done(last.store()) == len(peers.KEYS), "every slot is free"
+            assert last.load() == peers.PAYLOADS
+        assert pool.end() == 0
