@@ -183,6 +183,11 @@ class FileBackend(Backend):
         self._guard.check()
         await self._scans.ask(_scan_has_ended)
 
+    async def recently_used(self, num_blocks: int) -> list[BlockKey]:
+        """Find the blocks that were used last, the very last one first, of all that are there."""
+        await self.wait_indexed()
+        return await self._scans.ask(self._space.recently_used, num_blocks)
+
     async def aclose(self) -> None:
         """See `Backend.aclose`. Calls stuck in the file system are left behind.
 

@@ -1,5 +1,6 @@
 """In-memory index of a store's files, in the order of eviction."""
 
+import heapq
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,6 +155,14 @@ class FileIndex:
                     entry.used = now
                     old.append(file)
         return old
+
+    def recently_used(self, fingerprint: str, count: int) -> list[BlockKey]:
+        """Find the files of a namespace that were used last, the very last one first."""
+        ours = bytes.fromhex(fingerprint)
+        with self._lock:
+            uses = [(each.used, file) for file, each in self._entries.items()]
+        latest = heapq.nlargest(count, (use for use in uses if use[1].startswith(ours)))
+        return [key_in(file) for _, file in latest]
 
     def choose_victim(self) -> Victim | None:
         """Take the next file to evict out of the index; None when there is none."""

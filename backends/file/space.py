@@ -161,6 +161,10 @@ class Space:
         old = self._index.touch(self._files(keys))
         return [key_in(file) for file in old]
 
+    def recently_used(self, count: int) -> list[BlockKey]:
+        """Find the blocks of this namespace that were used last, the very last one first."""
+        return self._index.recently_used(self._folder.fingerprint, count)
+
     def quarantine(self, key: BlockKey, fd: int) -> bool:
         """Move the open file of a key to quarantine, where it is among the first to be evicted.
 

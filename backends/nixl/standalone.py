@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from kvxfer.backends.host.available_memory import require_memory
 from kvxfer.backends.host.backend import HostBackend
@@ -55,6 +55,7 @@ class StandalonePeer:
         open_backend: Opens the backend that keeps the blocks; may block. A `Lender` lends them in
             place; blocks of any other backend are lent by way of staging memory.
         namespace: Namespace of the blocks; None for that of the first peer that connects.
+        prepare: Called with the backend when it was opened, before any peer uses it.
         make_agent: Opens the agent that moves bytes between registered memory.
 
     Attributes:
@@ -70,12 +71,14 @@ class StandalonePeer:
         open_backend: Callable[[Namespace], Backend],
         *,
         namespace: Namespace | None = None,
+        prepare: Callable[[Backend], Awaitable[None]] | None = None,
         make_agent: Callable[[], TransferAgent] = NixlAgent,
     ) -> None:
         if config.listen_endpoint is None or config.capacity is None:
             raise InvalidArgumentError("listen", config.listen, "HOST:PORT")
         self.is_ready = False
         self._open_backend = open_backend
+        self._prepare = prepare
         self._needed_bytes = config.capacity + LENDING_BYTES + DEFAULT_STAGING_BYTES
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._server = Server(self._node, self._open_store, config.listen_endpoint)
@@ -157,6 +160,9 @@ class StandalonePeer:
             await self._opening.ask(self._open, namespace)
         assert self._opened is not None
         settled, backend, lender = self._opened
+        if self._prepare is not None:
+            prepare, self._prepare = self._prepare, None
+            await prepare(backend)
         settled.require_same(namespace)  # a peer that did not wait may have settled another one
         return BlockStore(backend, lender, self._hasher)
 

@@ -1,4 +1,4 @@
-"""Command `kvxfer serve`: a stand-alone peer that holds blocks for other processes."""
+"""Command `kvxfer serve`: a process that holds blocks for others, as a peer or as a host pool."""
 
 import argparse
 import asyncio
@@ -6,9 +6,10 @@ import contextlib
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.cli.service import add_log_level, log_to_stderr, stop_signal
@@ -20,10 +21,15 @@ from kvxfer.units import ByteSize, Duration
 if TYPE_CHECKING:
     from kvxfer.backends.nixl.config import Transport
     from kvxfer.backends.nixl.standalone import StandalonePeer
+    from kvxfer.backends.pool import PoolServer
     from kvxfer.cli.http_pages import Page
+    from kvxfer.storage.backend import Backend
+    from kvxfer.storage.keys import Namespace
     from kvxfer.storage.observer import Observer
     from kvxfer.telemetry.events import EventPublisher, HashForm
     from kvxfer.telemetry.metrics import Metrics
+
+    Holder: TypeAlias = StandalonePeer | PoolServer
 
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
 HASH_FORMS: "tuple[HashForm, ...]" = ("int64", "bytes")
@@ -44,25 +50,35 @@ def main(argv: Sequence[str]) -> int:
     with contextlib.ExitStack() as opened:
         events = opened.enter_context(_publish_events(arguments)) if arguments.events else None
         observers = [each for each in (metrics, events) if each is not None]
-        peer = _open_peer(arguments, observers)
-        pages = _make_pages(arguments, peer, metrics)
-        asyncio.run(_serve(peer, pages, drain_timeout_s))
+        holder = _make_holder(arguments, observers)
+        pages = _make_pages(arguments, holder, metrics)
+        asyncio.run(_serve(holder, pages, drain_timeout_s))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvxfer serve",
-        description="Hold blocks for engines that name this process as nixl://HOST:PORT. Without "
-        "--namespace the first engine that connects determines the model. SIGTERM or Ctrl-C ends "
-        "the process once no block is being moved any more, a second signal at once.",
+        description="Hold blocks for engines: for those that name this process as "
+        "nixl://HOST:PORT, with --listen, or for those of this machine that attach to its memory "
+        "as pool:///PATH, with --pool. Without --namespace the first engine that connects "
+        "determines the model. SIGTERM or Ctrl-C ends the process once no block is being moved "
+        "any more, a second signal at once.",
         epilog=exit_statuses("when a signal ended it"),
     )
-    parser.add_argument(
+    at = parser.add_mutually_exclusive_group(required=True)
+    at.add_argument(
         "--listen",
-        required=True,
+        default="",
         metavar="HOST:PORT",
         help="address that peers connect to; port 0 chooses a free port",
+    )
+    at.add_argument(
+        "--pool",
+        default="",
+        metavar="PATH",
+        help="socket that engines of this user and machine attach to; their blocks are in shared "
+        "memory of this process, and outlive them",
     )
     parser.add_argument(
         "--data-port",
@@ -89,6 +105,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="tier below host memory, such as file:///var/cache/kv?capacity=200GiB; "
         "may be given several times, fastest first",
+    )
+    parser.add_argument(
+        "--warm",
+        type=int,
+        default=0,
+        metavar="N",
+        help="blocks to bring from the tiers into memory before this process is ready, those that "
+        "were used last; needs --namespace",
     )
     parser.add_argument(
         "--transport",
@@ -155,6 +179,7 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
         ("lease", "8s", "time for which blocks stay pinned for a peer that is silent"),
         ("timeout", "10s", "time that the bytes of blocks may take through sockets"),
         ("drain-timeout", "20s", "time to wait at the end for blocks that are being moved"),
+        ("warm-timeout", "60s", "time that --warm may take; the rest stays below"),
     ):
         explained = f"{meaning}; default {default}"
         parser.add_argument(f"--{option}", default=default, metavar="TIME", help=explained)
@@ -178,7 +203,7 @@ def _publish_events(arguments: argparse.Namespace) -> "EventPublisher":
 
 
 def _make_pages(
-    arguments: argparse.Namespace, peer: "StandalonePeer", metrics: "Metrics | None"
+    arguments: argparse.Namespace, holder: "Holder", metrics: "Metrics | None"
 ) -> "dict[Endpoint, dict[str, Callable[[], Page]]]":
     """Make the pages of each address: with one address for all, it has them all."""
     from kvxfer.cli.http_pages import Page
@@ -187,7 +212,7 @@ def _make_pages(
     if arguments.ready:
         states = HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.OK
         at = Endpoint.parse("ready", arguments.ready)
-        pages[at]["/ready"] = lambda: Page(states[peer.is_ready])
+        pages[at]["/ready"] = lambda: Page(states[holder.is_ready])
     if metrics is not None:
         from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -196,16 +221,33 @@ def _make_pages(
     return pages
 
 
-def _open_peer(arguments: argparse.Namespace, observers: "Sequence[Observer]") -> "StandalonePeer":
+def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]") -> "Holder":
     from kvxfer.backends.file import load_namespace
-    from kvxfer.backends.nixl.config import NixlConfig
-    from kvxfer.backends.nixl.standalone import StandalonePeer
     from kvxfer.connect import open_backend, parse_backend
     from kvxfer.storage.observer import Reports
 
     for tier in arguments.tier:
         parse_backend(tier)  # reports a bad URL now, not when the first peer connects
     capacity = ByteSize.parse(arguments.capacity)
+    namespace = load_namespace(arguments.namespace) if arguments.namespace else None
+    host = {"type": "host", "capacity": capacity, "shared": bool(arguments.pool)}
+    opening = functools.partial(open_backend, [host, *arguments.tier], observers=observers)
+    kept = {"namespace": namespace, "prepare": _warming(arguments, namespace)}
+    make = _make_pool if arguments.pool else _make_peer
+    holder = make(arguments, capacity, opening, kept)
+    holder.observe(Reports(observers, "pool" if arguments.pool else "nixl"))
+    return holder
+
+
+def _make_peer(
+    arguments: argparse.Namespace,
+    capacity: ByteSize,
+    opening: "Callable[[Namespace], Backend]",
+    kept: "Mapping[str, Any]",
+) -> "StandalonePeer":
+    from kvxfer.backends.nixl.config import NixlConfig
+    from kvxfer.backends.nixl.standalone import StandalonePeer
+
     lease_s = Duration.parse(arguments.lease)
     config = NixlConfig(
         listen=arguments.listen,
@@ -220,16 +262,49 @@ def _open_peer(arguments: argparse.Namespace, observers: "Sequence[Observer]") -
         lease_s=lease_s,
         heartbeat_s=lease_s / 4,  # which only processes that ask send
     )
-    namespace = load_namespace(arguments.namespace) if arguments.namespace else None
-    tiers = [{"type": "host", "capacity": capacity}, *arguments.tier]
-    opening = functools.partial(open_backend, tiers, observers=observers)
-    peer = StandalonePeer(config, opening, namespace=namespace)
-    peer.observe(Reports(observers, "nixl"))
-    return peer
+    return StandalonePeer(config, opening, **kept)
+
+
+def _make_pool(
+    arguments: argparse.Namespace,
+    capacity: ByteSize,
+    opening: "Callable[[Namespace], Backend]",
+    kept: "Mapping[str, Any]",
+) -> "PoolServer":
+    from kvxfer.backends.pool import PoolServer
+
+    for name in ("data_port", "secret_file", "tls_cert", "tls_key", "tls_ca"):
+        if value := getattr(arguments, name):
+            raise InvalidArgumentError(name.replace("_", "-"), value, "none with --pool")
+    return PoolServer(Path(arguments.pool), capacity, opening, **kept)
+
+
+def _warming(
+    arguments: argparse.Namespace, namespace: "Namespace | None"
+) -> "Callable[[Backend], Awaitable[None]] | None":
+    """Make the function that brings blocks into memory before the first engine is served."""
+    if not arguments.warm:
+        return None
+    if arguments.warm < 0 or namespace is None or not arguments.tier:
+        wanted = "a number of blocks, with --namespace and --tier"
+        raise InvalidArgumentError("warm", arguments.warm, wanted)
+    timeout_s = Duration.parse(arguments.warm_timeout)
+
+    async def warm(backend: "Backend") -> None:
+        from kvxfer.backends.host import HostBackend
+        from kvxfer.tiering import TieredBackend
+        from kvxfer.tiering.preloading import preload
+
+        assert isinstance(backend, TieredBackend)
+        host = backend.tiers[0]
+        assert isinstance(host, HostBackend)
+        await preload(backend, min(arguments.warm, host.num_slots), timeout_s)
+
+    return warm
 
 
 async def _serve(
-    peer: "StandalonePeer",
+    holder: "Holder",
     pages: "Mapping[Endpoint, Mapping[str, Callable[[], Page]]]",
     drain_timeout_s: float,
 ) -> None:
@@ -241,14 +316,14 @@ async def _serve(
             at = (await stack.enter_async_context(HTTPPages(endpoint, of_endpoint))).endpoint
             for path in of_endpoint:
                 logger.info("%s at http://%s%s", _PAGE_NAMES[path], at, path)
-        await stack.enter_async_context(contextlib.aclosing(peer))
-        starting = asyncio.ensure_future(peer.start())
+        await stack.enter_async_context(contextlib.aclosing(holder))
+        starting = asyncio.ensure_future(holder.start())
         ending = asyncio.ensure_future(asked_to_end.wait())
         await asyncio.wait([starting, ending], return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
             await ending
-            await peer.drain(drain_timeout_s)
+            await holder.drain(drain_timeout_s)
         else:  # nobody is served yet, and nothing stored
             starting.cancel()
             await asyncio.wait([starting])

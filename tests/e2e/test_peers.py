@@ -1,6 +1,8 @@
-"""Peers: blocks that one engine computed are hits for another one."""
+"""Peers and host pools: blocks that one engine computed are hits for another one."""
 
 import functools
+import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +21,8 @@ MAX_TOKENS = 6
 SHARED_TOKENS = 640
 NUM_CHUNKS = 5
 SETTLE_ROUNDS = 50
-STORED = 'vllm:kvxfer_store_blocks{cause="write_back",outcome="done",tier="nixl"}'
-LOADS = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="%s",tier="nixl"}'
-LOADED = LOADS % "done"
+STORED = 'vllm:kvxfer_store_blocks{cause="write_back",outcome="done",tier="%s"}'
+LOADS = 'vllm:kvxfer_load_blocks{cause="promotion",outcome="%s",tier="%s"}'
 FAILURES = ("missing", "corrupt", "failed", "timed_out")
 
 Start = Callable[..., AuditedEngine]
@@ -51,24 +52,32 @@ def free_address() -> str:
 
 
 def compute_and_store(
-    engine: AuditedEngine, prompts: list[list[int]], *, num_chunks: int = NUM_CHUNKS
+    engine: AuditedEngine,
+    prompts: list[list[int]],
+    *,
+    num_chunks: int = NUM_CHUNKS,
+    tier: str = "nixl",
 ) -> oracle.Reference:
     """Compute prompts, and wait until the tier below has so many chunks."""
     reference = oracle.run_reference(engine, prompts, max_tokens=MAX_TOKENS)
     for _ in range(SETTLE_ROUNDS):
         engine.settle()
-        if engine.metrics().get(STORED, 0) >= num_chunks:
+        if engine.metrics().get(STORED % tier, 0) >= num_chunks:
             return reference
     raise AssertionError(engine.log())
 
 
 def require_hits(
-    engine: AuditedEngine, prompts: list[list[int]], reference: oracle.Reference
+    engine: AuditedEngine,
+    prompts: list[list[int]],
+    reference: oracle.Reference,
+    *,
+    tier: str = "nixl",
 ) -> None:
     returned = engine.generate(prompts, max_tokens=MAX_TOKENS)
     require_same(returned, reference.computed, dtype=engine.dtype)
     assert [one.cached_tokens for one in returned] == [SHARED_TOKENS] * len(prompts)
-    assert engine.metrics()[LOADED] == NUM_CHUNKS
+    assert engine.metrics()[LOADS % ("done", tier)] == NUM_CHUNKS
     engine.offload()
     returned_alone = oracle.run_one_by_one(engine, prompts, max_tokens=MAX_TOKENS)
     require_same_bits(returned_alone, reference.device_hits)
@@ -83,6 +92,19 @@ def test_an_engine_finds_at_a_peer_what_one_before_it_stored(start: Start) -> No
         reference = compute_and_store(first, prompts)
         first.close()
         require_hits(start(url), prompts, reference)
+
+
+def test_an_engine_finds_in_the_host_pool_what_one_stored_that_was_killed(
+    start: Start, tmp_path: Path
+) -> None:
+    prompts, path = make_prompts(seed=40), tmp_path / "pool.sock"
+    with serving("--capacity", "64MiB", pool=path) as pool:
+        url = f"pool://{path}"
+        first = start(url)
+        reference = compute_and_store(first, prompts, tier="pool")
+        os.killpg(first.process_id, signal.SIGKILL)
+        pool.wait_for(r"engine 1 \(process \d+\) ended")
+        require_hits(start(url), prompts, reference, tier="pool")
 
 
 def test_an_engine_finds_in_another_one_what_that_stored_until_it_is_killed_while_lending(
@@ -102,6 +124,8 @@ def test_an_engine_finds_in_another_one_what_that_stored_until_it_is_killed_whil
     computed_later = reference_later.computed
     require_same(returned, computed_later, dtype=engine.dtype)
     assert returned[0].cached_tokens == 0
-    assert sum(engine.metrics().get(LOADS % status, 0) for status in FAILURES) == NUM_CHUNKS
+    assert (
+        sum(engine.metrics().get(LOADS % (status, "nixl"), 0) for status in FAILURES) == NUM_CHUNKS
+    )
     again = engine.generate([*prompts, *later], max_tokens=MAX_TOKENS)
     require_same(again, [*reference.computed, *computed_later], dtype=engine.dtype)
