@@ -120,9 +120,9 @@ class CPUCopyEngine(CopyEngine):
         done, num_bytes = 0, TRIAL_BYTES * self.num_threads
         while method := self._methods.next_trial(rows.pattern, typical):
             ends = np.cumsum(pairs.lengths[done:])
-            if int(ends[-1]) <= 2 * num_bytes:
-                break
             stop = int(ends.searchsorted(num_bytes)) + 1
+            if int(ends[-1]) <= 2 * num_bytes or stop == len(ends):
+                break
             by = rows if method is CPUMethod.ROWS else None
             times = self._time(self._share(by, pairs, done, done + stop), int(ends[stop - 1]), by)
             done += stop

@@ -32,6 +32,7 @@ from kvxfer.copy_engine.row_copies import (
 )
 from kvxfer.copy_engine.shared_tasks import Task
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.fragment_pairs import FragmentPairs
 from kvxfer.testing.strategies import ScatteredBlocks, scattered_blocks
 from tests.copy_engine.copies import Copy, Method, Side, bounce, gather, scatter
@@ -473,4 +474,27 @@ def test_the_caller_copies_a_few_short_fragments_alone() -> None:
     copy = equal_pieces(cpu.ALONE_BYTES // 4, 4, source_shuffled=True, destination_shuffled=True)
     copy.check(lambda: engine.copy(*copy.describe()))
     assert threading.active_count() == before
+    engine.close()
+
+
+def test_a_batch_that_ends_in_one_long_piece_is_copied_also_while_methods_are_tried() -> None:
+    fragment, num_apart, num_joined = 64 << 10, 112, 163
+    num_fragments = num_apart + num_joined
+    source = np.random.default_rng(1).integers(0, 256, (num_fragments, fragment), np.uint8)
+    # The first ones are apart from each other, the others are one piece.
+    places = np.concatenate(
+        [2 * np.arange(num_apart), 2 * num_apart + np.arange(num_joined)]
+    ).astype(np.uint64)
+    destination = np.zeros((num_fragments + num_apart, fragment), np.uint8)
+    sizes = np.full(num_fragments, fragment)
+    order = np.arange(num_fragments).astype(np.uint64)
+    sides = [
+        Descriptors.of_pieces(np.uint64(memory.ctypes.data) + at * np.uint64(fragment), sizes)
+        for memory, at in ((source, order), (destination, places))
+    ]
+    engine = CPUCopyEngine(num_threads=2)
+    for _ in range(6):
+        destination[:] = 0
+        engine.copy(*sides)
+        assert np.array_equal(destination[places.astype(np.int64)], source)
     engine.close()
