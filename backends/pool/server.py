@@ -188,6 +188,8 @@ class PoolServer:
         if isinstance(exc, NamespaceMismatchError):
             ours, theirs = str(exc.ours), str(exc.theirs)
             refusal = Refusal(field=exc.field, ours=ours, theirs=theirs)
+        if isinstance(exc, EOFError):
+            return  # somebody looked whether anyone is there
         logger.warning("refused an engine: %s", printable(exc, MAX_CHARACTERS))
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(connection, encode(refusal))

@@ -20,6 +20,7 @@ BENCHES = (
     "engine-loop",
     "file",
     "nixl",
+    "pool",
     "vllm",
     "pd",
     "transformers",

@@ -11,9 +11,11 @@ import msgspec
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostConfig
 from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor import memory, packages, peers, process, stores
 from kvxfer.doctor.finding import Check, Examined, Finding, Severity
+from kvxfer.doctor.pools import check_pool
 from kvxfer.storage.threads import DaemonThreads
 from kvxfer.text import printable
 
@@ -133,6 +135,8 @@ def _plan_backend(config: msgspec.Struct, timeout_s: float) -> list[PlannedCheck
             )
             for endpoint in config.peers
         ]
+    if isinstance(config, PoolConfig):
+        return [PlannedCheck(Check.POOL, f"pool://{config.path}", partial(check_pool, config))]
     return []  # host:// is part of the machine; what others offer, only they can examine
 
 
