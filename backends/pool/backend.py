@@ -44,6 +44,9 @@ RETRY_S = 1.0
 SILENT_RETRY_S = 30.0
 """Pause after one that was silent: each attempt takes as long as a timeout."""
 
+SHARE_BELOW = 0.6
+"""Share of the time for an answer in which the holder may ask its lower tiers."""
+
 BUSY_PAUSE_S = 0.005
 """Pause before asking again for blocks that another engine is storing."""
 
@@ -111,6 +114,7 @@ class PoolBackend(Backend):
         self._guard = CallGuard("pool backend", namespace)
         self._config = config
         self._namespace = namespace
+        self._within_s = config.timeout_s * SHARE_BELOW
         self._threads = Threads("kvxfer-pool", NUM_THREADS)
         self._numbers = itertools.count()
         self._memory: list[MemoryRegion] = []  # of GPUs, to be registered with each new attachment
@@ -185,7 +189,7 @@ class PoolBackend(Backend):
     def _lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:
             with self._attached() as attachment:
-                return attachment.ask(Lookup(keys=list(keys)), Found).there
+                return attachment.ask(Lookup(keys=list(keys), within_s=self._within_s), Found).there
         except BackendUnavailableError as exc:
             logger.debug("lookup of %d keys failed: %s", len(keys), exc)
             return [False] * len(keys)
@@ -202,7 +206,7 @@ class PoolBackend(Backend):
         outcomes = [MISSING] * len(keys)
         try:
             with self._attached() as attachment:
-                pinned = attachment.ask(Pin(keys=list(keys)), Pinned)
+                pinned = attachment.ask(Pin(keys=list(keys), within_s=self._within_s), Pinned)
                 found = [keys[row] for row in pinned.rows]
                 corrupt: dict[BlockKey, tuple[int, str]] = {}
                 if not found:

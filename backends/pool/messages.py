@@ -74,9 +74,15 @@ class Refusal(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """Question which blocks are there; those of tiers below are brought into the pool first."""
+    """Question which blocks are there; those of tiers below are brought into the pool first.
+
+    Attributes:
+        keys: Keys of the blocks.
+        within_s: Time for that; blocks that take longer are misses.
+    """
 
     keys: list[BlockKey]
+    within_s: float
 
 
 class Found(Message, frozen=True):
@@ -86,9 +92,10 @@ class Found(Message, frozen=True):
 
 
 class Pin(Message, frozen=True):
-    """Request to keep blocks where they are until `Unpin`."""
+    """Request to keep blocks where they are until `Unpin`; what is not there is looked up."""
 
     keys: list[BlockKey]
+    within_s: float
 
 
 class Pinned(Message, frozen=True):

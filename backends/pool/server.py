@@ -41,6 +41,9 @@ HANDSHAKE_TIMEOUT_S = 5.0
 ABANDON_AFTER_S = 0.2
 """Seconds that the end waits for memory that is being reserved; nothing is in it yet."""
 
+ACCEPT_PAUSE_S = 0.1
+"""Pause after an error of `accept`, such as too many open files, which comes again at once."""
+
 MODE = 0o600
 """Mode of the socket: whoever connects can read and write every block."""
 
@@ -151,7 +154,12 @@ class PoolServer:
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listening)
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError as exc:
+                logger.warning("cannot accept an engine: %s", exc)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
             connection.setblocking(False)
             self._run(self._serve(connection))
 

@@ -42,9 +42,6 @@ from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import BlockParts, ReservedBlocks, require_parts_in_blocks
 from kvxfer.tiering import TieredBackend
 
-LOOKUP_S = 3.0
-"""Time in which a lookup brings blocks of lower tiers into the pool; the others are misses."""
-
 GRACE_S = 5.0
 """Time after which memory is free that an engine was writing whose process cannot be watched."""
 
@@ -165,7 +162,7 @@ class PoolSession:
             if self._draining:
                 return Failed(reason="it is about to end")
             if isinstance(request, Lookup):
-                return Found(there=await self._find(request.keys))
+                return Found(there=await self._find(request.keys, request.within_s))
             if isinstance(request, Pin):
                 return await self._pin(request)
             if isinstance(request, Reserve):
@@ -173,18 +170,21 @@ class PoolSession:
             return Done(done=await self._store.backend.delete(request.keys))
         except KVXferError as exc:
             return Failed(reason=str(exc))
+        except Exception as exc:
+            logger.exception("%s of %s failed", type(request).__name__, self)
+            return Failed(reason=repr(exc))
 
-    async def _find(self, keys: list[BlockKey]) -> list[bool]:
+    async def _find(self, keys: list[BlockKey], within_s: float) -> list[bool]:
         """Look up blocks; those that an engine is storing are misses, as in any tier."""
         host = self._store.host
         asked = [key for key in keys if not host.is_storing(key)]
         there: set[BlockKey] = set()
         if asked:
             try:
-                async with asyncio.timeout(LOOKUP_S):
+                async with asyncio.timeout(within_s):
                     found = await self._store.backend.lookup(asked)
             except TimeoutError:
-                logger.warning("a lookup in the tiers below took longer than %g s", LOOKUP_S)
+                logger.warning("a lookup in the tiers below took longer than %g s", within_s)
                 found = await host.lookup(asked)
             there = {key for key, is_there in zip(asked, found, strict=True) if is_there}
         return [key in there for key in keys]
@@ -193,7 +193,7 @@ class PoolSession:
         rows, slots = self._store.host.pin(request.keys)
         if len(rows) < len(request.keys) and isinstance(self._store.backend, TieredBackend):
             self._store.host.unpin([request.keys[row] for row in rows])
-            await self._find(request.keys)
+            await self._find(request.keys, request.within_s)
             rows, slots = self._store.host.pin(request.keys)
         self._pins.update(request.keys[row] for row in rows)
         return Pinned(rows=rows, slots=slots)

@@ -58,7 +58,7 @@ def reserve(path: str) -> None:
 
 def pin(path: str) -> None:
     attached = attach(path)
-    assert len(attached.ask(Pin(keys=peers.KEYS), Pinned).rows) == len(peers.KEYS)
+    assert len(attached.ask(Pin(keys=peers.KEYS, within_s=1.0), Pinned).rows) == len(peers.KEYS)
     say("done")
     signal.pause()
 

@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,13 @@ from kvxfer.connect import open_backend, parse_backend
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.testing import BackendStateMachine, BackendTests, BlockMemory
+from kvxfer.testing import (
+    BackendStateMachine,
+    BackendTests,
+    BlockMemory,
+    DictBackend,
+    DictConfig,
+)
 from kvxfer.tiering import TieredBackend
 from kvxfer.units import ByteSize
 from tests.backends.host_blocks import flip
@@ -173,6 +179,22 @@ def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
 def test_a_url_of_no_use_says_why(url: str, complaint: str) -> None:
     with pytest.raises(InvalidArgumentError, match=complaint):
         parse_backend(url)
+
+
+async def test_a_tier_below_the_pool_that_hangs_costs_no_engine_its_pool(path: Path) -> None:
+    class Hanging(DictBackend):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            await asyncio.Event().wait()
+            return []
+
+    def tiers(host: Backend, namespace: Namespace) -> Backend:
+        return TieredBackend([host, Hanging(DictConfig(), namespace)], namespace)
+
+    with running_pool(path, tiers=tiers):
+        async with attach(path, timeout_s=1.0) as engine:
+            assert not any(await engine.lookup(peers.KEYS))
+            assert await peers.load(engine) == [None] * len(peers.KEYS)
+            assert engine.is_attached
 
 
 async def test_an_engine_may_have_tiers_below_the_pool_and_works_on_when_it_is_gone(

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.errors import DeviceUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.transfer import PolledEngine
+from tests.backends.pool_servers import running_pool
 from tests.cuda.engine_caches import NUM_BLOCKS, EngineCaches
 from tests.cuda.simulated_gpu import SimulatedGpu
 
@@ -45,6 +47,25 @@ async def test_blocks_come_back_into_other_blocks(gpu: SimulatedGpu, device_inde
     expected = before.copy()
     expected[:, ids[20:40]] = before[:, ids[:20]]
     assert np.array_equal(engine_caches.blocks, expected)
+    assert gpu.get("num_batches") > batches
+    assert gpu.get("registered_bytes") == 0
+
+
+async def test_the_host_pool_of_another_process_is_pinned_and_copied_to_without_staging(
+    gpu: SimulatedGpu, tmp_path: Path
+) -> None:
+    engine_caches = EngineCaches(gpu)
+    before, batches = engine_caches.blocks, gpu.get("num_batches")
+    path = tmp_path / "pool.sock"
+    with running_pool(path, capacity="4MiB"):
+        async with kvxfer.connect(
+            f"pool://{path}", engine_caches.caches, namespace=NAMESPACE
+        ) as engine:
+            assert gpu.get("registered_bytes") > 0
+            stored = await engine.store(KEYS, [range(20)])
+            loaded = await engine.load(KEYS, [range(20, 40)])
+            assert all(outcome.done for outcome in stored + loaded)
+    assert np.array_equal(engine_caches.blocks[:, 20:40], before[:, :20])
     assert gpu.get("num_batches") > batches
     assert gpu.get("registered_bytes") == 0
 
