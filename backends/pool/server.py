@@ -177,9 +177,8 @@ class PoolServer:
             session = PoolSession(connection, store)
             self._sessions.add(session)
             try:
-                session.welcome(*_welcome(store.host))
                 logger.info("%s attached", session)
-                await session.serve()
+                await session.serve(*_welcome(store.host))
             finally:
                 self._sessions.discard(session)
                 logger.info("%s ended", session)

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvxfer.backends.host import HostBackend
 from kvxfer.backends.pool.messages import (
+    MAX_RECEIVE_BYTES,
     Answer,
     Bye,
     Done,
@@ -86,9 +87,9 @@ class _Room:
 class PoolSession:
     """Session of one engine: answers its requests, one after the other.
 
-    When the connection ends, its pins are released at once: whoever read is dead, or said that it
-    does not read any more. Slots that it was writing are free when the engine said so, or its
-    process has ended: a copy that a GPU has begun outlives the connection.
+    When the engine ends the connection, its pins are released at once: it is dead, or reads no
+    more. Slots that it was writing are free when it said so, or its process has ended: a copy that
+    a GPU has begun outlives the connection.
 
     Args:
         connection: The connection, non-blocking; closed by its maker.
@@ -125,14 +126,16 @@ class PoolSession:
         """Refuse what begins anew."""
         self._draining = True
 
-    def welcome(self, welcome: Message, memory: int) -> None:
-        """Send the first answer, with the descriptor of the pool's memory."""
-        socket.send_fds(self._connection, [encode(welcome)], [memory])
+    async def serve(self, welcome: Message, memory: int) -> None:
+        """Answer until the engine ends the connection, and release what it had.
 
-    async def serve(self) -> None:
-        """Answer until the connection ends, and release what the engine had."""
+        Args:
+            welcome: The first answer.
+            memory: Descriptor of the pool's memory, which goes with it.
+        """
         said_bye = False
         try:
+            socket.send_fds(self._connection, [encode(welcome)], [memory])
             while not said_bye:
                 request = _REQUEST.decode(await receive(self._connection))
                 if isinstance(request, Bye):
@@ -148,8 +151,16 @@ class PoolSession:
             raise
         except ValueError as exc:
             logger.warning("%s sent what is no request: %s", self, exc)
+            await self._hear_end()  # until then its threads may read what it has pinned
         finally:
             await self._release(at_once=said_bye)
+
+    async def _hear_end(self) -> None:
+        """End our side of the connection, and wait for the engine's end of it."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+            while await asyncio.get_running_loop().sock_recv(self._connection, MAX_RECEIVE_BYTES):
+                pass
 
     async def _send(self, answer: Answer) -> None:
         with contextlib.suppress(OSError):  # what it sent before it went is still read
@@ -193,7 +204,9 @@ class PoolSession:
         rows, slots = self._store.host.pin(request.keys)
         if len(rows) < len(request.keys) and isinstance(self._store.backend, TieredBackend):
             self._store.host.unpin([request.keys[row] for row in rows])
-            await self._find(request.keys, request.within_s)
+            there = set(rows)
+            missing = [key for row, key in enumerate(request.keys) if row not in there]
+            await self._find(missing, request.within_s)
             rows, slots = self._store.host.pin(request.keys)
         self._pins.update(request.keys[row] for row in rows)
         return Pinned(rows=rows, slots=slots)

@@ -13,11 +13,13 @@ import pytest
 
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.host.shared_memory import SharedMemory
-from kvxfer.backends.pool import PoolBackend, PoolConfig, attachment, server
+from kvxfer.backends.pool import Attachment, PoolBackend, PoolConfig, attachment, server
+from kvxfer.backends.pool.messages import Message, Pin, Pinned
 from kvxfer.connect import open_backend, parse_backend
+from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend, Status
-from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import (
     BackendStateMachine,
     BackendTests,
@@ -153,6 +155,30 @@ def test_what_is_no_request_ends_its_own_session_only(path: Path) -> None:
                     while stranger.recv(4096):
                         pass
         assert all(each.done for each in asyncio.run(peers.store(good)))
+
+
+def test_what_an_engine_reads_stays_after_it_sent_nonsense_until_it_ends(path: Path) -> None:
+    def store_another(engine: PoolBackend) -> bool:
+        key = make_block_key(b"another block", 0)
+        return asyncio.run(engine.store([key], MEMORY.describe(0, [0])))[0].done
+
+    with running_pool(path, capacity="76KiB"), attached(path) as other:
+        assert all(each.done for each in asyncio.run(peers.store(other)))
+        engine = Attachment(
+            str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine
+        )
+        pin = Pin(keys=peers.KEYS, within_s=1.0)
+        assert len(engine.ask(pin, Pinned).rows) == len(peers.KEYS)
+        engine.tell(Nonsense())
+        with pytest.raises(BackendUnavailableError, match="ended the connection"):
+            engine.ask(pin, Pinned)
+        assert not store_another(other), "every block is pinned"
+        engine.close()
+        assert any(store_another(other) for _ in range(1000))
+
+
+class Nonsense(Message, frozen=True):
+    """Message that no holder knows."""
 
 
 def test_memory_that_somebody_could_cut_is_not_mapped() -> None:
