@@ -12,11 +12,13 @@ from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.pool import PoolBackend, PoolConfig
 from kvxfer.cli import main
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import Namespace, make_block_key
+from kvxfer.testing import BlockMemory
 from kvxfer.testing.payloads import make_payload
 from kvxfer.tiering import TieredBackend
 from kvxfer.tiering.preloading import preload
 from kvxfer.units import ByteSize
+from tests.backends.test_host import capacity_for
 from tests.cli import peers
 from tests.cli.peers import serving
 from tests.cli.stores import DATA_BYTES, Store, flip
@@ -63,13 +65,18 @@ async def test_the_blocks_used_last_are_preloaded_and_evicted_last(
 ) -> None:
     caplog.set_level("INFO")
     files = FileConfig(path=str(store.root), capacity=ByteSize(1 << 26), min_free=ByteSize(1))
-    host = HostBackend(HostConfig(capacity=ByteSize(1 << 20)), namespace)
+    host = HostBackend(HostConfig(capacity=capacity_for(namespace, NUM_WARM - 1)), namespace)
     async with TieredBackend([host, FileBackend(files, namespace)], namespace) as tiers:
         assert await preload(tiers, NUM_WARM, timeout_s=30.0) == NUM_WARM - 1
         there = await host.lookup(store.keys)
         assert there == [payload is not None for payload in expected(store)]
         assert "preloaded 4 of the 5 blocks used last" in caplog.text
         assert store.keys[CORRUPT].hex() in caplog.text, "the corrupt one is named"
+        other = make_block_key(b"another block", 0)
+        blocks = BlockMemory(peers.PAGES, num_blocks=1).describe(0, [0])
+        assert [outcome.done for outcome in await host.store([other], blocks)] == [True]
+        kept = [number for number, each in enumerate(there) if each]
+        assert await host.lookup(store.keys) == [each in kept[1:] for each in range(8)]
         assert await preload(tiers, 1, timeout_s=0.0) == 0
         assert "cut off after 0 s" in caplog.text
 
