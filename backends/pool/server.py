@@ -6,9 +6,8 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -92,7 +91,7 @@ class PoolServer:
         self._opened: Backend | None = None
         self._store: PoolStore | None = None
         self._listening: tuple[socket.socket, os.stat_result] | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._pause: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sessions: set[PoolSession] = set()
 
@@ -107,14 +106,14 @@ class PoolServer:
             CapacityError: The machine, or a control group of this process, lacks the memory.
             BackendUnavailableError: The socket cannot be made, or another process has it.
         """
-        listening = _listen(self._path)
+        listening = _make_socket(self._path)
         self._listening = listening, self._path.stat()
         if self._opened is None:
             require_memory(self._capacity_bytes, "capacity")
         if self._namespace is not None:
             await self._settle(self._namespace)
         listening.listen()
-        self._accepting = self._run(self._accept(listening))
+        self._listen(listening)
         self.is_ready = True
         logger.info("host pool at %s (mode %o)", self._path, MODE)
 
@@ -134,8 +133,10 @@ class PoolServer:
     async def aclose(self) -> None:
         """End every session and close the tiers; may be called again."""
         self.is_ready = False
-        if self._accepting is not None:
-            self._accepting.cancel()
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening[0])
         await asyncio.sleep(0)  # a task that never began would leave its connection open
         for task in self._tasks:
             task.cancel()
@@ -151,17 +152,25 @@ class PoolServer:
         if self._opened is not None:
             await self._opened.aclose()
 
-    async def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, listening: socket.socket) -> None:
+        """Take a connection that waits; no task, which could lose one when it is cancelled."""
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listening)
-            except OSError as exc:
-                logger.warning("cannot accept an engine: %s", exc)
-                await asyncio.sleep(ACCEPT_PAUSE_S)
-                continue
-            connection.setblocking(False)
-            self._run(self._serve(connection))
+        try:
+            connection, _ = listening.accept()
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            logger.warning("cannot accept an engine: %s", exc)
+            loop.remove_reader(listening)
+            self._pause = loop.call_later(ACCEPT_PAUSE_S, self._listen, listening)
+            return
+        connection.setblocking(False)
+        task = asyncio.create_task(self._serve(connection))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _listen(self, listening: socket.socket) -> None:
+        asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
     async def _serve(self, connection: socket.socket) -> None:
         """Serve one engine until it ends."""
@@ -230,12 +239,6 @@ class PoolServer:
         sizes = [namespace.chunk_size_bytes(group) for group in range(len(namespace.groups))]
         return PoolStore(backend, host, sizes)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     def _gauges(self) -> Mapping[Gauge, float]:
         sessions = list(self._sessions)
         pins = sum(session.num_pins for session in sessions)
@@ -260,7 +263,7 @@ def _welcome(host: HostBackend) -> tuple[Message, int]:
     return welcome, host.shared_memory.fd
 
 
-def _listen(path: Path) -> socket.socket:
+def _make_socket(path: Path) -> socket.socket:
     """Make the socket, in place of one that a dead process left; nobody can connect yet."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
