@@ -5,7 +5,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from kvxfer.checks import find_repeated, require_instance, require_sequence
 from kvxfer.copy_engine.engine import Copy
@@ -169,6 +169,14 @@ class Backend(BlockMover):
 
     async def flush(self) -> None:
         """Wait until every block stored before is in each tier, and synced to the disk."""
+
+
+@runtime_checkable
+class Purgeable(Protocol):
+    """Backend that can delete every block of its namespace at once."""
+
+    async def purge(self) -> Any:
+        """Delete every block of the namespace."""
 
 
 class Begun:

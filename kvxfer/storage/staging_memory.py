@@ -88,9 +88,9 @@ class StagingMemory:
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
         share = max_bytes // num_buffers // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self.buffer_bytes = max(share, _aligned(largest_block_bytes))
+        self.buffer_bytes = max(share, aligned(largest_block_bytes))
         self.num_buffers = max(max_bytes // self.buffer_bytes, MIN_BUFFERS)
-        memory = _allocate(self.num_buffers * self.buffer_bytes)
+        memory = allocate_aligned(self.num_buffers * self.buffer_bytes)
         self.region = MemoryRegion(memory.ctypes.data, memory.nbytes, memory)
         self._idle: list[Buffer] = list(memory.reshape(self.num_buffers, self.buffer_bytes))
         self._order = count()
@@ -101,12 +101,12 @@ class StagingMemory:
 
     def num_fitting(self, sizes: Iterable[int]) -> int:
         """Count the leading blocks, of `sizes` bytes, that fit into one buffer together."""
-        ends = accumulate(_aligned(size) for size in sizes)
+        ends = accumulate(aligned(size) for size in sizes)
         return sum(1 for _ in takewhile(lambda end: end <= self.buffer_bytes, ends))
 
     def cut(self, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Cut blocks of `sizes` bytes into runs that fit into one buffer each; see `cut_runs`."""
-        return cut_runs(np.array([_aligned(size) for size in sizes]), self.buffer_bytes)
+        return cut_runs(np.array([aligned(size) for size in sizes]), self.buffer_bytes)
 
     @asynccontextmanager
     async def hold(
@@ -200,18 +200,20 @@ class StagingMemory:
 
 
 def _describe(buffer: Buffer, sizes: Sequence[int], starts: Sequence[int]) -> Descriptors:
-    ends = np.cumsum([_aligned(size) for size in sizes])
+    ends = np.cumsum([aligned(size) for size in sizes])
     assert ends[-1] <= buffer.nbytes
     offsets = np.concatenate(([0], ends[:-1])).astype(np.uint64)
     addresses = np.uint64(buffer.ctypes.data) + offsets
     return Descriptors.of_pieces(addresses, sizes, starts, owners=(buffer,))
 
 
-def _allocate(num_bytes: int) -> Buffer:
+def allocate_aligned(num_bytes: int) -> Buffer:
+    """Allocate memory that begins on a multiple of `ALIGNMENT_BYTES`."""
     memory = np.empty(num_bytes + ALIGNMENT_BYTES, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT_BYTES
     return memory[start : start + num_bytes]
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Round up to a multiple of `ALIGNMENT_BYTES`."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowO
 from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.backend import Backend, Purgeable, Status
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of, unwrapped
 from kvxfer.storage.observer import Observable, Observer, Operation, Reports
@@ -41,14 +41,6 @@ JOB_BYTES = 16 << 20
 still read, and the threads of a backend get about equal shares."""
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Purgeable(Protocol):
-    """Backend that can delete every block of its namespace at once."""
-
-    async def purge(self) -> Any:
-        """Delete every block of the namespace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
