@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 MODELS := build/models/.made
 SMOLLM2 := build/models/smollm2/.made
 QUIETLY := $(PYTHON) tests/quietly.py
+SGLANG := build/sglang/0.5.23
 
 # vLLM must neither look for a model on the network nor report home, and block hashes must be the
 # same in every process.
@@ -20,7 +21,7 @@ export PYTHONHASHSEED := 0
 # minute for each process of an engine.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-pd test core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
+.PHONY: setup demo demo-pd test sglang core e2e exhaustive faults chaos compat lint type docs layouts bench check-dist check
 .DELETE_ON_ERROR:
 
 setup: $(INSTALLED)
@@ -32,21 +33,29 @@ demo: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo $(if $(DTYPE),--dtype $(DTYP
 demo-pd: $(SMOLLM2) ; @$(BIN)/python -m tests.e2e.demo_pd $(if $(DTYPE),--dtype $(DTYPE)) $(if $(PLANT),--plant $(PLANT))
 
 # A process of tests for each core, each with one thread of torch. The simulated driver of a GPU must
-# not meet what looks for a real one: it has a process of its own.
+# not meet what looks for a real one, nor SGLang and its stubs what looks for their packages: they have
+# processes of their own.
 test: export OMP_NUM_THREADS := 1
 test: $(INSTALLED)
-	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e
+	$(BIN)/pytest -n logical --maxprocesses=8 --dist=worksteal -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang --ignore=tests/e2e
 	$(BIN)/pytest tests/cuda
+	$(MAKE) sglang
+
+sglang: $(SGLANG)/.installed ; PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "not e2e" tests/sglang
 
 # Two engines at a time, each with one thread of its own; those of one file come one after the other.
 e2e exhaustive: export OMP_NUM_THREADS := 1
 e2e exhaustive: export VLLM_CPU_OMP_THREADS_BIND := nobind
-e2e: $(MODELS) ; $(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda
+e2e: $(MODELS) $(SGLANG)/.installed
+	$(BIN)/pytest -n logical --maxprocesses=2 --dist=loadfile -m "(e2e or slow) and not exhaustive" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
+	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e and not exhaustive" tests/sglang
 
 # Every engine, hand-over of pages and fault of which the other runs take samples, and ten times as
 # many examples of every property.
 exhaustive: export KVXFER_EXAMPLES := 10
-exhaustive: $(MODELS) ; $(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "exhaustive or property" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda
+exhaustive: $(MODELS) $(SGLANG)/.installed
+	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "exhaustive or property" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
+	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m exhaustive tests/sglang
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
 faults: $(INSTALLED) ; $(BIN)/pytest tests/backends/test_nixl_faults.py
@@ -57,15 +66,15 @@ SECONDS ?= 600
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.run --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --without "$(WITHOUT)"
 
-# Downloads the other releases of vLLM that the adapter supports, some 3 GB on disk.
-compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda
+# Downloads the other releases of vLLM and SGLang that the adapters support, some 4 GB on disk.
+compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
 
 # The core with another Python, without engines: vLLM has no wheel for it. `make core PYTHON_VERSION=3.12`.
 PYTHON_VERSION ?= 3.13
 CORE := build/python-$(PYTHON_VERSION)
 CORE_PYTHON = $(shell command -v $$HOME/.pyenv/versions/$(PYTHON_VERSION)*/bin/python python$(PYTHON_VERSION) | head -n 1)
 core: $(CORE)/.installed
-	$(CORE)/bin/python -m pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/e2e --ignore=tests/chaos
+	$(CORE)/bin/python -m pytest -m "not e2e and not slow and not exhaustive and not compat" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang --ignore=tests/e2e --ignore=tests/chaos
 
 # The pinned versions, without those that are pinned for one Python: builds of torch and of its kernels.
 $(CORE)/.installed: constraints.txt pyproject.toml
@@ -96,6 +105,12 @@ $(INSTALLED): constraints.txt pyproject.toml
 		$(BIN)/pip install --progress-bar off --disable-pip-version-check --no-compile --no-deps -r constraints.txt
 	@$(QUIETLY) build/log/kvxfer.log "Installing kvxfer" \
 		$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# With the few packages that its CPU paths need beside those of the tests; PYTHONPATH names the folder.
+$(SGLANG)/.installed: tests/sglang/packages.txt $(INSTALLED)
+	@rm -rf $(SGLANG)
+	@$(QUIETLY) build/log/sglang.log "Installing SGLang in $(SGLANG)" $(BIN)/python -m tests.sglang.releases
 	@touch $@
 
 $(SMOLLM2): tests/e2e/models.py $(INSTALLED)

@@ -1,0 +1,84 @@
+"""Settings of the storage: what `--hicache-storage-backend-extra-config` says."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvxfer.backends.host import HostBackend
+from kvxfer.checks import require_number, require_text
+from kvxfer.connect import BackendChoice, parse_backend
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
+from kvxfer.tiering.timeouts import TierTimeouts
+from kvxfer.units import ByteSize
+
+SGLANG_FIELDS = frozenset({
+    "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size",
+    "prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token",
+    "prefetch_timeout_max", "hicache_storage_pass_prefix_keys",
+})  # fmt: skip
+"""Fields of SGLang's own in the same mapping.
+
+Source: `parse_storage_backend_extra_config` and `StorageBackendFactory` of SGLang.
+"""
+
+
+class StorageSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the storage.
+
+    Attributes:
+        backend: A URL or a mapping, or several of them for tiers, as in `kvxfer.connect`.
+        revision: Revision of the weights, which SGLang does not tell; required for everything that
+            outlives the process.
+        timeout_s: Time for a call of SGLang's: a batch of pages, or a lookup.
+        pause_s: Time that the backend is not asked after a call that took longer.
+        staging: Memory that pages pass through on their way between host pools and backend.
+    """
+
+    backend: str | dict[str, Any] | list[str | dict[str, Any]]
+    revision: str = ""
+    timeout_s: float = TierTimeouts().move_s
+    pause_s: float = TierTimeouts().pause_s
+    staging: ByteSize = ByteSize(4 * DEFAULT_STAGING_BYTES)
+
+    @property
+    def choices(self) -> Sequence[BackendChoice]:
+        """The backends, fastest first."""
+        return self.backend if isinstance(self.backend, list) else [self.backend]
+
+
+def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
+    """Read and check the settings.
+
+    Raises:
+        InvalidArgumentError: `interface_v1` is not set, a setting is unknown or of no use, or
+            blocks outlive the process without a `revision`; the error names it.
+    """
+    given = dict(extra_config or {})
+    if not given.get("interface_v1"):
+        rule = "1: through SGLang's older interface every page would be copied once more"
+        raise InvalidArgumentError("interface_v1", given.get("interface_v1"), rule)
+    ours = {name: value for name, value in given.items() if name not in SGLANG_FIELDS}
+    try:
+        settings = msgspec.convert(ours, StorageSettings, dec_hook=_decode)
+    except msgspec.ValidationError as exc:
+        names = ", ".join(field.name for field in msgspec.structs.fields(StorageSettings))
+        raise InvalidArgumentError("extra_config", ours, f"{exc}; settings: {names}") from exc
+    require_text("revision", settings.revision)
+    for name in ("timeout_s", "pause_s"):
+        require_number(name, getattr(settings, name))
+    if not settings.timeout_s:
+        raise InvalidArgumentError("timeout_s", settings.timeout_s, "more than 0")
+    for choice in settings.choices:
+        backend_type, _ = parse_backend(choice)
+        if not settings.revision and backend_type is not HostBackend:
+            rule = f"the revision of the weights, since the blocks of {choice!r} outlive the engine"
+            raise InvalidArgumentError("revision", settings.revision, rule)
+    return settings
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(kind)

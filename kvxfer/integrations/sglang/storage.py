@@ -1,0 +1,363 @@
+"""Storage of SGLang's hierarchical cache, over any backends of kvxfer."""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.sglang.host_pools import HostPages, read_pool
+from kvxfer.integrations.sglang.identity import page_namespace
+from kvxfer.integrations.sglang.interface import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+    StorageMetrics,
+)
+from kvxfer.integrations.sglang.page_store import PageStore
+from kvxfer.integrations.sglang.settings import read_settings
+from kvxfer.kvcache.portable import PageMapping, WorkerShard, map_caches
+from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.transfer.job import Direction
+
+KV = str(PoolName.KV)
+"""Name of the pool that calls without a name mean."""
+
+logger = logging.getLogger(__name__)
+
+
+class KVXferStorage(HiCacheStorage):
+    """Storage of SGLang's hierarchical cache in files, host memory, peers, or tiers of them.
+
+    Pages are portable: where SGLang's keys are the same, engines of another layout of the host
+    pools, or of another tensor parallelism, load them. Every page is verified, and has a result of
+    its own. No call raises, and each ends in time: SGLang computes what it does not get.
+
+    Called by two threads of SGLang at the same time, one that stores and one that loads.
+
+    Args:
+        storage_config: What SGLang knows of the engine; `extra_config` has the settings, see
+            `StorageSettings`.
+        kwargs: Nothing, in SGLang's releases up to now.
+
+    Raises:
+        InvalidArgumentError: A setting is missing, unknown or of no use.
+    """
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        del kwargs
+        self._config = storage_config
+        self._settings = read_settings(storage_config.extra_config)
+        self._pools: dict[str, HostPages] = {}
+        self._mappings: dict[str, PageMapping] = {}
+        self._stores: dict[str, tuple[PageStore, int] | None] = {}
+        self._opening = threading.Lock()
+        self._stats = StorageMetrics()
+        self._closed = False
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Announce the pool of the keys and values.
+
+        Raises:
+            LayoutError: The pool is of a kind that is not known.
+            InvalidArgumentError: Its heads cannot be divided into `tp_lcm_size`.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
+        """Announce another pool of a hybrid model; errors as `register_mem_pool_host`."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if str(host_pool_name) != KV:
+            self._register(str(host_pool_name), host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the backend.
+
+        Raises:
+            InvalidArgumentError: The backend cannot be opened for these pools.
+            CapacityError: There is not as much memory or disk as was configured.
+            BackendUnavailableError: The backend cannot start.
+        """
+        with self._opening:
+            self._open()
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """Count the leading pages that are there: one question for all keys."""
+        return _leading(self._look_up(keys, [KV])[KV])
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Load pages; return for each whether it is there, verified."""
+        return self._move(Direction.LOAD, KV, keys, host_indices)
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Store pages; return for each whether that was done."""
+        return self._move(Direction.STORE, KV, keys, host_indices)
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Find the prefixes of a hybrid model that can be restored from all of its pools."""
+        transfers = pool_transfers or []
+        found = self._look_up(keys, [KV, *(str(each.name) for each in transfers)])
+        num_pages = _leading(found[KV])
+        restorable = set(range(1, num_pages + 1))
+        hits: dict[Any, int] = {PoolName.KV: num_pages} if num_pages else {}
+        for transfer in transfers:
+            there = found[str(transfer.name)][:num_pages]
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                fitting = set(range(1, _leading(there) + 1))
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                fitting = _ends(there, max(1, len(transfer.keys or ())))
+            else:
+                logger.warning("pool %s: unknown policy %s", transfer.name, transfer.hit_policy)
+                fitting = set()
+            if fitting:
+                hits[transfer.name] = max(fitting)
+            restorable &= fitting
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """Load pages of several pools; return for each pool the results of its pages."""
+        return {
+            each.name: self._move(Direction.LOAD, str(each.name), each.keys, each.host_indices)
+            for each in transfers
+        }
+
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """Store pages of several pools; return for each pool the results of its pages."""
+        return {
+            each.name: self._move(Direction.STORE, str(each.name), each.keys, each.host_indices)
+            for each in transfers
+        }
+
+    def exists(self, key: str) -> bool:
+        """Return whether a page is there."""
+        return self.batch_exists([key]) == 1
+
+    def get(
+        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        """Return None: pages come by `batch_get_v1`, see `interface_v1`."""
+        return None
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Return None for every page, as `get`."""
+        return [None] * len(keys)
+
+    def set(
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Return False: pages go by `batch_set_v1`, see `interface_v1`."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Return False, as `set`."""
+        return False
+
+    def clear(self) -> None:
+        """Forget every page of this model: none that was stored before will be found."""
+        for store in self._open_stores():
+            store.purge()
+
+    def get_stats(self) -> StorageMetrics:
+        """Return the pages and GB/s of the calls since the last time, for SGLang's metrics."""
+        stats, self._stats = self._stats, StorageMetrics()
+        return stats
+
+    def close(self) -> None:
+        """Close the backend; may be called again. Later calls find and store nothing."""
+        with self._opening:
+            self._closed = True
+        for store in self._open_stores():
+            try:
+                store.close()
+            except Exception:
+                logger.exception("the storage cannot be closed")
+
+    def _register(self, name: str, pool: Any) -> None:
+        pages = read_pool(name, pool)
+        self._mappings[name] = self._map(pages)
+        self._pools[name] = pages
+
+    def _map(self, pages: HostPages) -> PageMapping:
+        """Map the pages of a pool to portable pages; of a replicated one there is one writer."""
+        config = self._config
+        shard, num_shards = WorkerShard(num_kv_heads=1), 1
+        if pages.num_kv_heads is not None:
+            num_heads = pages.num_kv_heads * config.tp_size
+            shard = WorkerShard(num_kv_heads=num_heads, rank=config.tp_rank, tp_size=config.tp_size)
+            num_shards = math.gcd(num_heads, config.tp_lcm_size or config.tp_size)
+        (mapping,) = map_caches(pages.caches, shard, num_shards=num_shards, opaque=pages.opaque)
+        return mapping
+
+    def _open(self) -> None:
+        """Open the backend for the pools that it is not open for yet."""
+        names = [name for name in self._pools if name not in self._stores]
+        if not names or self._closed:
+            return
+        self._stores |= dict.fromkeys(names)
+        store = PageStore(
+            [self._pools[name].caches for name in names],
+            [self._mappings[name] for name in names],
+            self._settings.choices,
+            namespace=page_namespace(self._config, self._settings.revision, names),
+            timeout_s=self._settings.timeout_s,
+            pause_s=self._settings.pause_s,
+            staging_bytes=self._settings.staging,
+        )
+        self._stores |= {name: (store, group) for group, name in enumerate(names)}
+
+    def _find(self, name: str) -> tuple[PageStore, int] | None:
+        """Find the store of a pool, and its group there; None if there is none.
+
+        Pools may come later than `on_host_pools_registered`, which some releases do not call.
+        """
+        with self._opening:
+            if name not in self._stores:
+                try:
+                    self._open()
+                except Exception:
+                    logger.exception("nothing is stored of the pool %s", name)
+            if name not in self._stores:
+                logger.error("nothing is stored of the pool %s, which was not registered", name)
+                self._stores[name] = None
+            return None if self._closed else self._stores[name]
+
+    def _open_stores(self) -> list[PageStore]:
+        found = [each[0] for each in self._stores.values() if each is not None]
+        return list(dict.fromkeys(found))
+
+    def _look_up(self, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[bool]]:
+        """Look up all keys in some pools, with one question to the backend."""
+        found = {name: [False] * len(keys) for name in names}
+        asked: dict[PageStore, list[tuple[str, int]]] = {}
+        try:
+            for name in found:
+                place = self._find(name)
+                if place is not None:
+                    asked.setdefault(place[0], []).append((name, place[1]))
+            for store, members in asked.items():
+                wanted = [_block_key(key, group) for _, group in members for key in keys]
+                answers = iter(store.lookup(wanted))
+                found |= {name: list(islice(answers, len(keys))) for name, _ in members}
+        except Exception:
+            logger.exception("a lookup of %d pages failed", len(keys))
+        return found
+
+    def _move(
+        self,
+        direction: Direction,
+        name: str,
+        keys: Sequence[str] | None,
+        host_indices: torch.Tensor | None,
+    ) -> list[bool]:
+        """Move pages of a pool; `host_indices` has all rows of each page."""
+        keys = keys or []
+        try:
+            place = self._find(name)
+            if place is None or not keys:
+                return [False] * len(keys)
+            store, group = place
+            pages = _page_ids(self._pools[name].rows_per_page, len(keys), host_indices)
+            block_keys = [_block_key(key, group) for key in keys]
+            began = time.perf_counter()
+            move = store.load if direction is Direction.LOAD else store.store
+            done = move(group, block_keys, pages)
+            self._count(direction, name, sum(done), time.perf_counter() - began)
+        except Exception:
+            logger.exception("%s of %d pages of %s failed", direction.name, len(keys), name)
+            return [False] * len(keys)
+        return done
+
+    def _count(self, direction: Direction, name: str, num_pages: int, seconds: float) -> None:
+        if not self._config.enable_storage_metrics or not num_pages:
+            return
+        stats, rate = self._stats, num_pages * self._mappings[name].num_bytes / seconds / 1e9
+        loading = direction is Direction.LOAD
+        (stats.prefetch_pgs if loading else stats.backup_pgs).append(num_pages)
+        (stats.prefetch_bandwidth if loading else stats.backup_bandwidth).append(rate)
+
+
+def _page_ids(rows_per_page: int, num_pages: int, host_indices: torch.Tensor | None) -> list[int]:
+    """Find the pages that rows of a pool make up, page after page.
+
+    Raises:
+        InvalidArgumentError: There are not as many rows as these pages have, or a page does not
+            begin where pages do.
+    """
+    num_rows = 0 if host_indices is None else host_indices.numel()
+    if host_indices is None or num_rows != num_pages * rows_per_page:
+        raise InvalidArgumentError("host_indices", num_rows, f"{num_pages} x {rows_per_page}")
+    firsts = host_indices[::rows_per_page].tolist()
+    for first in firsts:
+        if first % rows_per_page:
+            raise InvalidArgumentError("host_indices", first, f"a multiple of {rows_per_page}")
+    return [first // rows_per_page for first in firsts]
+
+
+def _block_key(key: str, group: int) -> BlockKey:
+    return make_block_key(bytes.fromhex(key), group)
+
+
+def _leading(found: Sequence[bool]) -> int:
+    return found.index(False) if False in found else len(found)
+
+
+def _ends(found: Sequence[bool], num_trailing: int) -> set[int]:
+    """Find the prefixes, in pages, of which the last `num_trailing` pages are there."""
+    ends, run = set(), 0
+    for end, is_there in enumerate(found, start=1):
+        run = run + 1 if is_there else 0
+        if run >= min(num_trailing, end):
+            ends.add(end)
+    return ends

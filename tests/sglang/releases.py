@@ -1,0 +1,41 @@
+"""Releases of SGLang to test the plug with: `python -m tests.sglang.releases` installs the newest.
+
+Each lies in a folder of its own with the few packages that it needs beside those of the tests, and
+without its other dependencies, most of which are for GPUs. PYTHONPATH puts it on the path.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+DIRECTORY = REPOSITORY / "build" / "sglang"
+PACKAGES = Path(__file__).with_name("packages.txt")
+
+NEWEST = "0.5.23"
+OTHERS = ("0.5.20", "0.5.21", "0.5.22")
+
+
+def install(release: str = NEWEST) -> Path:
+    """Install a release unless it is installed; the folder appears in one step."""
+    folder = DIRECTORY / release
+    if not folder.exists():
+        DIRECTORY.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=DIRECTORY) as scratch:
+            target = Path(scratch, release)
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+            wanted = [f"sglang=={release}", "-r", str(PACKAGES)]
+            subprocess.run([*pip, "--target", str(target), *wanted], check=True)
+            target.replace(folder)
+    return folder
+
+
+def environment(release: str = NEWEST) -> dict[str, str]:
+    """Environment of a process that finds this release."""
+    return os.environ | {"PYTHONPATH": str(DIRECTORY / release)}
+
+
+if __name__ == "__main__":
+    install()

@@ -1,0 +1,310 @@
+"""Failures of the medium: False for exactly the pages that failed, in time, and nothing else."""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvxfer.connect import open_backend
+from kvxfer.integrations.sglang import KVXferStorage, page_store
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import Namespace
+from kvxfer.testing import FaultRates, FaultyBackend, Operation
+from tests.sglang.pools import attention_pool, fill, logical_page
+from tests.sglang.storages import KEYS, PAGES, extra_config, file_url, keys_of, opened, rows_of
+
+TIMEOUT_S = 0.4
+SOON_S = TIMEOUT_S + page_store.GRACE_S + 4.0
+"""Time for a call that may wait once, on a busy machine."""
+
+HASTY = {"timeout_s": TIMEOUT_S}
+
+LOADS = frozenset({Operation.LOAD})
+STORES = frozenset({Operation.STORE})
+LOOKUPS = frozenset({Operation.LOOKUP})
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FaultyBackend]]:
+    """Put a backend that injects faults, none at first, in front of each that is opened."""
+    made: list[FaultyBackend] = []
+
+    def open_faulty(backend: Any, namespace: Namespace) -> Backend:
+        made.append(FaultyBackend(open_backend(backend, namespace), seed=1, rates=FaultRates()))
+        return made[-1]
+
+    monkeypatch.setattr(page_store, "open_backend", open_faulty)
+    yield made
+    for each in made:
+        each.release()
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+
+
+@contextmanager
+def filled(tmp_path: Path, **extra: Any) -> Iterator[tuple[Any, KVXferStorage]]:
+    """Open a storage that has the pages of a pool, in which other bytes are then."""
+    pool = attention_pool("page_first_direct")
+    fill(pool)
+    with opened(pool, extra_config(file_url(tmp_path), timeout_s=60)) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+    with opened(pool, extra_config(file_url(tmp_path), **extra)) as storage:
+        fill(pool, first=5)
+        yield pool, storage
+
+
+def stored_bits(pages: Sequence[int] = PAGES) -> list[torch.Tensor]:
+    """Return the pages as they were stored."""
+    pool = attention_pool("page_first_direct")
+    fill(pool)
+    return [logical_page(pool, page) for page in pages]
+
+
+def assert_pages(pool: Any, before: torch.Tensor, done: Sequence[bool]) -> None:
+    """Check that pages that are done are those that were stored, and the others as before."""
+    after = [logical_page(pool, page) for page in PAGES]
+    pool.kv_buffer.copy_(before)
+    untouched = [logical_page(pool, page) for page in PAGES]
+    for index, is_done in enumerate(done):
+        expected = stored_bits()[index] if is_done else untouched[index]
+        assert torch.equal(after[index], expected)
+
+
+def test_exactly_the_pages_that_failed_are_false_and_stay_as_they_were(
+    faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    with filled(tmp_path) as (pool, storage):
+        seen = set()
+        for _ in range(20):
+            fill(pool, first=5)
+            before = pool.kv_buffer.clone()
+            faulty[-1].rates = FaultRates(failure=0.5, operations=LOADS)
+            injected = len(faulty[-1].injected)
+            done = storage.batch_get_v1(KEYS, rows_of(pool))
+            failed = {each.key[:32].hex() for each in faulty[-1].injected[injected:]}
+            assert [key not in failed for key in KEYS] == done
+            assert_pages(pool, before, done)
+            seen.add(tuple(done))
+        assert len(seen) > 3
+
+
+def test_a_store_that_fails_is_false_for_exactly_its_pages(
+    faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    with filled(tmp_path) as (pool, storage):
+        faulty[-1].rates = FaultRates(failure=0.5, operations=STORES)
+        seen = set()
+        for name in "abcdefgh":
+            keys = keys_of(4, name)
+            done = storage.batch_set_v1(keys, rows_of(pool))
+            failed = {each.key[:32].hex() for each in faulty[-1].injected}
+            assert done == [key not in failed for key in keys]
+            assert [storage.exists(key) for key in keys] == done
+            seen.update(done)
+        assert seen == {True, False}
+
+
+def test_a_damaged_file_is_false_for_its_page_alone_and_then_no_longer_there(
+    tmp_path: Path,
+) -> None:
+    with filled(tmp_path) as (pool, storage):
+        (path,) = tmp_path.rglob(f"{KEYS[2]}*.safetensors")
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        before = pool.kv_buffer.clone()
+        done = storage.batch_get_v1(KEYS, rows_of(pool))
+        assert done == [True, True, False, True]
+        assert_pages(pool, before, done)
+        assert storage.batch_exists(KEYS) == 2
+
+
+@pytest.mark.parametrize("fault", ["hang", "stuck", "late"])
+@pytest.mark.parametrize("call", ["batch_get_v1", "batch_set_v1"])
+def test_a_backend_that_stops_is_false_in_time_and_then_left_alone(
+    fault: str, call: str, faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    with filled(tmp_path, **HASTY, pause_s=60) as (pool, storage):
+        faulty[-1].rates = FaultRates(**{fault: 1.0}, operations=frozenset(Operation))
+        keys = KEYS if call == "batch_get_v1" else keys_of(4, "others")
+        with within(SOON_S):
+            assert getattr(storage, call)(keys, rows_of(pool)) == [False] * 4
+        num_calls = len(faulty[-1].injected)
+        with within(SOON_S):
+            assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+            assert storage.batch_set_v1(keys_of(4, "more"), rows_of(pool)) == [False] * 4
+            assert storage.batch_exists(KEYS) == 0
+        assert len(faulty[-1].injected) == num_calls, "the backend is not asked"
+        faulty[-1].release()
+
+
+def test_a_lookup_that_hangs_ends_in_time_and_opens_the_breaker(
+    faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    with filled(tmp_path, **HASTY, pause_s=60) as (pool, storage):
+        faulty[-1].rates = FaultRates(hang=1.0, operations=LOOKUPS)
+        with within(SOON_S):
+            assert storage.batch_exists(KEYS) == 0
+        with within(SOON_S):
+            assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+
+
+def test_the_backend_is_asked_again_after_the_pause(
+    faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    with filled(tmp_path, **HASTY, pause_s=0.1) as (pool, storage):
+        faulty[-1].rates = FaultRates(hang=1.0, operations=LOADS)
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+        faulty[-1].rates = FaultRates()
+        deadline = time.monotonic() + 10
+        while storage.batch_get_v1(KEYS, rows_of(pool)) != [True] * 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("fault", ["stuck", "late"])
+def test_what_a_late_load_brings_does_not_reach_a_page_that_is_used_for_something_else(
+    fault: str, faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    with filled(tmp_path, **HASTY) as (pool, storage):
+        faulty[-1].rates = FaultRates(**{fault: 1.0}, operations=LOADS)
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+        fill(pool, first=77)
+        used = pool.kv_buffer.clone()
+        faulty[-1].release()
+        storage.close()  # waits for the late transfer
+        assert torch.equal(pool.kv_buffer.view(torch.int16), used.view(torch.int16))
+
+
+def test_what_a_late_store_writes_is_the_page_as_it_was_given(
+    faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    keys = keys_of(4, "late")
+    with filled(tmp_path, **HASTY) as (pool, storage):
+        fill(pool)
+        faulty[-1].rates = FaultRates(late=1.0, operations=STORES)
+        assert storage.batch_set_v1(keys, rows_of(pool)) == [False] * 4
+        fill(pool, first=77)  # SGLang uses the pages for another prompt
+        faulty[-1].release()
+    with opened(pool, extra_config(file_url(tmp_path))) as storage:
+        assert storage.batch_get_v1(keys, rows_of(pool)) == [True] * 4
+    assert all(map(torch.equal, [logical_page(pool, page) for page in PAGES], stored_bits()))
+
+
+def test_rows_of_late_transfers_come_back_when_these_have_ended(
+    faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    with filled(tmp_path, **HASTY, pause_s=0, staging="1KiB") as (pool, storage):  # two rows
+        faulty[-1].rates = FaultRates(late=1.0, operations=LOADS)
+        for _ in range(2):
+            with within(SOON_S):
+                assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+        faulty[-1].rates = FaultRates()
+        faulty[-1].release()
+        deadline = time.monotonic() + 10
+        while storage.batch_get_v1(KEYS, rows_of(pool)) != [True] * 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_a_backend_that_raises_is_false_and_no_call_raises(
+    faulty: list[FaultyBackend], tmp_path: Path
+) -> None:
+    with filled(tmp_path) as (pool, storage):
+        faulty[-1].rates = FaultRates(error=1.0, operations=frozenset(Operation))
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+        assert storage.batch_set_v1(keys_of(4, "others"), rows_of(pool)) == [False] * 4
+        assert storage.batch_exists(KEYS) == 0
+        storage.clear()
+
+
+def test_arguments_of_no_use_are_false_and_do_not_raise(tmp_path: Path) -> None:
+    with filled(tmp_path) as (pool, storage):
+        assert storage.batch_get_v1(KEYS, rows_of(pool)[:-1]) == [False] * 4
+        assert storage.batch_get_v1(KEYS, rows_of(pool) + 1) == [False] * 4
+        assert storage.batch_get_v1(KEYS, rows_of(pool) + 10_000 * 8) == [False] * 4
+        assert storage.batch_get_v1(["no hash"] * 4, rows_of(pool)) == [False] * 4
+        assert storage.batch_get_v1([KEYS[0]] * 4, rows_of(pool)) == [False] * 4
+        assert storage.batch_get_v1([], rows_of(pool)[:0]) == []
+        assert storage.batch_exists(["no hash"]) == 0
+        assert storage.batch_exists([]) == 0
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [True] * 4
+    assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4, "it is closed"
+    storage.close()
+
+
+def test_a_long_prompt_is_one_lookup(
+    faulty: list[FaultyBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with filled(tmp_path) as (_, storage):
+        asked = []
+        look_up = faulty[-1].inner.lookup
+
+        async def count(keys: Sequence[Any]) -> list[bool]:
+            asked.append(len(keys))
+            return await look_up(keys)
+
+        monkeypatch.setattr(faulty[-1].inner, "lookup", count)
+        assert storage.batch_exists([*KEYS, *keys_of(371, "rest")]) == 4
+        assert asked == [375]
+
+
+def test_one_thread_stores_while_another_loads(tmp_path: Path) -> None:
+    with filled(tmp_path, staging="16KiB") as (pool, storage):
+        failed: list[str] = []
+
+        def store() -> None:
+            nonlocal failed
+            for index in range(30):
+                done = storage.batch_set_v1(keys_of(2, f"{index}"), rows_of(pool, [1, 2]))
+                failed += [f"store {index}"] * done.count(False)
+
+        def load() -> None:
+            nonlocal failed
+            for index in range(30):
+                done = storage.batch_get_v1(KEYS[2:], rows_of(pool, [3, 4]))
+                failed += [f"load {index}"] * done.count(False)
+
+        threads = [threading.Thread(target=each) for each in (store, load)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
+        assert all(map(torch.equal, [logical_page(pool, p) for p in PAGES[2:]], stored_bits()[2:]))
+
+
+@pytest.mark.parametrize("backend", ["file", "host"])
+def test_what_was_stored_before_a_clear_is_not_found_after_it(backend: str, tmp_path: Path) -> None:
+    url = file_url(tmp_path) if backend == "file" else "host://?capacity=64MiB"
+    pool = attention_pool("page_first_direct")
+    with opened(pool, extra_config(url)) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        assert storage.batch_exists(KEYS) == 4
+        storage.clear()
+        assert storage.batch_exists(KEYS) == 0
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [False] * 4
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        assert storage.batch_exists(KEYS) == 4
+
+
+def test_statistics_count_pages_since_the_last_time(tmp_path: Path) -> None:
+    pool = attention_pool("page_first_direct")
+    extra = extra_config(file_url(tmp_path))
+    with opened(pool, extra, enable_storage_metrics=True) as storage:
+        storage.batch_set_v1(KEYS, rows_of(pool))
+        storage.batch_get_v1(KEYS[:3], rows_of(pool, PAGES[:3]))
+        stats = storage.get_stats()
+        assert (stats.backup_pgs, stats.prefetch_pgs) == ([4], [3])
+        assert all(rate > 0 for rate in stats.backup_bandwidth + stats.prefetch_bandwidth)
+        assert storage.get_stats().backup_pgs == []

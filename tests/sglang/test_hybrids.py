@@ -1,0 +1,151 @@
+"""Pools of hybrid models: all of them in one store, each with a hit policy of its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+from kvxfer.errors import LayoutError
+from kvxfer.integrations.sglang import KVXferStorage
+from tests.sglang.pools import attention_pool, fill, logical_page, state_pool
+from tests.sglang.storages import (
+    KEYS,
+    PAGES,
+    extra_config,
+    file_url,
+    opened,
+    rows_of,
+    storage_config,
+)
+
+KV, SWA, MAMBA = PoolName.KV, PoolName.SWA, PoolName.MAMBA
+
+
+def make_pools(*, first: int = 0) -> dict[str, Any]:
+    """Make the pools of a model with full attention, sliding windows and recurrent states."""
+    pools = {
+        KV: attention_pool("page_first", heads=4),
+        SWA: attention_pool("page_first_direct", heads=2),
+    }
+    for pool in pools.values():
+        fill(pool, first=first)
+    return {**pools, MAMBA: state_pool(first=first)}
+
+
+def transfer(name: PoolName, keys: list[str], rows: torch.Tensor, policy: Any = None) -> Any:
+    return PoolTransfer(
+        name=name, keys=keys, host_indices=rows, hit_policy=policy or PoolHitPolicy.ALL_PAGES
+    )
+
+
+def store(
+    storage: KVXferStorage, pools: dict[str, Any], *, swa: list[int], mamba: list[int]
+) -> None:
+    """Store all pages of the keys and values, and those of the others at these positions."""
+    assert storage.batch_set_v1(KEYS, rows_of(pools[KV])) == [True] * 4
+    stored = storage.batch_set_v2(
+        [
+            transfer(SWA, [KEYS[i] for i in swa], rows_of(pools[SWA], [PAGES[i] for i in swa])),
+            transfer(MAMBA, [KEYS[i] for i in mamba], torch.tensor([PAGES[i] for i in mamba])),
+        ]
+    )
+    assert stored == {SWA: [True] * len(swa), MAMBA: [True] * len(mamba)}
+
+
+def test_every_pool_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    extra = extra_config(file_url(tmp_path))
+    source, target = make_pools(), make_pools(first=50)
+    with opened(source, extra) as storage:
+        store(storage, source, swa=[2, 3], mamba=[3])
+    with opened(target, extra) as storage:
+        assert storage.batch_get_v1(KEYS, rows_of(target[KV])) == [True] * 4
+        loaded = storage.batch_get_v2(
+            [
+                transfer(SWA, KEYS[1:], rows_of(target[SWA], [1, 2, 3])),
+                transfer(MAMBA, KEYS[3:], torch.tensor([5])),
+            ]
+        )
+        assert loaded == {SWA: [False, True, True], MAMBA: [True]}
+    for page in PAGES:
+        assert torch.equal(logical_page(target[KV], page), logical_page(source[KV], page))
+    for page, stored in ((2, PAGES[2]), (3, PAGES[3])):
+        assert torch.equal(logical_page(target[SWA], page), logical_page(source[SWA], stored))
+    for name in ("temporal_buffer", "conv_buffer"):
+        ours, theirs = getattr(target[MAMBA], name), getattr(source[MAMBA], name)
+        pairs = zip(ours, theirs, strict=True) if isinstance(ours, list) else [(ours, theirs)]
+        assert all(torch.equal(our[5], their[PAGES[3]]) for our, their in pairs)
+
+
+def test_a_prefix_can_be_restored_where_every_pool_allows_it(tmp_path: Path) -> None:
+    pools = make_pools()
+    with opened(pools, extra_config(file_url(tmp_path))) as storage:
+        store(storage, pools, swa=[0, 1, 3], mamba=[1, 3])
+        trailing = PoolHitPolicy.TRAILING_PAGES
+        none = torch.zeros(0, dtype=torch.int64)
+
+        def find(*transfers: Any) -> tuple[int, dict[Any, int], list[int] | None]:
+            found = storage.batch_exists_v2([*KEYS, "00" * 32], list(transfers))
+            return found.kv_hit_pages, found.extra_pool_hit_pages, found.restorable_prefix_pages
+
+        assert find() == (4, {KV: 4}, [1, 2, 3, 4])
+        last_two = transfer(SWA, KEYS[:2], none, trailing)
+        assert find(last_two) == (2, {KV: 4, SWA: 2}, [1, 2])
+        last_state = transfer(MAMBA, KEYS[:1], none, trailing)
+        assert find(last_state) == (4, {KV: 4, MAMBA: 4}, [2, 4])
+        assert find(last_two, last_state) == (2, {KV: 4, SWA: 2, MAMBA: 4}, [2])
+        assert find(transfer(SWA, KEYS, none)) == (2, {KV: 4, SWA: 2}, [1, 2])
+        unknown = transfer(PoolName.INDEXER, KEYS, none)
+        assert find(unknown) == (0, {KV: 4}, [])
+        assert storage.batch_get_v2([unknown]) == {PoolName.INDEXER: [False] * 4}
+
+
+def test_states_belong_to_their_rank(tmp_path: Path) -> None:
+    pools = make_pools()
+    extra = extra_config(file_url(tmp_path))
+    with opened(pools, extra, tp_size=2, tp_rank=0) as storage:
+        store(storage, pools, swa=[0], mamba=[0])
+    with opened(pools, extra, tp_size=2, tp_rank=1) as storage:
+        assert storage.batch_get_v2([transfer(MAMBA, KEYS[:1], torch.tensor([1]))]) == {
+            MAMBA: [False]
+        }
+
+
+def test_a_pool_that_comes_late_is_stored_too_and_never_taken_for_another_one(
+    tmp_path: Path,
+) -> None:
+    kv, draft = (attention_pool("page_first") for _ in range(2))  # of the same shape
+    with opened(kv, extra_config(file_url(tmp_path))) as storage:
+        storage.register_mem_host_pool_v2(draft, PoolName.DRAFT)
+        given = [transfer(PoolName.DRAFT, KEYS, rows_of(draft))]
+        assert storage.batch_set_v2(given) == {PoolName.DRAFT: [True] * 4}
+        assert storage.batch_exists(KEYS) == 0
+        assert storage.batch_set_v1(KEYS[:2], rows_of(kv, PAGES[:2])) == [True] * 2
+        assert storage.batch_exists_v2(KEYS, given).kv_hit_pages == 2
+
+
+def test_a_release_that_does_not_say_when_all_pools_are_known_stores_them_all(
+    tmp_path: Path,
+) -> None:
+    pools = make_pools()
+    storage = KVXferStorage(storage_config(extra_config(file_url(tmp_path))), {})
+    storage.register_mem_pool_host(pools[KV])
+    for name, pool in pools.items():
+        storage.register_mem_host_pool_v2(pool, name)
+    store(storage, pools, swa=[0], mamba=[0])
+    storage.close()
+    with opened(pools, extra_config(file_url(tmp_path))) as storage:
+        assert storage.batch_exists(KEYS) == 4
+
+
+def test_a_pool_of_another_kind_keeps_a_hybrid_model_from_starting() -> None:
+    class LogicalHostPool:
+        """Pool that has no bytes."""
+
+    pools = {**make_pools(), PoolName.INDEXER: LogicalHostPool()}
+    with (
+        pytest.raises(LayoutError, match="'indexer' is a LogicalHostPool, and known are"),
+        opened(pools, extra_config("host://?capacity=64MiB")),
+    ):
+        pass

@@ -1,0 +1,224 @@
+"""Pages of SGLang's own host pools, byte by byte: layouts, parallelism, identity."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+from kvxfer.errors import InvalidArgumentError, LayoutError
+from kvxfer.integrations.sglang import host_pools
+from tests.sglang.pools import NUM_PAGES, attention_pool, fill, latent_pool, logical_page
+from tests.sglang.storages import KEYS, PAGES, extra_config, file_url, opened, rows_of
+
+Make = Callable[..., Any]
+
+
+LATENT_LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
+ATTENTION_LAYOUTS = [*LATENT_LAYOUTS, "page_head"]
+if find_spec("sglang.srt.mem_cache.pool_host.page_unified"):
+    LATENT_LAYOUTS += ["page_unified"]
+    ATTENTION_LAYOUTS += ["page_unified"]
+
+
+@pytest.mark.parametrize(
+    ("make", "layouts"),
+    [(attention_pool, ATTENTION_LAYOUTS), (latent_pool, LATENT_LAYOUTS)],
+)
+def test_a_release_has_no_layout_that_is_not_tested(make: Make, layouts: list[str]) -> None:
+    for layout in set(host_pools.ATTENTION_LAYOUTS).difference(layouts):
+        with pytest.raises(ValueError, match="Unsupported layout"):
+            make(layout)
+
+
+@pytest.mark.parametrize(
+    ("make", "wrote", "reads"),
+    [
+        *((attention_pool, *pair) for pair in product(ATTENTION_LAYOUTS, repeat=2)),
+        *((latent_pool, *pair) for pair in product(LATENT_LAYOUTS, repeat=2)),
+    ],
+)
+def test_pages_of_every_layout_come_back_in_every_layout_bit_for_bit(
+    make: Make, wrote: str, reads: str, tmp_path: Path
+) -> None:
+    source, target = make(wrote), make(reads)
+    fill(source)
+    fill(target, first=99)
+    before = target.kv_buffer.clone()
+    extra = extra_config(file_url(tmp_path))
+    is_mla = make is latent_pool
+    with opened(source, extra, is_mla_model=is_mla) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(source)) == [True] * 4
+    with opened(target, extra, is_mla_model=is_mla) as storage:
+        assert storage.batch_exists([*KEYS, "00" * 32]) == 4
+        assert storage.batch_get_v1(KEYS[1:], rows_of(target, [5, 1, 2])) == [True] * 3
+    for page, stored in ((5, PAGES[1]), (1, PAGES[2]), (2, PAGES[3])):
+        assert torch.equal(logical_page(target, page), logical_page(source, stored))
+    after, target.kv_buffer = target.kv_buffer, before
+    untouched = {page: logical_page(target, page) for page in (0, 3, 4)}
+    target.kv_buffer = after
+    for page, bits in untouched.items():
+        assert torch.equal(logical_page(target, page), bits)
+
+
+@pytest.mark.parametrize("layout", ATTENTION_LAYOUTS)
+def test_what_two_ranks_stored_one_rank_loads_and_the_reverse(layout: str, tmp_path: Path) -> None:
+    whole, halves = attention_pool("page_first", heads=4), []
+    extra = extra_config(file_url(tmp_path))
+    for rank in range(2):
+        half = attention_pool(layout, heads=2)
+        fill(half, first=rank * 1000)
+        with opened(half, extra, tp_rank=rank, tp_size=2, tp_lcm_size=2) as storage:
+            assert storage.batch_set_v1(KEYS, rows_of(half)) == [True] * 4
+        halves.append(half)
+    with opened(whole, extra, tp_lcm_size=2) as storage:
+        assert storage.batch_get_v1(KEYS, rows_of(whole)) == [True] * 4
+        together = [torch.cat([logical_page(each, page) for each in halves], 3) for page in PAGES]
+        for page, bits in zip(PAGES, together, strict=True):
+            assert torch.equal(logical_page(whole, page), bits)
+        fill(whole, first=7)
+        others = [key[::-1] for key in KEYS]
+        assert storage.batch_set_v1(others, rows_of(whole)) == [True] * 4
+    for rank in range(2):
+        half = attention_pool(layout, heads=2)
+        with opened(half, extra, tp_rank=rank, tp_size=2, tp_lcm_size=2) as storage:
+            assert storage.batch_get_v1(others, rows_of(half)) == [True] * 4
+        for page in PAGES:
+            share = logical_page(whole, page)[:, :, :, 2 * rank : 2 * rank + 2]
+            assert torch.equal(logical_page(half, page), share)
+
+
+def test_a_page_is_there_for_one_rank_only_when_both_have_stored_it(tmp_path: Path) -> None:
+    extra = extra_config(file_url(tmp_path))
+    half = attention_pool("page_first", heads=2)
+    with opened(half, extra, tp_rank=1, tp_size=2, tp_lcm_size=2) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(half)) == [True] * 4
+    whole = attention_pool("page_first", heads=4)
+    with opened(whole, extra, tp_lcm_size=2) as storage:
+        assert storage.batch_exists(KEYS) == 0
+        assert storage.batch_get_v1(KEYS, rows_of(whole)) == [False] * 4
+
+
+def test_latents_have_one_writer_and_every_rank_reads_them(tmp_path: Path) -> None:
+    extra = extra_config(file_url(tmp_path))
+    pools = [latent_pool("page_first_direct") for _ in range(2)]
+    fill(pools[0])
+    for rank, pool in enumerate(pools):
+        with opened(pool, extra, tp_rank=rank, tp_size=2, is_mla_model=True) as storage:
+            move = storage.batch_get_v1 if rank else storage.batch_set_v1
+            assert move(KEYS, rows_of(pool)) == [True] * 4
+    assert all(torch.equal(*(logical_page(pool, page) for pool in pools)) for page in PAGES)
+
+
+@pytest.mark.parametrize(
+    ("extra", "config"),
+    [
+        ({"revision": "2"}, {}),
+        ({}, {"model_name": "another"}),
+        ({}, {"pp_size": 2, "pp_rank": 0}),
+        ({}, {"pp_size": 2, "pp_rank": 1}),
+        ({}, {"attn_cp_size": 2, "attn_cp_rank": 1}),
+        ({}, {"tp_size": 2}),
+    ],
+)
+def test_pages_of_another_identity_are_not_found(
+    extra: dict[str, Any], config: dict[str, Any], tmp_path: Path
+) -> None:
+    pool = attention_pool("page_first")
+    with opened(pool, extra_config(file_url(tmp_path))) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        assert storage.batch_exists(KEYS) == 4
+    with opened(pool, extra_config(file_url(tmp_path), **extra), **config) as storage:
+        assert storage.batch_exists(KEYS) == 0
+
+
+def test_pages_of_another_shape_or_data_type_are_not_found(tmp_path: Path) -> None:
+    pool = attention_pool("page_first")
+    with opened(pool, extra_config(file_url(tmp_path))) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+    others = [
+        attention_pool("page_first", heads=2),
+        attention_pool("page_first", dtype=torch.float16),
+    ]
+    shifted = attention_pool("page_first")
+    shifted.start_layer = 3  # a later stage of a pipeline
+    for other in (*others, shifted):
+        with opened(other, extra_config(file_url(tmp_path))) as storage:
+            assert storage.batch_exists(KEYS) == 0
+
+
+def test_a_pool_of_another_kind_is_refused_by_name() -> None:
+    class MHATokenToKVPoolMXFP8Host(MHATokenToKVPoolHost):  # type: ignore[misc]
+        """Subclass that keeps scales elsewhere."""
+
+    pool = attention_pool("page_first")
+    pool.__class__ = MHATokenToKVPoolMXFP8Host
+    with (
+        pytest.raises(LayoutError, match=r"'kv' is a MHATokenToKVPoolMXFP8Host, and known are"),
+        opened(pool, extra_config("host://?capacity=64MiB")),
+    ):
+        pass
+
+
+def test_a_pool_of_another_shape_or_layout_than_known_is_refused() -> None:
+    pool = attention_pool("page_first")
+    pool.page_num = NUM_PAGES + 1
+    with (
+        pytest.raises(LayoutError, match="'kv', layout 'page_first', should have a buffer"),
+        opened(pool, extra_config("host://?capacity=64MiB")),
+    ):
+        pass
+    pool.layout = "page_first_kv_split"
+    with (
+        pytest.raises(LayoutError, match="layout 'page_first_kv_split', and known are layer_first"),
+        opened(pool, extra_config("host://?capacity=64MiB")),
+    ):
+        pass
+
+
+def test_heads_that_cannot_be_shared_are_divided_as_far_as_possible(tmp_path: Path) -> None:
+    pool = attention_pool("page_first", heads=4)
+    fill(pool)
+    with opened(pool, extra_config(file_url(tmp_path)), tp_lcm_size=8) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        assert storage.batch_get_v1(KEYS, rows_of(pool)) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"interface_v1": 0}, "interface_v1"),
+        ({"revision": ""}, "revision"),
+        ({"backend": "nowhere://"}, "backend"),
+        ({"time_out_s": 3}, "time_out_s"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": "soon"}, "timeout_s"),
+        ({"staging": "much"}, "staging"),
+    ],
+)
+def test_a_setting_of_no_use_is_refused_by_name(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    extra = extra_config(file_url(tmp_path)) | changed
+    with (
+        pytest.raises(InvalidArgumentError, match=message),
+        opened(attention_pool("page_first"), extra),
+    ):
+        pass
+
+
+def test_host_memory_alone_needs_no_revision_and_tiers_below_it_do(tmp_path: Path) -> None:
+    pool = attention_pool("page_first")
+    host = "host://?capacity=64MiB"
+    with opened(pool, extra_config(host, revision="")) as storage:
+        assert storage.batch_set_v1(KEYS, rows_of(pool)) == [True] * 4
+        assert storage.batch_exists(KEYS) == 4
+    with (
+        pytest.raises(InvalidArgumentError, match="revision"),
+        opened(pool, extra_config([host, file_url(tmp_path)], revision="")),
+    ):
+        pass
