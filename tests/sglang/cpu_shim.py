@@ -6,6 +6,7 @@ the main module; a process that the engine spawns imports it again. For the I/O 
 
 import contextlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ DEVICE_MODULE = DeviceModule("device_module")
 common.get_device_module = lambda: DEVICE_MODULE
 utils.get_device_module = common.get_device_module
 
+from sglang.srt.mem_cache.allocator import paged  # noqa: E402
 from sglang.srt.mem_cache.pool_host import base, mha, mla  # noqa: E402 - uses what was replaced
 from sglang.srt.mem_cache.pool_host import common as pool_common  # noqa: E402
 
@@ -121,6 +123,37 @@ for module in (mha, mla):
         transfer_kv_per_layer_direct_pf_lf,
     ):
         setattr(module, copy.__name__, copy)
+
+
+class Kernel:
+    """Function in the place of a Triton kernel, which is called with a grid."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.function = function
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.function
+
+
+def alloc_extend(
+    prefix_lens: Any, seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, _: int, page: int
+) -> None:
+    """Choose slots for the new tokens of prompts."""
+    paged.alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out, page, "cpu")
+
+
+def alloc_decode(
+    seq_lens: Any, last_loc: Any, free_pages: Any, out: Any, _: int, page_size: int
+) -> None:
+    """Choose a slot for one new token of each request: the next one, or that of a free page."""
+    is_first = (seq_lens - 1) % page_size == 0
+    rank = (torch.cumsum(is_first, 0) - 1).clamp(min=0, max=len(free_pages) - 1)
+    out.copy_(torch.where(is_first, free_pages[rank] * page_size, last_loc + 1))
+
+
+if not hasattr(paged, "alloc_decode_naive"):  # before 0.5.23 there are kernels for GPUs only
+    paged.alloc_extend_kernel = Kernel(alloc_extend)
+    paged.alloc_decode_kernel = Kernel(alloc_decode)
 
 _make_host_pool = base.HostKVCache.__init__
 

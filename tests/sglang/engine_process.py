@@ -42,7 +42,7 @@ def main() -> None:
     """Answer until the input ends."""
     asked = json.loads(sys.argv[1])
     shared = HIERARCHICAL if "hicache_storage_backend" in asked else {}
-    engine = Engine(**FIXED, **shared, **asked)
+    engine = Engine(**(FIXED | shared | asked))
     try:
         print("READY", flush=True)
         for line in sys.stdin:

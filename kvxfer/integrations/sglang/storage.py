@@ -221,13 +221,15 @@ class KVXferStorage(HiCacheStorage):
         for store in self._open_stores():
             try:
                 store.close()
-            except Exception:
-                logger.exception("the storage cannot be closed")
+            except Exception as exc:  # noqa: BLE001 - SGLang closes it while the process ends
+                logger.warning("the storage cannot be closed: %r", exc)
 
     def _register(self, name: str, pool: Any) -> None:
         pages = read_pool(name, pool)
         self._mappings[name] = self._map(pages)
         self._pools[name] = pages
+        if self._stores.get(name) is None:  # asked for before it was registered
+            self._stores.pop(name, None)
 
     def _map(self, pages: HostPages) -> PageMapping:
         """Map the pages of a pool to portable pages; of a replicated one there is one writer."""
