@@ -54,7 +54,6 @@ def test_a_second_process_answers_from_the_store_and_a_damaged_store_changes_not
     ("model", "others"),
     [
         ("llama", {"hicache_mem_layout": "layer_first"}),
-        ("mla", {}),
         ("one-kv-head", {}),
     ],
 )
