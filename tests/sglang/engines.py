@@ -1,6 +1,7 @@
 """Engines of SGLang in processes of their own."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,12 @@ from tests.sglang.storages import extra_config, file_url
 REPOSITORY = Path(__file__).parents[2]
 MODELS = REPOSITORY / "build" / "models"
 NEW_TOKENS = 8
+MOST_RANKS = 2
+"""Ranks of the engines that share a store."""
+
+TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""Environment of an engine of two ranks: a core for each, on a machine of one NUMA node."""
+
 COMMAND = [sys.executable, "-W", "ignore", "-m", "tests.sglang.engine_process"]
 
 
@@ -37,19 +44,23 @@ class EngineProcess:
     Args:
         model: Name of the model in `build/models`.
         store: Folder of the files that it stores pages in; without one it has no storage.
+        tp_size: Its ranks.
         others: Further arguments of the engine.
     """
 
-    def __init__(self, model: str, store: Path | None, **others: Any) -> None:
-        arguments = {"model_path": str(MODELS / model), **others}
+    def __init__(self, model: str, store: Path | None, *, tp_size: int = 1, **others: Any) -> None:
+        arguments = {"model_path": str(MODELS / model), "tp_size": tp_size, **others}
         if store is not None:
             # The machine of a test may be busy: what is late would be a miss.
-            extra = extra_config(file_url(store), prefetch_threshold=16, timeout_s=120)
+            extra = extra_config(
+                file_url(store), prefetch_threshold=16, timeout_s=120, tp_lcm_size=MOST_RANKS
+            )
             arguments["hicache_storage_backend"] = "dynamic"
             arguments["hicache_storage_backend_extra_config"] = json.dumps(extra)
         self._process = subprocess.Popen(
             [*COMMAND, json.dumps(arguments)],
             cwd=REPOSITORY,
+            env=os.environ | (TWO_RANKS if tp_size > 1 else {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

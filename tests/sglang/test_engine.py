@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.sglang.engines import EngineProcess, damage, stored_files
+from tests.sglang.engines import MOST_RANKS, EngineProcess, damage, stored_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -23,11 +23,11 @@ def make_prompts() -> list[list[int]]:
     return [[source.randrange(5, 900) for _ in range(length)] for length in LENGTHS]
 
 
-def wait_for_pages(store: Path, count: int) -> None:
-    """Wait until so many pages are stored, which SGLang does in the background."""
-    deadline = time.monotonic() + ENDS_S
-    while len(stored_files(store)) < count:
-        assert time.monotonic() < deadline, f"{len(stored_files(store))} of {count} pages"
+def wait_for_pages(store: Path, num_shares: int = MOST_RANKS) -> None:
+    """Wait until the pages of all prompts are stored, which SGLang does in the background."""
+    deadline, count = time.monotonic() + ENDS_S, NUM_PAGES * num_shares
+    while (found := len(stored_files(store))) < count:
+        assert time.monotonic() < deadline, f"{found} of {count} shares of pages"
         time.sleep(0.1)
 
 
@@ -38,7 +38,7 @@ def test_a_second_process_answers_from_the_store_and_a_damaged_store_changes_not
     with EngineProcess("llama", tmp_path) as engine:
         computed = engine.ask(prompts)
         assert computed.storage == [0, 0]
-        wait_for_pages(tmp_path, NUM_PAGES)
+        wait_for_pages(tmp_path)
     with EngineProcess("llama", tmp_path) as engine:
         loaded = engine.ask(prompts)
         assert loaded.tokens == computed.tokens
@@ -51,21 +51,21 @@ def test_a_second_process_answers_from_the_store_and_a_damaged_store_changes_not
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("model", "others"),
+    ("model", "num_shares", "others"),
     [
-        ("llama", {"hicache_mem_layout": "layer_first"}),
-        ("one-kv-head", {}),
+        ("llama", 2, {"hicache_mem_layout": "layer_first"}),
+        ("smollm2", 1, {}),  # three KV heads, which two ranks cannot share
     ],
 )
 def test_engines_with_and_without_storage_give_the_same_tokens(
-    model: str, others: dict[str, Any], tmp_path: Path
+    model: str, num_shares: int, others: dict[str, Any], tmp_path: Path
 ) -> None:
     prompts = make_prompts()
     with EngineProcess(model, None) as engine:
         expected = engine.ask(prompts).tokens
     with EngineProcess(model, tmp_path, **others) as engine:
         assert engine.ask(prompts).tokens == expected
-        wait_for_pages(tmp_path, NUM_PAGES)
+        wait_for_pages(tmp_path, num_shares)
     with EngineProcess(model, tmp_path, **others) as engine:
         loaded = engine.ask(prompts)
         assert loaded.tokens == expected
@@ -75,3 +75,18 @@ def test_engines_with_and_without_storage_give_the_same_tokens(
         recomputed = engine.ask(prompts)
         assert recomputed.tokens == expected
         assert recomputed.cached == [0, 0]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("wrote", "reads"), [(2, 1), (1, 2)])
+def test_engines_of_one_and_of_two_ranks_share_pages(
+    wrote: int, reads: int, tmp_path: Path
+) -> None:
+    prompts = make_prompts()
+    with EngineProcess("llama", tmp_path, tp_size=wrote) as engine:
+        computed = engine.ask(prompts)
+        wait_for_pages(tmp_path)
+    with EngineProcess("llama", tmp_path, tp_size=reads) as engine:
+        loaded = engine.ask(prompts)
+        assert loaded.tokens == computed.tokens
+        assert loaded.storage == [length // PAGE * PAGE for length in LENGTHS]
