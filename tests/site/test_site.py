@@ -25,7 +25,7 @@ SEARCHES = {
     "capacity": {"replay/"},
     "vllm serve": {"vllm/"},
     "lmcache": {"beside/"},
-    "SGLang": {"layouts/"},
+    "SGLang": {"sglang/"},
     "namespace": {"concepts/"},
     "prometheus": {"metrics/"},
     "cache_salt": {"prefill-decode/"},
