@@ -142,14 +142,11 @@ class FileBackend(Backend):
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are missing is not written."""
-        self._check(keys, blocks)
+        return await self._load(keys, blocks, self._read_and_use)
 
-        def read(start: int, stop: int) -> list[Outcome]:
-            return self._read_share(keys[start:stop], blocks.select(start, stop))
-
-        outcomes = await self._share(self._readers, self._num_readers, read, blocks)
-        self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
-        return outcomes
+    async def load_for_copy(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `CopySource.load_for_copy`."""
+        return await self._load(keys, blocks, self._reader.read)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`.
@@ -243,6 +240,21 @@ class FileBackend(Backend):
             opened.pop_all()
         return files
 
+    async def _load(
+        self,
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+        read: Callable[[Sequence[BlockKey], Descriptors], list[Outcome]],
+    ) -> list[Outcome]:
+        self._check(keys, blocks)
+
+        def read_share(start: int, stop: int) -> list[Outcome]:
+            return read(keys[start:stop], blocks.select(start, stop))
+
+        outcomes = await self._share(self._readers, self._num_readers, read_share, blocks)
+        self._num_corrupt += sum(outcome.status is Status.CORRUPT for outcome in outcomes)
+        return outcomes
+
     async def _store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         if not self._may_write():
             covered = self._batch(keys, blocks).covered
@@ -326,7 +338,7 @@ class FileBackend(Backend):
             self._breaker.trip(f"a write takes longer than {STALLED_S:g} s")
         return self._breaker.allows()
 
-    def _read_share(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+    def _read_and_use(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         outcomes = self._reader.read(keys, blocks)
         done = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome.done]
         for key in self._space.touch(done):

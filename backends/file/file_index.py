@@ -91,9 +91,9 @@ class FileIndex:
         return held
 
     def release(self, files: Sequence[FileId]) -> None:
-        """Make held files candidates again, the first one as the most recently used."""
+        """Make held files candidates again."""
         with self._lock:
-            for file in reversed(files):
+            for file in files:
                 self._make_candidate(file, self._entries[file])
 
     def admit(self, files: Sequence[FileId], sizes: Sequence[int]) -> list[FileId]:

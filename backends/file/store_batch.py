@@ -137,12 +137,12 @@ class StoreBatch:
                     absent[index] = expected.header_size_bytes + num_bytes
             except OSError as exc:
                 self._outcomes[index] = failure(exc)
+        spare = [key for index, key in enumerate(self._keys) if index not in absent]
+        self._space.touch(spare)
         if not absent:
-            self._space.touch(self._keys)
             return
         indices = list(absent)
         keys = [self._keys[index] for index in indices]
-        spare = [key for index, key in enumerate(self._keys) if index not in absent]
         refusal = NO_ROOM
         try:
             fitting = self._space.reserve(keys, list(absent.values()), spare=spare)

@@ -137,6 +137,12 @@ class HostBackend(LendingBackend, ImmediateMover):
         self._guard.check_batch(keys, blocks)
         return [*await self._threads.run(lambda: self._begin_load(keys, blocks).wait())]
 
+    async def load_for_copy(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `CopySource.load_for_copy`."""
+        self._guard.check_batch(keys, blocks)
+        read = partial(self._begin_load, keys, blocks, is_use=False)
+        return [*await self._threads.run(lambda: read().wait())]
+
     def begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun | None:
         """See `ImmediateMover.begin_load`. A thread verifies what a device loads, if it is much.
 
@@ -266,8 +272,14 @@ class HostBackend(LendingBackend, ImmediateMover):
             await self._threads.aclose()
             self._pool.close()
 
-    def pin(self, keys: Sequence[BlockKey]) -> tuple[list[int], list[int]]:
-        """Pin the blocks that are there, until `unpin`, and count a use of each.
+    def pin(
+        self, keys: Sequence[BlockKey], *, is_use: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """Pin the blocks that are there, until `unpin`.
+
+        Args:
+            keys: Keys of the blocks.
+            is_use: Whether this counts as a use of each.
 
         Returns:
             Their positions in `keys`, and the slot of each.
@@ -276,7 +288,8 @@ class HostBackend(LendingBackend, ImmediateMover):
             there = [index for index, key in enumerate(keys) if self._is_ready(key)]
             found = [keys[index] for index in there]
             slots = self._index.pin(found)
-            self._index.touch(found)
+            if is_use:
+                self._index.touch(found)
         return there, slots
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
@@ -288,9 +301,11 @@ class HostBackend(LendingBackend, ImmediateMover):
         """Whether a block is being stored, so that another store of it would wait."""
         return key in self._stores
 
-    def _begin_load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> Begun:
+    def _begin_load(
+        self, keys: Sequence[BlockKey], blocks: Descriptors, *, is_use: bool = True
+    ) -> Begun:
         """Begin to read the blocks that are there; their slots are pinned until that has ended."""
-        there, slots = self.pin(keys)
+        there, slots = self.pin(keys, is_use=is_use)
         found = [keys[index] for index in there]
         outcomes = [MISSING] * len(keys)
         if not there:

@@ -40,9 +40,11 @@ class SimulatedStore:
 
     def load(self, blocks: Sequence[int]) -> None:
         """Read blocks that are there; the first of them is used last."""
-        touch = self._policy.touch
-        for block in reversed(_keys(blocks)):
-            touch(block)
+        self._touch(_keys(blocks))
+        self.num_read += len(blocks)
+
+    def load_for_copy(self, blocks: Sequence[int]) -> None:
+        """Read blocks that are there; not a use of them."""
         self.num_read += len(blocks)
 
     def store(self, blocks: Sequence[int]) -> list[int]:
@@ -54,6 +56,7 @@ class SimulatedStore:
         policy, resident = self._policy, self._resident
         present = _keys([block for block in blocks if block in resident])
         absent = [block for block in blocks if block not in resident]
+        self._touch(present)
         for key in present:
             policy.hold(key)
         if self.medium == "host":
@@ -69,6 +72,11 @@ class SimulatedStore:
         self._release(_keys(written))
         self.num_written += len(written)
         return written
+
+    def _touch(self, keys: Sequence[BlockKey]) -> None:
+        touch = self._policy.touch
+        for key in reversed(keys):
+            touch(key)
 
     def _release(self, keys: Sequence[BlockKey]) -> None:
         release = self._policy.release

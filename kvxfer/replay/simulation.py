@@ -178,5 +178,5 @@ class SimulatedTiers:
     def _copy(blocks: Sequence[int], source: SimulatedStore, target: SimulatedStore) -> None:
         """Write blocks back to a lower tier, which reads them from the one that has them."""
         if blocks:
-            source.load(blocks)
+            source.load_for_copy(blocks)
             target.store(blocks)

@@ -179,6 +179,14 @@ class Purgeable(Protocol):
         """Delete every block of the namespace."""
 
 
+@runtime_checkable
+class CopySource(Protocol):
+    """Backend that evicts what is not used, and whose blocks can be read without using them."""
+
+    async def load_for_copy(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """Copy blocks as `Backend.load` does, to copy them elsewhere: not a use of them."""
+
+
 class Begun:
     """Transfer that was begun on the calling thread, which a device may go on with.
 

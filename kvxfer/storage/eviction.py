@@ -11,9 +11,9 @@ from kvxfer.storage.keys import BlockKey
 class EvictionPolicy(ABC):
     """Eviction order of the resident keys of a store.
 
-    A resident key is either *held* (being stored, or pinned) or a *candidate* for eviction. Held
-    keys are not ordered, so that skipping them costs nothing. The store calls the policy, which
-    never acts by itself; every operation takes constant time.
+    A resident key is either *held* (being stored, or pinned) or a *candidate* for eviction. A held
+    key keeps its place in the order: only `touch` counts as a use. The store calls the policy,
+    which never acts by itself; every operation takes constant time, an eviction on average.
 
     Implementors must accept exactly this order of calls: `admit` or `replace` makes a key
     resident and held, `release` makes it a candidate, `hold` makes it held again, `remove` ends
@@ -47,11 +47,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def release(self, key: BlockKey) -> None:
-        """Make a held key a candidate, the most recently used one."""
+        """Make a held key a candidate: a new one as the most recently used, others in place."""
 
     @abstractmethod
     def hold(self, key: BlockKey) -> None:
-        """Make a candidate held; counts as a use."""
+        """Make a candidate held, in its place; not a use."""
 
     @abstractmethod
     def touch(self, key: BlockKey) -> None:
@@ -76,43 +76,89 @@ class LRU(EvictionPolicy):
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
         # Not a dict: taking the oldest item of a dict gets slower with every item taken.
-        self._candidates: OrderedDict[BlockKey, None] = OrderedDict()
+        self._order: OrderedDict[BlockKey, None] = OrderedDict()
+        self._held: set[BlockKey] = set()  # those that are held in the order
+        self._passed: set[BlockKey] = set()  # held, and older than some key that was evicted
+        self._new: set[BlockKey] = set()  # admitted, and not released yet
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a key is resident."""
+        return key in self._order or key in self._new or key in self._passed
+
+    @property
+    def num_resident(self) -> int:
+        """Resident keys, held ones included."""
+        return len(self._order) + len(self._new) + len(self._passed)
 
     def admit(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
+        self._new.add(key)
 
-    def replace(self, key: BlockKey) -> BlockKey:  # noqa: ARG002 - LRU does not look at it
+    def replace(self, key: BlockKey) -> BlockKey:
         """See `EvictionPolicy`."""
-        return self.evict()
+        victim = self.evict()
+        self._new.add(key)
+        return victim
 
     def evict(self) -> BlockKey:
         """See `EvictionPolicy`."""
-        victim, _ = self._candidates.popitem(last=False)
+        victim, _ = self._order.popitem(last=False)
+        while victim in self._held:  # passed once for each time that it was held
+            self._held.remove(victim)
+            self._passed.add(victim)
+            victim, _ = self._order.popitem(last=False)
         return victim
 
     def release(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._candidates[key] = None
+        if key in self._held:
+            self._held.remove(key)
+            return
+        self._order[key] = None
+        if key in self._passed:
+            self._passed.remove(key)
+            self._order.move_to_end(key, last=False)
+        else:
+            self._new.remove(key)
 
     def hold(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        del self._candidates[key]
+        self._held.add(key)
 
     def touch(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        if key in self._candidates:
-            self._candidates.move_to_end(key)
+        if key in self._order:
+            self._order.move_to_end(key)
+        elif key in self._passed:
+            self._passed.remove(key)
+            self._order[key] = None
+            self._held.add(key)
 
     def remove(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._candidates.pop(key, None)
+        self._order.pop(key, None)
+        self._held.discard(key)
+        self._passed.discard(key)
+        self._new.discard(key)
+
+    def move(self, key: BlockKey, other: "LRU") -> None:
+        """Move a resident key to another order, as its most recently used one; held or not."""
+        other.admit(key)
+        if key not in self._new:
+            other.release(key)
+            if key in self._held or key in self._passed:
+                other.hold(key)
+        self.remove(key)
 
     def clear(self) -> None:
         """See `EvictionPolicy`."""
-        self._candidates.clear()
+        self._order.clear()
+        self._held.clear()
+        self._passed.clear()
+        self._new.clear()
 
     def __len__(self) -> int:
-        return len(self._candidates)
+        return len(self._order) - len(self._held)
 
 
 class ARC(EvictionPolicy):
@@ -132,10 +178,8 @@ class ARC(EvictionPolicy):
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots)
-        self._recent: OrderedDict[BlockKey, None] = OrderedDict()
-        self._frequent: OrderedDict[BlockKey, None] = OrderedDict()
-        self._held_recent: set[BlockKey] = set()
-        self._held_frequent: set[BlockKey] = set()
+        self._recent = LRU(num_slots)
+        self._frequent = LRU(num_slots)
         self._recent_ghosts: OrderedDict[BlockKey, None] = OrderedDict()
         self._frequent_ghosts: OrderedDict[BlockKey, None] = OrderedDict()
         self._recent_target = 0.0
@@ -160,45 +204,27 @@ class ARC(EvictionPolicy):
 
     def release(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        if key in self._held_recent:
-            self._held_recent.remove(key)
-            self._recent[key] = None
-        else:
-            self._held_frequent.remove(key)
-            self._frequent[key] = None
+        self._order_of(key).release(key)
 
     def hold(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        if key in self._recent:
-            del self._recent[key]
-        else:
-            del self._frequent[key]
-        self._held_frequent.add(key)
+        self._order_of(key).hold(key)
 
     def touch(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        if key in self._frequent:
-            self._frequent.move_to_end(key)
-        elif key in self._recent:
-            del self._recent[key]
-            self._frequent[key] = None
-        elif key in self._held_recent:
-            self._held_recent.remove(key)
-            self._held_frequent.add(key)
+        if key in self._recent:
+            self._recent.move(key, self._frequent)
+        else:
+            self._frequent.touch(key)
 
     def remove(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._recent.pop(key, None)
-        self._frequent.pop(key, None)
-        self._held_recent.discard(key)
-        self._held_frequent.discard(key)
+        self._order_of(key).remove(key)
 
     def clear(self) -> None:
         """See `EvictionPolicy`."""
         self._recent.clear()
         self._frequent.clear()
-        self._held_recent.clear()
-        self._held_frequent.clear()
         self._recent_ghosts.clear()
         self._frequent_ghosts.clear()
         self._recent_target = 0.0
@@ -206,17 +232,20 @@ class ARC(EvictionPolicy):
     def __len__(self) -> int:
         return len(self._recent) + len(self._frequent)
 
+    def _order_of(self, key: BlockKey) -> LRU:
+        return self._recent if key in self._recent else self._frequent
+
     def _choose(self, *, favour_frequent: bool) -> BlockKey:
         """Turn a candidate into a ghost; REPLACE in the paper."""
-        num_recent = len(self._recent) + len(self._held_recent)
+        num_recent = self._recent.num_resident
         too_many_recent = num_recent > self._recent_target or (
             num_recent == self._recent_target and favour_frequent
         )
         if self._recent and (too_many_recent or not self._frequent):
-            victim, _ = self._recent.popitem(last=False)
+            victim = self._recent.evict()
             self._recent_ghosts[victim] = None
         else:
-            victim, _ = self._frequent.popitem(last=False)
+            victim = self._frequent.evict()
             self._frequent_ghosts[victim] = None
         return victim
 
@@ -233,17 +262,16 @@ class ARC(EvictionPolicy):
     def _arrive(self, key: BlockKey) -> None:
         if key in self._recent_ghosts:
             del self._recent_ghosts[key]
-            self._held_frequent.add(key)
+            self._frequent.admit(key)
         elif key in self._frequent_ghosts:
             del self._frequent_ghosts[key]
-            self._held_frequent.add(key)
+            self._frequent.admit(key)
         else:
-            self._held_recent.add(key)
+            self._recent.admit(key)
         self._forget_old_ghosts()
 
     def _forget_old_ghosts(self) -> None:
-        num_recent = len(self._recent) + len(self._held_recent)
-        num_frequent = len(self._frequent) + len(self._held_frequent)
+        num_recent, num_frequent = self._recent.num_resident, self._frequent.num_resident
         # Stores that count bytes have more residents than slots when blocks are small.
         while len(self._recent_ghosts) > max(0, self._num_slots - num_recent):
             self._recent_ghosts.popitem(last=False)

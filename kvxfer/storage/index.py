@@ -1,7 +1,6 @@
 """Block index: the slot, the state and the pins of each block of a store."""
 
 import enum
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -48,7 +47,6 @@ class _Entry:
     slot: int
     storing: bool = True
     num_pins: int = 0
-    pinned_at: int = 0  # number of the pin, of all of the index
 
     @property
     def state(self) -> BlockState:
@@ -97,7 +95,6 @@ class BlockIndex:
         self._entries: dict[BlockKey, _Entry] = {}
         self._quarantined: dict[BlockKey, _Quarantined] = {}
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._numbers = itertools.count(1)
 
     @property
     def num_slots(self) -> int:
@@ -169,7 +166,9 @@ class BlockIndex:
             plan.present.append(key)
             if entry.state is BlockState.READY:
                 idle.append(key)
-                self._policy.hold(key)
+        for key in reversed(idle):
+            self._policy.touch(key)
+            self._policy.hold(key)
         for key in absent:
             if not self._free_slots and not len(self._policy):
                 plan.refused.append(key)
@@ -178,7 +177,7 @@ class BlockIndex:
             self._entries[key] = _Entry(slot)
             plan.keys.append(key)
             plan.slots.append(slot)
-        for key in reversed(idle):
+        for key in idle:
             self._policy.release(key)
         return plan
 
@@ -203,6 +202,8 @@ class BlockIndex:
     def pin(self, keys: Sequence[BlockKey]) -> list[int]:
         """Pin blocks against eviction, until each is unpinned as often; return their slots.
 
+        Not a use of the blocks: that is counted by `touch`.
+
         Raises:
             BlockStateError: A key is absent or still being stored; nothing was pinned.
         """
@@ -216,7 +217,6 @@ class BlockIndex:
             entry = self._entries[key]
             if not entry.num_pins:
                 self._policy.hold(key)
-                entry.pinned_at = next(self._numbers)
             entry.num_pins += 1
             if key in self._quarantined:
                 self._quarantined[key].num_pins += 1
@@ -224,8 +224,6 @@ class BlockIndex:
 
     def unpin(self, keys: Sequence[BlockKey]) -> None:
         """Unpin blocks, in any order, quarantined ones included.
-
-        Of those that nobody else pins, the last ones that were pinned are the first to be evicted.
 
         Raises:
             BlockStateError: A key is not pinned, or less often than it appears; nothing was
@@ -235,12 +233,12 @@ class BlockIndex:
         for key, count in counts.items():
             if self._num_pins(key) < count:
                 raise self._state_error(key, "pinned")
-        for key in sorted(counts, key=self._pinned_at, reverse=True):
+        for key, count in counts.items():
             if key in self._quarantined:
-                self._unpin_quarantined(key, counts[key])
+                self._unpin_quarantined(key, count)
                 continue
             entry = self._entries[key]
-            entry.num_pins -= counts[key]
+            entry.num_pins -= count
             if not entry.num_pins:
                 self._policy.release(key)
 
@@ -306,10 +304,6 @@ class BlockIndex:
             return self._quarantined[key].num_pins
         entry = self._entries.get(key)
         return 0 if entry is None else entry.num_pins
-
-    def _pinned_at(self, key: BlockKey) -> int:
-        entry = self._entries.get(key)
-        return 0 if entry is None else entry.pinned_at
 
     def _unpin_quarantined(self, key: BlockKey, count: int) -> None:
         quarantined = self._quarantined[key]

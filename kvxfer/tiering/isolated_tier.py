@@ -9,7 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import MISSING, Backend, Outcome, Status
+from kvxfer.storage.backend import MISSING, Backend, CopySource, Outcome, Status
 from kvxfer.storage.calls import Calls, Move, call_backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Asked, Cause, Gauge, Observable, Operation, Reports
@@ -174,6 +174,8 @@ class IsolatedTier:
             return [unavailable if is_store else MISSING] * len(keys)
         name = f"{self._name}: {operation}"
         move: Move = self.backend.store if is_store else self.backend.load
+        if cause is Cause.WRITE_BACK and not is_store and isinstance(self.backend, CopySource):
+            move = self.backend.load_for_copy
         call = call_backend(move, keys, blocks, name=name)
         outcomes = await self.reports.move(operation, keys, blocks, call, cause=cause)
         reasons = [outcome.reason for outcome in outcomes if outcome.status is Status.FAILED]

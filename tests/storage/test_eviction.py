@@ -128,18 +128,59 @@ def test_arc_keeps_what_returns_through_a_scan_and_lru_does_not() -> None:
 
 
 @pytest.mark.parametrize("policy_type", [LRU, ARC])
-def test_a_held_key_is_never_evicted_and_comes_back_as_most_recently_used(
+def test_a_held_key_is_never_evicted_and_comes_back_where_it_was(
     policy_type: Callable[[int], EvictionPolicy],
 ) -> None:
     cache = Cache(policy_type(3), 3)
     for number in range(3):
         cache.request(key(number))
     cache.policy.hold(key(0))
-    assert len(cache.policy) == 2
-    assert [cache.request(key(3)), cache.request(key(4))] == [key(1), key(2)]
+    cache.policy.hold(key(1))
+    assert len(cache.policy) == 1
+    assert cache.request(key(3)) == key(2)
+    cache.policy.release(key(1))
+    assert cache.request(key(4)) == key(1)
     cache.policy.release(key(0))
     assert len(cache.policy) == 3
-    assert cache.request(key(5)) == key(3)
+    assert cache.request(key(5)) == key(0)
+
+
+@pytest.mark.parametrize("policy_type", [LRU, ARC])
+@given(requests=st.lists(st.tuples(st.integers(0, 9).map(key), st.booleans()), max_size=100))
+def test_holding_a_key_for_a_moment_changes_nothing(
+    policy_type: Callable[[int], EvictionPolicy], requests: list[tuple[BlockKey, bool]]
+) -> None:
+    plain, held = Cache(policy_type(NUM_SLOTS), NUM_SLOTS), Cache(policy_type(NUM_SLOTS), NUM_SLOTS)
+    for wanted, hold in requests:
+        assert held.request(wanted) == plain.request(wanted)
+        if hold:
+            held.policy.hold(wanted)
+            held.policy.release(wanted)
+
+
+numbers = st.integers(0, 9).map(key)
+
+
+@given(st.lists(st.tuples(numbers, numbers, st.booleans()), max_size=100))
+def test_lru_passes_a_held_key_by_and_counts_its_uses(
+    requests: list[tuple[BlockKey, BlockKey, bool]],
+) -> None:
+    cache = Cache(LRU(NUM_SLOTS), NUM_SLOTS)
+    order: list[BlockKey] = []
+    for wanted, pinned, use in requests:
+        held = pinned in order
+        if held:
+            cache.policy.hold(pinned)
+        is_full = wanted not in order and len(order) == NUM_SLOTS
+        expected = next(other for other in order if other != pinned) if is_full else None
+        assert cache.request(wanted) == expected
+        order = [other for other in order if other not in (wanted, expected)] + [wanted]
+        if held and use:
+            cache.policy.touch(pinned)
+            order.remove(pinned)
+            order.append(pinned)
+        if held:
+            cache.policy.release(pinned)
 
 
 @pytest.mark.parametrize("policy_type", [LRU, ARC])

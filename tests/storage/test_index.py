@@ -80,13 +80,21 @@ def test_storing_a_prefix_again_leaves_its_tail_as_the_first_to_go(index: BlockI
 
 
 @pytest.mark.parametrize("order", [[A, B, C, D], [D, C, B, A], [C, A, D, B]])
-def test_unpinning_a_prefix_leaves_its_tail_as_the_first_to_go(
+def test_a_used_prefix_has_its_tail_evicted_first_in_whatever_order_it_is_unpinned(
     index: BlockIndex, order: list[BlockKey]
 ) -> None:
     store(index, A, B, C, D)
     index.pin([A, B, C, D])
+    index.touch([A, B, C, D])
     index.unpin(order)
     assert store(index, E) == [D]
+
+
+def test_a_pin_is_not_a_use(index: BlockIndex) -> None:
+    store(index, A, B, C, D)
+    index.pin([A, B])
+    index.unpin([B, A])
+    assert store(index, E, F) == [A, B]
 
 
 def test_touching_a_prefix_leaves_its_tail_as_the_first_to_go(index: BlockIndex) -> None:

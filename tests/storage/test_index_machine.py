@@ -196,8 +196,11 @@ class ARCMachine(BlockIndexMachine):
     def the_policy_knows_the_same_blocks_each_once(self) -> None:
         policy = self.index._policy
         assert isinstance(policy, ARC)
-        known = [*policy._recent, *policy._frequent, *policy._held_recent, *policy._held_frequent]
-        assert sorted(known) == sorted(self.index.keys())
+        for number in range(8):
+            kept_by = [key(number) in order for order in (policy._recent, policy._frequent)]
+            assert sum(kept_by) == (key(number) in self.index)
+        num_resident = policy._recent.num_resident + policy._frequent.num_resident
+        assert num_resident == len(self.index)
 
 
 TestLRUMachine = LRUMachine.TestCase

@@ -25,15 +25,20 @@ BLOCK_SIZE_BYTES = 48 + 16
 KEYS = make_keys(8)
 
 
-def open_host(namespace: Namespace, num_blocks: int) -> HostBackend:
-    """Open a host backend in which exactly `num_chunks` chunks of the largest group fit."""
+def host_capacity(namespace: Namespace, num_blocks: int) -> ByteSize:
+    """Count the bytes in which exactly `num_blocks` chunks of the largest group fit."""
     chunk = max(namespace.chunk_size_bytes(group) for group in range(len(namespace.groups)))
     slot = -(-chunk // 4096) * 4096 + 32
     shape = PoolShape.fit(
         capacity_bytes=8192 + num_blocks * slot, num_parts=1, part_size_bytes=chunk
     )
     assert shape.num_slots == num_blocks
-    return HostBackend(HostConfig(capacity=ByteSize(8192 + num_blocks * slot)), namespace)
+    return ByteSize(8192 + num_blocks * slot)
+
+
+def open_host(namespace: Namespace, num_blocks: int) -> HostBackend:
+    """Open a host backend for exactly as many blocks."""
+    return HostBackend(HostConfig(capacity=host_capacity(namespace, num_blocks)), namespace)
 
 
 def open_dict(namespace: Namespace, max_blocks: int | None = None) -> DictBackend:

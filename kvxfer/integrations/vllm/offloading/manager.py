@@ -97,7 +97,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._index = index
         self._checks: dict[BlockKey, _Check] = {}
         self._bytes_to_verify = VERIFY_BYTES_PER_STEP
-        self._held: dict[str, set[BlockKey]] = {}
+        self._held: dict[str, dict[BlockKey, None]] = {}  # in the order of lookups
         self._storing: dict[BlockKey, None] = {}  # in the order of the prompts
         self._counters = metrics.Counters(pool.shape.slot_size_bytes, lower)
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
@@ -246,15 +246,18 @@ class KVXferOffloadingManager(OffloadingManager):
         if check is None:
             (slot,) = self._index.pin([key])
             check = self._checks[key] = _Check(key, slot)
-        held = self._held.setdefault(req_id, set())
+        held = self._held.setdefault(req_id, {})
         if key not in held:
-            held.add(key)
+            held[key] = None
             check.num_holders += 1
         return check
 
     def _release(self, req_id: str) -> None:
+        """Release the chunks that a request holds: it has used them."""
+        held = list(self._held.pop(req_id, ()))
+        self._index.touch(held)
         released: list[BlockKey] = []
-        for key in self._held.pop(req_id, ()):
+        for key in held:
             check = self._checks[key]
             check.num_holders -= 1
             if not check.num_holders:
@@ -272,7 +275,7 @@ class KVXferOffloadingManager(OffloadingManager):
         if outcome.status is Status.CORRUPT:
             self._reports.removed([key], Removal.CORRUPT)
         for held in self._held.values():
-            held.discard(key)
+            held.pop(key, None)
         del self._checks[key]
         self._index.quarantine(key)
         self._index.unpin([key])

@@ -1,0 +1,66 @@
+"""Eviction in the first tier: the same as without tiers below it."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from kvxfer.backends.host import HostBackend, HostConfig
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import MISSING, Backend, Outcome
+from kvxfer.storage.eviction import PolicyName
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing import BlockMemory, DictBackend
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.tiering import TieredBackend
+from tests.tiering.opened_tiers import host_capacity
+
+NUM_SLOTS = 8
+KEYS = make_keys(200)
+
+
+class Archive(DictBackend):
+    """Backend that is written to, and gives nothing back."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return [False] * len(keys)
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return [MISSING] * len(keys)
+
+
+def skewed_requests() -> list[BlockKey]:
+    """Draw a few keys again and again, between others that come once."""
+    rng = random.Random(7)
+    scan = iter(KEYS[10:])
+    return [KEYS[rng.randrange(6)] if rng.random() < 0.5 else next(scan) for _ in range(300)]
+
+
+async def run(backend: Backend, memory: BlockMemory) -> list[bool]:
+    """Load each key, or store it; return which were hits."""
+    hits, block = [], memory.describe(0, [0])
+    for key in skewed_requests():
+        (outcome,) = await backend.load([key], block)
+        if not outcome.done:
+            await backend.store([key], block)
+        hits.append(outcome.done)
+        if isinstance(backend, TieredBackend):
+            await backend.flush()
+    return hits
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+async def test_copies_to_a_lower_tier_change_no_hit_of_the_first(policy: PolicyName) -> None:
+    memory = BlockMemory([[48, 16]], num_blocks=1)
+    namespace = memory.namespace()
+
+    def open_first(namespace: Namespace) -> HostBackend:
+        capacity = host_capacity(namespace, NUM_SLOTS)
+        return HostBackend(HostConfig(capacity=capacity, eviction=policy), namespace)
+
+    async with open_first(namespace) as alone:
+        expected = await run(alone, memory)
+    archive = Archive(None, namespace)
+    async with TieredBackend([open_first(namespace), archive], namespace) as tiered:
+        assert await run(tiered, memory) == expected
+        assert len(archive._blocks) > NUM_SLOTS
