@@ -26,6 +26,7 @@ from kvxfer.storage import (
     GroupIdentity,
     Namespace,
     Outcome,
+    Retention,
     Status,
     make_block_key,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "MambaSpec",
     "Namespace",
     "Outcome",
+    "Retention",
     "SlidingWindowSpec",
     "Status",
     "TieredBackend",

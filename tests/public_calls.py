@@ -145,6 +145,7 @@ class Valid(NamedTuple):
 
 
 MOVES = {"keys": KEYS, "block_ids": [[1]], "first_block_indices": [0], "timeout_s": 5}
+WISH = kvxfer.Retention(priority=1)
 ROW = {"row_index": 1}
 OF_EVERY_TABLE: dict[str, dict[str, Any]] = {
     "clear_row": ROW,
@@ -270,6 +271,7 @@ VALID_TRANSFERS = {
     "Namespace.chunk_size_bytes": Valid({"group": 0}, lambda: NAMESPACE),
     "Namespace.differences": Valid({"theirs": NAMESPACE}, lambda: NAMESPACE),
     "Namespace.require_same": Valid({"theirs": NAMESPACE}, lambda: NAMESPACE),
+    "Retention": Valid({"priority": 2.5, "ttl_s": 60}),
     "Outcome": Valid({"status": kvxfer.Status.DONE}),
     "StoredTensor": Valid({"name": "k", "dtype": "F32", "shape": (2, 4)}),
     "TierTimeouts": Valid({"lookup_s": 1, "move_s": 1, "close_s": 1, "pause_s": 1}),
@@ -279,6 +281,8 @@ VALID_TRANSFERS = {
     "TieredBackend.load": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
     "TieredBackend.lookup": Valid({"keys": KEYS}, tiers),
     "TieredBackend.observe": Valid({"reports": Reports()}, tiers),
+    "TieredBackend.retain": Valid({"keys": KEYS, "retention": WISH}, tiers),
+    "TieredBackend.retentions": Valid({"keys": KEYS}, tiers),
     "TieredBackend.store": Valid({"keys": KEYS, "blocks": blocks()}, tiers),
     "TieredBackend.write_back": Valid({"parts": BlockParts(KEYS, [0], [8])}, tiers),
     "PolledEngine": Valid({"caches": CACHES, "backend": backend()}),
@@ -289,10 +293,10 @@ VALID_TRANSFERS = {
     "TransferEngine.load": Valid(MOVES, engine),
     "TransferEngine.lookup": Valid({"keys": KEYS}, engine),
     "PolledEngine.may_touch": Valid({"job_id": 5}, engine),
-    "TransferEngine.store": Valid(MOVES, engine),
+    "TransferEngine.store": Valid(MOVES | {"retention": WISH}, engine),
     "PolledEngine.submit_call": Valid({"call": call}, engine),
     "PolledEngine.submit_load": Valid(MOVES, engine),
-    "PolledEngine.submit_store": Valid(MOVES, engine),
+    "PolledEngine.submit_store": Valid(MOVES | {"retention": WISH}, engine),
     "PolledEngine.wait": Valid({"job_ids": [5], "timeout_s": 1}, engine),
     "connect": Valid(
         {

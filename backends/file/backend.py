@@ -34,11 +34,12 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Gauge, Removal, Reports
+from kvxfer.storage.retaining_policy import open_policy
+from kvxfer.storage.retention import Retention
 from kvxfer.storage.threads import Threads
 
 STALLED_S = 30.0
@@ -95,7 +96,12 @@ class FileBackend(Backend):
             self._tree,
             self._folder,
             self._ledger,
-            POLICIES[config.eviction](max(1, config.capacity // largest)),
+            open_policy(
+                config.eviction,
+                max(1, config.capacity // largest),
+                priority_share=config.priority_share,
+                priority_half_life_s=config.priority_half_life_s,
+            ),
             capacity_bytes=config.capacity,
             min_free_bytes=config.min_free,
             rescan_factor=config.rescan_factor,
@@ -147,6 +153,14 @@ class FileBackend(Backend):
     async def load_for_copy(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `CopySource.load_for_copy`."""
         return await self._load(keys, blocks, self._reader.read)
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """See `Retaining.retain`; for as long as this process has the store open."""
+        self._space.retain(keys, retention)
+
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+        """See `Retaining.retentions`."""
+        return self._space.retentions(keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`.

@@ -15,6 +15,7 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction import PolicyName
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
+from kvxfer.storage.retention import DEFAULT_PRIORITY_HALF_LIFE_S, DEFAULT_PRIORITY_SHARE
 from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 from kvxfer.units import ByteSize
 
@@ -29,6 +30,8 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             included.
         min_free: Bytes that stay free on the file system.
         eviction: Policy that chooses the blocks to evict when the store is full.
+        priority_share: Largest share of the blocks whose priority above normal counts.
+        priority_half_life_s: Seconds that one step of priority lasts.
         integrity: `fast` stores an XXH3 checksum with every block, `keyed` a BLAKE3 one with a
             secret; verified after every load. `off` does neither.
         secret_file: File with the 32 bytes of the secret, for `integrity=keyed`.
@@ -47,6 +50,8 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     capacity: ByteSize
     min_free: ByteSize = ByteSize(1 << 30)
     eviction: PolicyName = "lru"
+    priority_share: float = DEFAULT_PRIORITY_SHARE
+    priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S
     integrity: Integrity = Integrity.FAST
     secret_file: str = ""
     durability: Durability = "none"

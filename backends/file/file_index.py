@@ -11,6 +11,7 @@ from kvxfer.backends.file.folders.names import FINGERPRINT_DIGITS
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge
+from kvxfer.storage.retention import Retention
 
 FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
 
@@ -164,6 +165,18 @@ class FileIndex:
         latest = heapq.nlargest(count, (use for use in uses if use[1].startswith(ours)))
         return [key_in(file) for _, file in latest]
 
+    def retain(self, files: Sequence[FileId], retention: Retention) -> None:
+        """Note a caller's wish for files; unknown ones are ignored."""
+        with self._lock:
+            for file in reversed(files):
+                if file in self._entries:
+                    self._policy.retain(file, retention)
+
+    def retentions(self, files: Iterable[FileId]) -> list[Retention]:
+        """Return what is left of the wish for each file."""
+        with self._lock:
+            return [self._policy.retention(file) for file in files]
+
     def choose_victim(self) -> Victim | None:
         """Take the next file to evict out of the index; None when there is none."""
         with self._lock:
@@ -268,9 +281,11 @@ class FileIndex:
                 self._policy.admit(file)
                 self._policy.release(file)
         for file in newer:  # stored before the first walk, so more recently used
+            retention = self._policy.retention(file)
             self._policy.remove(file)
             self._policy.admit(file)
             self._policy.release(file)
+            self._policy.retain(file, retention)
 
     def _make_candidate(self, file: FileId, entry: _Entry) -> None:
         if entry.removed:

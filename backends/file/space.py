@@ -16,6 +16,7 @@ from kvxfer.backends.file.format.header import padded
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge, Removal, Reports
+from kvxfer.storage.retention import Retention
 
 MIN_FREE_FILES = 32
 """Files that stay free where their number is limited: for claims, folders, and other programs."""
@@ -164,6 +165,14 @@ class Space:
     def recently_used(self, count: int) -> list[BlockKey]:
         """Find the blocks of this namespace that were used last, the very last one first."""
         return self._index.recently_used(self._folder.fingerprint, count)
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """Note a caller's wish for files, in memory alone."""
+        self._index.retain(self._files(keys), retention)
+
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+        """Return what is left of the wish for each file."""
+        return self._index.retentions(self._files(keys))
 
     def quarantine(self, key: BlockKey, fd: int) -> bool:
         """Move the open file of a key to quarantine, where it is among the first to be evicted.

@@ -23,7 +23,6 @@ from kvxfer.storage.backend import (
     Status,
 )
 from kvxfer.storage.call_guard import CallGuard
-from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.key_locks import KeyLocks
@@ -37,6 +36,7 @@ from kvxfer.storage.lending import (
     require_parts_in_blocks,
 )
 from kvxfer.storage.observer import Gauge, Removal, Reports
+from kvxfer.storage.retention import Retention
 from kvxfer.storage.threads import Threads
 
 NUM_THREADS = 2
@@ -88,7 +88,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             integrity=config.integrity,
             memory=self.shared_memory,
         )
-        self._index = BlockIndex(shape.num_slots, POLICIES[config.eviction](shape.num_slots))
+        self._index = BlockIndex(shape.num_slots, config.open_policy(shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
         self._lock = threading.Lock()  # of the index, which `load` and `begin_store` use on threads
@@ -172,6 +172,16 @@ class HostBackend(LendingBackend, ImmediateMover):
                 self._index.finish_store(plan.keys, stored=stored)
                 self._reports.added(plan.keys if stored else [])
         return Begun(self._outcomes(keys, plan))
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """See `Retaining.retain`."""
+        with self._lock:
+            self._index.retain(keys, retention)
+
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+        """See `Retaining.retentions`."""
+        with self._lock:
+            return self._index.retentions(keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""

@@ -5,8 +5,10 @@ import msgspec
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
-from kvxfer.storage.eviction import PolicyName
+from kvxfer.storage.eviction import EvictionPolicy, PolicyName
 from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.retaining_policy import open_policy
+from kvxfer.storage.retention import DEFAULT_PRIORITY_HALF_LIFE_S, DEFAULT_PRIORITY_SHARE
 from kvxfer.units import ByteSize
 
 
@@ -16,6 +18,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         capacity: Bytes of host memory, tags included; reserved when the backend opens.
         eviction: Policy that chooses the blocks to evict when the memory is full.
+        priority_share: Largest share of the blocks whose priority above normal counts.
+        priority_half_life_s: Seconds that one step of priority lasts.
         integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
             block is read; `off` does neither.
         methods: Fragment sizes below which a kernel copies to and from a GPU, such as
@@ -26,6 +30,8 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     capacity: ByteSize
     eviction: PolicyName = "lru"
+    priority_share: float = DEFAULT_PRIORITY_SHARE
+    priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S
     integrity: Integrity = Integrity.FAST
     methods: str | None = None
     shared: bool = False
@@ -40,3 +46,12 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _parse_methods(self) -> MethodTable | None:
         return None if self.methods is None else MethodTable.parse(self.methods)
+
+    def open_policy(self, num_slots: int) -> EvictionPolicy:
+        """Make the eviction policy of an index."""
+        return open_policy(
+            self.eviction,
+            num_slots,
+            priority_share=self.priority_share,
+            priority_half_life_s=self.priority_half_life_s,
+        )

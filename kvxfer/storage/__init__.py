@@ -10,6 +10,7 @@ from kvxfer.storage.keys import (
     make_block_key,
 )
 from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.storage.retention import Retention
 
 __all__ = [
     "Backend",
@@ -19,6 +20,7 @@ __all__ = [
     "Namespace",
     "Outcome",
     "PromptKeys",
+    "Retention",
     "Status",
     "StoredTensor",
     "group_of",

@@ -1,11 +1,15 @@
 """Eviction policies: the order in which blocks are evicted, LRU or ARC."""
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Mapping
+from heapq import heapify, heappop, heappush
 from typing import Literal
 
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.retention import NORMAL, Retention
 
 
 class EvictionPolicy(ABC):
@@ -54,6 +58,10 @@ class EvictionPolicy(ABC):
         """Make a candidate held, in its place; not a use."""
 
     @abstractmethod
+    def is_held(self, key: BlockKey) -> bool:
+        """Whether a resident key is held."""
+
+    @abstractmethod
     def touch(self, key: BlockKey) -> None:
         """Count a use of a resident key."""
 
@@ -69,6 +77,43 @@ class EvictionPolicy(ABC):
     def __len__(self) -> int:
         """Count the candidates."""
 
+    def active(self) -> "EvictionPolicy":
+        """Return what to call until the next `retain`: a policy that decides as this one does."""
+        return self
+
+    def retain(self, key: BlockKey, retention: Retention) -> None:  # noqa: B027 - most know none
+        """Note a caller's wish for a resident key; ignored by policies that look at uses alone."""
+
+    def retention(self, key: BlockKey) -> Retention:  # noqa: ARG002 - most know none
+        """Return what is left of the wish for a key."""
+        return NORMAL
+
+
+class Ranking(dict[BlockKey, float]):
+    """Ranks of keys, of which the lowest is found; a new rank costs O(log n) on average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[float, int, BlockKey]] = []  # and entries that hold no more
+        self._numbers = itertools.count()
+
+    def put(self, key: BlockKey, rank: float) -> None:
+        """Add a key, or give it another rank."""
+        self[key] = rank
+        heappush(self._heap, (rank, next(self._numbers), key))
+        if len(self._heap) > 2 * len(self) + 64:
+            self._heap = [(rank, next(self._numbers), key) for key, rank in self.items()]
+            heapify(self._heap)
+
+    def first(self, limit: float = math.inf) -> BlockKey | None:
+        """Return the key of the lowest rank, the oldest of equals, if that is below the limit."""
+        while self._heap:
+            rank, _, key = self._heap[0]
+            if self.get(key) == rank:
+                return key if rank < limit else None
+            heappop(self._heap)
+        return None
+
 
 class LRU(EvictionPolicy):
     """Least recently used: evicts the candidate whose last use is the longest ago."""
@@ -78,34 +123,36 @@ class LRU(EvictionPolicy):
         # Not a dict: taking the oldest item of a dict gets slower with every item taken.
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
         self._held: set[BlockKey] = set()  # those that are held in the order
-        self._passed: set[BlockKey] = set()  # held, and older than some key that was evicted
-        self._new: set[BlockKey] = set()  # admitted, and not released yet
+        # Held when they were the oldest: they are older than all in the order. By age.
+        self._passed: dict[BlockKey, int] = {}
+        self._returned = Ranking()  # passed, and not held any more
+        self._ages = itertools.count()
 
     def __contains__(self, key: object) -> bool:
-        """Whether a key is resident."""
-        return key in self._order or key in self._new or key in self._passed
+        """Whether a key has a place in the order: it is resident, and was released once."""
+        return key in self._order or key in self._passed or key in self._returned
 
     @property
-    def num_resident(self) -> int:
-        """Resident keys, held ones included."""
-        return len(self._order) + len(self._new) + len(self._passed)
+    def num_placed(self) -> int:
+        """Keys with a place in the order, held ones included."""
+        return len(self._order) + len(self._passed) + len(self._returned)
 
     def admit(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._new.add(key)
 
-    def replace(self, key: BlockKey) -> BlockKey:
+    def replace(self, key: BlockKey) -> BlockKey:  # noqa: ARG002 - LRU does not look at it
         """See `EvictionPolicy`."""
-        victim = self.evict()
-        self._new.add(key)
-        return victim
+        return self.evict()
 
     def evict(self) -> BlockKey:
         """See `EvictionPolicy`."""
+        if self._returned and (oldest := self._returned.first()):
+            del self._returned[oldest]
+            return oldest
         victim, _ = self._order.popitem(last=False)
         while victim in self._held:  # passed once for each time that it was held
             self._held.remove(victim)
-            self._passed.add(victim)
+            self._passed[victim] = next(self._ages)
             victim, _ = self._order.popitem(last=False)
         return victim
 
@@ -113,52 +160,59 @@ class LRU(EvictionPolicy):
         """See `EvictionPolicy`."""
         if key in self._held:
             self._held.remove(key)
-            return
-        self._order[key] = None
-        if key in self._passed:
-            self._passed.remove(key)
-            self._order.move_to_end(key, last=False)
+        elif key in self._passed:
+            self._returned.put(key, self._passed.pop(key))
         else:
-            self._new.remove(key)
+            self._order[key] = None
 
     def hold(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._held.add(key)
+        if key in self._order:
+            self._held.add(key)
+        else:
+            self._passed[key] = int(self._returned.pop(key))
+
+    def is_held(self, key: BlockKey) -> bool:
+        """See `EvictionPolicy`."""
+        return key in self._held or not (key in self._order or key in self._returned)
 
     def touch(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
         if key in self._order:
             self._order.move_to_end(key)
-        elif key in self._passed:
-            self._passed.remove(key)
-            self._order[key] = None
+        elif key in self:
+            self.place(key, held=self.take(key))
+
+    def place(self, key: BlockKey, *, held: bool) -> None:
+        """Place a key in the order as the most recently used one."""
+        self._order[key] = None
+        if held:
             self._held.add(key)
+
+    def take(self, key: BlockKey) -> bool:
+        """Take a key out of the order; return whether it was held."""
+        held = self.is_held(key)
+        self.remove(key)
+        return held
 
     def remove(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._order.pop(key, None)
-        self._held.discard(key)
-        self._passed.discard(key)
-        self._new.discard(key)
-
-    def move(self, key: BlockKey, other: "LRU") -> None:
-        """Move a resident key to another order, as its most recently used one; held or not."""
-        other.admit(key)
-        if key not in self._new:
-            other.release(key)
-            if key in self._held or key in self._passed:
-                other.hold(key)
-        self.remove(key)
+        if key in self._order:
+            del self._order[key]
+            self._held.discard(key)
+        else:
+            self._passed.pop(key, None)
+            self._returned.pop(key, None)
 
     def clear(self) -> None:
         """See `EvictionPolicy`."""
         self._order.clear()
         self._held.clear()
         self._passed.clear()
-        self._new.clear()
+        self._returned.clear()
 
     def __len__(self) -> int:
-        return len(self._order) - len(self._held)
+        return len(self._order) - len(self._held) + len(self._returned)
 
 
 class ARC(EvictionPolicy):
@@ -180,6 +234,8 @@ class ARC(EvictionPolicy):
         super().__init__(num_slots)
         self._recent = LRU(num_slots)
         self._frequent = LRU(num_slots)
+        self._new_recent: set[BlockKey] = set()  # admitted, and not released yet
+        self._new_frequent: set[BlockKey] = set()
         self._recent_ghosts: OrderedDict[BlockKey, None] = OrderedDict()
         self._frequent_ghosts: OrderedDict[BlockKey, None] = OrderedDict()
         self._recent_target = 0.0
@@ -204,27 +260,45 @@ class ARC(EvictionPolicy):
 
     def release(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
-        self._order_of(key).release(key)
+        if key in self._new_recent:
+            self._new_recent.remove(key)
+            self._recent.release(key)
+        elif key in self._new_frequent:
+            self._new_frequent.remove(key)
+            self._frequent.release(key)
+        else:
+            self._order_of(key).release(key)
 
     def hold(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
         self._order_of(key).hold(key)
 
+    def is_held(self, key: BlockKey) -> bool:
+        """See `EvictionPolicy`."""
+        return self._order_of(key).is_held(key)
+
     def touch(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
         if key in self._recent:
-            self._recent.move(key, self._frequent)
+            self._frequent.place(key, held=self._recent.take(key))
+        elif key in self._new_recent:
+            self._new_recent.remove(key)
+            self._new_frequent.add(key)
         else:
             self._frequent.touch(key)
 
     def remove(self, key: BlockKey) -> None:
         """See `EvictionPolicy`."""
         self._order_of(key).remove(key)
+        self._new_recent.discard(key)
+        self._new_frequent.discard(key)
 
     def clear(self) -> None:
         """See `EvictionPolicy`."""
         self._recent.clear()
         self._frequent.clear()
+        self._new_recent.clear()
+        self._new_frequent.clear()
         self._recent_ghosts.clear()
         self._frequent_ghosts.clear()
         self._recent_target = 0.0
@@ -237,7 +311,7 @@ class ARC(EvictionPolicy):
 
     def _choose(self, *, favour_frequent: bool) -> BlockKey:
         """Turn a candidate into a ghost; REPLACE in the paper."""
-        num_recent = self._recent.num_resident
+        num_recent = self._recent.num_placed + len(self._new_recent)
         too_many_recent = num_recent > self._recent_target or (
             num_recent == self._recent_target and favour_frequent
         )
@@ -262,16 +336,17 @@ class ARC(EvictionPolicy):
     def _arrive(self, key: BlockKey) -> None:
         if key in self._recent_ghosts:
             del self._recent_ghosts[key]
-            self._frequent.admit(key)
+            self._new_frequent.add(key)
         elif key in self._frequent_ghosts:
             del self._frequent_ghosts[key]
-            self._frequent.admit(key)
+            self._new_frequent.add(key)
         else:
-            self._recent.admit(key)
+            self._new_recent.add(key)
         self._forget_old_ghosts()
 
     def _forget_old_ghosts(self) -> None:
-        num_recent, num_frequent = self._recent.num_resident, self._frequent.num_resident
+        num_recent = self._recent.num_placed + len(self._new_recent)
+        num_frequent = self._frequent.num_placed + len(self._new_frequent)
         # Stores that count bytes have more residents than slots when blocks are small.
         while len(self._recent_ghosts) > max(0, self._num_slots - num_recent):
             self._recent_ghosts.popitem(last=False)

@@ -2,13 +2,14 @@
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
 from kvxfer.storage.eviction import EvictionPolicy
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge
+from kvxfer.storage.retention import Retention
 
 
 class BlockState(enum.Enum):
@@ -158,6 +159,7 @@ class BlockIndex:
         plan = StorePlan(keys=[], slots=[], evicted=[], refused=[], present=[])
         absent: list[BlockKey] = []
         idle: list[BlockKey] = []
+        policy = self._policy.active()
         for key in keys:
             entry = self._entries.get(key)
             if entry is None:
@@ -167,18 +169,18 @@ class BlockIndex:
             if entry.state is BlockState.READY:
                 idle.append(key)
         for key in reversed(idle):
-            self._policy.touch(key)
-            self._policy.hold(key)
+            policy.touch(key)
+            policy.hold(key)
         for key in absent:
-            if not self._free_slots and not len(self._policy):
+            if not self._free_slots and not len(policy):
                 plan.refused.append(key)
                 continue
-            slot = self._take_slot(key, plan)
+            slot = self._take_slot(key, plan, policy)
             self._entries[key] = _Entry(slot)
             plan.keys.append(key)
             plan.slots.append(slot)
         for key in idle:
-            self._policy.release(key)
+            policy.release(key)
         return plan
 
     def finish_store(self, keys: Sequence[BlockKey], *, stored: bool) -> None:
@@ -192,10 +194,11 @@ class BlockIndex:
         for key in keys:
             if self.state(key) is not BlockState.STORING:
                 raise self._state_error(key, "storing")
+        policy = self._policy.active()
         for key in reversed(keys):
             if stored:
                 self._entries[key].storing = False
-                self._policy.release(key)
+                policy.release(key)
             else:
                 self._drop(key)
 
@@ -213,10 +216,11 @@ class BlockIndex:
             if entry is None or entry.storing:
                 raise self._state_error(key, "ready or loading")
             slots.append(entry.slot)
+        policy = self._policy.active()
         for key in keys:
             entry = self._entries[key]
             if not entry.num_pins:
-                self._policy.hold(key)
+                policy.hold(key)
             entry.num_pins += 1
             if key in self._quarantined:
                 self._quarantined[key].num_pins += 1
@@ -233,6 +237,7 @@ class BlockIndex:
         for key, count in counts.items():
             if self._num_pins(key) < count:
                 raise self._state_error(key, "pinned")
+        policy = self._policy.active()
         for key, count in counts.items():
             if key in self._quarantined:
                 self._unpin_quarantined(key, count)
@@ -240,13 +245,24 @@ class BlockIndex:
             entry = self._entries[key]
             entry.num_pins -= count
             if not entry.num_pins:
-                self._policy.release(key)
+                policy.release(key)
 
     def touch(self, keys: Sequence[BlockKey]) -> None:
         """Count a use of each key; absent ones are ignored."""
+        policy = self._policy.active()
         for key in reversed(keys):
             if key in self._entries:
-                self._policy.touch(key)
+                policy.touch(key)
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """Note a caller's wish for blocks in any state; absent ones are ignored."""
+        for key in reversed(keys):
+            if key in self._entries:
+                self._policy.retain(key, retention)
+
+    def retentions(self, keys: Iterable[BlockKey]) -> list[Retention]:
+        """Return what is left of the wish for each block."""
+        return [self._policy.retention(key) for key in keys]
 
     def remove(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
         """Drop the blocks that are ready and not pinned; return their keys."""
@@ -287,11 +303,11 @@ class BlockIndex:
         self._policy.clear()
         self._free_slots = list(range(self._num_slots - 1, -1, -1))
 
-    def _take_slot(self, key: BlockKey, plan: StorePlan) -> int:
+    def _take_slot(self, key: BlockKey, plan: StorePlan, policy: EvictionPolicy) -> int:
         if self._free_slots:
-            self._policy.admit(key)
+            policy.admit(key)
             return self._free_slots.pop()
-        victim = self._policy.replace(key)
+        victim = policy.replace(key)
         plan.evicted.append(victim)
         return self._entries.pop(victim).slot
 

@@ -24,6 +24,7 @@ from kvxfer.storage.observer import (
     Reports,
     count_done_bytes,
 )
+from kvxfer.storage.retention import Retention, retain_in, retentions_in
 
 
 def medium_of(backend: Backend) -> str:
@@ -94,6 +95,14 @@ class ObservedBackend(Backend):
         """See `Backend.load`."""
         call = self.inner.load(keys, blocks)
         return await self._reports.move(Operation.LOAD, keys, blocks, call)
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """See `Retaining.retain`."""
+        retain_in(self.inner, keys, retention)
+
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+        """See `Retaining.retentions`."""
+        return retentions_in(self.inner, keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""

@@ -15,6 +15,7 @@ from kvxfer.storage.backend import DONE, Backend, Outcome, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
 from kvxfer.storage.portable_namespace import shard_groups
+from kvxfer.storage.retention import Retention, retain_in, retentions_in
 
 _Ask = Callable[[Sequence[BlockKey]], Coroutine[Any, Any, list[bool]]]
 _Move = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]
@@ -75,6 +76,17 @@ class PortableBackend(Backend):
         """See `Backend.load`."""
         self._guard.check_batch(keys, blocks)
         return await self._move(self._backend.load, keys, blocks)
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """See `Retaining.retain`."""
+        names, _ = self._names(keys)
+        retain_in(self._backend, names, retention)
+
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+        """See `Retaining.retentions`: that of the first shard of each page."""
+        names, counts = self._names(keys)
+        starts = np.cumsum([0, *counts[:-1]]).tolist()
+        return retentions_in(self._backend, [names[start] for start in starts])
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`: whether any shard that this worker holds was removed."""

@@ -12,6 +12,7 @@ from kvxfer.storage.calls import wait_despite_cancel
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Cause, Gauge, Operation
+from kvxfer.storage.retention import copy_retentions
 from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.write_back_queue import WriteBackQueue
@@ -144,6 +145,7 @@ class TierWriter:
         failures = {Status.FAILED, Status.TIMED_OUT}
         failed = {k for k, each in zip(keys, outcomes, strict=True) if each.status in failures}
         stored = [key for key in keys if key not in failed]
+        copy_retentions(stored, source.backend, self._target.backend)
         self.queue.end(time.monotonic(), stored=stored, failed=failed)
 
     async def _pause(self) -> None:

@@ -24,6 +24,7 @@ from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import BlockParts, require_parts_in_blocks
 from kvxfer.storage.observed_backend import medium_of, observed
 from kvxfer.storage.observer import Cause, LookedUp, Operation, Reports
+from kvxfer.storage.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter
@@ -229,6 +230,18 @@ class TieredBackend(Backend):
         stored = {key: StoredBlock(0, start, size, is_new=False) for key, start, size in rows}
         for writer in self._writers:
             writer.add(stored)
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """See `Retaining.retain`; copies that are made later take what is left of the wish."""
+        self._guard.check_batch(keys)
+        require_instance("retention", retention, Retention)
+        for tier in self.tiers:
+            retain_in(tier, keys, retention)
+
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+        """See `Retaining.retentions`: those of the first tier."""
+        self._guard.check_batch(keys)
+        return retentions_in(self._first.backend, keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. Waits until these keys are not being moved between tiers."""

@@ -238,6 +238,8 @@ class BegunJobs:
             return
         if not each.reported:
             each.reported = True
+            if self._backend is not None:
+                each.job.retain_in(self._backend)
             each.job.tell(self._reports)
             self._ended.append(each.job)
         if each.transfer is None:

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from kvxfer.storage.backend import Backend, Outcome
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
+from kvxfer.storage.retention import Retention
 from kvxfer.transfer.job import Direction
 from kvxfer.transfer.polled_engine import PolledEngine
 
@@ -52,6 +53,7 @@ class TransferEngine(PolledEngine[Backend]):
         *,
         first_block_indices: Sequence[int] | None = None,
         timeout_s: float | None = None,
+        retention: Retention | None = None,
     ) -> list[Outcome]:
         """Copy blocks of the caches to the backend; arguments and errors as `submit_store`.
 
@@ -65,7 +67,7 @@ class TransferEngine(PolledEngine[Backend]):
             asyncio.CancelledError: The caller was cancelled. Transfers that the backend had begun
                 may go on: the memory is safe once `drain` returns.
         """
-        job = self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s)
+        job = self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s, retention)
         return await self._loop.run(self._mover.move(job))
 
     async def load(

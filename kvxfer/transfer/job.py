@@ -1,17 +1,21 @@
 """Jobs: batches of blocks that are being moved, and their outcomes."""
 
 import enum
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
 from kvxfer.kvcache.descriptors import Descriptors
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.backend import BlockMover, Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Operation, Reports
+from kvxfer.storage.retention import Retention, retain_in
 
 JobId = NewType("JobId", int)
+
+logger = logging.getLogger(__name__)
 
 
 class Direction(enum.IntEnum):
@@ -60,6 +64,7 @@ class Job:
 
     Attributes:
         deadline: Deadline on the clock of `time.monotonic`, None for no limit.
+        retention: Wish for the blocks of a store.
         in_backend: Per block, whether it was passed to the backend.
         outcomes: Per block, None until it has one.
         waited_s: Longest time that a piece waited for its turn.
@@ -70,6 +75,7 @@ class Job:
     keys: Sequence[BlockKey]
     blocks: Descriptors
     deadline: float | None
+    retention: Retention | None = None
     submitted: float = field(default_factory=time.monotonic)
     in_backend: list[bool] = field(init=False)
     outcomes: list[Outcome | None] = field(init=False)
@@ -119,6 +125,18 @@ class Job:
                     self.waited_s,
                 )
             )
+
+    def retain_in(self, mover: BlockMover) -> None:
+        """Note the wish for the blocks that are done, if there is one; a failure is logged."""
+        if self.retention is None:
+            return
+        pairs = zip(self.keys, self.outcomes, strict=True)
+        stored = [key for key, outcome in pairs if outcome is not None and outcome.done]
+        try:
+            if stored:
+                retain_in(mover, stored, self.retention)
+        except Exception:
+            logger.exception("the wish for %d blocks cannot be noted", len(stored))
 
     def finished(self) -> FinishedJob:
         """Make the result of the job, once every block has an outcome."""

@@ -81,6 +81,7 @@ class JobMover:
             left_over = job.end(status, reason)
             if status is Status.TIMED_OUT:
                 self._reports.late(Operation[job.direction.name], left_over)
+            job.retain_in(self._backend)
             job.tell(self._reports)
         return list(job.finished().outcomes)
 

@@ -29,6 +29,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Calls
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Observer, Reports
+from kvxfer.storage.retention import Retention
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.begun_jobs import Slices
@@ -139,6 +140,7 @@ class PolledEngine(Generic[MoverT]):
         *,
         first_block_indices: Sequence[int] | None = None,
         timeout_s: float | None = None,
+        retention: Retention | None = None,
     ) -> JobId:
         """Begin to copy blocks of the caches to the backend; `get_finished` reports the end.
 
@@ -152,6 +154,7 @@ class PolledEngine(Generic[MoverT]):
             first_block_indices: For each group the index of its first block within the request;
                 0 by default. Matters only with several blocks per chunk.
             timeout_s: Deadline from now, instead of the engine's.
+            retention: Wish of how long the blocks are kept, for backends that take wishes.
 
         Raises:
             InvalidArgumentError: The batch is invalid; subclasses say in which way. Nothing was
@@ -159,7 +162,7 @@ class PolledEngine(Generic[MoverT]):
             ClosedError: The engine was closed.
         """
         return self._submissions.add(
-            self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s)
+            self._job(Direction.STORE, keys, block_ids, first_block_indices, timeout_s, retention)
         )
 
     def submit_load(
@@ -260,6 +263,7 @@ class PolledEngine(Generic[MoverT]):
         block_ids: Sequence[ArrayLike],
         first_block_indices: Sequence[int] | None,
         timeout_s: float | None,
+        retention: Retention | None = None,
     ) -> Job:
         """Check and describe a batch; nothing is queued yet."""
         self._guard.check_batch(keys)
@@ -268,7 +272,9 @@ class PolledEngine(Generic[MoverT]):
         )
         timeout_s = self._timeout(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        job = Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline)
+        if retention is not None:
+            require_instance("retention", retention, Retention)
+        job = Job(JobId(next(self._job_ids)), direction, list(keys), blocks, deadline, retention)
         try:
             job.blocks = self._memory.order(blocks)
         except DeviceError as exc:

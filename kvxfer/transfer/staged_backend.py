@@ -17,6 +17,7 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, BlockMover, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.job import Direction
@@ -120,6 +121,14 @@ class StagedBackend(Backend):
         if self._is_direct(blocks.device.type):
             return await self.inner.load(keys, blocks)
         return await self._move(self._load_part, keys, blocks)
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """See `Retaining.retain`."""
+        retain_in(self.inner, keys, retention)
+
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+        """See `Retaining.retentions`."""
+        return retentions_in(self.inner, keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`."""

@@ -161,26 +161,32 @@ def test_holding_a_key_for_a_moment_changes_nothing(
 numbers = st.integers(0, 9).map(key)
 
 
-@given(st.lists(st.tuples(numbers, numbers, st.booleans()), max_size=100))
-def test_lru_passes_a_held_key_by_and_counts_its_uses(
-    requests: list[tuple[BlockKey, BlockKey, bool]],
-) -> None:
+Step = tuple[str, BlockKey]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["request", "request", "hold", "use"]), numbers)))
+def test_lru_passes_held_keys_by_and_keeps_their_places(steps: list[Step]) -> None:
     cache = Cache(LRU(NUM_SLOTS), NUM_SLOTS)
     order: list[BlockKey] = []
-    for wanted, pinned, use in requests:
-        held = pinned in order
-        if held:
-            cache.policy.hold(pinned)
-        is_full = wanted not in order and len(order) == NUM_SLOTS
-        expected = next(other for other in order if other != pinned) if is_full else None
-        assert cache.request(wanted) == expected
-        order = [other for other in order if other not in (wanted, expected)] + [wanted]
-        if held and use:
-            cache.policy.touch(pinned)
-            order.remove(pinned)
-            order.append(pinned)
-        if held:
-            cache.policy.release(pinned)
+    held: set[BlockKey] = set()
+    for step, wanted in steps:
+        free = [other for other in order if other not in held]
+        if step == "request" and wanted not in order:
+            is_full = len(order) == NUM_SLOTS
+            if is_full and not free:
+                continue
+            expected = free[0] if is_full else None
+            assert cache.request(wanted) == expected
+            order = [other for other in order if other != expected] + [wanted]
+        elif step == "hold" and wanted in order:
+            (cache.policy.release if wanted in held else cache.policy.hold)(wanted)
+            held ^= {wanted}
+        elif step != "hold" and wanted in order:
+            cache.policy.touch(wanted)
+            order.remove(wanted)
+            order.append(wanted)
+        assert len(cache.policy) == len(set(order) - held)
+        assert all(cache.policy.is_held(each) == (each in held) for each in order)
 
 
 @pytest.mark.parametrize("policy_type", [LRU, ARC])

@@ -12,6 +12,8 @@ from kvxfer.errors import BlockStateError
 from kvxfer.storage.eviction import ARC, LRU, EvictionPolicy
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey, make_block_key
+from kvxfer.storage.retaining_policy import RetainingPolicy
+from kvxfer.storage.retention import Retention
 from tests.examples import examples
 
 NUM_SLOTS = 4
@@ -196,13 +198,30 @@ class ARCMachine(BlockIndexMachine):
     def the_policy_knows_the_same_blocks_each_once(self) -> None:
         policy = self.index._policy
         assert isinstance(policy, ARC)
+        known_by = policy._recent, policy._frequent, policy._new_recent, policy._new_frequent
         for number in range(8):
-            kept_by = [key(number) in order for order in (policy._recent, policy._frequent)]
-            assert sum(kept_by) == (key(number) in self.index)
-        num_resident = policy._recent.num_resident + policy._frequent.num_resident
-        assert num_resident == len(self.index)
+            num_places = sum(key(number) in places for places in known_by)
+            assert num_places == (key(number) in self.index)
 
 
+class WishesMachine(BlockIndexMachine):
+    """Index with wishes that end while it is used: they change no count and refuse no store."""
+
+    @staticmethod
+    def policy_type(num_slots: int) -> EvictionPolicy:
+        return RetainingPolicy(ARC(num_slots), num_slots, priority_half_life_s=1e-4)
+
+    @rule(
+        keys=BlockIndexMachine.keys,
+        priority=st.integers(-10, 10),
+        ttl_s=st.sampled_from([None, 0.0, 1e-3, 60.0]),
+    )
+    def retain(self, keys: list[BlockKey], priority: int, ttl_s: float | None) -> None:
+        self.index.retain(keys, Retention(priority=priority, ttl_s=ttl_s))
+
+
+TestWishesMachine = WishesMachine.TestCase
+TestWishesMachine.settings = examples(40, steps=40)
 TestLRUMachine = LRUMachine.TestCase
 TestLRUMachine.settings = examples(40, steps=40)
 TestARCMachine = ARCMachine.TestCase

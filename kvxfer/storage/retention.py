@@ -1,0 +1,80 @@
+"""Retention: what callers wish of how long their blocks are kept, and backends that know wishes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Protocol, runtime_checkable
+
+from kvxfer.checks import require_number
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import BlockKey
+
+MAX_PRIORITY = 10.0
+DEFAULT_PRIORITY_SHARE = 0.5
+DEFAULT_PRIORITY_HALF_LIFE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Wish of a caller of how long blocks are kept, beside what their use says.
+
+    A wish changes the order of eviction and nothing else: no store fails because of it.
+
+    Attributes:
+        priority: From -10 to 10, 0 is normal. A block above that is evicted after the normal ones,
+            for as many half-lives as its priority; one below that before them.
+        ttl_s: Seconds from now on, after which the block is evicted before all others; None for no
+            limit.
+
+    Raises:
+        InvalidArgumentError: The priority is out of range, or the time negative.
+    """
+
+    priority: float = 0.0
+    ttl_s: float | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.priority
+        is_number = isinstance(given, Real) and not isinstance(given, bool)
+        if not is_number or not -MAX_PRIORITY <= given <= MAX_PRIORITY:
+            raise InvalidArgumentError("priority", given, "a number from -10 to 10")
+        object.__setattr__(self, "priority", float(given))
+        if self.ttl_s is not None:
+            ttl_s = require_number("ttl_s", self.ttl_s, "seconds, 0 or more, or None")
+            object.__setattr__(self, "ttl_s", ttl_s)
+
+
+NORMAL = Retention()
+
+
+@runtime_checkable
+class Retaining(Protocol):
+    """Backend that evicts, and takes wishes into account.
+
+    Its methods return at once and may be called on any thread.
+    """
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """Note a wish for blocks; keys that are absent are ignored."""
+
+    def retentions(self, keys: Sequence[BlockKey]) -> list[Retention]:
+        """Return what is left of the wish for each block."""
+
+
+def retain_in(backend: object, keys: Sequence[BlockKey], retention: Retention) -> None:
+    """Note a wish in a backend, if that knows wishes."""
+    if isinstance(backend, Retaining):
+        backend.retain(keys, retention)
+
+
+def retentions_in(backend: object, keys: Sequence[BlockKey]) -> list[Retention]:
+    """Return the wishes that a backend knows; `NORMAL` for all if it knows none."""
+    return backend.retentions(keys) if isinstance(backend, Retaining) else [NORMAL] * len(keys)
+
+
+def copy_retentions(keys: Sequence[BlockKey], source: object, target: object) -> None:
+    """Note in one backend what another one knows of the same blocks."""
+    if isinstance(target, Retaining):
+        for key, retention in zip(keys, retentions_in(source, keys), strict=True):
+            if retention != NORMAL:
+                target.retain([key], retention)
