@@ -118,7 +118,7 @@ def test_the_metrics_that_pages_name_exist() -> None:
     named = {name for page in PAGES for name in METRIC.findall(page.read_text())}
     folder = ROOT / "kvxfer/integrations/vllm"
     ours = constants(folder / "offloading/metrics.py")
-    shown = *ours["SHOWN_COUNTERS"], *ours["SHOWN_GAUGES"], ours["PINNED"]
+    shown = *ours["SHOWN_COUNTERS"], *ours["SHOWN_GAUGES"], ours["PINNED"], ours["IGNORED"]
     reported = {ours["PREFIX"] + name for name in shown}
     pd = constants(folder / "prefill_decode/metrics.py")
     names = *pd["COUNTERS"], *pd["COUNTERS_BY_REASON"], pd["LEASES"], pd["LOAD_SECONDS"]

@@ -282,9 +282,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             await self._threads.aclose()
             self._pool.close()
 
-    def pin(
-        self, keys: Sequence[BlockKey], *, is_use: bool = True
-    ) -> tuple[list[int], list[int]]:
+    def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:
         """Pin the blocks that are there, until `unpin`.
 
         Args:

@@ -25,6 +25,7 @@ from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of, unwrapped
 from kvxfer.storage.observer import Observable, Observer, Operation, Reports
 from kvxfer.storage.renamed_keys import RenamedKeys
+from kvxfer.storage.retention import Retention, retain_in
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension
@@ -194,6 +195,13 @@ class LowerTier:
     def take_events(self) -> list[OffloadingEvent]:
         """Return what came to the backend and what is gone since the last call."""
         return [] if self._events is None else self._events.take()
+
+    def retain(self, keys: Sequence[BlockKey], retention: Retention) -> None:
+        """Note a wish for rows, if the backend knows wishes; a failure is logged."""
+        try:
+            retain_in(self._engine.backend, [self._name(key) for key in keys], retention)
+        except Exception:
+            logger.exception("the wish for %d rows cannot be noted", len(keys))
 
     def delete(self, keys: Sequence[BlockKey]) -> None:
         """Begin to delete keys."""

@@ -19,13 +19,16 @@ from kvxfer.integrations.vllm.offloading.interface import (
     ReqContext,
     RequestOffloadingContext,
     event_of_failed_chunks,
+    transfer_params,
 )
 from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
+from kvxfer.integrations.vllm.offloading.request_retention import parse_retention
 from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Gauge, Observer, Operation, Removal, Reports
+from kvxfer.storage.retention import NORMAL, Retention
 from kvxfer.telemetry.journal import flush_journal
 
 VERIFY_BYTES_PER_STEP = 256 << 20
@@ -100,6 +103,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._held: dict[str, dict[BlockKey, None]] = {}  # in the order of lookups
         self._storing: dict[BlockKey, None] = {}  # in the order of the prompts
         self._counters = metrics.Counters(pool.shape.slot_size_bytes, lower)
+        self._retentions: dict[str, Retention] = {}  # of requests that have a wish
         self._events: list[OffloadingEvent] | None = [] if emit_events else None
         self._recorder = recorder
         self._reports = Reports(observers, metrics.HOST)
@@ -153,6 +157,7 @@ class KVXferOffloadingManager(OffloadingManager):
         self._counters.add(metrics.REFUSED, len(plan.refused))
         self._tell_failed_stores(plan.refused, NO_ROOM)
         self._storing |= dict.fromkeys(plan.keys)
+        self._retain(list(keys), req_context.req_id)
         self._note_evicted(plan.evicted)
         if plan.refused and not plan.keys:
             return None
@@ -189,6 +194,10 @@ class KVXferOffloadingManager(OffloadingManager):
         self._answers.arrive(req_context)
         if self._recorder is not None:
             self._recorder.arrive(req_context)
+        params = transfer_params(req_context)
+        retention = parse_retention(req_context.req_id, params, self._counters)
+        if retention != NORMAL:
+            self._retentions[req_context.req_id] = retention
         return RequestOffloadingContext()
 
     def on_schedule_end(self, context: Any) -> None:
@@ -206,6 +215,7 @@ class KVXferOffloadingManager(OffloadingManager):
         if self._recorder is not None:
             self._recorder.finish(req_context.req_id)
         self._release(req_context.req_id)
+        self._retentions.pop(req_context.req_id, None)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events since the last call."""
@@ -256,6 +266,7 @@ class KVXferOffloadingManager(OffloadingManager):
         """Release the chunks that a request holds: it has used them."""
         held = list(self._held.pop(req_id, ()))
         self._index.touch(held)
+        self._retain(held, req_id)
         released: list[BlockKey] = []
         for key in held:
             check = self._checks[key]
@@ -264,6 +275,11 @@ class KVXferOffloadingManager(OffloadingManager):
                 del self._checks[key]
                 released.append(key)
         self._index.unpin(released)
+
+    def _retain(self, keys: Sequence[BlockKey], req_id: str) -> None:
+        """Note the wish of a request for chunks that it uses or stores, if it has one."""
+        if retention := self._retentions.get(req_id):
+            self._index.retain(keys, retention)
 
     def _drop(self, key: BlockKey, outcome: Outcome) -> None:
         """Quarantine a chunk that failed its check, and release it for every holder."""

@@ -29,6 +29,7 @@ SHOWN_COUNTERS = (
 )
 SHOWN_GAUGES = ("stored_blocks", "used_bytes", "capacity_bytes")
 PINNED = "blocks_in_use"
+IGNORED = "ignored_parameters"
 HOST = "host"
 LOWER = "lower"
 """Name of the tier below host memory where there are several, and in the counts below."""
@@ -46,6 +47,10 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
         )
         for name in SHOWN_GAUGES
     },
+    PREFIX + IGNORED: OffloadingCounterMetadata(
+        documentation="Parameters of requests that are ignored, since their values are wrong.",
+        labelnames=("parameter",),
+    ),
     PREFIX + PINNED: OffloadingGaugeMetadata(
         documentation="Chunks being stored, verified or loaded, which cannot be evicted.",
         labelnames=("tier",),
@@ -54,11 +59,11 @@ DEFINITIONS: Mapping[str, OffloadingMetricMetadata] = {
 
 
 class Count(NamedTuple):
-    """Counter of chunks with its labels.
+    """Counter of chunks, or of parameters, with its labels.
 
     Attributes:
-        name: One of `SHOWN_COUNTERS`.
-        labels: Values of its labels; the first is the tier.
+        name: One of `SHOWN_COUNTERS`, or `IGNORED`.
+        labels: Values of its labels; the first is the tier, of chunks.
     """
 
     name: str
@@ -73,6 +78,11 @@ def stored(tier: str, cause: Cause, status: Status) -> Count:
 def loaded(tier: str, cause: Cause, status: Status) -> Count:
     """Name the count of chunks asked of a tier."""
     return Count("load_blocks", (tier, cause.value, status.value))
+
+
+def ignored(parameter: str) -> Count:
+    """Name the count of values of a parameter that are ignored."""
+    return Count(IGNORED, (parameter,))
 
 
 LOADED = loaded(HOST, Cause.REQUEST, Status.DONE)

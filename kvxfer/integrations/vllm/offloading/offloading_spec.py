@@ -48,7 +48,6 @@ from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from kvxfer.integrations.vllm.offloading.worker import KVXferOffloadingWorker
 from kvxfer.kvcache.canonical import CanonicalKVCaches as OurCaches
-from kvxfer.storage.eviction import POLICIES
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer
@@ -134,7 +133,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
 
     def _make_manager(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> OffloadingManager:
         num_slots = pool.shape.num_slots
-        index = BlockIndex(num_slots, POLICIES[self._pool_config.eviction](num_slots))
+        index = BlockIndex(num_slots, self._pool_config.open_policy(num_slots))
         emit_events = self.kv_events_config.enable_kv_cache_events
         observers = journal_observers(None, engine=self._name)
         tier = self._open_lower_tier(pool, workers) if self._lower else None

@@ -24,6 +24,7 @@ from kvxfer.storage.backend import DONE, Outcome
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.storage.observer import Cause, Observer
+from kvxfer.storage.retention import NORMAL
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.job import Direction
 
@@ -243,6 +244,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
                 sound = self._pool.verify(moved.row, moved.key).done
                 if not sound:
                     self._tier.delete([moved.key])
+                elif (retention := self._index.retentions([moved.key])[0]) != NORMAL:
+                    self._tier.retain([moved.key], retention)
             self._counters.add(metrics.LOWER_STORED if sound else metrics.LOWER_STORES_FAILED)
             self._index.unpin([moved.key])
 
