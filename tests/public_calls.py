@@ -33,7 +33,7 @@ from kvxfer.kvcache import (
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage import PromptKeys, StoredTensor
 from kvxfer.storage.lending import BlockParts
-from kvxfer.storage.observer import Reports
+from kvxfer.storage.observer import Added, Reports
 from kvxfer.testing import DictBackend, DictConfig
 from kvxfer.transfer.job import Direction
 
@@ -108,6 +108,10 @@ def tiers() -> kvxfer.TieredBackend:
 
 def engine() -> kvxfer.TransferEngine:
     return kvxfer.TransferEngine(CACHES, backend())
+
+
+def load_or_compute() -> transfer.LoadOrCompute:
+    return transfer.LoadOrCompute(1.5)
 
 
 @functools.cache
@@ -288,6 +292,14 @@ VALID_TRANSFERS = {
     "PolledEngine": Valid({"caches": CACHES, "backend": backend()}),
     "Slices": Valid({"load_bytes": 8, "store_bytes": 8, "share": 0.5}),
     "TransferEngine": Valid({"caches": CACHES, "backend": backend()}),
+    "LoadOrCompute": Valid({"max_load_ratio": 1.5, "prefill_tokens_per_s": 1000}),
+    "LoadOrCompute.computed": Valid({"num_tokens": 8, "seconds": 0.5}, load_or_compute),
+    "LoadOrCompute.loaded": Valid({"num_bytes": 8, "seconds": 0.5}, load_or_compute),
+    "LoadOrCompute.note": Valid({"event": Added("host", KEYS)}, load_or_compute),
+    "Observer.watch": Valid({"tier": "host", "ask": dict}, load_or_compute),
+    "LoadOrCompute.pays": Valid(
+        {"keys": KEYS, "num_bytes": 8, "num_tokens": 4, "queued_bytes": 8}, load_or_compute
+    ),
     "PolledEngine.cancel": Valid({"job_id": 5}, engine),
     "TransferEngine.flush": Valid({"timeout_s": 1}, engine),
     "TransferEngine.load": Valid(MOVES, engine),

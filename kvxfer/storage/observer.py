@@ -180,6 +180,14 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class NotLoaded:
+    """Blocks that an engine computes, since loading them from a tier would take longer."""
+
+    tier: str
+    keys: Sequence[BlockKey]
+
+
+@dataclass(frozen=True, slots=True)
 class NotWrittenBack:
     """Blocks that are not copied to a tier: it is too slow for the blocks that are stored."""
 
@@ -223,7 +231,17 @@ class Requested:
 
 
 Event: TypeAlias = (
-    Moved | Asked | LookedUp | Added | Removed | Late | Skipped | NotWrittenBack | Ended | Requested
+    Moved
+    | Asked
+    | LookedUp
+    | Added
+    | Removed
+    | Late
+    | Skipped
+    | NotLoaded
+    | NotWrittenBack
+    | Ended
+    | Requested
 )
 
 AskGauges: TypeAlias = Callable[[], Mapping[Gauge, float]]

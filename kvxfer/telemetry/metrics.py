@@ -21,6 +21,7 @@ from kvxfer.storage.observer import (
     Late,
     LookedUp,
     Moved,
+    NotLoaded,
     NotWrittenBack,
     Observer,
     Operation,
@@ -48,6 +49,10 @@ COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
     "removed_blocks": ("Blocks that are no longer in a tier.", ("tier", "reason")),
     "deadline_misses": ("Calls that missed their deadline.", ("tier", "operation")),
     "skipped_blocks": ("Blocks that a suspended tier was not called for.", ("tier", "operation")),
+    "not_loaded_blocks": (
+        "Blocks that are computed, since loading them from a tier would take longer.",
+        ("tier",),
+    ),
     "not_written_back_blocks": (
         "Blocks that a tier does not get, because it is too slow.",
         ("tier",),
@@ -132,6 +137,8 @@ class Metrics(Observer, Collector):
                 self._count("deadline_misses", 1, tier, operation)
             case Skipped(tier=tier, operation=operation, keys=keys):
                 self._count("skipped_blocks", len(keys), tier, operation)
+            case NotLoaded(tier=tier, keys=keys):
+                self._count("not_loaded_blocks", len(keys), tier)
             case NotWrittenBack(tier=tier, keys=keys):
                 self._count("not_written_back_blocks", len(keys), tier)
             case Ended(operation=operation, seconds=seconds, waited_s=waited_s):

@@ -3,6 +3,7 @@
 from kvxfer.transfer.begun_jobs import Slices
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import FinishedJob, JobId
+from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.transfer.polled_engine import PolledEngine
 from kvxfer.transfer.prompt_exchange import PromptExchange
 from kvxfer.transfer.prompt_pages import Fetched
@@ -11,6 +12,7 @@ __all__ = [
     "Fetched",
     "FinishedJob",
     "JobId",
+    "LoadOrCompute",
     "PolledEngine",
     "PromptExchange",
     "Slices",

@@ -28,6 +28,7 @@ class AuditedEngine(EngineProcess):
         peers: URL of a tier of peers below it, empty for none.
         hooks: Faults to inject.
         blocks_per_chunk: Blocks stored under one key.
+        connector: Further settings of the connector.
         python_path: Where else the engine finds modules.
         environment: Environment variables on top of what the audit needs.
         settings: Fields of `EngineConfig`.
@@ -44,6 +45,7 @@ class AuditedEngine(EngineProcess):
         peers: str = "",
         hooks: Collection[audit.Hook] = (),
         blocks_per_chunk: int = 1,
+        connector: Mapping[str, Any] | None = None,
         python_path: Sequence[Path] = (),
         environment: Mapping[str, str] | None = None,
         **settings: Any,
@@ -56,7 +58,12 @@ class AuditedEngine(EngineProcess):
         config = EngineConfig(
             model=str(models.make(model, REPOSITORY / models.DEFAULT_DIRECTORY)),
             dtype=self.dtype,
-            connector=audit.SPEC | {"backend": backend, "blocks_per_chunk": blocks_per_chunk},
+            connector={
+                **audit.SPEC,
+                "backend": backend,
+                "blocks_per_chunk": blocks_per_chunk,
+                **(connector or {}),
+            },
             environment={
                 **(environment or {}),
                 **audit.environment(directory, hooks, python_path),

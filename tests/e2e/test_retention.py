@@ -1,6 +1,7 @@
-"""Wishes in the `kv_transfer_params` of requests to a real engine."""
+"""Wishes of requests to a real engine, and loads that it does not begin."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,3 +40,21 @@ def test_a_prompt_with_a_priority_outlives_a_flood_and_wrong_wishes_stop_nothing
     for name in ("kvxfer_priority", "kvxfer_ttl_s"):
         assert metrics[f'vllm:kvxfer_ignored_parameters{{parameter="{name}"}}'] == len(flood)
     assert "kvxfer_priority is ignored" in engine.log()
+
+
+def test_a_load_that_takes_longer_than_computing_is_not_begun(start: Start, tmp_path: Path) -> None:
+    engine = start(
+        "llama",
+        capacity="3200KiB",
+        files=tmp_path / "kv",
+        connector={"max_load_ratio": 1e-9},  # no disk is as fast
+        kv_cache_memory_bytes=32 << 20,
+        max_model_len=2048,
+    )
+    first, second, *flood = random_prompts(8, shared_tokens=0, own_tokens=500, seed=4)
+    for prompt in (first, second, *flood):
+        run_alone(engine, prompt)
+    assert run_alone(engine, first) == 500 // TOKENS_PER_BLOCK  # nothing was measured before
+    assert run_alone(engine, second) == 0
+    metrics = engine.metrics()
+    assert metrics['vllm:kvxfer_not_loaded_blocks{tier="file"}'] >= 500 // TOKENS_PER_BLOCK

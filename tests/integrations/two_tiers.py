@@ -30,6 +30,7 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, LowerTierTimeouts
+from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from tests.integrations.vllm_counts import read_counts
 
@@ -143,7 +144,13 @@ def schedulers() -> Iterator[Start]:
     """Start schedulers over backends; their engines end with the context."""
     started: list[tuple[Scheduler, Backend]] = []
 
-    def start(backend: Backend, *, num_slots: int = NUM_SLOTS, **timeouts: float) -> Scheduler:
+    def start(
+        backend: Backend,
+        *,
+        num_slots: int = NUM_SLOTS,
+        prefill: PrefillSpeed | None = None,
+        **timeouts: float,
+    ) -> Scheduler:
         shape = PoolShape(num_slots=num_slots, num_parts=NUM_PARTS, part_size_bytes=PART_BYTES)
         pool = HostPool(shape, make_namespace(), CPUCopyEngine(num_threads=1))
         index = BlockIndex(num_slots, LRU(num_slots))
@@ -154,9 +161,14 @@ def schedulers() -> Iterator[Start]:
             backend,
             timeouts=LowerTierTimeouts(**{"reset_s": 0.1, **timeouts}),
             emit_events=True,
-            observers=journal_observers(make_namespace(), engine="engine"),
+            observers=[
+                *journal_observers(make_namespace(), engine="engine"),
+                *([prefill.loads] if prefill else []),
+            ],
         )
-        manager = TieredOffloadingManager(pool, index, tier, emit_events=True, observers=observers)
+        manager = TieredOffloadingManager(
+            pool, index, tier, emit_events=True, observers=observers, prefill=prefill
+        )
         started.append((Scheduler(manager, pool, index), backend))
         return started[-1][0]
 

@@ -130,6 +130,7 @@ class LowerTier:
         self._jobs: dict[JobId, RowJob] = {}
         self._late: list[RowOutcome] = []
         self._missing: list[BlockKey] = []
+        self._row_size_bytes = int(row_size_bytes)
         self._rows_per_job = max(1, JOB_BYTES // row_size_bytes)
         self._salt = b""
         self._suspension = Suspension("the lower tier", self._timeouts.pause_s)
@@ -154,6 +155,13 @@ class LowerTier:
     def is_asked(self) -> bool:
         """Whether a lookup of the backend has not ended yet."""
         return bool(self._lookups)
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of rows that are being loaded, or will be if their keys are found."""
+        jobs = [job for job in self._jobs.values() if job.direction is Direction.LOAD]
+        num_rows = self.num_unknown + sum(len(job.rows) for job in jobs)
+        return num_rows * self._row_size_bytes
 
     @property
     def num_unknown(self) -> int:

@@ -25,6 +25,7 @@ SHOWN_COUNTERS = (
     "load_blocks",
     "load_bytes",
     "removed_blocks",
+    "not_loaded_blocks",
     "not_written_back_blocks",
 )
 SHOWN_GAUGES = ("stored_blocks", "used_bytes", "capacity_bytes")
@@ -100,6 +101,7 @@ NOT_PROMOTED = stored(HOST, Cause.PROMOTION, Status.FAILED)
 LOWER_STORED = stored(LOWER, Cause.WRITE_BACK, Status.DONE)
 LOWER_STORES_FAILED = stored(LOWER, Cause.WRITE_BACK, Status.FAILED)
 LOWER_STORES_DROPPED = Count("not_written_back_blocks", (LOWER,))
+NOT_LOADED = Count("not_loaded_blocks", (LOWER,))
 LOWER_LOADED = loaded(LOWER, Cause.PROMOTION, Status.DONE)
 
 

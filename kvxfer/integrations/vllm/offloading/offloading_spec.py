@@ -43,6 +43,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_mapping import map_rows, num_copies
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
@@ -57,6 +58,7 @@ from kvxfer.telemetry.journal import journal_observers
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer import PolledEngine
+from kvxfer.transfer.load_or_compute import LoadOrCompute
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT
 
 
@@ -85,6 +87,7 @@ class KVXferOffloadingSpec(OffloadingSpec):
         super().__init__(config, **kwargs)
         self.replicated_layout = workers_keep_the_same(config)  # vLLM: then only rank 0 stores
         self._pool_config, self._lower = _parse_tiers(config.extra_config.get("backend"))
+        parse_load_or_compute(config.extra_config)  # in every process, before it waits for others
         self._manager: OffloadingManager | None = None
         self._worker: OffloadingWorker | None = None
 
@@ -136,7 +139,8 @@ class KVXferOffloadingSpec(OffloadingSpec):
         index = BlockIndex(num_slots, self._pool_config.open_policy(num_slots))
         emit_events = self.kv_events_config.enable_kv_cache_events
         observers = journal_observers(None, engine=self._name)
-        tier = self._open_lower_tier(pool, workers) if self._lower else None
+        prefill = self._measure_prefill() if self._lower else None
+        tier = self._open_lower_tier(pool, workers, prefill) if self._lower else None
         trace = TraceRecorder.from_environment()
         recorder = None if trace is None else RequestRecorder(trace)
         if tier is None:
@@ -144,10 +148,28 @@ class KVXferOffloadingSpec(OffloadingSpec):
                 pool, index, emit_events=emit_events, recorder=recorder, observers=observers
             )
         return TieredOffloadingManager(
-            pool, index, tier, emit_events=emit_events, recorder=recorder, observers=observers
+            pool,
+            index,
+            tier,
+            emit_events=emit_events,
+            recorder=recorder,
+            observers=observers,
+            prefill=prefill,
         )
 
-    def _open_lower_tier(self, pool: HostPool, workers: Sequence[WorkerIdentity]) -> LowerTier:
+    def _measure_prefill(self) -> PrefillSpeed | None:
+        loads = parse_load_or_compute(self.extra_config)
+        if loads is None:
+            return None
+        tokens_per_chunk = self.config.groups[0].tokens_per_block * self.blocks_per_chunk
+        return PrefillSpeed(loads, group_ids(self.config)[0], tokens_per_chunk)
+
+    def _open_lower_tier(
+        self,
+        pool: HostPool,
+        workers: Sequence[WorkerIdentity],
+        prefill: PrefillSpeed | None,
+    ) -> LowerTier:
         rows = row_namespace(
             self.config, workers[0].model, row_size_bytes=pool.shape.slot_size_bytes
         )
@@ -162,7 +184,10 @@ class KVXferOffloadingSpec(OffloadingSpec):
             backend,
             mappings=mappings,
             emit_events=self.kv_events_config.enable_kv_cache_events,
-            observers=journal_observers(namespace, engine=self._name),
+            observers=[
+                *journal_observers(namespace, engine=self._name),
+                *([prefill.loads] if prefill else []),
+            ],
         )
 
     def _identify(self, caches: OurCaches) -> WorkerIdentity:
@@ -234,6 +259,19 @@ class KVXferOffloadingSpec(OffloadingSpec):
             },
             instruction_set=cpu_kernels() if current_platform.is_cpu() else "",
         )
+
+
+def parse_load_or_compute(extra_config: Mapping[str, Any]) -> LoadOrCompute | None:
+    """Read `max_load_ratio` and `prefill_tokens_per_s`; None without the first.
+
+    Raises:
+        InvalidArgumentError: One of them is not a number above 0.
+    """
+    ratio = extra_config.get("max_load_ratio")
+    if ratio is None:
+        return None
+    stated = extra_config.get("prefill_tokens_per_s")
+    return LoadOrCompute(ratio, prefill_tokens_per_s=stated)
 
 
 def _parse_tiers(backend: Any) -> tuple[HostConfig, list[tuple[BackendType, msgspec.Struct]]]:

@@ -11,6 +11,7 @@ from kvxfer.backends.host import HostPool
 from kvxfer.integrations.vllm.offloading import metrics
 from kvxfer.integrations.vllm.offloading.interface import (
     LookupResult,
+    OffloadingConnectorStats,
     OffloadingEvent,
     PrepareStoreOutput,
     ReqContext,
@@ -18,6 +19,7 @@ from kvxfer.integrations.vllm.offloading.interface import (
 )
 from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
 from kvxfer.integrations.vllm.offloading.manager import NO_ROOM, KVXferOffloadingManager
+from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome
@@ -59,6 +61,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         emit_events: Whether to keep events for `take_events`.
         recorder: Records the requests; closed on `shutdown`.
         observers: As of `KVXferOffloadingManager`; the tier has observers of its own.
+        prefill: Measures what the engine computes, and knows which loads are faster than that;
+            None to load whatever is found.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         emit_events: bool,
         recorder: RequestRecorder | None = None,
         observers: Sequence[Observer] = (),
+        prefill: PrefillSpeed | None = None,
     ) -> None:
         super().__init__(
             pool,
@@ -81,6 +86,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         )
         self._lower_reports = self._reports.of(tier.name)
         self._tier = tier
+        self._prefill = prefill
         self._going_up: set[BlockKey] = set()
         self._found: dict[BlockKey, None] = {}  # known to be below, and without a slot
         self._loaded: deque[RowOutcome] = deque()
@@ -114,6 +120,8 @@ class TieredOffloadingManager(KVXferOffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Find slots for chunks, after those of ended transfers were unpinned."""
         self._take_moved()
+        if self._prefill is not None:
+            self._prefill.compute([key for key in keys if key not in self._index])
         return super().prepare_store(keys, req_context)
 
     def on_schedule_end(self, context: Any) -> None:
@@ -123,8 +131,17 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         self._copy_down()
         super().on_schedule_end(context)
         self._polled = False
+        if self._prefill is not None:
+            self._prefill.begin_step()
+            self._decline_slow(self._prefill)
         self._tier.flush(self._make_room())
         self._yield()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return the metrics since the last call; vLLM asks when a step has ended."""
+        if self._prefill is not None:
+            self._prefill.end_step()
+        return super().get_stats()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the events of all tiers since the last call."""
@@ -162,6 +179,26 @@ class TieredOffloadingManager(KVXferOffloadingManager):
         if step_s < YIELD_S and (self._going_up or self._tier.is_asked):
             time.sleep(YIELD_S)
         self._step_ended_s = time.monotonic()
+
+    def _decline_slow(self, prefill: PrefillSpeed) -> None:
+        """Turn chunks into misses that were wanted in this step and are computed sooner.
+
+        Whether the tier below has them is not known yet: what counts is how long it would take.
+        """
+        wanted: dict[str, list[BlockKey]] = {}
+        for key in [*self._found, *self._tier.results.unasked]:
+            for req_id in sorted(self._tier.results.waiting_for(key))[:1]:
+                wanted.setdefault(req_id, []).append(key)
+        queued_bytes = self._tier.queued_bytes
+        for keys in wanted.values():
+            num_bytes = len(keys) * self._pool.shape.slot_size_bytes
+            if prefill.load_pays(keys, num_bytes, queued_bytes=queued_bytes):
+                queued_bytes += num_bytes
+                continue
+            self._tier.results.deny(keys)
+            self._counters.add(metrics.NOT_LOADED, len(keys))
+            for key in keys:
+                self._found.pop(key, None)
 
     def _make_room(self) -> dict[BlockKey, int]:
         """Give slots to chunks of the lower tier that were wanted in this step.

@@ -27,6 +27,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             `fail` the request.
         backend: Tiers of this engine's own, as for `KVXferOffloadingSpec`, which checks them: the
             head of a prompt may come from there, and the rest from P. None by default.
+        max_load_ratio: As for `KVXferOffloadingSpec`.
+        prefill_tokens_per_s: As for `KVXferOffloadingSpec`.
     """
 
     exchange: NixlConfig
@@ -36,6 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     revision: str = ""
     on_failure: str = "recompute"
     backend: Any = None
+    max_load_ratio: float | None = None
+    prefill_tokens_per_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check each setting."""
@@ -47,6 +51,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             _require_rule(f"allow[{index}]", rule)
         if self.on_failure not in ("recompute", "fail"):
             raise InvalidArgumentError("on_failure", self.on_failure, "'recompute' or 'fail'")
+        for name in ("max_load_ratio", "prefill_tokens_per_s"):
+            if getattr(self, name) is not None and not self.backend:
+                raise InvalidArgumentError(name, getattr(self, name), "tiers: `backend`")
         listen = self.exchange.listen_endpoint
         if listen is not None and not self.advertise and listen.host in ("0.0.0.0", "::"):  # noqa: S104
             rule = "the host by which others reach listen=" + self.exchange.listen

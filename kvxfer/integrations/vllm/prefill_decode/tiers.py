@@ -356,7 +356,11 @@ def _tiers_config(vllm_config: Any) -> Any:
         kv_connector_extra_config={
             "spec_name": "KVXferOffloadingSpec",
             "spec_module_path": "kvxfer.integrations.vllm",
-            "backend": transfer.kv_connector_extra_config["backend"],
+            **{
+                name: transfer.kv_connector_extra_config[name]
+                for name in ("backend", "max_load_ratio", "prefill_tokens_per_s")
+                if name in transfer.kv_connector_extra_config
+            },
         },
     )
     return config

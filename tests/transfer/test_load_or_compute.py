@@ -1,0 +1,162 @@
+"""Load or compute: decisions by measured speeds, with a made-up clock and a real slow store."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import DONE, MISSING, Outcome, Status
+from kvxfer.storage.observer import Ended, Event, NotLoaded, Observer, Operation
+from kvxfer.telemetry.metrics import Metrics
+from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend
+from kvxfer.testing.conformance.suite import make_keys
+from kvxfer.transfer import LoadOrCompute, TransferEngine
+from kvxfer.transfer.load_or_compute import STALE_S
+
+KEYS = make_keys(8)
+MB = 1_000_000
+
+
+class Clock:
+    """Clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Noting(Observer):
+    """Observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def note(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def make(clock: Clock, *, ratio: float = 1.0, observers: Sequence[Observer] = ()) -> LoadOrCompute:
+    """Make one that has measured 100 MB/s, and 1,000 tokens a second."""
+    loads = LoadOrCompute(ratio, observers=observers, tier="file", clock=clock)
+    clock.now += 1
+    loads.loaded(100 * MB, 1.0)
+    loads.computed(500, 0.5)
+    return loads
+
+
+def test_nothing_is_decided_on_no_data(clock: Clock) -> None:
+    loads = LoadOrCompute(1e-9, clock=clock)
+    assert loads.pays(KEYS, 100 * MB, 1)
+    loads.computed(1000, 0.001)
+    assert loads.pays(KEYS, 100 * MB, 1)
+    loads.loaded(1, 10.0)
+    assert not loads.pays(KEYS, 100 * MB, 1)
+
+
+def test_a_load_that_takes_longer_than_computing_does_not_pay(clock: Clock) -> None:
+    loads = make(clock)
+    assert loads.bytes_per_s == 100 * MB
+    assert loads.prefill_tokens_per_s == 1000
+    assert loads.pays(KEYS, 99 * MB, 1000)
+    assert not loads.pays(KEYS, 101 * MB, 1000)
+
+
+def test_the_ratio_says_how_much_longer_a_load_may_take(clock: Clock) -> None:
+    assert make(clock, ratio=2.0).pays(KEYS, 190 * MB, 1000)
+    assert not make(clock, ratio=0.5).pays(KEYS, 60 * MB, 1000)
+
+
+def test_what_is_queued_before_a_load_counts(clock: Clock) -> None:
+    loads = make(clock)
+    assert loads.pays(KEYS, 50 * MB, 1000, queued_bytes=40 * MB)
+    assert not loads.pays(KEYS, 50 * MB, 1000, queued_bytes=60 * MB)
+
+
+def test_a_bandwidth_that_is_old_is_forgotten_and_the_store_tried_anew(clock: Clock) -> None:
+    loads = make(clock)
+    assert not loads.pays(KEYS, 200 * MB, 1000)
+    clock.now += STALE_S + 1
+    assert loads.pays(KEYS, 200 * MB, 1000)
+    assert loads.bytes_per_s is None
+
+
+def test_loads_at_the_same_time_share_it(clock: Clock) -> None:
+    loads = LoadOrCompute(1.0, clock=clock)
+    clock.now += 1
+    for _ in range(4):  # each took the whole second
+        loads.loaded(25 * MB, 1.0)
+    assert loads.bytes_per_s is not None
+    assert loads.bytes_per_s == pytest.approx(100 * MB)
+
+
+def test_the_last_loads_count_most(clock: Clock) -> None:
+    loads = make(clock)
+    for _ in range(30):
+        clock.now += 1
+        loads.loaded(10 * MB, 1.0)
+    assert loads.bytes_per_s == pytest.approx(10 * MB, rel=0.5)
+
+
+def test_a_stated_speed_needs_no_measurement(clock: Clock) -> None:
+    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000, clock=clock)
+    clock.now += 1
+    loads.loaded(100 * MB, 1.0)
+    loads.computed(1, 1000.0)
+    assert not loads.pays(KEYS, 101 * MB, 1000)
+
+
+def test_a_load_that_timed_out_counts_and_one_of_what_is_gone_does_not(clock: Clock) -> None:
+    def ended(outcome: Outcome) -> Ended:
+        return Ended(Operation.LOAD, KEYS[:1], [outcome], 0, 5.0, 0.0)
+
+    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000, clock=clock)
+    bandwidths = [loads.bytes_per_s]
+    for event in (
+        ended(MISSING),
+        ended(Outcome(Status.TIMED_OUT)),
+        Ended(Operation.STORE, KEYS[:1], [DONE], 10 * MB, 1.0, 0.0),
+    ):
+        loads.note(event)
+        bandwidths.append(loads.bytes_per_s)
+    assert bandwidths == [None, None, 0, 0]
+    assert not loads.pays(KEYS, 1, 1000)
+
+
+def test_observers_and_metrics_are_told_of_what_is_not_loaded(clock: Clock) -> None:
+    noting, metrics = Noting(), Metrics()
+    loads = make(clock, observers=[noting, metrics])
+    assert loads.pays(KEYS[:2], 1, 1000)
+    assert not loads.pays(KEYS, 200 * MB, 1000)
+    assert noting.events == [NotLoaded("file", KEYS)]
+    labels = {"tier": "file"}
+    assert metrics.registry.get_sample_value("kvxfer_not_loaded_blocks_total", labels) == len(KEYS)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, math.inf, math.nan, "1", True, None])
+def test_a_ratio_that_is_none_is_refused(wrong: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="max_load_ratio"):
+        LoadOrCompute(wrong)  # type: ignore[arg-type]
+
+
+async def test_loads_of_a_real_slow_store_are_measured_and_declined() -> None:
+    memory = BlockMemory([[4096]], num_blocks=8)
+    namespace = memory.namespace()
+    rates = FaultRates(delay=1.0, delay_s=0.05, operations=frozenset({Operation.LOAD}))
+    slow = FaultyBackend(DictBackend(None, namespace), seed=0, rates=rates)
+    loads = LoadOrCompute(1.0, prefill_tokens_per_s=1000)
+    async with TransferEngine(memory.caches, slow, observers=[loads]) as engine:
+        await engine.store(KEYS[:4], [[0, 1, 2, 3]])
+        assert loads.pays(KEYS[:4], 4 * 4096, 16)  # nothing is known yet
+        await engine.load(KEYS[:4], [[0, 1, 2, 3]])
+        assert loads.bytes_per_s is not None
+        assert loads.bytes_per_s <= 4 * 4096 / 0.05
+        assert not loads.pays(KEYS[:4], 4 * 4096, 16)  # 16 ms of computing, 50 ms of loading
+        assert loads.pays(KEYS[:4], 4 * 4096, 60_000)
