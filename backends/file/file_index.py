@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.folders.names import FINGERPRINT_DIGITS
 from kvxfer.storage.eviction import EvictionPolicy
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Gauge
 from kvxfer.storage.retention import Retention
 
 FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2

@@ -14,8 +14,9 @@ from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.header import padded
 from kvxfer.storage.eviction import EvictionPolicy
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Gauge, Removal, Reports
+from kvxfer.storage.observer import Removal, Reports
 from kvxfer.storage.retention import Retention
 
 MIN_FREE_FILES = 32

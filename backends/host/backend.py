@@ -23,6 +23,7 @@ from kvxfer.storage.backend import (
     Status,
 )
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.key_locks import KeyLocks
@@ -35,7 +36,7 @@ from kvxfer.storage.lending import (
     ReservedBlocks,
     require_parts_in_blocks,
 )
-from kvxfer.storage.observer import Gauge, Removal, Reports
+from kvxfer.storage.observer import Removal, Reports
 from kvxfer.storage.retention import Retention
 from kvxfer.storage.threads import Threads
 
@@ -63,6 +64,7 @@ class HostBackend(LendingBackend, ImmediateMover):
         namespace: Namespace of the blocks; a slot is as large as the largest chunk of its groups.
 
     Attributes:
+        num_slots: Number of blocks that fit.
         shared_memory: Memory of the slots where other processes may map it, else None.
 
     Raises:
@@ -88,17 +90,13 @@ class HostBackend(LendingBackend, ImmediateMover):
             integrity=config.integrity,
             memory=self.shared_memory,
         )
+        self.num_slots = shape.num_slots
         self._index = BlockIndex(shape.num_slots, config.open_policy(shape.num_slots))
         self._threads = Threads("kvxfer-host", NUM_THREADS)
         self._stores = KeyLocks()
         self._lock = threading.Lock()  # of the index, which `load` and `begin_store` use on threads
         self._reports = Reports()
         self.regions = [self._pool.region, self._pool.generations.region]
-
-    @property
-    def num_slots(self) -> int:
-        """Number of blocks that fit."""
-        return self._index.num_slots
 
     @property
     def pool(self) -> HostPool:
@@ -197,15 +195,14 @@ class HostBackend(LendingBackend, ImmediateMover):
         require_parts_in_blocks(wanted, self._guard.chunk_sizes)
         self._guard.check_batch(wanted.keys)
         outcomes = [MISSING] * len(wanted.keys)
-        with self._lock:
-            there = [index for index, key in enumerate(wanted.keys) if self._is_ready(key)]
-            found = [wanted.keys[index] for index in there]
-            slots = self._index.pin(found)
+        there, slots = self.pin(wanted.keys, is_use=False)
+        found = [wanted.keys[index] for index in there]
         try:
             starts = [wanted.starts[index] for index in there]
             stops = [wanted.starts[index] + wanted.sizes[index] for index in there]
             find = partial(self._pool.find, slots, found, starts, stops, hashed=not fenced)
             sizes = [wanted.sizes[index] for index in there]
+            sizes = np.subtract(stops, starts).tolist()
             num_hashed = 0 if fenced else self._count_hashed(found, slots, sizes)
             small = num_hashed <= INLINE_BYTES and len(found) <= INLINE_BLOCKS
             given, checksums = find() if small else await self._threads.run(find)
@@ -214,11 +211,8 @@ class HostBackend(LendingBackend, ImmediateMover):
                 outcomes[index] = outcome
             lent = [row for row, outcome in enumerate(given) if outcome.done]
             chosen = [slots[row] for row in lent]
-            blocks = self._pool.describe(
-                chosen,
-                np.array([starts[row] for row in lent], np.int64),
-                np.array([stops[row] for row in lent], np.int64),
-            )
+            ends = np.array([(starts[row], stops[row]) for row in lent], np.int64).reshape(-1, 2)
+            blocks = self._pool.describe(chosen, ends[:, 0], ends[:, 1])
             with self._lock:
                 self._index.touch([found[row] for row in lent])
             fences = self._pool.generations.fences(chosen) if fenced else None
@@ -283,15 +277,7 @@ class HostBackend(LendingBackend, ImmediateMover):
             self._pool.close()
 
     def pin(self, keys: Sequence[BlockKey], *, is_use: bool = True) -> tuple[list[int], list[int]]:
-        """Pin the blocks that are there, until `unpin`.
-
-        Args:
-            keys: Keys of the blocks.
-            is_use: Whether this counts as a use of each.
-
-        Returns:
-            Their positions in `keys`, and the slot of each.
-        """
+        """Pin the blocks that are there, until `unpin`; return their positions, and slots."""
         with self._lock:
             there = [index for index, key in enumerate(keys) if self._is_ready(key)]
             found = [keys[index] for index in there]
@@ -354,18 +340,14 @@ class HostBackend(LendingBackend, ImmediateMover):
     ) -> StorePlan:
         """Find slots for blocks, once no other call stores them; see `_plan_store`."""
         await self._stores.wait(keys)
-        self._guard.check()  # the backend may have been closed meanwhile
+        self._guard.check()  # it may have been closed meanwhile
         with self._lock:
             return self._plan_store(keys, starts, stops)
 
     def _plan_store(
         self, keys: Sequence[BlockKey], starts: Sequence[int], stops: Sequence[int]
     ) -> StorePlan:
-        """Find slots for blocks.
-
-        A stored block that lacks some of these bytes of its chunk is quarantined first, so that all
-        are stored; its readers may go on.
-        """
+        """Find slots for blocks, also for those that are stored and lack bytes of these."""
         replaced = []
         for key, start, stop in zip(keys, starts, stops, strict=True):
             if self._is_ready(key) and not self._pool.covers(self._index.slot_of(key), start, stop):
@@ -406,13 +388,11 @@ class HostBackend(LendingBackend, ImmediateMover):
         return self._index.state(key) in (BlockState.READY, BlockState.LOADING)
 
 
-def _chosen(
-    chosen: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors
-) -> Descriptors:
+def _chosen(some: Sequence[BlockKey], keys: Sequence[BlockKey], blocks: Descriptors) -> Descriptors:
     """Take the blocks of some of the keys."""
-    if len(chosen) == len(keys):
+    if len(some) == len(keys):
         return blocks
-    wanted = set(chosen)
+    wanted = set(some)
     return blocks.take([index for index, key in enumerate(keys) if key in wanted])
 
 

@@ -237,7 +237,7 @@ class HostPool:
         for slot, key, start, stop in zip(slots, keys, starts, stops, strict=True):
             outcome = PARTIAL
             if self.covers(slot, start, stop):
-                whole = [start, stop] == self._tags[slot, 0].tolist()[1:3]
+                whole = (start, stop) == self._tags[slot, 0].tolist()[1:3]
                 outcome = self._verify_part(slot, key, 0, checksum=hashed and not whole)
             outcomes.append(outcome)
             if outcome.done:

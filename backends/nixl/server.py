@@ -30,8 +30,8 @@ from kvxfer.errors import (
     PeerTimeoutError,
     ProtocolError,
 )
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.observer import Gauge
 from kvxfer.text import printable
 
 ACCEPT_PAUSE_S = 0.1

@@ -26,9 +26,10 @@ from kvxfer.backends.pool.messages import (
 from kvxfer.backends.pool.session import PoolSession, PoolStore
 from kvxfer.errors import BackendUnavailableError, KVXferError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
 from kvxfer.storage.observed_backend import unwrapped
-from kvxfer.storage.observer import Gauge, Reports
+from kvxfer.storage.observer import Reports
 from kvxfer.storage.threads import Threads
 from kvxfer.text import printable
 from kvxfer.tiering import TieredBackend

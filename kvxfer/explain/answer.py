@@ -25,6 +25,7 @@ class Answer(StrEnum):
     DEADLINE = "deadline"
     BACK_PRESSURE = "back-pressure"
     PAUSED = "paused tier"
+    TOO_SLOW = "slower than computing"
     REMOVED = "removed"
     FAILED = "failed"
     UNKNOWN = "unknown"
@@ -114,6 +115,9 @@ class _Tier:
             case Kind.SKIPPED:
                 text = f"{self.name} was suspended after a missed deadline, and got no {each.what}"
                 self._fail(each, Answer.PAUSED, text, is_asked=each.what in _ASKING)
+            case Kind.TOO_SLOW:
+                text = f"in {self.name}, whose load would take longer than computing it"
+                self._fail(each, Answer.TOO_SLOW, text)
             case Kind.NOT_WRITTEN_BACK if self.stored_s is None:
                 text = f"not in {self.name}: back-pressure (not written back)"
                 self._lose(each, Answer.BACK_PRESSURE, text)

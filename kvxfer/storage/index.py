@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
 from kvxfer.storage.eviction import EvictionPolicy
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Gauge
 from kvxfer.storage.retention import Retention
 
 

@@ -12,6 +12,7 @@ from weakref import WeakMethod
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, Outcome, Status
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 
 ENGINE = "engine"
@@ -53,28 +54,6 @@ class Removal(enum.StrEnum):
     CLEARED = "cleared"
     VANISHED = "vanished"
     LEASE_OVER = "lease_over"
-
-
-class Gauge(enum.StrEnum):
-    """State of a tier, or of the engine, that is asked for when somebody wants to know it.
-
-    `BREAKER_OPEN` and `SUSPENDED` are 1 or 0. `QUARANTINED_BYTES` is memory that late reads may
-    still change; `QUARANTINED_BLOCKS` are corrupt files that were kept.
-    """
-
-    CAPACITY_BYTES = "capacity_bytes"
-    USED_BYTES = "used_bytes"
-    STORED_BLOCKS = "stored_blocks"
-    QUARANTINED_BLOCKS = "quarantined_blocks"
-    QUARANTINED_BYTES = "quarantined_bytes"
-    BREAKER_OPEN = "breaker_open"
-    SUSPENDED = "suspended"
-    WRITE_BACK_BLOCKS = "write_back_queue_blocks"
-    QUEUED_BATCHES = "queued_batches"
-    BYTES_IN_FLIGHT = "in_flight_bytes"
-    PEERS = "peers_connected"
-    PINS = "pinned_batches"
-    LEASES = "leases"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from kvxfer.storage.observer import (
     Late,
     LookedUp,
     Moved,
+    NotLoaded,
     NotWrittenBack,
     Operation,
     Removed,
@@ -79,6 +80,8 @@ def _things(  # noqa: C901, PLR0912 - a case for each kind of event
             yield Kind.LATE, event.operation.value, "", event.keys
         case Skipped():
             yield Kind.SKIPPED, event.operation.value, "", event.keys
+        case NotLoaded():
+            yield Kind.TOO_SLOW, Operation.LOAD.value, "", event.keys
         case NotWrittenBack():
             yield Kind.NOT_WRITTEN_BACK, "", "", event.keys
         case _:  # how long a tier took for its answer

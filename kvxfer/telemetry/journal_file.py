@@ -33,6 +33,7 @@ class Kind(StrEnum):
     LATE = "late"
     SKIPPED = "skipped"
     NOT_WRITTEN_BACK = "not_written_back"
+    TOO_SLOW = "too_slow"
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):

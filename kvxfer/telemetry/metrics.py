@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import (
     ENGINE,
     Added,
@@ -17,7 +18,6 @@ from kvxfer.storage.observer import (
     AskGauges,
     Ended,
     Event,
-    Gauge,
     Late,
     LookedUp,
     Moved,

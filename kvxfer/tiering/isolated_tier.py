@@ -11,8 +11,9 @@ from typing import TypeVar
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import MISSING, Backend, CopySource, Outcome, Status
 from kvxfer.storage.calls import Calls, Move, call_backend
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Asked, Cause, Gauge, Observable, Operation, Reports
+from kvxfer.storage.observer import Asked, Cause, Observable, Operation, Reports
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
 from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.timeouts import TierTimeouts

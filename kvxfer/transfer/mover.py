@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from kvxfer.storage.backend import BlockMover, Outcome, Status
 from kvxfer.storage.calls import call_backend
-from kvxfer.storage.observer import Gauge, Operation, Reports
+from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.observer import Operation, Reports
 from kvxfer.transfer.admission import Admission
 from kvxfer.transfer.begun_jobs import BegunJobs, Slices
 from kvxfer.transfer.cache_memory import CacheMemory

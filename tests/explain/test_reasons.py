@@ -17,6 +17,7 @@ from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.tiering.tiered_backend import observe
 from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.load_or_compute import LoadOrCompute
 from tests.backends.file_store import open_store
 from tests.cli.stores import flip
 from tests.explain.conftest import Ask
@@ -68,6 +69,21 @@ async def test_what_was_found_names_its_tier_and_what_was_never_stored_says_so(
     assert [run["tier"] for run in report["runs"]] == ["host", "file", ""]
     assert (report["found"], report["missed"]) == ({"host": 1, "file": 3}, {"never stored": 2})
     assert "the journal begins" in report["notes"][0]
+
+
+async def test_a_load_that_takes_longer_than_computing_is_not_begun(
+    memory: BlockMemory, tmp_path: Path, ask: Ask
+) -> None:
+    async with open_backend(tiers(tmp_path / "kv")[1], memory.namespace()) as backend:
+        await store(backend, memory, KEYS[:2])
+        observers = journal_observers(memory.namespace())
+        loads = LoadOrCompute(1.0, prefill_tokens_per_s=1e6, observers=observers, tier="file")
+        assert loads.pays(KEYS[:1], 4096, 16), "nothing is known yet"
+        loads.loaded(4096, 5.0)
+        assert not loads.pays(KEYS[:2], 8192, 32)
+    report = ask(KEYS[:2])
+    assert answers(report) == [(0, 1, "slower than computing")]
+    assert "whose load would take longer than computing it" in report["runs"][0]["text"]
 
 
 async def test_evicted_from_memory_by_capacity(memory: BlockMemory, ask: Ask) -> None:

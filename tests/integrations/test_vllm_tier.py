@@ -29,7 +29,8 @@ from vllm.v1.kv_offload.tiering.manager import (
 
 from kvxfer.integrations.vllm import KVXferOffloadingSpec, KVXferTier
 from kvxfer.integrations.vllm.offloading import interface
-from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, LowerTierTimeouts
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
 from tests.integrations.test_vllm import make_config
 
 NUM_CHUNKS = 4

@@ -29,7 +29,8 @@ pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")
 
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
-from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier, LowerTierTimeouts
+from kvxfer.integrations.vllm.offloading.lower_tier import LowerTier
+from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
 from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.integrations.vllm.offloading.tiered_manager import TieredOffloadingManager
 from tests.integrations.vllm_counts import read_counts

@@ -13,6 +13,7 @@ from kvxfer.backends.host import HostBackend
 from kvxfer.connect import connect, open_backend
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend, ImmediateMover, Outcome, Status
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import BlockParts, Lender
 from kvxfer.storage.observed_backend import observed, unwrapped
@@ -22,7 +23,6 @@ from kvxfer.storage.observer import (
     Asked,
     Cause,
     Ended,
-    Gauge,
     Late,
     LookedUp,
     Moved,

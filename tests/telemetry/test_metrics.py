@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry
 
 from kvxfer.connect import open_backend
 from kvxfer.storage.backend import Backend
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observed_backend import observed
-from kvxfer.storage.observer import ENGINE, Gauge, Reports
+from kvxfer.storage.observer import ENGINE, Reports
 from kvxfer.telemetry.metrics import COUNTERS, GAUGES, HISTOGRAMS, PREFIX, Metrics
 from kvxfer.testing import (
     BlockMemory,

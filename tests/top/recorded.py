@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.observer import (
     ENGINE,
     Cause,
     Ended,
-    Gauge,
     Late,
     LookedUp,
     Moved,

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvxfer.endpoint import Endpoint
-from kvxfer.storage.observer import Gauge
+from kvxfer.storage.gauge import Gauge
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.top import WIDTH, WatchedProcess, parse_scrape, picture
 from tests.top import recorded

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.integrations.vllm.offloading.interface import OffloadingEvent
+from kvxfer.integrations.vllm.offloading.lower_tier_timeouts import LowerTierTimeouts
 from kvxfer.integrations.vllm.offloading.metrics import LOWER
 from kvxfer.integrations.vllm.offloading.row_jobs import RowJob, RowLookup, RowOutcome
 from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
@@ -30,7 +31,6 @@ from kvxfer.telemetry.journal import flush_journal
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
-from kvxfer.tiering.timeouts import TierTimeouts
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction, JobId
 
@@ -42,19 +42,6 @@ JOB_BYTES = 16 << 20
 still read, and the threads of a backend get about equal shares."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowerTierTimeouts(TierTimeouts):
-    """Deadlines of the tier below host memory, in seconds.
-
-    Attributes:
-        store_s: For a store.
-        reset_s: For `LowerTier.reset`, which blocks, as `close` does.
-    """
-
-    store_s: float = 60.0
-    reset_s: float = 5.0
 
 
 class LowerTier:

@@ -25,9 +25,10 @@ from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
 from kvxfer.integrations.vllm.offloading.request_retention import parse_retention
 from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.observer import Gauge, Observer, Operation, Removal, Reports
+from kvxfer.storage.observer import Observer, Operation, Removal, Reports
 from kvxfer.storage.retention import NORMAL, Retention
 from kvxfer.telemetry.journal import flush_journal
 

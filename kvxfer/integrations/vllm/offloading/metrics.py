@@ -15,7 +15,8 @@ from kvxfer.integrations.vllm.offloading.interface import (
     OffloadingMetricMetadata,
 )
 from kvxfer.storage.backend import Status
-from kvxfer.storage.observer import Cause, Gauge, Removal
+from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.observer import Cause, Removal
 from kvxfer.telemetry.metrics import COUNTERS, GAUGES
 
 PREFIX = "vllm:kvxfer_"

@@ -25,7 +25,7 @@ from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
-from kvxfer.storage.observer import Cause, Observer
+from kvxfer.storage.observer import Cause, NotLoaded, Observer
 from kvxfer.storage.retention import NORMAL
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.job import Direction
@@ -197,6 +197,7 @@ class TieredOffloadingManager(KVXferOffloadingManager):
                 continue
             self._tier.results.deny(keys)
             self._counters.add(metrics.NOT_LOADED, len(keys))
+            self._lower_reports.tell(NotLoaded(self._tier.name, keys))
             for key in keys:
                 self._found.pop(key, None)
 
