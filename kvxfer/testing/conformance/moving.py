@@ -157,6 +157,7 @@ class StoreLoadTests(BackendSuite):
             assert memory.snapshot() == before
 
     async def test_a_chunk_stored_without_its_head_never_passes_for_a_whole_one(self) -> None:
+        self.require_parts()
         memory, keys = make_memory(blocks_per_chunk=4), make_keys(2)
         async with await self.make_backend(memory.namespace()) as backend:
             source = memory.describe(0, range(7), first_block_index=1)
