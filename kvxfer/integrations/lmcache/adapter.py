@@ -1,0 +1,315 @@
+"""L2 adapter of LMCache over any backends of kvxfer."""
+
+import contextlib
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from kvxfer.connect import open_backend
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.integrations.lmcache.answers import Answers, Deadlines, Task
+from kvxfer.integrations.lmcache.interface import (
+    Bitmap,
+    KeyEntry,
+    KeyListPage,
+    L1MemoryDesc,
+    L2AdapterInterface,
+    L2StoreResult,
+    MemoryLayoutDesc,
+    MemoryObj,
+    ObjectKey,
+)
+from kvxfer.integrations.lmcache.object_keys import object_id_of
+from kvxfer.integrations.lmcache.object_store import ObjectStore, StoredObject
+from kvxfer.integrations.lmcache.residents import Residents
+from kvxfer.integrations.lmcache.settings import AdapterSettings
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import Observer
+
+PIN_S = 60.0
+"""Seconds after which an object that was found and never unlocked may be deleted all the same."""
+
+logger = logging.getLogger(__name__)
+
+
+class KVXferL2Adapter(L2AdapterInterface):
+    """L2 adapter that keeps LMCache's objects in a kvxfer backend, verified, with a deadline.
+
+    Configured as `lmcache server --l2-adapter '{"type": "plugin", "module_path":
+    "kvxfer.integrations.lmcache", "class_name": "KVXferL2Adapter", "adapter_params": {"backend":
+    "file:///var/cache/kv?capacity=200GiB", "revision": "..."}}'`. Every task is answered by its
+    deadline, also one that cannot be done; no method raises into LMCache's controllers. An object
+    that is corrupt, of another size, shape or type, or late is a miss.
+
+    Args:
+        params: The `adapter_params`, see `AdapterSettings`.
+        l1_memory_desc: LMCache's memory; objects elsewhere are neither stored nor loaded. Without
+            it any object in host memory is.
+
+    Raises:
+        InvalidArgumentError: A parameter is missing, unknown or of no use.
+        CapacityError: There is not as much memory or disk as was configured.
+        BackendUnavailableError: The backend cannot be opened.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Any], *, l1_memory_desc: L1MemoryDesc | None = None
+    ) -> None:
+        settings = AdapterSettings.parse(params)
+        super().__init__(max_capacity_bytes=int(settings.capacity))
+        self._settings = settings
+        self._memory = l1_memory_desc
+        self._task_ids = itertools.count()
+        self._submission = threading.Lock()
+        self._pins: dict[ObjectKey, tuple[int, float]] = {}
+        self._pins_lock = threading.Lock()
+        self._closed = False
+        self._ready = False
+        namespace = settings.namespace
+        self._residents = Residents(settings.piece, namespace.fingerprint, self._wake)
+        backend = self.open_backend(namespace, [self._residents])
+        self._objects = ObjectStore(backend, settings, self._residents)
+        self._stored: Answers[Any] = Answers()
+        self._found: Answers[Any] = Answers()
+        self._loaded: Answers[Any] = Answers()
+        self._deadlines = Deadlines()
+        try:
+            self._objects.start()
+        except BaseException:
+            self.close()
+            raise
+        self._ready = True
+        self._wake()
+
+    def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+        """Open the backend; for subclasses that have one of their own."""
+        return open_backend(self._settings.backend, namespace, observers=observers)
+
+    def get_store_event_fd(self) -> int:
+        """See `L2AdapterInterface`."""
+        return self._stored.fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """See `L2AdapterInterface`."""
+        return self._found.fd
+
+    def get_load_event_fd(self) -> int:
+        """See `L2AdapterInterface`."""
+        return self._loaded.fd
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to store objects, each of which is stored or not, whatever becomes of others."""
+
+        def answer(task_id: int, task: Task) -> None:
+            self._stored.give(task_id, L2StoreResult(all(task.done), task.num_bytes))
+
+        def work(task: Task) -> Coroutine[Any, Any, None]:
+            return self._objects.store(task, self._locate(keys, objects))
+
+        return self._submit(len(keys), answer, work)
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """Take the results of the stores that have ended."""
+        return self._stored.take_all()
+
+    def submit_lookup_and_lock_task(
+        self,
+        keys: list[ObjectKey],
+        group_layout_descs: Mapping[int, MemoryLayoutDesc],  # noqa: ARG002 - LMCache's signature
+    ) -> int:
+        """Begin to look up objects; LMCache itself deletes none of those found for `PIN_S`."""
+
+        def answer(task_id: int, task: Task) -> None:
+            self._pin([key for key, found in zip(keys, task.done, strict=True) if found])
+            self._found.give(task_id, _bitmap(task))
+
+        def work(task: Task) -> Coroutine[Any, Any, None]:
+            return self._objects.lookup(task, keys)
+
+        return self._submit(len(keys), answer, work)
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """Take the result of a lookup; None while there is none."""
+        return self._found.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Let go of objects that were found."""
+        with self._pins_lock:
+            for key in keys:
+                num_pins, until = self._pins.get(key, (0, 0.0))
+                if num_pins > 1:
+                    self._pins[key] = num_pins - 1, until
+                else:
+                    self._pins.pop(key, None)
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Begin to load objects into their memory, which is not touched after the answer."""
+
+        def answer(task_id: int, task: Task) -> None:
+            loaded = [key for key, done in zip(keys, task.done, strict=True) if done]
+            if loaded:
+                self._notify_keys_accessed(loaded)
+            self._loaded.give(task_id, _bitmap(task))
+
+        def work(task: Task) -> Coroutine[Any, Any, None]:
+            return self._objects.load(task, self._locate(keys, objects))
+
+        return self._submit(len(keys), answer, work)
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """Take the result of a load; None while there is none."""
+        return self._loaded.take(task_id)
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Delete objects, those that somebody has found and not unlocked yet excepted."""
+        try:
+            ids = [object_id_of(key) for key in keys if not self._is_pinned(key)]
+            if ids and not self._objects.is_suspended:
+                limit_s = self._settings.timeout_s
+                self._objects.ask(self._objects.delete(ids)).result(limit_s + 1)
+            self._deliver()
+        except Exception as exc:
+            logger.warning("%d objects were not deleted", len(keys), exc_info=exc)
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """List the objects that are there and whose keys are known, in the order of their ids.
+
+        Raises:
+            InvalidArgumentError: `page_size` is not positive, or `cursor` is none of ours.
+        """
+        if page_size < 1:
+            raise InvalidArgumentError("page_size", page_size, "at least 1")
+        try:
+            after = bytes.fromhex(cursor or "")
+        except ValueError as exc:
+            raise InvalidArgumentError("cursor", cursor, "the token of a page before") from exc
+        left = [
+            (object_id, key, num_bytes)
+            for object_id, key, num_bytes in self._residents.list_objects()
+            if object_id > after and model_name in {None, key.model_name}
+        ]
+        page = left[:page_size]
+        entries = tuple(KeyEntry(key.to_encoded_object_key(), size) for _, key, size in page)
+        return KeyListPage(entries, page[-1][0].hex() if len(left) > page_size else None)
+
+    def report_status(self) -> dict[str, Any]:
+        """Report whether the backend can be used: it is not if it is late, or takes no blocks."""
+        suspended, is_open = self._objects.is_suspended, self._residents.breaker_is_open
+        return {
+            "is_healthy": not (suspended or is_open or self._closed),
+            "type": type(self).__name__,
+            "suspended": suspended,
+            "breaker_open": is_open,
+            "closed": self._closed,
+            "num_objects": len(self._residents.list_objects()),
+        }
+
+    def close(self) -> None:
+        """Answer all tasks and close the backend, within a deadline; may be called again."""
+        with self._submission:
+            if self._closed:
+                return
+            self._closed = True
+        self._deadlines.close()
+        closing = threading.Thread(target=self._objects.close, daemon=True)
+        closing.start()
+        closing.join(2 * self._settings.close_timeout_s)
+        for each in (self._stored, self._found, self._loaded):
+            each.close()
+
+    def _submit(
+        self,
+        num_keys: int,
+        answer: Callable[[int, Task], None],
+        work: Callable[[Task], Coroutine[Any, Any, None]],
+    ) -> int:
+        """Begin a task; whatever goes wrong is an answer of which no key is done."""
+        task_id = next(self._task_ids)
+
+        def end(task: Task) -> None:
+            self._deliver()
+            answer(task_id, task)
+
+        with self._submission:
+            task = Task(num_keys, time.monotonic() + self._settings.timeout_s, end)
+            if not self._closed:
+                self._deadlines.watch(task)
+        try:
+            if num_keys and not self._closed:
+                self._objects.begin(task, work(task))
+            else:
+                task.end()
+        except Exception as exc:
+            logger.warning("a task of %d objects was not begun", num_keys, exc_info=exc)
+            task.end()
+        return task_id
+
+    def _locate(
+        self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
+    ) -> list[StoredObject]:
+        """Find out where objects lie; those that are not in LMCache's memory are left out."""
+        located = [
+            _locate(index, *each) for index, each in enumerate(zip(keys, objects, strict=True))
+        ]
+        inside = [each for each in located if each is not None and self._has(each)]
+        if len(inside) < len(located):
+            text = "%d of %d objects are not in LMCache's host memory"
+            logger.warning(text, len(located) - len(inside), len(located))
+        return inside
+
+    def _has(self, each: StoredObject) -> bool:
+        if self._memory is None:
+            return True
+        first, stop = self._memory.ptr, self._memory.ptr + self._memory.size
+        return bool(first <= each.address and each.address + each.num_bytes <= stop)
+
+    def _pin(self, keys: Sequence[ObjectKey]) -> None:
+        until = time.monotonic() + PIN_S
+        with self._pins_lock:
+            for key in keys:
+                self._pins[key] = self._pins.get(key, (0, 0.0))[0] + 1, until
+
+    def _is_pinned(self, key: ObjectKey) -> bool:
+        with self._pins_lock:
+            if key in self._pins and self._pins[key][1] < time.monotonic():
+                del self._pins[key]
+            return key in self._pins
+
+    def _wake(self) -> None:
+        """Deliver what tiers told, and delete what is left of objects, on the event loop."""
+        if self._ready:
+            with contextlib.suppress(KVXferError):  # it was closed
+                self._objects.call_soon(self._tidy)
+
+    def _tidy(self) -> None:
+        self._deliver()
+        broken = self._residents.take_broken()
+        if broken and not self._objects.is_suspended:
+            self._objects.ask(self._objects.delete_pieces(broken))
+
+    def _deliver(self) -> None:
+        self._residents.deliver(self._notify_keys_stored, self._notify_keys_deleted)
+
+
+def _bitmap(task: Task) -> Bitmap:
+    bitmap = Bitmap(len(task.done))
+    for index, done in enumerate(task.done):
+        if done:
+            bitmap.set(index)
+    return bitmap
+
+
+def _locate(index: int, key: ObjectKey, memory: MemoryObj) -> StoredObject | None:
+    """Find out where an object lies; None if it has no bytes in host memory."""
+    data = getattr(memory, "raw_data", None)
+    if getattr(getattr(data, "device", None), "type", "") != "cpu" or not memory.get_size():
+        return None
+    meta = memory.metadata
+    layout = str((meta.shapes or [meta.shape], meta.dtypes or [meta.dtype]))
+    return StoredObject(key, memory.data_ptr, memory.get_size(), layout, index, memory)

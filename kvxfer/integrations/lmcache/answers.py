@@ -1,0 +1,153 @@
+"""Answers to LMCache's controllers, which wait for an event file descriptor."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from kvxfer.integrations.lmcache.interface import create_event_notifier
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Answers(Generic[T]):
+    """Answers to the tasks of one kind, each taken once; thread-safe.
+
+    An answer is kept before the file descriptor is signalled, so that whoever is woken finds it.
+    """
+
+    def __init__(self) -> None:
+        self._notifier: Any = create_event_notifier()
+        self._given: dict[int, T] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def fd(self) -> int:
+        """The event file descriptor."""
+        return int(self._notifier.fileno())
+
+    def give(self, task_id: int, answer: T) -> None:
+        """Answer a task."""
+        with self._lock:
+            if self._closed:
+                return
+            self._given[task_id] = answer
+            self._notifier.notify()
+
+    def take(self, task_id: int) -> T | None:
+        """Take the answer to a task; None while there is none."""
+        with self._lock:
+            return self._given.pop(task_id, None)
+
+    def take_all(self) -> dict[int, T]:
+        """Take the answers to all tasks that have one."""
+        with self._lock:
+            given, self._given = self._given, {}
+        return given
+
+    def close(self) -> None:
+        """Close the file descriptor."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._notifier.close()
+
+
+class Task:
+    """Task of a controller, which is answered once, whatever happens.
+
+    Args:
+        num_keys: Keys of the task.
+        deadline: Deadline on the clock of `time.monotonic`.
+        answer: Called once, with this task.
+
+    Attributes:
+        done: Whether each of the keys is done.
+        num_bytes: Bytes that were stored.
+        answered: Time at which the backend answered last, or that of the task's begin.
+    """
+
+    def __init__(self, num_keys: int, deadline: float, answer: "Callable[[Task], object]") -> None:
+        self.deadline = deadline
+        self.done = [False] * num_keys
+        self.num_bytes = 0
+        self.answered = time.monotonic()
+        self.ended = False
+        self._answer = answer
+        self._lock = threading.Lock()
+
+    def touch(self, func: Callable[[], object]) -> bool:
+        """Call a function that touches LMCache's memory, unless the task has ended.
+
+        LMCache reuses the memory once it has the answer: `end` waits for the function.
+
+        Returns:
+            Whether it was called.
+        """
+        with self._lock:
+            if not self.ended:
+                func()
+            return not self.ended
+
+    def end(self) -> None:
+        """Answer with what is done by now, unless that was done before."""
+        with self._lock:
+            if self.ended:
+                return
+            self.ended = True
+        try:
+            self._answer(self)
+        except Exception:
+            logger.exception("an answer to LMCache failed")
+
+
+class Deadlines:
+    """Thread that ends tasks at their deadline, also when an event loop is blocked.
+
+    Args:
+        grace_s: Seconds after the deadline: whoever works on a task ends it first.
+    """
+
+    def __init__(self, grace_s: float = 0.25) -> None:
+        self._grace_s = grace_s
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        threading.Thread(target=self._run, name="kvxfer-lmcache-deadlines", daemon=True).start()
+
+    def watch(self, task: Task) -> None:
+        """Watch a task; each has a later deadline than those before."""
+        with self._changed:
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """End all tasks now, and the thread."""
+        with self._changed:
+            self._closed = True
+            left = list(self._tasks)
+            self._changed.notify()
+        for task in left:
+            task.end()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._tasks and self._tasks[0].ended:
+                    self._tasks.popleft()
+                if self._closed:
+                    return
+                if not self._tasks:
+                    self._changed.wait()
+                    continue
+                task = self._tasks[0]
+                left = task.deadline + self._grace_s - time.monotonic()
+                if left > 0:
+                    self._changed.wait(left)
+                    continue
+            task.end()

@@ -1,0 +1,42 @@
+"""Interface of LMCache's L2 adapters: all imports from LMCache.
+
+A release is recognised by what it has, never by its version number.
+"""
+
+import importlib.metadata
+
+from kvxfer.errors import UnsupportedEngineError
+
+SUPPORTED = "0.5.6"
+
+
+def installed_version() -> str:
+    """Version of the installed LMCache."""
+    try:
+        return importlib.metadata.version("lmcache")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+try:
+    from lmcache.lmcache_native import Bitmap
+    from lmcache.v1.distributed.api import KeyEntry, KeyListPage, MemoryLayoutDesc, ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc, L2StoreResult
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+    from lmcache.v1.memory_management import MemoryObj
+    from lmcache.v1.platform import create_event_notifier
+except ImportError as exc:
+    raise UnsupportedEngineError("lmcache", installed_version(), SUPPORTED, str(exc)) from exc
+
+__all__ = [
+    "Bitmap",
+    "KeyEntry",
+    "KeyListPage",
+    "L1MemoryDesc",
+    "L2AdapterInterface",
+    "L2StoreResult",
+    "MemoryLayoutDesc",
+    "MemoryObj",
+    "ObjectKey",
+    "create_event_notifier",
+]

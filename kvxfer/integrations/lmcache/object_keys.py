@@ -1,0 +1,72 @@
+"""Keys of LMCache's objects: every field of an `ObjectKey`, and the piece of the object.
+
+A key can be read, so that after a restart files tell which objects they are of. Where the names in
+it are too long for the name of a file, a digest of all fields takes their place.
+"""
+
+import hashlib
+import struct
+
+from kvxfer.integrations.lmcache.interface import ObjectKey
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, make_block_key
+
+MAX_ID_BYTES = 111
+"""Bytes of an object's id: with its piece and its group it has to fit into the name of a file."""
+
+READABLE, DIGEST = b"\x01", b"\x00"
+
+_FIELDS = struct.Struct(">QIBB")
+"""Rank, object group, bytes of the chunk's hash, bytes of the model's name."""
+
+_PIECE = struct.Struct(">I")
+
+
+def object_id_of(key: ObjectKey) -> bytes:
+    """Make the part of a key that all pieces of an object have in common.
+
+    The chunk's hash comes first: folders are named after the first digits of a key.
+    """
+    chunk_hash: bytes = key.chunk_hash
+    model: bytes = key.model_name.encode()
+    salt: bytes = key.cache_salt.encode()
+    fields = (key.kv_rank, key.object_group_id, len(chunk_hash), len(model))
+    try:
+        told = chunk_hash + model + salt + _FIELDS.pack(*fields) + READABLE
+    except struct.error:  # a number out of range
+        told = b""
+    if told and len(told) <= MAX_ID_BYTES:
+        return told
+    digest = hashlib.blake2b(digest_size=32)
+    for field in (chunk_hash, model, salt, repr(fields[:2]).encode()):
+        digest.update(len(field).to_bytes(8, "big") + field)
+    return digest.digest() + DIGEST
+
+
+def object_key_of(object_id: bytes) -> ObjectKey | None:
+    """Read an object's key out of its id; None where that is a digest, or no id of this form."""
+    tail = object_id[-_FIELDS.size - 1 :]
+    if len(tail) <= _FIELDS.size or tail[-1:] != READABLE:
+        return None
+    rank, group, hash_bytes, model_bytes = _FIELDS.unpack(tail[:-1])
+    names = object_id[: -len(tail)]
+    try:
+        return ObjectKey(
+            chunk_hash=names[:hash_bytes],
+            model_name=names[hash_bytes : hash_bytes + model_bytes].decode(),
+            kv_rank=rank,
+            object_group_id=group,
+            cache_salt=names[hash_bytes + model_bytes :].decode(),
+        )
+    except ValueError:
+        return None
+
+
+def piece_key(object_id: bytes, index: int) -> BlockKey:
+    """Make the key under which a piece is stored."""
+    return make_block_key(object_id + _PIECE.pack(index), 0)
+
+
+def piece_of(key: BlockKey) -> tuple[bytes, int]:
+    """Read which piece a key names: the object's id and the index of the piece."""
+    content = key[:-GROUP_INDEX_BYTES]
+    return content[: -_PIECE.size], int.from_bytes(content[-_PIECE.size :], "big")

@@ -1,0 +1,342 @@
+"""Object store: LMCache's objects, cut into pieces, in a backend.
+
+Bytes pass through buffers of our own. LMCache reuses the memory of an object as soon as it has an
+answer, and a transfer that missed its deadline may still read or write: only a buffer, then.
+"""
+
+import asyncio
+import ctypes
+import logging
+import struct
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.integrations.lmcache.answers import Task
+from kvxfer.integrations.lmcache.interface import ObjectKey
+from kvxfer.integrations.lmcache.object_keys import object_id_of, piece_key
+from kvxfer.integrations.lmcache.residents import Residents
+from kvxfer.integrations.lmcache.settings import UNIT_BYTES, AdapterSettings
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.calls import Calls
+from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.threads import Threads
+from kvxfer.tiering.suspension import Suspension
+from kvxfer.transfer.event_loop import EngineLoop
+from kvxfer.transfer.job import Direction
+
+HEADER = struct.Struct(">8sQ16s")
+"""What precedes an object's bytes: form, bytes of the object, digest of its shapes and types."""
+
+FORM = b"KVXLMC01"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredObject:
+    """Object of LMCache, where it lies in host memory.
+
+    Attributes:
+        key: LMCache's key.
+        address: Address of its first byte.
+        num_bytes: Bytes of it.
+        layout: Its shapes and types.
+        index: Its index within its task.
+        owner: Keeps the memory alive.
+    """
+
+    key: ObjectKey
+    address: int
+    num_bytes: int
+    layout: str
+    index: int
+    owner: object
+
+    @property
+    def header(self) -> bytes:
+        """What precedes its bytes, so that no object of other bytes is taken for it."""
+        return HEADER.pack(FORM, self.num_bytes, xxhash.xxh3_128_digest(self.layout.encode()))
+
+    def cut(self, piece_bytes: int) -> Iterator["Piece"]:
+        """Cut header and object into pieces."""
+        object_id = object_id_of(self.key)
+        for index, start in enumerate(range(-HEADER.size, self.num_bytes, piece_bytes)):
+            head = self.header if not index else b""
+            first, last = max(0, start), min(self.num_bytes, start + piece_bytes)
+            address, num_bytes = self.address + first, last - first
+            yield Piece(self, piece_key(object_id, index), index, head, address, num_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Piece of an object: `head`, and `num_bytes` of the object at `address`."""
+
+    of: StoredObject
+    key: BlockKey
+    index: int
+    head: bytes
+    address: int
+    num_bytes: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that are stored: whole units, zeros after the end of the object."""
+        return -(-(len(self.head) + self.num_bytes) // UNIT_BYTES) * UNIT_BYTES
+
+
+class ObjectStore:
+    """Store of objects, on an event loop of its own. `begin` may be called on any thread.
+
+    An object is there if and only if its first piece is, which is stored last.
+
+    Args:
+        backend: Backend of the pieces; closed with the store.
+        settings: Settings of the adapter.
+        residents: Told what is stored and what is gone where the backend does not tell it.
+    """
+
+    def __init__(self, backend: Backend, settings: AdapterSettings, residents: Residents) -> None:
+        self._backend = backend
+        self._settings = settings
+        self._residents = residents
+        self._staging = {
+            each: StagingMemory(settings.staging // 2, settings.piece, backend.drain)
+            for each in Direction
+        }
+        backend.attach([each.region for each in self._staging.values()])
+        self._loop = EngineLoop("LMCache's store")
+        self._calls = Calls()
+        self._copies = CPUCopyEngine()
+        self._threads = Threads("kvxfer-lmcache", 2)
+        self._suspension = Suspension("LMCache's store", settings.pause_s)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether the backend is not called, since it missed a deadline."""
+        return self._suspension.is_on(time.monotonic())
+
+    def start(self) -> None:
+        """Start the backend; blocks the thread."""
+        self._loop.run_blocking(self._backend.start())
+
+    def begin(self, task: Task, work: Coroutine[Any, Any, None]) -> None:
+        """Begin to work on a task, and return at once. The task ends by the deadline."""
+        if self.is_suspended:
+            work.close()
+            task.end()
+        else:
+            self._loop.submit(self._work(task, work))
+
+    def ask(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Begin any other call; it, too, ends by the deadline."""
+        return self._loop.submit(self._calls.wait_for(self._settings.timeout_s, call))
+
+    def call_soon(self, func: Callable[[], object]) -> None:
+        """Call a function on the event loop."""
+        self._loop.call_soon(func)
+
+    def close(self) -> None:
+        """Close the backend, by the deadline for closing; blocks the thread."""
+        self._loop.run_blocking(self._aclose())
+        self._loop.stop()
+        self._copies.close()
+
+    async def lookup(self, task: Task, keys: Sequence[ObjectKey]) -> None:
+        """Find out which objects are there."""
+        task.done[:] = await self._lookup(task, keys)
+
+    async def store(self, task: Task, objects: Sequence[StoredObject]) -> None:
+        """Store the objects that are not there."""
+        there = await self._lookup(task, [each.key for each in objects])
+        new = {each.key: each for each, found in zip(objects, there, strict=True) if not found}
+        for each in new.values():
+            self._residents.begin_store(each.key, each.num_bytes)
+        try:
+            stored = await self._store_new(task, list(new.values()))
+        finally:
+            for each in new.values():
+                self._residents.end_store(each.key)
+        for each, found in zip(objects, there, strict=True):
+            task.done[each.index] = found or each.key in stored
+        task.num_bytes = sum(new[key].num_bytes for key in stored)
+
+    async def load(self, task: Task, objects: Sequence[StoredObject]) -> None:
+        """Load objects into their memory. What is not whole is deleted."""
+        pieces = [piece for each in objects for piece in each.cut(self._settings.piece)]
+        statuses = await self._move_all(task, pieces, Direction.LOAD)
+        bad = {piece.of.index for piece in pieces if statuses.get(piece) is not Status.DONE}
+        for each in objects:
+            task.done[each.index] = each.index not in bad
+        useless = {
+            piece.of.index
+            for piece, status in statuses.items()
+            if status in {Status.MISSING, Status.CORRUPT}
+        }
+        if useless:
+            task.end()
+            await self.delete_pieces([each.key for each in pieces if each.of.index in useless])
+
+    async def delete(self, object_ids: Sequence[bytes]) -> None:
+        """Delete objects, as far as their pieces are known."""
+        await self.delete_pieces([k for each in object_ids for k in self._residents.keys_of(each)])
+
+    async def delete_pieces(self, keys: Sequence[BlockKey]) -> None:
+        """Delete pieces, and note which of them are gone."""
+        keys = list(dict.fromkeys(keys))
+        if not keys:
+            return
+        removed = await self._backend.delete(keys)
+        unsure = [key for key, is_gone in zip(keys, removed, strict=True) if not is_gone]
+        stays = await self._backend.lookup(unsure) if unsure else []
+        kept = {key for key, there in zip(unsure, stays, strict=True) if there}
+        self._residents.discard([key for key in keys if key not in kept])
+
+    async def _work(self, task: Task, work: Coroutine[Any, Any, None]) -> None:
+        left = task.deadline - time.monotonic()
+        call = f"a task of {len(task.done)} objects"
+        try:
+            await self._calls.wait_for(max(0.0, left), work)
+        except TimeoutError:
+            now, timeout_s = time.monotonic(), self._settings.timeout_s
+            if now - task.answered > timeout_s / 2:  # else it is slow, but it is there
+                self._suspension.begin(now, call, timeout_s)
+        except Exception as exc:
+            logger.warning("%s failed", call, exc_info=exc)
+        finally:
+            task.end()
+
+    async def _lookup(self, task: Task, keys: Sequence[ObjectKey]) -> list[bool]:
+        ids = [object_id_of(key) for key in keys]
+        first = {each: piece_key(each, 0) for each in ids}
+        answer = await self._backend.lookup(list(first.values())) if first else []
+        task.answered = time.monotonic()
+        found = dict(zip(first, answer, strict=True))
+        self._residents.miss([first[each] for each, is_there in found.items() if not is_there])
+        return [found[each] for each in ids]
+
+    async def _store_new(self, task: Task, objects: Sequence[StoredObject]) -> set[ObjectKey]:
+        """Store objects; return the keys of those that are there."""
+        pieces = [piece for each in objects for piece in each.cut(self._settings.piece)]
+        rest = [piece for piece in pieces if piece.index]
+        statuses = await self._move_all(task, rest, Direction.STORE)
+        bad = {piece.of.key for piece in rest if statuses.get(piece) is not Status.DONE}
+        first = [piece for piece in pieces if not piece.index and piece.of.key not in bad]
+        statuses = await self._move_all(task, first, Direction.STORE)
+        return {each.of.key for each, status in statuses.items() if status is Status.DONE}
+
+    async def _move_all(
+        self, task: Task, pieces: Sequence[Piece], direction: Direction
+    ) -> dict[Piece, Status]:
+        """Move pieces; several windows of what fits into a buffer at a time."""
+        staging = self._staging[direction]
+        room = asyncio.Semaphore(staging.num_buffers)
+
+        async def move(window: Sequence[Piece]) -> None:
+            async with room:
+                statuses.update(await self._move(task, window, direction))
+
+        statuses: dict[Piece, Status] = {}
+        async with asyncio.TaskGroup() as group:
+            for each in _apart(pieces):
+                for start, stop in staging.cut([piece.stored_bytes for piece in each]):
+                    group.create_task(move(each[start:stop]))
+        return statuses
+
+    async def _move(
+        self, task: Task, pieces: Sequence[Piece], direction: Direction
+    ) -> dict[Piece, Status]:
+        """Move pieces through one buffer, which goes back when nothing touches it any more."""
+        keys = [piece.key for piece in pieces]
+        sizes = [piece.stored_bytes for piece in pieces]
+        async with self._staging[direction].hold(sizes, [0] * len(sizes)) as staged:
+            if direction is Direction.STORE:
+                if not await self._threads.run(self._fill, task, pieces, staged):
+                    return {}
+                outcomes = await staged.move(self._backend.store, keys, staged.blocks)
+            else:
+                outcomes = await staged.move(self._backend.load, keys, staged.blocks)
+            task.answered = time.monotonic()
+            statuses = dict(zip(pieces, (each.status for each in outcomes), strict=True))
+            done = [each.key for each in pieces if statuses[each] is Status.DONE]
+            if direction is Direction.STORE:
+                self._residents.store(done)
+            else:
+                self._residents.miss([each for each in keys if each not in done])
+                statuses |= await self._threads.run(self._empty, task, statuses, staged)
+        return statuses
+
+    def _fill(self, task: Task, pieces: Sequence[Piece], staged: StagedBlocks) -> bool:
+        """Copy pieces to a buffer, unless their memory is LMCache's again."""
+        for piece, address in zip(pieces, staged.blocks.addresses.tolist(), strict=True):
+            stop = len(piece.head) + piece.num_bytes
+            ctypes.memmove(address, piece.head, len(piece.head))
+            ctypes.memset(address + stop, 0, piece.stored_bytes - stop)
+        return task.touch(lambda: self._copies.copy(*_sides(pieces, staged)))
+
+    def _empty(
+        self, task: Task, statuses: dict[Piece, Status], staged: StagedBlocks
+    ) -> dict[Piece, Status]:
+        """Copy pieces that have landed out of a buffer; return those that are of another object."""
+        pieces, addresses = list(statuses), staged.blocks.addresses.tolist()
+        other = {
+            piece: Status.MISSING
+            for piece, address in zip(pieces, addresses, strict=True)
+            if statuses[piece] is Status.DONE
+            and ctypes.string_at(address, len(piece.head)) != piece.head
+        }
+        landed = [
+            index
+            for index, piece in enumerate(pieces)
+            if statuses[piece] is Status.DONE and piece not in other
+        ]
+        if landed:
+            memory, buffer = _sides(pieces, staged)
+            task.touch(lambda: self._copies.copy(buffer.take(landed), memory.take(landed)))
+        return other
+
+    async def _aclose(self) -> None:
+        for staging in self._staging.values():
+            staging.withdraw()
+        try:
+            timeout_s = self._settings.close_timeout_s
+            await self._calls.wait_for(timeout_s, self._backend.aclose())
+            await self._calls.wait_for(timeout_s / 2, self._calls.drain())
+        except TimeoutError:
+            logger.warning("the backend was not closed after %g s", self._settings.close_timeout_s)
+        await self._threads.aclose(1.0)
+
+
+def _apart(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Part pieces so that no key is twice in one part: LMCache may ask twice for an object."""
+    parts: list[dict[BlockKey, Piece]] = []
+    for piece in pieces:
+        part = next((each for each in parts if piece.key not in each), None)
+        if part is None:
+            parts.append(part := {})
+        part[piece.key] = piece
+    return [list(part.values()) for part in parts]
+
+
+def _sides(pieces: Sequence[Piece], staged: StagedBlocks) -> tuple[Descriptors, Descriptors]:
+    """Describe the bytes of pieces in LMCache's memory and in a buffer."""
+    sizes = [piece.num_bytes for piece in pieces]
+    heads = [len(piece.head) for piece in pieces]
+    memory = _describe([piece.address for piece in pieces], sizes)
+    starts = [
+        address + head
+        for address, head in zip(staged.blocks.addresses.tolist(), heads, strict=True)
+    ]
+    return memory, _describe(starts, sizes)
+
+
+def _describe(addresses: Sequence[int], sizes: Sequence[int]) -> Descriptors:
+    return Descriptors.of_pieces(np.array(addresses, np.uint64), sizes)

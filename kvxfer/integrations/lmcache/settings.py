@@ -1,0 +1,82 @@
+"""Settings of the adapter: the `adapter_params` of LMCache's configuration."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.units import ByteSize
+
+LAYOUT = "LMCache objects in pieces, form 1"
+
+UNIT_BYTES = 4096
+"""Bytes that the last piece of an object is filled up to a multiple of."""
+
+
+class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of `KVXferL2Adapter`.
+
+    Attributes:
+        backend: URL or mapping of a backend, or several, fastest first.
+        revision: Name of the weights, and of all else that changes their keys and values: LMCache
+            tells the name of the model only.
+        timeout_s: Deadline of a store, a lookup or a load, in seconds.
+        pause_s: Time without calls of the backend after one of them missed the deadline.
+        piece: Bytes of the pieces that objects are stored in.
+        staging: Bytes of the buffers that pieces pass through, half of them for loads.
+        capacity: Bytes that LMCache may fill before it evicts globally; none by default: the
+            backend evicts by itself. Quotas of LMCache need none.
+        close_timeout_s: Deadline of closing.
+    """
+
+    backend: str | dict[str, Any] | list[str | dict[str, Any]]
+    revision: str
+    timeout_s: float = 30.0
+    pause_s: float = 10.0
+    piece: ByteSize = ByteSize(4 << 20)
+    staging: ByteSize = ByteSize(256 << 20)
+    capacity: ByteSize = ByteSize(0)
+    close_timeout_s: float = 10.0
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any]) -> "AdapterSettings":
+        """Check the parameters that LMCache passes on.
+
+        Raises:
+            InvalidArgumentError: A parameter is missing, unknown or of no use.
+        """
+        try:
+            settings = msgspec.convert(params, cls, strict=False, dec_hook=_decode)
+        except msgspec.ValidationError as exc:
+            raise InvalidArgumentError("adapter_params", params, str(exc)) from exc
+        if not settings.revision:
+            rule = "a name for the weights: their commit, quantization, overrides"
+            raise InvalidArgumentError("revision", settings.revision, rule)
+        for name in ("timeout_s", "pause_s", "close_timeout_s"):
+            if not getattr(settings, name) > 0:
+                raise InvalidArgumentError(name, getattr(settings, name), "more than 0 seconds")
+        if settings.piece % UNIT_BYTES:
+            raise InvalidArgumentError("piece", settings.piece, f"a multiple of {UNIT_BYTES} bytes")
+        if settings.staging < 4 * settings.piece:
+            wanted = f"at least {4 * settings.piece}, four pieces"
+            raise InvalidArgumentError("staging", settings.staging, wanted)
+        return settings
+
+    @property
+    def namespace(self) -> Namespace:
+        """Namespace of the objects of all models."""
+        return Namespace(
+            model="lmcache",
+            revision=self.revision,
+            layout=LAYOUT,
+            groups=(GroupIdentity(page_sizes_bytes=(UNIT_BYTES,)),),
+            blocks_per_chunk=self.piece // UNIT_BYTES,
+        )
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(kind)

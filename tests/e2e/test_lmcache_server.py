@@ -1,0 +1,183 @@
+"""A whole LMCache server over `KVXferL2Adapter`, with LMCache's own client and benchmark."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
+
+pytestmark = pytest.mark.e2e
+
+LIMIT_S = 120
+SHAPE = "(2,256,16,2,32):float16:4"
+NUM_REQUESTS = 3
+CHUNKS = 8  # of each request: 512 tokens in chunks of 64
+COMMAND = [sys.executable, "-m", "lmcache.cli.main"]
+ENVIRONMENT = os.environ | {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+
+
+def spec_of(folder: Path) -> str:
+    """The adapter, as on LMCache's command line."""
+    params = {"backend": f"file://{folder}?capacity=1GiB", "revision": "commit"}
+    return json.dumps(
+        {
+            "type": "plugin",
+            "module_path": "kvxfer.integrations.lmcache",
+            "class_name": "KVXferL2Adapter",
+            "adapter_params": params,
+        }
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Server:
+    """LMCache's server, in a process of its own."""
+
+    def __init__(self, folder: Path, log: Path) -> None:
+        self.log, self.port, self.http_port = log, free_port(), free_port()
+        arguments = [
+            *("server", "--port", str(self.port), "--http-port", str(self.http_port)),
+            *("--l1-size-gb", "0.25", "--no-l1-use-lazy", "--eviction-policy", "LRU"),
+            *("--chunk-size", "64", "--supported-transfer-mode", "auto", "--disable-metrics"),
+            *("--l2-adapter", spec_of(folder)),
+        ]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [*COMMAND, *arguments], env=ENVIRONMENT, stdout=output, stderr=output
+            )
+
+    def ask(self, path: str) -> Any:
+        """Ask its HTTP interface."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}{path}", timeout=10) as page:
+            return json.load(page)
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        end = time.monotonic() + LIMIT_S
+        while True:
+            try:
+                self.ask("/healthcheck")
+            except OSError:
+                assert self.process.poll() is None, self.log.read_text()[-5000:]
+                assert time.monotonic() < end
+                time.sleep(0.2)
+            else:
+                return
+
+    def bench(self) -> str:
+        """Let LMCache's own client store requests and retrieve them; return what it prints."""
+        arguments = [
+            *("bench", "server", "--mode", "cpu", "--kvcache-shape-spec", SHAPE),
+            *("--num-blocks", "256", "--end", str(NUM_REQUESTS), "--interval", "0.05"),
+            *("--rpc-url", f"tcp://localhost:{self.port}"),
+            *("--url", f"http://localhost:{self.http_port}"),
+        ]
+        ended = subprocess.run(
+            [*COMMAND, *arguments],
+            env=ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        return ended.stdout + ended.stderr
+
+    def loaded_from_l2(self) -> list[int]:
+        """List how many objects each prefetch took from the adapter."""
+        log = self.log.read_text()
+        found = re.findall(r"Prefetch request completed.*?\(\d+ L1, (\d+) L2\)", log)
+        return [int(each) for each in found]
+
+    @property
+    def num_objects(self) -> int:
+        """Objects that the adapter has."""
+        status = self.ask("/status")["storage_manager"]["l2_adapters"][0]
+        assert status["is_healthy"]
+        return int(status["num_objects"])
+
+
+@contextmanager
+def running(folder: Path, log: Path) -> Iterator[Server]:
+    """A server that answers; killed in the end."""
+    server = Server(folder, log)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def checksums(printed: str) -> dict[str, str]:
+    """Checksums of what the client retrieved, by request."""
+    return dict(re.findall(r"\[seq (\d+)/warm\] CHECKSUM: (\w+)", printed))
+
+
+def fill(folder: Path, log: Path) -> dict[str, str]:
+    """Store requests and kill the server; return the checksums of what was stored."""
+    with running(folder, log) as server:
+        stored = checksums(server.bench())
+        end = time.monotonic() + LIMIT_S
+        while server.num_objects < NUM_REQUESTS * CHUNKS:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    assert len(stored) == NUM_REQUESTS
+    return stored
+
+
+def test_a_server_finds_what_one_that_was_killed_had_stored(tmp_path: Path) -> None:
+    stored = fill(tmp_path / "kv", tmp_path / "first.log")
+    with running(tmp_path / "kv", tmp_path / "second.log") as server:
+        assert checksums(server.bench()) == stored
+        assert set(server.loaded_from_l2()) == {CHUNKS}
+
+
+@pytest.mark.exhaustive
+def test_a_server_finds_no_damaged_object(tmp_path: Path) -> None:
+    fill(tmp_path / "kv", tmp_path / "first.log")
+    for file in (tmp_path / "kv").rglob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-100] ^= 1
+        file.write_bytes(content)
+    with running(tmp_path / "kv", tmp_path / "second.log") as server:
+        assert len(checksums(server.bench())) == NUM_REQUESTS
+        assert not sum(server.loaded_from_l2())
+
+
+def test_the_benchmark_of_adapters_runs_and_finds_every_byte(tmp_path: Path) -> None:
+    arguments = [
+        *("bench", "l2", "--l2-adapter", spec_of(tmp_path), "--num-keys", "8", "--rounds", "2"),
+        *("--data-size-kb", "300", "--no-skip-verify", "--lookup-max-hit-rate", "1.0"),
+    ]
+    ended = subprocess.run(
+        [*COMMAND, *arguments],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert not ended.returncode, ended.stdout + ended.stderr
+    results = re.findall(r"Total (keys|success): +(\d+)", ended.stdout)
+    assert len(results) == 6  # store, lookup, load
+    assert {number for _, number in results} == {"16"}
+    assert "Actual hit rate:" in ended.stdout

@@ -1,0 +1,305 @@
+"""`KVXferL2Adapter`, made by LMCache's own factory and driven as its controllers do."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
+
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.integrations.lmcache.object_keys import object_id_of, object_key_of
+from tests.integrations.lmcache_driver import (
+    Driver,
+    Memory,
+    bytes_of,
+    make_key,
+    make_object,
+    plugin,
+)
+
+SIZES = (1, 4096, 30_001, 4064, 65_536 - 32, 65_536, 200_000)
+"""Odd sizes, and those at which an object needs one piece more."""
+
+PIECE = {"piece": "64KiB", "staging": "512KiB"}
+
+
+def params_of(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"backend": f"file://{folder}?capacity=64MiB", **PIECE, **more}
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def driver(tmp_path: Path, memory: Memory) -> Iterator[Driver]:
+    opened = Driver.open(plugin(params_of(tmp_path)), memory)
+    yield opened
+    opened.adapter.close()
+
+
+def test_objects_of_every_size_come_back(driver: Driver, memory: Memory) -> None:
+    keys = [make_key(number) for number in range(len(SIZES))]
+    stored = [memory.fill(size, seed) for seed, size in enumerate(SIZES)]
+    expected = bytes_of(stored)
+    result = driver.store(keys, stored)
+    assert result.is_successful()
+    assert result.bytes_transferred() == sum(SIZES)
+    assert driver.lookup(keys) == [True] * len(keys)
+    loaded = [memory.allocate(size) for size in SIZES]
+    assert driver.load(keys, loaded) == [True] * len(keys)
+    assert bytes_of(loaded) == expected
+
+
+def test_a_small_object_takes_no_more_than_its_units(
+    driver: Driver, memory: Memory, tmp_path: Path
+) -> None:
+    driver.store([make_key(1)], [memory.fill(4000, 1)])
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert file.stat().st_size == 2 * 4096  # header and one unit
+
+
+@pytest.mark.parametrize("backend", ["host://?capacity=1MiB", "tiers"])
+def test_other_backends_and_tiers(backend: str, tmp_path: Path, memory: Memory) -> None:
+    tiers = ["host://?capacity=1MiB", f"file://{tmp_path}?capacity=64MiB"]
+    chosen = tiers if backend == "tiers" else backend
+    driver = Driver.open(plugin(PIECE | {"backend": chosen}), memory)
+    keys, stored = [make_key(1), make_key(2)], [memory.fill(size, size) for size in (70_000, 9)]
+    assert driver.store(keys, stored).is_successful()
+    loaded = [memory.allocate(size) for size in (70_000, 9)]
+    assert driver.lookup(keys) == [True, True]
+    assert driver.load(keys, loaded) == [True, True]
+    assert bytes_of(loaded) == bytes_of(stored)
+    assert driver.adapter.get_usage().total_bytes_used == 70_009
+    driver.adapter.close()
+
+
+def test_every_field_of_a_key_counts(driver: Driver, memory: Memory) -> None:
+    others = [
+        make_key(2),
+        make_key(1, model_name="some/other"),
+        make_key(1, kv_rank=2),
+        make_key(1, object_group_id=1),
+        make_key(1, cache_salt="tenant"),
+        make_key(1, cache_salt="t" * 128),
+    ]
+    driver.store([make_key(1)], [memory.fill(100, 1)])
+    assert driver.lookup([make_key(1), *others]) == [True] + [False] * len(others)
+    sizes = [100 + number for number in range(len(others))]
+    assert driver.store(others, [memory.fill(size, size) for size in sizes]).is_successful()
+    loaded = [memory.allocate(size) for size in sizes]
+    assert driver.load(others, loaded) == [True] * len(others)
+    assert bytes_of(loaded) == bytes_of([Memory().fill(size, size) for size in sizes])
+
+
+def test_an_object_of_another_size_shape_or_type_is_a_miss(driver: Driver, memory: Memory) -> None:
+    wrong = {
+        "shorter": memory.allocate(4000),
+        "longer": memory.allocate(9000),
+        "type": memory.allocate(8192, dtype=torch.float16),
+    }
+    for number, (name, each) in enumerate(wrong.items()):
+        driver.store([make_key(number)], [memory.fill(8192, 1)])
+        assert driver.load([make_key(number)], [each]) == [False], name
+        assert bytes_of([each]) == [bytes(each.get_size())], name
+        wait_until_gone(driver, number)  # it would never be of use
+
+
+def test_a_missing_object_among_others(driver: Driver, memory: Memory) -> None:
+    keys = [make_key(number) for number in range(3)]
+    driver.store(keys[::2], [memory.fill(100, 1), memory.fill(100, 2)])
+    assert driver.lookup(keys) == [True, False, True]
+    assert driver.load(keys, [memory.allocate(100) for _ in keys]) == [True, False, True]
+
+
+def test_empty_batches_are_answered(driver: Driver) -> None:
+    assert driver.store([], []).is_successful()
+    assert driver.lookup([]) == []
+    assert driver.load([], []) == []
+
+
+def test_what_cannot_be_done_is_answered(driver: Driver, memory: Memory) -> None:
+    outside = make_object(torch.zeros(100, dtype=torch.uint8))
+    inside = memory.fill(100, 1)
+    keys = [make_key(1), make_key(2)]
+    assert not driver.store(keys, [outside, inside]).is_successful()
+    assert driver.lookup(keys) == [False, True]
+    assert driver.load(keys, [outside, inside]) == [False, True]
+    assert not driver.store(keys, [inside]).is_successful()  # fewer objects than keys
+    assert driver.load(keys, [inside]) == [False, False]
+    assert not driver.store([make_key(3)], [memory.allocate(0)]).is_successful()
+
+
+def test_a_key_that_is_asked_for_twice(driver: Driver, memory: Memory) -> None:
+    stored = [memory.fill(70_000, 1)] * 2
+    assert driver.store([make_key(1)] * 2, stored).is_successful()
+    assert driver.lookup([make_key(1)] * 2) == [True, True]
+    loaded = [memory.allocate(70_000), memory.allocate(70_000)]
+    assert driver.load([make_key(1)] * 2, loaded) == [True, True]
+    assert bytes_of(loaded) == bytes_of(stored)
+
+
+def test_storing_again_moves_no_bytes(driver: Driver, memory: Memory) -> None:
+    assert driver.store([make_key(1)], [memory.fill(100, 1)]).bytes_transferred() == 100
+    again = driver.store([make_key(1)], [memory.fill(100, 1)])
+    assert again.is_successful()
+    assert again.bytes_transferred() == 0
+    assert driver.adapter.get_usage().total_bytes_used == 100
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "remove"])
+def test_damaged_files_are_misses_and_gone(
+    damage: str, driver: Driver, memory: Memory, tmp_path: Path
+) -> None:
+    keys = [make_key(1), make_key(2)]
+    driver.store(keys, [memory.fill(200_000, 1), memory.fill(200_000, 2)])
+    expected = bytes_of([memory.fill(200_000, 2)])
+    last = max(path for path in tmp_path.rglob("*.safetensors") if is_of(path, keys[0]))
+    content = bytearray(last.read_bytes())
+    content[-5000] ^= 1
+    if damage == "remove":
+        last.unlink()
+    else:
+        kept = {"flip": len(content), "truncate": len(content) - 4096, "empty": 0}[damage]
+        last.write_bytes(content[:kept])
+    loaded = [memory.allocate(200_000), memory.allocate(200_000)]
+    assert driver.load(keys, loaded) == [False, True]
+    assert bytes_of(loaded[1:]) == expected
+    until(lambda: driver.lookup(keys) == [False, True])
+    until(lambda: driver.adapter.get_usage().total_bytes_used == 200_000)
+    until(lambda: not any(is_of(path, keys[0]) for path in tmp_path.rglob("*.safetensors")))
+
+
+def test_found_objects_stay_until_they_are_unlocked(driver: Driver, memory: Memory) -> None:
+    keys = [make_key(1), make_key(2)]
+    driver.store(keys, [memory.fill(100, 1), memory.fill(100, 2)])
+    assert driver.lookup(keys[:1]) == [True]
+    driver.adapter.delete(keys)
+    assert driver.load(keys, [memory.allocate(100), memory.allocate(100)]) == [True, False]
+    driver.adapter.submit_unlock(keys)
+    driver.adapter.delete(keys)
+    assert driver.lookup(keys) == [False, False]
+    assert driver.adapter.get_usage().total_bytes_used == 0
+
+
+def test_a_lookup_that_nobody_unlocks_holds_nothing_for_good(
+    driver: Driver, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.integrations.lmcache.adapter.PIN_S", 0.0)
+    driver.store([make_key(1)], [memory.fill(100, 1)])
+    assert driver.lookup([make_key(1)]) == [True]
+    driver.adapter.delete([make_key(1)])
+    assert driver.lookup([make_key(1)]) == [False]
+
+
+def test_objects_are_listed_page_by_page(driver: Driver, memory: Memory) -> None:
+    keys = [make_key(number) for number in range(5)] + [make_key(9, model_name="other")]
+    driver.store(keys, [memory.fill(100 + number, number) for number in range(len(keys))])
+    listed, cursor = [], None
+    while True:
+        page = driver.adapter.list_l2_keys("some/model", 2, cursor)
+        listed += [(each.key.to_object_key(), each.size_bytes) for each in page.entries]
+        cursor = page.next_page_token
+        if cursor is None:
+            break
+    assert sorted(listed, key=lambda each: each[1]) == [
+        (key, 100 + number) for number, key in enumerate(keys[:5])
+    ]
+    with pytest.raises(ValueError, match="page_size"):
+        driver.adapter.list_l2_keys(page_size=0)
+    with pytest.raises(ValueError, match="cursor"):
+        driver.adapter.list_l2_keys(cursor="no token")
+
+
+def test_files_of_before_are_found_counted_and_listed(tmp_path: Path, memory: Memory) -> None:
+    keys = [make_key(1, cache_salt="a"), make_key(2, cache_salt="b" * 100)]
+    stored = [memory.fill(70_000, 1), memory.fill(100, 2)]
+    first = Driver.open(plugin(params_of(tmp_path)), memory)
+    first.store(keys, stored)
+    first.adapter.close()
+    second = Driver.open(plugin(params_of(tmp_path)), memory)
+    # Bytes of whole pieces: the last one's are not known before it is loaded.
+    until(lambda: second.adapter.get_usage().bytes_by_cache_salt == {"a": 2 * 65_536})
+    assert [each.key.to_object_key() for each in second.adapter.list_l2_keys().entries] == keys[:1]
+    assert second.lookup(keys) == [True, True]
+    loaded = [memory.allocate(70_000), memory.allocate(100)]
+    assert second.load(keys, loaded) == [True, True]
+    assert bytes_of(loaded) == bytes_of(stored)
+    second.adapter.submit_unlock(keys)
+    second.adapter.delete(keys)
+    assert second.adapter.get_usage().total_bytes_used == 0
+    second.adapter.close()
+
+
+def test_another_revision_finds_nothing(tmp_path: Path, memory: Memory) -> None:
+    first = Driver.open(plugin(params_of(tmp_path)), memory)
+    first.store([make_key(1)], [memory.fill(100, 1)])
+    other = Driver.open(plugin(params_of(tmp_path, revision="finetuned")), memory)
+    assert other.lookup([make_key(1)]) == [False]
+    for each in (first, other):
+        each.adapter.close()
+
+
+def test_eviction_by_the_backend_is_told(tmp_path: Path, memory: Memory) -> None:
+    params = params_of(tmp_path) | {"backend": f"file://{tmp_path}?capacity=400KiB"}
+    driver = Driver.open(plugin(params), memory)
+    stored = [memory.fill(100_000, number) for number in range(8)]
+    for number, each in enumerate(stored):
+        driver.store([make_key(number)], [each])
+    keys = [make_key(number) for number in range(8)]
+
+    def agrees() -> bool:
+        found = driver.lookup(keys)
+        driver.adapter.submit_unlock(keys)
+        used = driver.adapter.get_usage().total_bytes_used
+        return bool(used == 100_000 * sum(found) and 0 < used < 500_000)
+
+    until(agrees)
+    driver.adapter.close()
+
+
+def test_ids_tell_their_keys() -> None:
+    key = make_key(7, model_name="ä/model", cache_salt="salt", object_group_id=3, kv_rank=1 << 40)
+    assert object_key_of(object_id_of(key)) == key
+    assert object_key_of(object_id_of(make_key(7, cache_salt="s" * 128))) is None
+    assert object_key_of(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({}, "backend"),
+        ({"backend": "host://?capacity=1MiB", "revision": ""}, "revision"),
+        ({"backend": "nowhere://"}, "nowhere"),
+        ({"backend": "host://?capacity=1MiB", "timeout_s": 0}, "timeout_s"),
+        ({"backend": "host://?capacity=1MiB", "piece": 1000}, "piece"),
+        ({"backend": "host://?capacity=1MiB", "staging": "1MiB"}, "staging"),
+        ({"backend": "host://?capacity=1MiB", "treshold": 1}, "treshold"),
+    ],
+)
+def test_wrong_parameters_are_named(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=named):
+        Driver.open(plugin(params))
+
+
+def wait_until_gone(driver: Driver, number: int) -> None:
+    until(lambda: driver.lookup([make_key(number)]) == [False])
+
+
+def until(holds: Any) -> None:
+    """Wait until something holds that comes a moment later."""
+    end = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_of(path: Path, key: Any) -> bool:
+    """Whether a file is that of a piece which can be found."""
+    is_named = path.name.startswith(object_id_of(key).hex())
+    return is_named and path.parent.name != "quarantine"

@@ -1,0 +1,266 @@
+"""`KVXferL2Adapter` over stores that hang, are late, are stopped, or take no blocks."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
+
+from kvxfer.integrations.lmcache import KVXferL2Adapter
+from kvxfer.integrations.lmcache.settings import AdapterSettings
+from kvxfer.storage.backend import Backend
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Gauge, Observer, Operation, Reports
+from kvxfer.testing import DictBackend, DictConfig, FaultRates
+from tests.backends.nixl_holders import HolderProcess
+from tests.integrations.lmcache_driver import Driver, Memory, bytes_of, make_key, plugin
+from tests.integrations.lmcache_faulty import FaultyAdapter
+
+pytestmark = pytest.mark.timeout(60)
+
+TIMEOUT_S = 0.5
+PARAMS = {
+    "backend": "host://?capacity=1MiB",
+    "revision": "commit",
+    "piece": "64KiB",
+    "staging": "512KiB",
+    "timeout_s": TIMEOUT_S,
+    "pause_s": 0.2,
+    "close_timeout_s": 2.0,
+}
+KEYS = [make_key(1), make_key(2)]
+SIZE = 150_000
+GONE = FaultRates(stuck=1.0, operations=frozenset(Operation))
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def adapter(memory: Memory) -> Iterator[FaultyAdapter]:
+    made = FaultyAdapter(PARAMS, l1_memory_desc=memory.desc)
+    yield made
+    made.faulty.rates = FaultRates()
+    made.faulty.release()
+    made.close()
+
+
+def test_a_backend_that_tells_nothing_is_counted_all_the_same(
+    adapter: FaultyAdapter, memory: Memory
+) -> None:
+    driver = Driver(adapter)
+    driver.store(KEYS, [memory.fill(SIZE, 1), memory.fill(SIZE, 2)])
+    assert adapter.get_usage().total_bytes_used == 2 * SIZE
+    assert len(adapter.list_l2_keys().entries) == 2
+    adapter.delete(KEYS[:1])
+    assert adapter.get_usage().total_bytes_used == SIZE
+    assert driver.lookup(KEYS) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("kind", "operation"),
+    [
+        (kind, operation)
+        for kind in ("hang", "stuck", "late")
+        for operation in ("lookup", "store", "load")
+        if (kind, operation) != ("late", "lookup")  # nothing is moved by a lookup
+    ],
+)
+def test_a_store_that_stops_is_answered_for(
+    kind: str, operation: str, adapter: FaultyAdapter, memory: Memory
+) -> None:
+    driver = Driver(adapter)
+    objects = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
+    if operation == "load":
+        driver.store(KEYS, objects)
+    rates: dict[str, Any] = {kind: 1.0, "operations": frozenset({Operation(operation)})}
+    adapter.faulty.rates = FaultRates(**rates)
+    began = time.monotonic()
+    if operation == "store":
+        assert not driver.store(KEYS, objects).is_successful()
+    else:
+        ask = driver.lookup if operation == "lookup" else lambda keys: driver.load(keys, objects)
+        assert ask(KEYS) == [False, False]
+    assert TIMEOUT_S * 0.9 < time.monotonic() - began < TIMEOUT_S + 3
+    assert adapter.report_status()["is_healthy"] is False
+    began = time.monotonic()
+    assert driver.lookup(KEYS) == [False, False]  # not asked now
+    assert time.monotonic() - began < TIMEOUT_S
+
+
+@pytest.mark.parametrize("kind", ["stuck", "late"])
+def test_a_late_load_does_not_write_to_memory_that_was_answered_for(
+    kind: str, adapter: FaultyAdapter, memory: Memory
+) -> None:
+    driver = Driver(adapter)
+    objects = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
+    driver.store(KEYS, objects)
+    adapter.faulty.rates = FaultRates(**{kind: 1.0, "operations": frozenset({Operation.LOAD})})  # type: ignore[arg-type]
+    assert driver.load(KEYS, objects) == [False, False]
+    memory.buffer.fill_(7)  # LMCache has given it to others
+    adapter.faulty.rates = FaultRates()
+    adapter.faulty.release()
+    until(lambda: adapter.report_status()["is_healthy"])
+    again = [memory.allocate(SIZE), memory.allocate(SIZE)]
+    assert driver.load(KEYS, again) == [True, True]  # the buffers are there again
+    assert bytes_of(objects) == [bytes([7]) * SIZE] * 2
+
+
+def test_a_late_store_does_not_read_memory_that_was_answered_for(
+    adapter: FaultyAdapter, memory: Memory
+) -> None:
+    driver = Driver(adapter)
+    objects = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
+    expected = bytes_of(objects)
+    adapter.faulty.rates = FaultRates(stuck=1.0, operations=frozenset({Operation.STORE}))
+    assert not driver.store(KEYS, objects).is_successful()
+    memory.buffer.fill_(7)
+    adapter.faulty.rates = FaultRates()
+    adapter.faulty.release()
+    until(lambda: adapter.report_status()["is_healthy"])
+    assert driver.lookup(KEYS) == [False, False]  # the first piece comes last, and never came
+    objects[0].raw_data.copy_(Memory().fill(SIZE, 1).raw_data)
+    assert driver.store(KEYS[:1], objects[:1]).is_successful()
+    memory_again = [memory.allocate(SIZE)]
+    assert driver.load(KEYS[:1], memory_again) == [True]
+    assert bytes_of(memory_again) == expected[:1]
+
+
+def test_flipped_bits_failures_and_errors_are_misses(
+    adapter: FaultyAdapter, memory: Memory
+) -> None:
+    driver = Driver(adapter)
+    driver.store(KEYS, [memory.fill(SIZE, 1), memory.fill(SIZE, 2)])
+    for rates in (FaultRates(failure=1.0), FaultRates(error=1.0)):
+        adapter.faulty.rates = rates
+        assert driver.load(KEYS, [memory.allocate(1000)] * 2) == [False, False]
+        assert not driver.store([make_key(3)], [memory.fill(100, 3)]).is_successful()
+    adapter.faulty.rates = FaultRates(error=1.0, operations=frozenset(Operation))
+    assert driver.lookup(KEYS) == [False, False]
+    adapter.delete(KEYS)  # logged, not raised
+
+
+def test_a_blocked_event_loop_is_answered_for(memory: Memory) -> None:
+    blocked = threading.Event()
+
+    class Blocking(DictBackend):
+        async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+            blocked.wait(20)  # what no backend may do
+            return await super().lookup(keys)
+
+    class BlockingAdapter(KVXferL2Adapter):
+        def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+            return Blocking(DictConfig(), namespace)
+
+    adapter = BlockingAdapter(PARAMS, l1_memory_desc=memory.desc)
+    began = time.monotonic()
+    assert Driver(adapter).lookup(KEYS) == [False, False]
+    assert time.monotonic() - began < TIMEOUT_S + 3
+    blocked.set()
+    adapter.close()
+
+
+def test_closing_answers_and_ends_in_time(memory: Memory) -> None:
+    adapter = FaultyAdapter(PARAMS | {"timeout_s": 60}, l1_memory_desc=memory.desc)
+    adapter.faulty.rates = GONE
+    task = adapter.submit_lookup_and_lock_task(KEYS, {})
+    began = time.monotonic()
+    adapter.close()
+    assert time.monotonic() - began < 2 * 2.0 + 6
+    found = adapter.query_lookup_and_lock_result(task)
+    assert found is not None
+    assert [found.test(0), found.test(1)] == [False, False]
+    assert adapter.report_status()["is_healthy"] is False
+    later = adapter.submit_load_task(KEYS, [memory.fill(10, 1)] * 2)
+    assert not adapter.query_load_result(later)
+    adapter.close()
+    adapter.faulty.release()
+
+
+def test_an_open_circuit_breaker_is_no_health(memory: Memory) -> None:
+    class Broken(KVXferL2Adapter):
+        def open_backend(self, namespace: Namespace, observers: Sequence[Observer]) -> Backend:
+            Reports(observers).of("file").watch(self.gauges)
+            return DictBackend(DictConfig(), namespace)
+
+        def gauges(self) -> dict[Gauge, float]:
+            return {Gauge.BREAKER_OPEN: self.is_open}
+
+        is_open = 0.0
+
+    adapter = Broken(PARAMS, l1_memory_desc=memory.desc)
+    assert adapter.report_status()["is_healthy"] is True
+    adapter.is_open = 1.0
+    assert adapter.report_status()["is_healthy"] is False
+    adapter.close()
+
+
+@pytest.mark.processes
+def test_a_peer_that_is_stopped_is_answered_for(memory: Memory) -> None:
+    holder = HolderProcess()
+    settings = AdapterSettings.parse(PARAMS)
+    opened = holder.open(settings.namespace, transport="socket")
+    params = PARAMS | {"backend": f"nixl://{opened.endpoint}?transport=socket", "timeout_s": 3.0}
+    driver = Driver.open(plugin(params), memory)
+    objects = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
+    expected = bytes_of(objects)
+    assert driver.store(KEYS, objects).is_successful()
+    loaded = [memory.allocate(SIZE), memory.allocate(SIZE)]
+    assert driver.lookup(KEYS) == [True, True]
+    assert driver.load(KEYS, loaded) == [True, True]
+    assert bytes_of(loaded) == expected
+    holder.signal(signal.SIGSTOP)
+    began = time.monotonic()
+    assert driver.load(KEYS, loaded) == [False, False]
+    assert driver.lookup(KEYS) == [False, False]
+    assert not driver.store([make_key(5)], objects[:1]).is_successful()
+    assert time.monotonic() - began < 12
+    memory.buffer.fill_(7)
+    holder.signal(signal.SIGCONT)
+    until(lambda: driver.lookup(KEYS) == [True, True])
+    assert bytes_of(loaded) == [bytes([7]) * SIZE] * 2
+    driver.adapter.close()
+    holder.end()
+
+
+def test_two_controllers_at_once(tmp_path: Path, memory: Memory) -> None:
+    params = PARAMS | {"backend": f"file://{tmp_path}?capacity=64MiB", "timeout_s": 15}
+    driver = Driver.open(plugin(params), memory)
+    storing = [memory.fill(30_000, number) for number in range(8)]
+    expected = bytes_of(storing)
+    loading = [memory.allocate(30_000) for _ in range(8)]
+    keys = [make_key(number) for number in range(8)]
+    ended = threading.Event()
+
+    def store() -> None:
+        for number in range(8):
+            assert driver.store(keys[number : number + 1], storing[number : number + 1])
+        ended.set()
+
+    storer = threading.Thread(target=store)
+    storer.start()
+    while not ended.is_set():
+        found = driver.lookup(keys)
+        for key, is_there in zip(keys, found, strict=True):
+            if is_there:
+                at = keys.index(key)
+                assert driver.load([key], loading[at : at + 1]) == [True]
+                assert bytes_of(loading[at : at + 1]) == expected[at : at + 1]
+    storer.join()
+    assert driver.load(keys, loading) == [True] * 8
+    assert bytes_of(loading) == expected
+    driver.adapter.close()
+
+
+def until(holds: Any) -> None:
+    end = time.monotonic() + 15
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
