@@ -1,0 +1,55 @@
+"""Storages that are tested: how each is opened, and which files it makes."""
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvxfer import Backend, BlockKey, Namespace
+from kvxfer.connect import open_backend
+from kvxfer.errors import KVXferError
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Storage in files.
+
+    Attributes:
+        name: Name in the table.
+        version: Version that is tested.
+        open: Opens it in a folder, for a namespace.
+    """
+
+    name: str
+    version: str
+    open: Callable[[Path, Namespace], Backend]
+
+
+def file_of(folder: Path, key: BlockKey) -> Path:
+    """Find the file of a block: its name has the key's digits."""
+    (found,) = [each for each in folder.rglob(f"*{key.hex()}*") if each.suffix != ".tmp"]
+    return found
+
+
+def kvxfer_file(folder: Path, namespace: Namespace) -> Backend:
+    """Open kvxfer's own store in files."""
+    return open_backend(f"file://{folder}?capacity=1GiB", namespace)
+
+
+def find_storages() -> list[Storage]:
+    """Find the storages whose packages are installed; kvxfer's own is the first."""
+    version = importlib.metadata.version("kvxfer")
+    found = [Storage("kvxfer `file://`", version, kvxfer_file)]
+    for name, package, module, function in (
+        ("kvxfer in LMCache", "kvxfer", "lmcache_adapters", "kvxfer_adapter"),
+        ("LMCache `fs`", "lmcache", "lmcache_adapters", "fs"),
+        ("SGLang `HiCacheFile`", "sglang", "sglang_file", "HiCacheFiles"),
+    ):
+        try:
+            opened: Any = getattr(importlib.import_module(f"examples.storages.{module}"), function)
+        except (ImportError, KVXferError):
+            continue
+        found.append(Storage(name, importlib.metadata.version(package), opened))
+    return found
