@@ -21,10 +21,12 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "bash", "toml", ""}
+EXCERPT = re.compile(r'python title="(.+)"')
 SERVER_LIMIT_S = 60
 SOURCES = [path for folder in ("kvxfer", "backends") for path in (ROOT / folder).rglob("*.py")]
 METRIC = re.compile(r"vllm:kvxfer_\w+")
-PATH = re.compile(r"`((?:kvxfer|backends|tests)/[\w/.]*)`")
+PATH = re.compile(r"`((?:kvxfer|backends|tests|examples)/[\w/.]*)`")
+MAX_LINES_OF_TUTORIAL = 250
 MIN_WORDS = 2
 MAX_WORDS_OF_A_VALUE = 2
 
@@ -86,7 +88,32 @@ def test_the_readme_and_the_guides_have_code() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_block_is_in_a_language_that_this_test_would_overlook(page: Path) -> None:
-    assert {fence[1] for fence in fences(page)} <= LANGUAGES
+    others = {fence[1] for fence in fences(page)} - LANGUAGES
+    assert not [language for language in others if not EXCERPT.fullmatch(language)]
+
+
+def excerpts(page: Path) -> Iterator[tuple[str, str]]:
+    """Find the blocks of a page that show a part of a file: its name, and the part."""
+    for fence in fences(page):
+        if found := EXCERPT.fullmatch(fence[1]):
+            yield found[1], fence[2]
+
+
+def test_pages_quote_files_as_they_are() -> None:
+    quoted = [excerpt for page in PAGES for excerpt in excerpts(page)]
+    assert quoted
+    assert not [(name, part) for name, part in quoted if part not in (ROOT / name).read_text()]
+
+
+def test_the_tutorial_has_every_line_of_its_engine_in_order() -> None:
+    ((name, parts),) = {
+        (name, "".join(part for other, part in excerpts(page) if other == name))
+        for page in [ROOT / "docs/own-engine.md"]
+        for name, _ in excerpts(page)
+    }
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line]
+    assert [line for line in parts.splitlines() if line] == lines
+    assert len((ROOT / name).read_text().splitlines()) <= MAX_LINES_OF_TUTORIAL
 
 
 def test_the_files_that_pages_name_exist() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from examples.engine.__main__ import open_engine
 from kvxfer.bench.vllm.engine_process import ENVIRONMENT
 from kvxfer.engine_side import VLLMKeys
 from kvxfer.errors import InvalidArgumentError
@@ -103,10 +104,18 @@ def test_transformers_and_vllm_continue_each_others_prompts(
     record_property("largest difference of keys and values", largest)
     assert 0 < largest < KV_TOLERANCE, f"keys and values differ by {largest}"
 
+    backwards = prompt[::-1]
+    engine_of_own = open_engine(str(folder), [f"file://{of_transformers}?capacity=1GiB"], KEYS)
+    both = engine_of_own.generate([prompt, backwards], MAX_TOKENS)
+    engine_of_own.transfers.close()
+    assert [request.num_reused for request in both] == [TOKENS, 0]
+    assert both[0].tokens[len(prompt) :] == alone
+
     with run_vllm(tmp_path, of_transformers, "second") as engine:
-        (continued,) = engine.generate([prompt], max_tokens=MAX_TOKENS)
-    assert continued.cached_tokens == TOKENS
-    assert continued.token_ids == computed.token_ids
+        continued = engine.generate([prompt, backwards], max_tokens=MAX_TOKENS)
+    assert [each.cached_tokens for each in continued] == [TOKENS, TOKENS]
+    assert continued[0].token_ids == computed.token_ids
+    assert continued[1].token_ids == both[1].tokens[len(backwards) :]
 
     with torch.no_grad():
         model.model.layers[7].mlp.down_proj.weight.mul_(1.001)

@@ -14,8 +14,9 @@ pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache"
 from kvxfer.integrations.lmcache import KVXferL2Adapter
 from kvxfer.integrations.lmcache.settings import AdapterSettings
 from kvxfer.storage.backend import Backend
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
-from kvxfer.storage.observer import Gauge, Observer, Operation, Reports
+from kvxfer.storage.observer import Observer, Operation, Reports
 from kvxfer.testing import DictBackend, DictConfig, FaultRates
 from tests.backends.nixl_holders import HolderProcess
 from tests.integrations.lmcache_driver import Driver, Memory, bytes_of, make_key, plugin

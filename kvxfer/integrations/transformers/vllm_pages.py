@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import torch
+from numpy.typing import ArrayLike
 from safetensors import safe_open
 from transformers.utils import cached_file
 
@@ -20,7 +21,7 @@ from kvxfer.integrations.transformers.identity import config_facts
 from kvxfer.integrations.transformers.page_pool import Axes
 from kvxfer.kvcache.canonical import CanonicalKVCaches
 from kvxfer.kvcache.portable import PageMapping
-from kvxfer.storage.keys import Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.portable_namespace import portable_namespace
 
 
@@ -37,6 +38,10 @@ class VLLMPages:
     def namespace_of_model(self) -> Namespace:
         """The namespace without its groups, which follow from the pool."""
         return msgspec.structs.replace(self.namespace, groups=())
+
+    def page_keys(self, tokens: ArrayLike) -> list[BlockKey]:
+        """Make the keys of all whole pages of a prompt; see `VLLMKeys.chunk_keys`."""
+        return self.keys.chunk_keys(tokens, tokens_per_chunk=self.tokens_per_page)
 
     def require_same_pages(
         self, caches: CanonicalKVCaches, mappings: Sequence[PageMapping]

@@ -1,0 +1,145 @@
+"""The engine of the tutorial gives the tokens of its model, whatever its tiers have or lose."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from examples.engine import engine as module
+from examples.engine.engine import Engine, Request
+from kvxfer import BlockKey, Namespace
+from kvxfer.storage.prompt_keys import PromptKeys
+from tests.kvcache.paged_runner import generate_unpaged, one_thread
+
+BLOCK_TOKENS = 16
+NUM_TOKENS = 24
+NAMESPACE = Namespace(model="tests/llama", revision="seed 0", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(module, "MAX_TOKENS", 64)  # prompts are computed in several steps
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_prompts() -> list[list[int]]:
+    chance = torch.Generator().manual_seed(1)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(3, 300, (count,), generator=chance).tolist()
+
+    shared = tokens(120)
+    lengths = (1, 15, 16, 17, 60, 100, 100, 119, 48)
+    return [shared[:length] + tokens(5) for length in lengths] + [tokens(90), shared]
+
+
+PROMPTS = make_prompts()
+
+
+def keys_of(tokens: Sequence[int]) -> list[BlockKey]:
+    whole = len(tokens) - len(tokens) % BLOCK_TOKENS
+    return PromptKeys(list(tokens)).block_keys(0, BLOCK_TOKENS, whole)
+
+
+def open_engine(model: Any, backend: str | Sequence[str], num_blocks: int = 64) -> Engine:
+    return Engine(
+        model,
+        backend,
+        namespace=NAMESPACE,
+        keys=keys_of,
+        axes={},
+        tokens_per_block=BLOCK_TOKENS,
+        num_blocks=num_blocks,
+    )
+
+
+def run(
+    model: Any, backend: str | Sequence[str], prompts: Sequence[Sequence[int]], **sizes: int
+) -> list[Request]:
+    """Generate with a new engine, and check every token, and that no block is lost."""
+    alone = [generate_unpaged(model, prompt, NUM_TOKENS)[0] for prompt in prompts]
+    engine = open_engine(model, backend, **sizes)
+    requests = engine.generate(prompts, NUM_TOKENS)
+    engine.transfers.wait(list(engine.moving), timeout_s=20)
+    engine.step()
+    assert engine.pool.take(engine.table.num_blocks - 1) is not None
+    engine.transfers.close()
+    assert [request.tokens for request in requests] == alone
+    return requests
+
+
+def num_whole(prompt: Sequence[int]) -> int:
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("num_blocks", [100, 24, 11])
+def test_requests_that_share_blocks_and_take_them_from_each_other(
+    model: Any, num_blocks: int
+) -> None:
+    requests = run(model, "host://?capacity=8MiB", PROMPTS, num_blocks=num_blocks)
+    assert any(request.num_reused for request in requests)
+
+
+def test_a_prompt_that_the_pool_still_has_is_not_loaded(model: Any) -> None:
+    engine = open_engine(model, "host://?capacity=8MiB")
+    (first,) = engine.generate([PROMPTS[5]], NUM_TOKENS)
+    (again,) = engine.generate([PROMPTS[5]], NUM_TOKENS)
+    engine.transfers.close()
+    assert first.num_reused == 0
+    assert again.num_reused == num_whole(PROMPTS[5])
+    assert again.tokens == first.tokens
+    assert again.blocks[: again.num_reused // BLOCK_TOKENS] == first.blocks[: 105 // BLOCK_TOKENS]
+
+
+def test_an_engine_that_starts_again_has_the_prompts_in_files(model: Any, tmp_path: Path) -> None:
+    tiers = ["host://?capacity=8MiB", f"file://{tmp_path}?capacity=1GiB"]
+    run(model, tiers, PROMPTS)
+    requests = run(model, tiers, PROMPTS)
+    assert [each.num_reused for each in requests] == [num_whole(prompt) for prompt in PROMPTS]
+
+
+def test_what_is_damaged_is_computed(model: Any, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}?capacity=1GiB"
+    run(model, url, PROMPTS[5:6])
+    damaged = keys_of(PROMPTS[5])[2]
+    (file,) = tmp_path.rglob(f"{damaged.hex()}.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-100] ^= 1
+    file.write_bytes(content)
+    (request,) = run(model, url, PROMPTS[5:6])
+    assert request.num_reused == 2 * BLOCK_TOKENS
+
+
+def test_a_tier_that_does_not_answer_holds_nobody_up(model: Any) -> None:
+    requests = run(model, "nixl://127.0.0.1:9?timeout_s=1", PROMPTS[3:5])
+    assert [request.num_reused for request in requests] == [0, 0]
+
+
+@pytest.mark.parametrize(("prompt", "num_tokens"), [([], 4), ([1, 2], 0), ([1] * 1000, 9)])
+def test_a_request_that_can_never_end_is_refused(
+    model: Any, prompt: list[int], num_tokens: int
+) -> None:
+    engine = open_engine(model, "host://?capacity=8MiB")
+    with pytest.raises(ValueError, match=f"{len(prompt)} \\+ {num_tokens} tokens: 1 to 1008"):
+        engine.add(prompt, num_tokens)
+    engine.transfers.close()
