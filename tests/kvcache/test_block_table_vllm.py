@@ -1,5 +1,6 @@
 """Block tables against vLLM's own: the same requests get the same ids and slots."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,11 @@ pytestmark = [
 def _slot_kernels_of_the_cpu() -> None:
     from vllm.platforms import current_platform
 
+    # vLLM looks for its kernels in every module, and trips over what llvmlite has in its own:
+    # LMCache imports it, and its tests may have run in this process.
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if "llvmlite" in name}
     current_platform.register_triton_kernel_overrides()
+    sys.modules.update(hidden)
 
 
 def make_theirs() -> Any:
