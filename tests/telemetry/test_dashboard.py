@@ -23,6 +23,7 @@ from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, 
 from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.tiering import TieredBackend, TierTimeouts
 from kvxfer.transfer.engine import TransferEngine
+from kvxfer.transfer.load_or_compute import LoadOrCompute
 from tests.backends.file_store import config
 from tests.cli import peers
 from tests.telemetry.prometheus_server import PROGRAM, Prometheus, scraping
@@ -80,13 +81,17 @@ class Run:
         tiers.observe(Reports([metrics]))
         tiers._writers[1].queue.max_blocks = 1
         self.engine = TransferEngine(self._memory.caches, tiers, observers=[metrics])
+        self._loads = LoadOrCompute(1.0, prefill_tokens_per_s=1e9, observers=[metrics], tier="file")
 
     async def go_on(self, number: int) -> None:
         """Store, look up and load blocks, some of which are not there, or corrupt in one tier."""
         keys = [KEYS[(number * 4 + index) % len(KEYS)] for index in range(4)]
         await self.engine.store(keys, [range(4)])
-        slot = self._host._index.slot_of(keys[0])
-        self._host._pool.slots[slot][0, 0] ^= 1
+        if keys[0] in self._host._index:  # what goes up meanwhile may have taken its place
+            slot = self._host._index.slot_of(keys[0])
+            self._host._pool.slots[slot][0, 0] ^= 1
+        self._loads.loaded(1, 10.0)
+        assert not self._loads.pays(keys, 4096 * 4, 64)
         await self.engine.load([*keys, *make_keys(2, first=100)], [range(8, 14)])
         earlier = [KEYS[(number * 4 - index) % len(KEYS)] for index in range(1, 24)]
         await self.engine.lookup(earlier)
