@@ -13,7 +13,8 @@ FAST = ("host",)
 GAUGES_OF_TIERS = ("capacity_bytes", "used_bytes", "stored_blocks", "blocks_in_use")
 COUNTERS_OF_TIERS = (
     *("store_blocks_total", "load_blocks_total", "lookup_blocks_total", "removed_blocks_total"),
-    *("deadline_misses_total", "skipped_blocks_total", "not_written_back_blocks_total"),
+    *("deadline_misses_total", "skipped_blocks_total"),
+    *("not_written_back_blocks_total", "not_loaded_blocks_total"),
 )
 BAD_OUTCOMES = ("corrupt", "failed", "timed_out")
 
@@ -135,5 +136,7 @@ def losses_of(tier: str, scrape: Scrape) -> Iterator[str]:
         yield f"blocks skipped while it was not called: {number:.0f}"
     if number := scrape.total("not_written_back_blocks_total", tier=tier):
         yield f"blocks not copied to it: {number:.0f}"
+    if number := scrape.total("not_loaded_blocks_total", tier=tier):
+        yield f"blocks computed, which is faster: {number:.0f}"
     if number := scrape.total("removed_blocks_total", tier=tier, reason="corrupt"):
         yield f"removed as corrupt: {number:.0f}"

@@ -11,6 +11,7 @@ from kvxfer.storage.observer import (
     Late,
     LookedUp,
     Moved,
+    NotLoaded,
     NotWrittenBack,
     Operation,
     Removal,
@@ -68,6 +69,7 @@ def work(metrics: Metrics) -> None:
     metrics.note(Late(ENGINE, Operation.LOAD, KEYS[:1]))
     metrics.note(Skipped("file", Operation.LOOKUP, KEYS))
     metrics.note(NotWrittenBack("file", KEYS[:6]))
+    metrics.note(NotLoaded("file", KEYS[:3]))
     metrics.note(Ended(Operation.STORE, KEYS, DONE * 10, 10 << 20, 0.01, 0.002))
 
 

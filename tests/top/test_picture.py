@@ -65,10 +65,11 @@ def test_it_says_in_words_what_is_wrong() -> None:
     stops = "writing is paused after repeated errors of the disk; not called for now, since it"
     moved = "not stored: 30 failed; not loaded: 3 corrupt, 3 timed out; late calls: 3"
     skipped = "blocks skipped while it was not called: 30; blocks not copied to it: 18"
+    computed = "blocks computed, which is faster: 9"
     for words in (
         f"file {stops} missed a deadline; corrupt files in quarantine: 2; blocks that wait to be",
         "host 4.0 KiB held back, since late reads may change it",
-        f"file since the start {moved}; {skipped}; removed as corrupt: 3",
+        f"file since the start {moved}; {skipped}; {computed}; removed as corrupt: 3",
         "engine waiting: 3, in flight: 12.0 MiB, deadlines missed since the start: 3",
         "a store takes 10 ms, 2.0 ms of it in the queue",
         "peers connected: 2, batches pinned: 1, leases: 4",
