@@ -5,7 +5,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -32,7 +32,9 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Reports
 from kvxfer.storage.threads import Threads
 
 NUM_THREADS = 2
@@ -136,6 +138,10 @@ class PoolBackend(Backend):
         attachment = self._attachment
         return attachment is not None and not attachment.error
 
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`; its holder tells which blocks come and go."""
+        reports.watch(self._gauges)
+
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach` and `HostPool.attach`."""
         with self._lock:
@@ -185,6 +191,9 @@ class PoolBackend(Backend):
             attachment, self._attachment = self._attachment, None
         if attachment is not None:
             attachment.close()
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        return {Gauge.PEERS: self.is_attached}
 
     def _lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         try:

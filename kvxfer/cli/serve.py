@@ -225,6 +225,7 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
     from kvxfer.backends.file import load_namespace
     from kvxfer.connect import open_backend, parse_backend
     from kvxfer.storage.observer import Reports
+    from kvxfer.telemetry.journal import journal_observers
 
     for tier in arguments.tier:
         parse_backend(tier)  # reports a bad URL now, not when the first peer connects
@@ -235,6 +236,7 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
     kept = {"namespace": namespace, "prepare": _warming(arguments, namespace)}
     make = _make_pool if arguments.pool else _make_peer
     holder = make(arguments, capacity, opening, kept)
+    observers = [*observers, *journal_observers()]
     holder.observe(Reports(observers, "pool" if arguments.pool else "nixl"))
     return holder
 

@@ -1,6 +1,6 @@
 """Answers: why a block was found or missed, from what happened to it in each tier."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -205,22 +205,24 @@ class Explainer:
             until_s: Time of the lookup.
             since_s: Time of the one before; what failed before it was of no effect on this one.
         """
-        tiers = {name: _Tier(name) for name in self.tiers}
+        tiers = {name: _Tier(name) for name in self._tiers_with_those_behind()}
         later: dict[str, Happening] = {}
         for each in self.history.happenings[key]:
-            if not each.tier or not self._concerns(each):
+            name = self._name_of_tier(each)
+            if not name:
                 continue
-            tier = tiers.setdefault(each.tier, _Tier(each.tier))
+            tier = tiers.setdefault(name, _Tier(name))
             if each.at_s <= until_s:
                 tier.note(each)
-            else:
-                later.setdefault(each.tier, each)
+            elif name == each.tier:
+                later.setdefault(name, each)
         for tier in tiers.values():
             if tier.trouble and (tier.trouble.at_s or 0.0) <= since_s:
                 tier.trouble = None
         _note_waiting(tiers, later)
         causes = tuple(cause for tier in tiers.values() if (cause := tier.cause()) is not None)
         if causes:
+            causes = tuple(cause for cause in causes if not _is_told_by_holder(cause, causes))
             known = [cause.answer for cause in causes if cause.answer is not Answer.UNKNOWN]
             return Explained(key, known[-1] if known else Answer.UNKNOWN, causes)
         never = Cause(Answer.NEVER_STORED, "", "never stored", None)
@@ -233,20 +235,59 @@ class Explainer:
         found = [
             each.tier
             for each in self.history.happenings[key]
-            if each.kind is Kind.FOUND and each.at_s < at_s and each.tier in self.tiers
+            if each.kind is Kind.FOUND
+            and each.at_s < at_s
+            and each.tier in self.tiers
+            and self.history.is_same(self.place, each.place)
         ]
         return found[-1] if found else tier
 
-    def _concerns(self, each: Happening) -> bool:
-        """Whether something happened in this engine, or in a tier that it shares with another."""
-        if self.history.is_same(self.place, each.place):
-            return not each.namespace
+    def _tiers_with_those_behind(self) -> Iterator[str]:
+        """Name this engine's tiers, and behind that of a holder those of the holder."""
+        for name in self.tiers:
+            yield name
+            for place in self.history.sources:
+                if self._is_held(place, name):
+                    yield from (_behind(each, name) for each in self.history.tiers_of(place))
+
+    def _is_held(self, place: Place, tier: str) -> bool:
+        """Whether a place is of a holder whose blocks this engine has as a certain tier."""
+        return self.history.held_as(place) == tier and self._is_alike(place)
+
+    def _is_alike(self, place: Place, namespace: str = "") -> bool:
+        """Whether the blocks of a place are of the namespace of this engine."""
         ours = self.history.namespace_of(self.place)
-        theirs = self.history.namespace_of(each.place)
-        if ours is None or theirs is None or not each.tier.startswith(_SHARED):
+        theirs = self.history.namespace_of(place)
+        if ours is None or theirs is None:
             return False
+        return (namespace or theirs.fingerprint) == ours.fingerprint
+
+    def _name_of_tier(self, each: Happening) -> str:
+        """Name the tier in which something happened that concerns this engine; else empty.
+
+        It is one of its own, one of a holder behind it, or one that it shares with another engine.
+        """
+        if self.history.is_same(self.place, each.place):
+            return "" if each.namespace else each.tier
+        if not each.tier or not self._is_alike(each.place, each.namespace):
+            return ""
+        held_as = self.history.held_as(each.place)
+        if held_as in self.tiers:
+            return _behind(each.tier, held_as)
         is_change = each.kind in (Kind.STORED, Kind.REMOVED)
-        return is_change and (each.namespace or theirs.fingerprint) == ours.fingerprint
+        return each.tier if is_change and each.tier.startswith(_SHARED) else ""
+
+
+def _behind(tier: str, held_as: str) -> str:
+    """Name the tier of a holder, as seen by an engine that has all of it as one tier."""
+    return f"{tier} of {held_as}"
+
+
+def _is_told_by_holder(cause: Cause, causes: Sequence[Cause]) -> bool:
+    """Whether it is not known what a tier did with a block, but what its holder did."""
+    return cause.answer is Answer.UNKNOWN and any(
+        each.tier.endswith(_behind("", cause.tier)) for each in causes
+    )
 
 
 def _note_waiting(tiers: dict[str, _Tier], later: dict[str, Happening]) -> None:

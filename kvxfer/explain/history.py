@@ -18,6 +18,9 @@ from kvxfer.telemetry.journal_file import (
     list_files,
 )
 
+_HELD = ("nixl",), ("pool",)
+"""Tiers as which engines have the blocks of a holder."""
+
 
 class Place(NamedTuple):
     """Place in which something happened: a source of a process."""
@@ -102,6 +105,20 @@ class History:
         places = [other for other in self.sources if self.is_same(place, other)]
         return list(dict.fromkeys(tier for each in places for tier in self.sources[each].tiers))
 
+    def held_as(self, place: Place) -> str:
+        """Tier as which others have the blocks of a place, of a holder; empty for an engine's own.
+
+        A holder is a source of its process that has no namespace, and no engine.
+        """
+        return next(
+            (
+                source.tiers[0]
+                for other, source in self.sources.items()
+                if other.process == place.process and _is_holder(source)
+            ),
+            "",
+        )
+
 
 def read_history(
     folder: Path, *, request: str = "", keys: Collection[BlockKey] = frozenset()
@@ -130,6 +147,10 @@ def read_history(
     for key in wanted:
         history.happenings[key] = sorted(found[key], key=lambda each: each.at_s)
     return history
+
+
+def _is_holder(source: Source) -> bool:
+    return source.namespace is None and not source.engine and source.tiers in _HELD
 
 
 def _happenings(process: str, record: Record) -> Iterator[tuple[Sequence[BlockKey], Happening]]:

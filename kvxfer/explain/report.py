@@ -163,6 +163,8 @@ def _of_keys(history: History, elsewhere: Elsewhere, keys: Sequence[BlockKey]) -
         if not happened:
             blocks.append(_nowhere(history, elsewhere, key))
             continue
+        asked = [each for each in happened if not history.held_as(each.place)]
+        happened = asked or happened  # what engines ask a holder is no lookup of its own
         marks = [each for each in happened if each.kind in _MARKS]
         last = (marks or happened)[-1]
         places.append(last.place)
