@@ -15,7 +15,11 @@ from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction import PolicyName
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
-from kvxfer.storage.retention import DEFAULT_PRIORITY_HALF_LIFE_S, DEFAULT_PRIORITY_SHARE
+from kvxfer.storage.retention import (
+    DEFAULT_PRIORITY_HALF_LIFE_S,
+    DEFAULT_PRIORITY_SHARE,
+    require_limits,
+)
 from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 from kvxfer.units import ByteSize
 
@@ -62,6 +66,15 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rescan_factor: float = 10.0
     close_timeout_s: float = CLOSE_TIMEOUT_S
 
+    def __post_init__(self) -> None:
+        for name in ("read_threads", "write_threads"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(name, getattr(self, name), "at least 1")
+        for name in ("rescan_factor", "close_timeout_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InvalidArgumentError(name, getattr(self, name), "0 or more")
+        require_limits(self.priority_share, self.priority_half_life_s)
+
 
 def require_root(config: FileConfig) -> Path:
     """Get the root of the store, which must be a valid path.
@@ -82,16 +95,10 @@ def require_room(config: FileConfig, namespace: Namespace) -> int:
     """Compute the bytes on the disk of the largest chunk, which must fit.
 
     Raises:
-        InvalidArgumentError: It does not fit, there is no group, or a number is out of range.
+        InvalidArgumentError: It does not fit, or there is no group.
     """
     if not namespace.groups:
         raise InvalidArgumentError("namespace.groups", (), "at least one group")
-    for name in ("read_threads", "write_threads"):
-        if getattr(config, name) < 1:
-            raise InvalidArgumentError(name, getattr(config, name), "at least 1")
-    for name in ("rescan_factor", "close_timeout_s"):
-        if not 0 <= getattr(config, name) < math.inf:
-            raise InvalidArgumentError(name, getattr(config, name), "0 or more")
     formats = [GroupFormat(namespace, group) for group in range(len(namespace.groups))]
     largest = max(padded(each.file_size_bytes) for each in formats)
     if config.capacity < largest:

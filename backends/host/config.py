@@ -8,7 +8,11 @@ from kvxfer.copy_engine.method_table import MethodTable
 from kvxfer.storage.eviction import EvictionPolicy, PolicyName
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.retaining_policy import open_policy
-from kvxfer.storage.retention import DEFAULT_PRIORITY_HALF_LIFE_S, DEFAULT_PRIORITY_SHARE
+from kvxfer.storage.retention import (
+    DEFAULT_PRIORITY_HALF_LIFE_S,
+    DEFAULT_PRIORITY_SHARE,
+    require_limits,
+)
 from kvxfer.units import ByteSize
 
 
@@ -38,6 +42,7 @@ class HostConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         self.integrity.require_keyless()
+        require_limits(self.priority_share, self.priority_half_life_s)
         self._parse_methods()
 
     def open_copy_engine(self) -> CopyEngine:

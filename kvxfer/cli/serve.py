@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 
 TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
 HASH_FORMS: "tuple[HashForm, ...]" = ("int64", "bytes")
+_OF_PEERS = (
+    *("data_port", "transport", "secret_file", "tls_cert", "tls_key", "tls_ca"),
+    *("lease", "timeout"),
+)
+"""Options without a meaning for a host pool."""
 
 _PAGE_NAMES = {"/ready": "readiness", "/metrics": "metrics"}
 
@@ -275,8 +280,10 @@ def _make_pool(
 ) -> "PoolServer":
     from kvxfer.backends.pool import PoolServer
 
-    for name in ("data_port", "secret_file", "tls_cert", "tls_key", "tls_ca"):
-        if value := getattr(arguments, name):
+    defaults = _parser().parse_args(["--pool", arguments.pool, "--capacity", "1MiB"])
+    for name in _OF_PEERS:
+        value = getattr(arguments, name)
+        if value != getattr(defaults, name):
             raise InvalidArgumentError(name.replace("_", "-"), value, "none with --pool")
     return PoolServer(Path(arguments.pool), capacity, opening, **kept)
 
@@ -285,12 +292,12 @@ def _warming(
     arguments: argparse.Namespace, namespace: "Namespace | None"
 ) -> "Callable[[Backend], Awaitable[None]] | None":
     """Make the function that brings blocks into memory before the first engine is served."""
+    timeout_s = Duration.parse(arguments.warm_timeout)
     if not arguments.warm:
         return None
     if arguments.warm < 0 or namespace is None or not arguments.tier:
         wanted = "a number of blocks, with --namespace and --tier"
         raise InvalidArgumentError("warm", arguments.warm, wanted)
-    timeout_s = Duration.parse(arguments.warm_timeout)
 
     async def warm(backend: "Backend") -> None:
         from kvxfer.backends.host import HostBackend

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.eviction import POLICIES, EvictionPolicy, PolicyName, Ranking
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.retention import (
@@ -13,6 +12,7 @@ from kvxfer.storage.retention import (
     DEFAULT_PRIORITY_SHARE,
     NORMAL,
     Retention,
+    require_limits,
 )
 
 LAPSED_PER_EVICTION = 2
@@ -77,11 +77,7 @@ class RetainingPolicy(EvictionPolicy):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(num_slots)
-        if not 0 <= priority_share <= 1:
-            raise InvalidArgumentError("priority_share", priority_share, "a number from 0 to 1")
-        if not 0 < priority_half_life_s < math.inf:
-            wanted = "seconds, more than 0"
-            raise InvalidArgumentError("priority_half_life_s", priority_half_life_s, wanted)
+        require_limits(priority_share, priority_half_life_s)
         self._policy = policy
         self._max_spared = int(priority_share * num_slots)
         self._half_life_s = priority_half_life_s

@@ -121,7 +121,13 @@ def test_a_peer_has_the_blocks_in_memory_when_it_is_ready(
         (["--warm", "3"], "warm is 3; expected a number of blocks, with --namespace and --tier"),
         (["--warm", "-1"], "warm is -1"),
         (["--secret-file", "s"], "secret-file is 's'; expected none with --pool"),
+        (["--lease", "3s"], "lease is '3s'; expected none with --pool"),
+        (["--transport", "socket"], "transport is 'socket'; expected none with --pool"),
+        (["--timeout", "1s"], "timeout is '1s'; expected none with --pool"),
+        (["--warm-timeout", "soon"], "duration is 'soon'"),
         (["--tier", "tape://"], "backend is 'tape'"),
+        (["--tier", "file:///kv?capacity=1MiB&priority_share=2"], "priority_share is 2.0"),
+        (["--tier", "file:///kv?capacity=1MiB&read_threads=0"], "read_threads is 0"),
         ([], "cannot listen at /nonexistent/pool.sock: "),
     ],
 )
