@@ -103,6 +103,7 @@ class PoolSession:
         self._store = store
         self._chunk_sizes = store.chunk_sizes
         self._pins: Counter[BlockKey] = Counter()
+        self._num_batches = 0
         self._rooms: dict[int, _Room] = {}
         self._draining = False
         self._number = next(self._numbers)
@@ -114,8 +115,8 @@ class PoolSession:
 
     @property
     def num_pins(self) -> int:
-        """Blocks that this engine has pinned."""
-        return self._pins.total()
+        """Batches that this engine has pinned."""
+        return self._num_batches if self._pins else 0
 
     @property
     def is_idle(self) -> bool:
@@ -209,6 +210,7 @@ class PoolSession:
             await self._find(missing, request.within_s)
             rows, slots = self._store.host.pin(request.keys)
         self._pins.update(request.keys[row] for row in rows)
+        self._num_batches += bool(rows)
         return Pinned(rows=rows, slots=slots)
 
     def _unpin(self, request: Unpin) -> None:
@@ -219,6 +221,7 @@ class PoolSession:
                 self._store.host.drop_corrupt([key], [slot], [corrupt])
         self._store.host.unpin(ours)
         self._pins.subtract(ours)
+        self._num_batches -= bool(ours)
         self._pins = +self._pins
 
     async def _reserve(self, request: Reserve) -> Reserved:

@@ -42,11 +42,12 @@ class FileStore:
         Raises:
             InvalidArgumentError: It names none.
         """
+        if not url.startswith("file:"):
+            raise InvalidArgumentError("store", url, "a store in files, such as file:///var/kv")
         joint = "&" if "?" in url else "?"
         complete = url if "capacity=" in url else f"{url}{joint}capacity=1GiB"  # of no use here
         _, config = parse_backend(complete)
-        if not isinstance(config, FileConfig):
-            raise InvalidArgumentError("store", url, "a store in files, such as file:///var/kv")
+        assert isinstance(config, FileConfig)
         tree = BlockTree(Path(config.path), on_error=refuse_partial_walk)
         try:
             require_store(tree)

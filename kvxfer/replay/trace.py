@@ -211,7 +211,7 @@ def _problem(text: bytes, error: msgspec.MsgspecError) -> str:
     said = str(error)
     problem, _, place = said.partition(" - at `$")
     if not place:
-        return said[:1].lower() + said[1:]
+        return said if said.startswith("JSON") else said[:1].lower() + said[1:]
     value: Any = msgspec.json.decode(text)
     for step in place.rstrip("`").replace("[", ".[").split(".")[1:]:
         value = value[int(step[1:-1])] if step.startswith("[") else value[step]

@@ -11,12 +11,27 @@ from typing import Any, TypeVar
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.pool import PoolBackend, PoolConfig, PoolServer
 from kvxfer.storage.backend import Backend
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import AskGauges, Event, Observer, Reports
 from kvxfer.units import ByteSize
 
 LIMIT_S = 30.0
 
 T = TypeVar("T")
+
+
+class _State(Observer):
+    """Observer that asks for the state of a server."""
+
+    ask: AskGauges
+
+    def note(self, event: Event) -> None:
+        raise AssertionError(event)
+
+    def watch(self, tier: str, ask: AskGauges) -> None:
+        assert tier == "pool"
+        self.ask = ask
 
 
 class RunningPool:
@@ -38,11 +53,17 @@ class RunningPool:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.server = PoolServer(path, capacity, self._open)
+        self._state = _State()
+        self.server.observe(Reports([self._state], "pool"))
         try:
             self.run(self.server.start())
         except BaseException:
             self.stop()
             raise
+
+    def gauge(self, gauge: Gauge) -> float:
+        """Ask the server for its state."""
+        return self._state.ask()[gauge]
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the server's loop."""

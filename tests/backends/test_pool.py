@@ -19,6 +19,7 @@ from kvxfer.connect import open_backend, parse_backend
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.backend import Backend, Status
+from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import (
     BackendStateMachine,
@@ -162,19 +163,21 @@ def test_what_an_engine_reads_stays_after_it_sent_nonsense_until_it_ends(path: P
         key = make_block_key(b"another block", 0)
         return asyncio.run(engine.store([key], MEMORY.describe(0, [0])))[0].done
 
-    with running_pool(path, capacity="76KiB"), attached(path) as other:
+    with running_pool(path, capacity="76KiB") as pool, attached(path) as other:
         assert all(each.done for each in asyncio.run(peers.store(other)))
         engine = Attachment(
             str(path), peers.namespace(), timeout_s=5.0, open_copy_engine=CPUCopyEngine
         )
         pin = Pin(keys=peers.KEYS, within_s=1.0)
         assert len(engine.ask(pin, Pinned).rows) == len(peers.KEYS)
+        assert pool.gauge(Gauge.PINS) == 1.0, "of eight blocks"
         engine.tell(Nonsense())
         with pytest.raises(BackendUnavailableError, match="ended the connection"):
             engine.ask(pin, Pinned)
         assert not store_another(other), "every block is pinned"
         engine.close()
         assert any(store_another(other) for _ in range(1000))
+        assert pool.gauge(Gauge.PINS) == 0.0
 
 
 class Nonsense(Message, frozen=True):

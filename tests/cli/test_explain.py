@@ -169,7 +169,9 @@ def test_names_cannot_give_orders_to_the_terminal(
         (["00"], "argument is '00'; expected a key"),
         (["cmpl-17", "file:///nowhere"], "/nowhere"),
         (["cmpl-17", "host://?capacity=1GiB"], "store is 'host://?capacity=1GiB'; expected a st"),
-        (["cmpl-17", "nothing://"], "backend is 'nothing'; expected one of"),
+        (["cmpl-17", "pool:///kv.sock"], "store is 'pool:///kv.sock'; expected a store in files"),
+        (["cmpl-17", "nixl://node-1:7000"], "store is 'nixl://node-1:7000'; expected a store in"),
+        (["cmpl-17", "nothing://"], "store is 'nothing://'; expected a store in files"),
         (["file:///nowhere"], "expected a request, or keys of blocks"),
     ],
 )
