@@ -72,8 +72,7 @@ _REMOVALS = {
     Removal.LEASE_OVER: (Answer.REMOVED, "not {} any more: its lease was over"),
     Removal.VANISHED: (Answer.REMOVED, "removed from {} by another process"),
 }
-_SHARED = ("file", LENT)
-"""Beginnings of the names of tiers that engines share."""
+_FILE = "file"
 
 _ASKING = (Operation.LOOKUP, Operation.LOAD)
 
@@ -87,18 +86,22 @@ class _Tier:
         stored_s: When it came there, None if it is not there.
         absence: Why it is not there.
         trouble: Why the last lookup or load did not get it, whether or not it is there.
+        removal: Why it was removed since it was stored last. A lookup that began before may
+            still have found it.
     """
 
     name: str
     stored_s: float | None = None
     absence: Cause | None = None
     trouble: Cause | None = None
+    removal: Cause | None = None
 
     def note(self, each: Happening) -> None:
         """Apply what happened next."""
         match each.kind:
             case Kind.STORED:
-                self.stored_s, self.absence, self.trouble = each.at_s, None, None
+                self.stored_s = each.at_s
+                self.absence = self.trouble = self.removal = None
             case Kind.LOADED | Kind.FOUND:
                 self.absence = self.trouble = None
                 self.stored_s = each.at_s if self.stored_s is None else self.stored_s
@@ -109,6 +112,7 @@ class _Tier:
             case Kind.REMOVED if each.what in _REMOVALS:
                 answer, text = _REMOVALS[Removal(each.what)]
                 self._lose(each, answer, text.format(self.name))
+                self.removal = self.absence
             case Kind.LATE:
                 text = f"{self.name} missed the deadline of a {each.what}"
                 self._fail(each, Answer.DEADLINE, text, is_asked=each.what in _ASKING)
@@ -124,8 +128,8 @@ class _Tier:
 
     def cause(self) -> Cause | None:
         """Return why the block was not got from here; None if nothing is known."""
-        if self.absence or self.trouble:
-            return self.absence or self.trouble
+        if known := self.absence or self.trouble or self.removal:
+            return known
         if self.stored_s is None:
             return None
         text = f"stored in {self.name}, and not found there: no cause was noted"
@@ -275,7 +279,13 @@ class Explainer:
         if held_as in self.tiers:
             return _behind(each.tier, held_as)
         is_change = each.kind in (Kind.STORED, Kind.REMOVED)
-        return each.tier if is_change and each.tier.startswith(_SHARED) else ""
+        return each.tier if is_change and each.tier.startswith(self._shared()) else ""
+
+    def _shared(self) -> tuple[str, ...]:
+        """Beginnings of the names of tiers that this engine may share with others."""
+        known = len(self.tiers) > 1
+        has_files = any(tier.startswith(_FILE) for tier in self.tiers)
+        return (LENT,) if known and not has_files else (_FILE, LENT)
 
 
 def _behind(tier: str, held_as: str) -> str:

@@ -203,3 +203,18 @@ def test_a_folder_that_is_no_store_is_one_line(
     run(capsys, folder, "cmpl-17", f"file://{store.root}")
     (line,) = run(capsys, folder, "cmpl-17", f"file://{tmp_path}", status=2)
     assert "expected the root of a store" in line
+
+
+def test_a_block_that_was_evicted_while_it_was_read_is_evicted_later(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def note(observer: JournalObserver) -> None:
+        observer.note(Added("file", KEYS[:1]))
+        observer.note(Removed("file", KEYS[:1], Removal.EVICTED))
+        observer.note(LookedUp(KEYS[:1], ["file"], 0.1))  # begun before
+        observer.note(LookedUp(KEYS[:1], [""], 0.1))
+
+    write(folder, note)
+    said = " ".join(run(capsys, folder, KEYS[0].hex()))
+    assert "evicted from file by capacity" in said
+    assert "no cause" not in said
