@@ -2,6 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -10,6 +12,7 @@ from examples.engine.engine import Engine
 from kvxfer import BlockKey, Namespace
 from kvxfer.engine_side import VLLMKeys
 from kvxfer.engine_side.weight_files import find_weights_revision
+from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.integrations.transformers import find_vllm_pages
 from kvxfer.storage.prompt_keys import PromptKeys
 
@@ -63,13 +66,29 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", metavar="TEXT")
     options = parser.parse_args()
 
+    try:
+        run(options)
+    except (ValueError, NotImplementedError, KVXferError) as exc:
+        parser.exit(2, f"{parser.prog}: error: {exc}\n")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Continue texts as the command line says.
+
+    Raises:
+        ValueError: The model, a text or the number of tokens is of no use.
+        NotImplementedError: The engine does not know the attention of the model.
+        KVXferError: A backend cannot be opened.
+    """
+    if not Path(options.model, "config.json").is_file():
+        raise InvalidArgumentError("--model", options.model, "a folder of a model of transformers")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    engine = open_engine(options.model, options.backend, VLLMKeys() if options.with_vllm else None)
     prompts = [tokenizer(text).input_ids for text in options.texts]
-    for prompt, request in zip(prompts, engine.generate(prompts, options.tokens), strict=True):
-        print(f"{request.num_reused} of {len(prompt)} tokens were there:")
-        print(tokenizer.decode(request.tokens[len(prompt) :]).strip(), end="\n\n")
-    engine.transfers.close()
+    engine = open_engine(options.model, options.backend, VLLMKeys() if options.with_vllm else None)
+    with closing(engine.transfers):
+        for prompt, request in zip(prompts, engine.generate(prompts, options.tokens), strict=True):
+            print(f"{request.num_reused} of {len(prompt)} tokens were there:")
+            print(tokenizer.decode(request.tokens[len(prompt) :]).strip(), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A small serving engine on kvxfer: paged KV cache, continuous batching, prefix reuse, tiers."""
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from kvxfer.engine_side import BlockTable
 
 def paged_attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **step: Any) -> Any:
     """Write keys and values `(1, heads, tokens, head_dim)` to slots, and attend to blocks."""
+    if odd := [n for n in ("sliding_window", "softcap", "s_aux") if step.get(n) is not None]:
+        raise NotImplementedError(f"the model has {odd[0]}; only attention to all tokens is known")
     cache, slots, scale = step["kv_caches"][module.layer_idx], step["slots"], step["scaling"]
     size, out = cache.shape[2], []
     for kv, states in enumerate((key, value)):
@@ -24,9 +27,7 @@ def paged_attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **st
         blocks = cache[row[: -(-length // size)]]
         keys, values = blocks.transpose(0, 1).flatten(1, 2)[:, :length].transpose(1, 2)[:, None]
         mask = torch.ones(stop - start, length, dtype=torch.bool).tril(length - stop + start)
-        out.append(
-            attend(query[:, :, start:stop], keys, values, mask, scale=scale, enable_gqa=True)
-        )
+        out += [attend(query[:, :, start:stop], keys, values, mask, scale=scale, enable_gqa=True)]
     return torch.cat(out, dim=2).transpose(1, 2), None
 
 
@@ -86,7 +87,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0  # tokens whose keys and values are in the blocks
     num_stored: int = 0  # blocks that were given to the tiers, or came from there
-    num_reused: int = 0  # tokens that were not computed
+    num_reused: int = 0  # tokens that it never computed
     keys: list[kvxfer.BlockKey] = field(default_factory=list)  # of the whole blocks when it came
     hits: Any = None  # future of the tiers' answer: which of these they have
 
@@ -153,7 +154,7 @@ class Engine:
         requests = [self.add(prompt, num_tokens) for prompt in prompts]
         while self.waiting or self.loading or self.running:
             self.step()
-            self.transfers.wait([] if self.running else self.loading, timeout_s=0.01)
+            time.sleep(0 if self.running else 0.001)  # until a lookup or a load has ended
         return requests
 
     def _wait(self, request: Request) -> None:
@@ -185,8 +186,9 @@ class Engine:
                 self._run(request)
 
     def _run(self, request: Request) -> None:
-        request.num_stored = len(request.blocks)
-        request.num_computed = request.num_reused = len(request.blocks) * self.block_size
+        request.num_stored, num_there = len(request.blocks), len(request.blocks) * self.block_size
+        request.num_reused = request.num_reused if request.num_computed else num_there
+        request.num_computed = num_there
         self.running.append(request)
 
     def _take_finished(self) -> None:
@@ -225,9 +227,7 @@ class Engine:
         starts = [0, *accumulate(span.stop - span.start for span in spans)]
         positions = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         lengths, table = [span.stop for span in spans], self.table.commit(len(chosen))
-        tokens = [
-            t for (each, _), span in zip(chosen, spans, strict=True) for t in each.tokens[span]
-        ]
+        tokens = [t for each, n in chosen for t in each.tokens[each.num_computed :][:n]]
         with torch.inference_mode():
             return self.model(
                 input_ids=torch.tensor([tokens]),

@@ -1,17 +1,24 @@
 """The engine of the tutorial gives the tokens of its model, whatever its tiers have or lose."""
 
+import asyncio
+import functools
+import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+import kvxfer
 from examples.engine import engine as module
 from examples.engine.engine import Engine, Request
-from kvxfer import BlockKey, Namespace
+from kvxfer import Backend, BlockKey, Namespace
+from kvxfer.storage.observer import Operation
 from kvxfer.storage.prompt_keys import PromptKeys
+from kvxfer.testing import FaultRates, FaultyBackend
 from tests.kvcache.paged_runner import generate_unpaged, one_thread
 
 BLOCK_TOKENS = 16
@@ -98,6 +105,8 @@ def test_requests_that_share_blocks_and_take_them_from_each_other(
 ) -> None:
     requests = run(model, "host://?capacity=8MiB", PROMPTS, num_blocks=num_blocks)
     assert any(request.num_reused for request in requests)
+    reused = [request.num_reused <= num_whole(request.tokens[:-NUM_TOKENS]) for request in requests]
+    assert all(reused)
 
 
 def test_a_prompt_that_the_pool_still_has_is_not_loaded(model: Any) -> None:
@@ -133,6 +142,77 @@ def test_what_is_damaged_is_computed(model: Any, tmp_path: Path) -> None:
 def test_a_tier_that_does_not_answer_holds_nobody_up(model: Any) -> None:
     requests = run(model, "nixl://127.0.0.1:9?timeout_s=1", PROMPTS[3:5])
     assert [request.num_reused for request in requests] == [0, 0]
+
+
+def test_an_engine_that_waits_for_a_lookup_does_not_turn_in_vain(model: Any) -> None:
+    engine = open_engine(model, "host://?capacity=8MiB")
+
+    async def lookup(keys: Sequence[BlockKey], **_: Any) -> list[bool]:
+        await asyncio.sleep(0.3)
+        return [False] * len(keys)
+
+    engine.transfers.lookup = lookup  # type: ignore[method-assign]
+    num_steps, step = [0], engine.step
+
+    def count() -> None:
+        num_steps[0] += 1
+        step()
+
+    engine.step = count  # type: ignore[method-assign]
+    engine.generate(PROMPTS[5:6], 1)
+    engine.transfers.close()
+    assert num_steps[0] < 400
+
+
+EVERYTHING = frozenset({Operation.LOOKUP, Operation.STORE, Operation.LOAD})
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [
+        FaultRates(delay=0.7, delay_s=0.05, failure=0.2, operations=EVERYTHING),
+        FaultRates(late=0.3),
+        FaultRates(hang=0.2, error=0.2, operations=EVERYTHING),
+    ],
+    ids=["slow", "late", "hanging"],
+)
+@pytest.mark.parametrize("num_blocks", [64, 24])
+def test_tiers_that_are_slow_late_or_hang_cost_time_only(
+    model: Any, monkeypatch: pytest.MonkeyPatch, rates: FaultRates, num_blocks: int
+) -> None:
+    connect = sys.modules["kvxfer.connect"]
+    real, made = connect._open_backend, list[FaultyBackend]()
+
+    def open_faulty(*args: Any) -> Backend:
+        made.append(FaultyBackend(real(*args), seed=num_blocks, rates=rates))
+        return made[0]
+
+    monkeypatch.setattr(connect, "_open_backend", open_faulty)
+    monkeypatch.setattr(kvxfer, "connect", functools.partial(kvxfer.connect, timeout_s=0.3))
+    alone = [generate_unpaged(model, prompt, NUM_TOKENS)[0] for prompt in PROMPTS]
+    engine = open_engine(model, "host://?capacity=8MiB", num_blocks)
+    end_of_faults = threading.Timer(1.0, made[0].release)  # blocks of late transfers stay in use
+    end_of_faults.start()
+    for _ in range(2):
+        requests = engine.generate(PROMPTS, NUM_TOKENS)
+        assert [request.tokens for request in requests] == alone
+    assert made[0].injected
+    end_of_faults.join()
+    while engine.moving:
+        engine.transfers.wait(list(engine.moving), timeout_s=1)
+        engine.step()
+    assert engine.pool.take(num_blocks - 1) is not None
+    engine.transfers.close()
+
+
+def test_a_model_with_sliding_windows_is_refused() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(vocab_size=300, sliding_window=8, **sizes, **heads)
+    engine = open_engine(MistralForCausalLM(config).eval(), "host://?capacity=8MiB")
+    with pytest.raises(NotImplementedError, match="sliding_window"):
+        engine.generate([PROMPTS[0]], 1)
+    engine.transfers.close()
 
 
 @pytest.mark.parametrize(("prompt", "num_tokens"), [([], 4), ([1, 2], 0), ([1] * 1000, 9)])
