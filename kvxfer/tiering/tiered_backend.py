@@ -16,7 +16,7 @@ from kvxfer.checks import (
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
-from kvxfer.storage.backend import MISSING, Backend, Outcome, Status, pick_outcome
+from kvxfer.storage.backend import MISSING, PARTIAL, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
 from kvxfer.storage.key_locks import KeyLocks
@@ -176,7 +176,10 @@ class TieredBackend(Backend):
         return [tier.backend for tier in self._tiers]
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`. Blocks of lower tiers are verified and promoted first."""
+        """See `Backend.lookup`. Blocks of lower tiers are verified and promoted first.
+
+        Those of which a part is stored stay where they are, and are verified when it is loaded.
+        """
         self._guard.check_batch(keys)
         began = time.perf_counter()
         moving = {key for key in keys if key in self._locks}
@@ -297,7 +300,7 @@ class TieredBackend(Backend):
             logger.warning("staging memory is still in use after %g s", self._close_s)
 
     async def _find(self, keys: Sequence[BlockKey]) -> dict[BlockKey, str]:
-        """Find the keys that the first tier has, or that were verified in a lower one.
+        """Find the keys that the first tier has, or that a lower one has: verified, or in part.
 
         Returns:
             For each key that was found, the name of its tier.
@@ -310,7 +313,7 @@ class TieredBackend(Backend):
         return found
 
     async def _promote(self, tier: IsolatedTier, keys: Sequence[BlockKey]) -> set[BlockKey]:
-        """Copy blocks to the first tier; return those that arrived in staging memory intact."""
+        """Copy blocks to the first tier; return those that are intact, or stored in part."""
         verified: set[BlockKey] = set()
         sizes = [self._chunk_size(key) for key in keys]
         for start, stop in self._staging.cut(sizes):
@@ -333,7 +336,8 @@ class TieredBackend(Backend):
                 blocks = staged.blocks.take(intact)
                 store = self._first.copying(Operation.STORE, Cause.PROMOTION)
                 await staged.move(store, verified, blocks)
-        return set(verified)
+        in_part = {key for key, each in zip(keys, loaded, strict=True) if each == PARTIAL}
+        return in_part.union(verified)
 
     async def _store_where_found(
         self, batch: _Batch, left: Sequence[int], there: set[BlockKey]
