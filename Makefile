@@ -66,7 +66,8 @@ SECONDS ?= 600
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos.run --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) --without "$(WITHOUT)"
 
-# Downloads the other releases of vLLM and SGLang that the adapters support, some 4 GB on disk.
+# Downloads the other releases of vLLM, SGLang and transformers that the adapters support, some 4 GB on
+# disk.
 compat: $(MODELS) ; $(BIN)/pytest -m compat --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
 
 # The core with another Python, without engines: vLLM has no wheel for it. `make core PYTHON_VERSION=3.12`.

@@ -7,16 +7,14 @@ other release has its interface only, which needs no compiled code.
 
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PathDistribution, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.installed_aside import REPOSITORY, install_aside
+
 DIRECTORY = REPOSITORY / "build" / "compat"
 
 
@@ -49,18 +47,9 @@ class Release:
         return os.environ | {"PYTHONPATH": str(self.folder), "PYTHONHASHSEED": "0"}
 
     def install(self) -> None:
-        """Install it unless it is installed; the folder appears in one step."""
-        if self.folder.exists():
-            return
-        DIRECTORY.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=DIRECTORY) as scratch:
-            target = Path(scratch, self.number)
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-            requirement = f"{self.package}=={self.number}"
-            subprocess.run([*pip, "--target", str(target), requirement], check=True)
-            if self.package == "vllm":
-                _take_for_a_cpu_build(target)
-            target.replace(self.folder)
+        """Install it unless it is installed."""
+        change = _take_for_a_cpu_build if self.package == "vllm" else None
+        install_aside(self.folder, f"{self.package}=={self.number}", change=change)
 
     def wants_installed_torch(self) -> bool:
         """Whether it was built for the torch that is installed."""

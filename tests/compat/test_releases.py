@@ -1,16 +1,14 @@
 """`make compat`: the adapter's own tests, against other releases of vLLM."""
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.compat.releases import RELEASES, REPOSITORY, Release
+from tests.compat.releases import RELEASES, Release
 from tests.e2e.prefill_decode.deployment import Deployment, Shape
 from tests.e2e.prefill_decode.engines import EngineShape
 from tests.e2e.prefill_decode.plan import run_one
+from tests.installed_aside import count_passed, run_aside
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(1800)]
 
@@ -33,24 +31,12 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 def run(release: Release, *arguments: str) -> str:
     """Run a process that finds this release first; return what it printed."""
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=REPOSITORY,
-        env=release.environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not ended.returncode, ended.stdout + ended.stderr
-    return ended.stdout
+    return run_aside(release.environment, *arguments)
 
 
 def run_tests(release: Release, *arguments: str) -> int:
     """Run tests with this release; return how many of them passed."""
-    passed = re.search(
-        r"(\d+) passed", run(release, "-m", "pytest", "-q", "--timeout=120", *arguments)
-    )
-    return int(passed.group(1)) if passed else 0
+    return count_passed(release.environment, "--timeout=120", *arguments)
 
 
 def test_a_process_finds_this_release_first(release: Release) -> None:

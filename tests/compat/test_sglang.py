@@ -1,12 +1,9 @@
 """`make compat`: the plug's own tests, against other releases of SGLang."""
 
-import re
-import subprocess
-import sys
-
 import pytest
 
-from tests.sglang.releases import OTHERS, REPOSITORY, environment, install
+from tests.installed_aside import count_passed
+from tests.sglang.releases import OTHERS, environment, install
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(3600)]
 
@@ -14,17 +11,7 @@ pytestmark = [pytest.mark.compat, pytest.mark.timeout(3600)]
 def run_tests(release: str, *arguments: str) -> int:
     """Run the plug's tests with a release; return how many of them passed."""
     install(release)
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *arguments, "tests/sglang"],
-        cwd=REPOSITORY,
-        env=environment(release),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert not ended.returncode, ended.stdout + ended.stderr
-    passed = re.search(r"(\d+) passed", ended.stdout)
-    return int(passed.group(1)) if passed else 0
+    return count_passed(environment(release), *arguments, "tests/sglang")
 
 
 @pytest.mark.parametrize("release", OTHERS)

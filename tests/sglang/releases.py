@@ -5,12 +5,10 @@ without its other dependencies, most of which are for GPUs. PYTHONPATH puts it o
 """
 
 import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.installed_aside import REPOSITORY, install_aside
+
 DIRECTORY = REPOSITORY / "build" / "sglang"
 PACKAGES = Path(__file__).with_name("packages.txt")
 
@@ -19,16 +17,9 @@ OTHERS = ("0.5.20", "0.5.21", "0.5.22")
 
 
 def install(release: str = NEWEST) -> Path:
-    """Install a release unless it is installed; the folder appears in one step."""
+    """Install a release unless it is installed."""
     folder = DIRECTORY / release
-    if not folder.exists():
-        DIRECTORY.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=DIRECTORY) as scratch:
-            target = Path(scratch, release)
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
-            wanted = [f"sglang=={release}", "-r", str(PACKAGES)]
-            subprocess.run([*pip, "--target", str(target), *wanted], check=True)
-            target.replace(folder)
+    install_aside(folder, f"sglang=={release}", "-r", str(PACKAGES))
     return folder
 
 
