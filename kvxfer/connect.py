@@ -28,7 +28,7 @@ from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
 from kvxfer.transfer.prompt_exchange import PromptExchange
 from kvxfer.transfer.staged_backend import stage
-from kvxfer.units import ByteSize
+from kvxfer.units import decode_size
 
 ENTRY_POINT_GROUP = "kvxfer.backends"
 
@@ -194,7 +194,7 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
     backend_type = _find_backend(name)
     try:
         config = msgspec.convert(
-            parameters, backend_type.config_type, strict=False, dec_hook=_decode
+            parameters, backend_type.config_type, strict=False, dec_hook=decode_size
         )
     except msgspec.ValidationError as exc:
         wanted = f"a {name} backend: {exc}{_allowed_values(backend_type.config_type, str(exc))}"
@@ -330,9 +330,3 @@ def _allowed_values(config_type: type[msgspec.Struct], error: str) -> str:
     values = [each.value for each in kind] if is_enum else get_args(kind)
     allowed = ", ".join(repr(value) for value in values if isinstance(value, str))
     return f"; expected one of {allowed}" if allowed else ""
-
-
-def _decode(kind: type, value: Any) -> Any:
-    if kind is ByteSize:
-        return ByteSize.parse(value)
-    raise NotImplementedError(kind)

@@ -1,7 +1,7 @@
 """Sizes and durations: parsed from text such as `4GiB` or `30d`, and formatted for people."""
 
 import re
-from typing import Self
+from typing import Any, Self
 
 from kvxfer.errors import InvalidArgumentError
 
@@ -31,6 +31,13 @@ class ByteSize(int):
         if size < 1:
             raise InvalidArgumentError("size", text, "a positive size such as '512MiB' or '4GiB'")
         return size
+
+
+def decode_size(kind: type, value: Any) -> Any:
+    """Decode a `ByteSize`, as a `dec_hook` of msgspec."""
+    if kind is ByteSize:
+        return ByteSize.parse(value)
+    raise NotImplementedError(kind)
 
 
 class Duration(float):

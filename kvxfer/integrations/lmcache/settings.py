@@ -7,7 +7,7 @@ import msgspec
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.keys import GroupIdentity, Namespace
-from kvxfer.units import ByteSize
+from kvxfer.units import ByteSize, decode_size
 
 LAYOUT = "LMCache objects in pieces, form 1"
 
@@ -48,7 +48,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             InvalidArgumentError: A parameter is missing, unknown or of no use.
         """
         try:
-            settings = msgspec.convert(params, cls, strict=False, dec_hook=_decode)
+            settings = msgspec.convert(params, cls, strict=False, dec_hook=decode_size)
         except msgspec.ValidationError as exc:
             raise InvalidArgumentError("adapter_params", params, str(exc)) from exc
         if not settings.revision:
@@ -74,9 +74,3 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             groups=(GroupIdentity(page_sizes_bytes=(UNIT_BYTES,)),),
             blocks_per_chunk=self.piece // UNIT_BYTES,
         )
-
-
-def _decode(kind: type, value: Any) -> Any:
-    if kind is ByteSize:
-        return ByteSize.parse(value)
-    raise NotImplementedError(kind)

@@ -11,7 +11,7 @@ from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.tiering.timeouts import TierTimeouts
-from kvxfer.units import ByteSize
+from kvxfer.units import ByteSize, decode_size
 
 SGLANG_FIELDS = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size",
@@ -61,7 +61,7 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
         raise InvalidArgumentError("interface_v1", given.get("interface_v1"), rule)
     ours = {name: value for name, value in given.items() if name not in SGLANG_FIELDS}
     try:
-        settings = msgspec.convert(ours, StorageSettings, dec_hook=_decode)
+        settings = msgspec.convert(ours, StorageSettings, dec_hook=decode_size)
     except msgspec.ValidationError as exc:
         names = ", ".join(field.name for field in msgspec.structs.fields(StorageSettings))
         raise InvalidArgumentError("extra_config", ours, f"{exc}; settings: {names}") from exc
@@ -76,9 +76,3 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> StorageSettings:
             rule = f"the revision of the weights, since the blocks of {choice!r} outlive the engine"
             raise InvalidArgumentError("revision", settings.revision, rule)
     return settings
-
-
-def _decode(kind: type, value: Any) -> Any:
-    if kind is ByteSize:
-        return ByteSize.parse(value)
-    raise NotImplementedError(kind)

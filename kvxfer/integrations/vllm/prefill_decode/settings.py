@@ -10,7 +10,7 @@ from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.checks import require_number, require_text, require_texts
 from kvxfer.endpoint import MAX_PORT
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.units import ByteSize
+from kvxfer.units import decode_size
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,7 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ours = {name: extra[name] for name in cls.__struct_fields__[1:] if name in extra}
         theirs = {name: value for name, value in extra.items() if name not in ours}
         try:
-            exchange = msgspec.convert(theirs, NixlConfig, strict=False, dec_hook=_decode)
+            exchange = msgspec.convert(theirs, NixlConfig, strict=False, dec_hook=decode_size)
             return msgspec.convert(ours | {"exchange": exchange}, cls, strict=False)
         except msgspec.ValidationError as exc:
             raise InvalidArgumentError("kv_connector_extra_config", dict(extra), str(exc)) from exc
@@ -137,9 +137,3 @@ def _matches(host: str, rule: str) -> bool:
         return ip_address(host) in ip_network(rule)
     except ValueError:
         return host == rule
-
-
-def _decode(kind: type, value: Any) -> Any:
-    if kind is ByteSize:
-        return ByteSize.parse(value)
-    raise NotImplementedError(kind)
