@@ -3,15 +3,12 @@
 import contextlib
 import mmap
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvxfer.backends.host.available_memory import AvailableMemory, require_memory
-from kvxfer.errors import CapacityError, ClosedError
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.backends.host.mapped_memory import MappedMemory
+from kvxfer.errors import CapacityError
 
 
-class PrivateMemory:
+class PrivateMemory(MappedMemory):
     """Zeroed memory in huge pages, where the system has any; reserved when it is created.
 
     Its page table is 512 times as short, which makes copying, hashing, pinning and sending faster.
@@ -28,36 +25,12 @@ class PrivateMemory:
     def __init__(self, num_bytes: int) -> None:
         require_memory(num_bytes)
         try:
-            self._map = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as exc:
             available = AvailableMemory.read().num_bytes
             raise CapacityError("memory", num_bytes, available) from exc
-        self._map.madvise(mmap.MADV_DONTFORK)
+        mapping.madvise(mmap.MADV_DONTFORK)
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map, np.uint8)
-        self._bytes[:: mmap.PAGESIZE] = 0  # without the GIL, which calls of `mmap` hold
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """The whole memory, uint8, `(num_bytes,)`; valid until `close`.
-
-        Raises:
-            ClosedError: The memory was closed.
-        """
-        if self._bytes is None:
-            raise ClosedError("private memory")
-        return self._bytes
-
-    @property
-    def region(self) -> MemoryRegion:
-        """Address and size of the memory."""
-        return MemoryRegion(self.memory.ctypes.data, self.memory.nbytes, self.memory)
-
-    def close(self) -> None:
-        """Unmap the memory, once the last array over it is gone; may be called again."""
-        if self._bytes is not None:
-            self._bytes = None
-            with contextlib.suppress(BufferError):
-                self._map.close()
-            del self._map  # else the mapping would last as long as this object
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        super().__init__(mapping, "private memory")
+        self.memory[:: mmap.PAGESIZE] = 0  # without the GIL, which calls of `mmap` hold

@@ -1,23 +1,19 @@
 """Shared memory without a name: processes map it that are given its file descriptor."""
 
-import contextlib
 import fcntl
 import mmap
 import os
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvxfer.backends.host.available_memory import AvailableMemory, require_memory
+from kvxfer.backends.host.mapped_memory import MappedMemory
 from kvxfer.backends.host.segment import map_pages
-from kvxfer.errors import CapacityError, ClosedError, InvalidArgumentError
-from kvxfer.kvcache.memory_region import MemoryRegion
+from kvxfer.errors import CapacityError, InvalidArgumentError
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of its size: a process that maps memory which another one cuts would crash."""
 
 
-class SharedMemory:
+class SharedMemory(MappedMemory):
     """Zeroed memory of fixed size that other processes map; gone with the last of them.
 
     It has no name in any folder, so no process can leave it behind, and only those map it that the
@@ -35,13 +31,13 @@ class SharedMemory:
         self.fd = fd
         try:
             _require_fixed_size(fd, num_bytes)
-            self._map = mmap.mmap(fd, num_bytes)
+            mapping = mmap.mmap(fd, num_bytes)
         except BaseException:
             os.close(fd)
             raise
-        self._map.madvise(mmap.MADV_DONTFORK)
-        self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map, np.uint8)
-        map_pages(self._bytes)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        super().__init__(mapping, "shared memory")
+        map_pages(self.memory)
 
     @classmethod
     def create(cls, num_bytes: int) -> "SharedMemory":
@@ -60,29 +56,11 @@ class SharedMemory:
             raise CapacityError("memory", num_bytes, AvailableMemory.read().num_bytes) from exc
         return cls(fd, num_bytes)
 
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """The whole memory, uint8, `(num_bytes,)`; valid until `close`.
-
-        Raises:
-            ClosedError: The memory was closed.
-        """
-        if self._bytes is None:
-            raise ClosedError("shared memory")
-        return self._bytes
-
-    @property
-    def region(self) -> MemoryRegion:
-        """Address and size of the memory in this process."""
-        return MemoryRegion(self.memory.ctypes.data, self.memory.nbytes, self.memory)
-
     def close(self) -> None:
-        """Unmap the memory, once the last array over it is gone; may be called again."""
-        if self._bytes is not None:
-            self._bytes = None
-            with contextlib.suppress(BufferError):
-                self._map.close()
-            del self._map  # else the mapping would last as long as this object
+        """See `MappedMemory.close`; closes the descriptor, too."""
+        is_open = self._bytes is not None
+        super().close()
+        if is_open:
             os.close(self.fd)
 
 
