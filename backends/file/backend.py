@@ -34,13 +34,13 @@ from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.eviction.retaining_policy import open_policy
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Removal, Reports
-from kvxfer.storage.retaining_policy import open_policy
-from kvxfer.storage.retention import Retention
 from kvxfer.storage.threads import Threads
 
 STALLED_S = 30.0

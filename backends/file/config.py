@@ -12,14 +12,14 @@ from kvxfer.backends.file.format.group_format import GroupFormat
 from kvxfer.backends.file.format.header import padded
 from kvxfer.backends.file.io.selection import Direct, EngineName
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.eviction import PolicyName
-from kvxfer.storage.integrity import Integrity
-from kvxfer.storage.keys import Namespace
-from kvxfer.storage.retention import (
+from kvxfer.storage.eviction.policies import PolicyName
+from kvxfer.storage.eviction.retention import (
     DEFAULT_PRIORITY_HALF_LIFE_S,
     DEFAULT_PRIORITY_SHARE,
     require_limits,
 )
+from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.keys import Namespace
 from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 from kvxfer.units import ByteSize
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.folders.names import FINGERPRINT_DIGITS
-from kvxfer.storage.eviction import EvictionPolicy
+from kvxfer.storage.eviction.policies import EvictionPolicy
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.retention import Retention
 
 FINGERPRINT_BYTES = FINGERPRINT_DIGITS // 2
 

@@ -13,11 +13,11 @@ from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.header import padded
-from kvxfer.storage.eviction import EvictionPolicy
+from kvxfer.storage.eviction.policies import EvictionPolicy
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Removal, Reports
-from kvxfer.storage.retention import Retention
 
 MIN_FREE_FILES = 32
 """Files that stay free where their number is limited: for claims, folders, and other programs."""

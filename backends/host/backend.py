@@ -23,6 +23,7 @@ from kvxfer.storage.backend import (
     Status,
 )
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState, StorePlan
 from kvxfer.storage.integrity import Integrity
@@ -37,7 +38,6 @@ from kvxfer.storage.lending import (
     require_parts_in_blocks,
 )
 from kvxfer.storage.observer import Removal, Reports
-from kvxfer.storage.retention import Retention
 from kvxfer.storage.threads import Threads
 
 NUM_THREADS = 2

@@ -5,14 +5,14 @@ import msgspec
 from kvxfer.copy_engine.devices import DeviceCopyEngine
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.copy_engine.method_table import MethodTable
-from kvxfer.storage.eviction import EvictionPolicy, PolicyName
-from kvxfer.storage.integrity import Integrity
-from kvxfer.storage.retaining_policy import open_policy
-from kvxfer.storage.retention import (
+from kvxfer.storage.eviction.policies import EvictionPolicy, PolicyName
+from kvxfer.storage.eviction.retaining_policy import open_policy
+from kvxfer.storage.eviction.retention import (
     DEFAULT_PRIORITY_HALF_LIFE_S,
     DEFAULT_PRIORITY_SHARE,
     require_limits,
 )
+from kvxfer.storage.integrity import Integrity
 from kvxfer.units import ByteSize
 
 

@@ -13,7 +13,7 @@ from kvxfer.units import ByteSize
 
 if TYPE_CHECKING:
     from kvxfer.replay import CapacityRow, LRUCurve, Machine, RealRow, Report, Trace
-    from kvxfer.storage.eviction import PolicyName
+    from kvxfer.storage.eviction.policies import PolicyName
 
 POLICIES = ("lru", "arc")
 ORDERS = ("tail-first", "head-first")

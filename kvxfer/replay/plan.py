@@ -10,7 +10,7 @@ from kvxfer.replay.lru_curve import LRUCurve
 from kvxfer.replay.simulated_store import Medium
 from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
 from kvxfer.replay.trace import Trace
-from kvxfer.storage.eviction import PolicyName
+from kvxfer.storage.eviction.policies import PolicyName
 
 SECONDS_PER_DAY = 86400
 BYTES_NEEDED = "the bytes of a token for sizes: --bytes-per-token or --model"

@@ -10,7 +10,7 @@ from kvxfer.replay.block_size import plan_tiers
 from kvxfer.replay.plan import BYTES_NEEDED, Machine, TiersRow, plan_list
 from kvxfer.replay.simulated_store import Medium
 from kvxfer.replay.trace import Trace
-from kvxfer.storage.eviction import POLICIES, PolicyName
+from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.units import ByteSize, format_size
 
 AS_GOOD = 0.995

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, cast
 
-from kvxfer.storage.eviction import POLICIES, PolicyName
+from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.keys import BlockKey
 
 Medium = Literal["host", "file"]

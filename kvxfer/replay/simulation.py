@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvxfer.replay.simulated_store import Medium, SimulatedStore
 from kvxfer.replay.trace import Trace
-from kvxfer.storage.eviction import PolicyName
+from kvxfer.storage.eviction.policies import PolicyName
 
 
 @dataclass(frozen=True, slots=True)

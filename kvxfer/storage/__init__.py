@@ -1,6 +1,7 @@
 """What a place for blocks is: the interface of backends, outcomes, keys and namespaces."""
 
 from kvxfer.storage.backend import Backend, BlockMover, Outcome, Status
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import (
     BlockKey,
     GroupIdentity,
@@ -10,7 +11,6 @@ from kvxfer.storage.keys import (
     make_block_key,
 )
 from kvxfer.storage.prompt_keys import PromptKeys
-from kvxfer.storage.retention import Retention
 
 __all__ = [
     "Backend",

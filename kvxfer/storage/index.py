@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
-from kvxfer.storage.eviction import EvictionPolicy
+from kvxfer.storage.eviction.policies import EvictionPolicy
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.retention import Retention
 
 
 class BlockState(enum.Enum):

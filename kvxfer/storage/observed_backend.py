@@ -8,6 +8,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import Backend, Begun, BlockMover, ImmediateMover, Outcome, Status
 from kvxfer.storage.calls import Begin
+from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.lending import (
     NOT_ARRIVED,
@@ -24,7 +25,6 @@ from kvxfer.storage.observer import (
     Reports,
     count_done_bytes,
 )
-from kvxfer.storage.retention import Retention, retain_in, retentions_in
 
 
 def medium_of(backend: Backend) -> str:

@@ -13,9 +13,9 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import DONE, Backend, Outcome, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, group_of, make_block_key
 from kvxfer.storage.portable_namespace import shard_groups
-from kvxfer.storage.retention import Retention, retain_in, retentions_in
 
 _Ask = Callable[[Sequence[BlockKey]], Coroutine[Any, Any, list[bool]]]
 _Move = Callable[[Sequence[BlockKey], Descriptors], Coroutine[Any, Any, list[Outcome]]]

@@ -9,11 +9,11 @@ from itertools import groupby
 
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.calls import wait_despite_cancel
+from kvxfer.storage.eviction.retention import copy_retentions
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Cause, Operation
-from kvxfer.storage.retention import copy_retentions
 from kvxfer.storage.staging_memory import StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.write_back_queue import WriteBackQueue

@@ -19,12 +19,12 @@ from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import MISSING, PARTIAL, Backend, Outcome, Status, pick_outcome
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Move
+from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace, group_of
 from kvxfer.storage.lending import BlockParts, require_parts_in_blocks
 from kvxfer.storage.observed_backend import medium_of, observed
 from kvxfer.storage.observer import Cause, LookedUp, Operation, Reports
-from kvxfer.storage.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagingMemory
 from kvxfer.tiering.isolated_tier import IsolatedTier
 from kvxfer.tiering.tier_writer import StoredBlock, TierWriter

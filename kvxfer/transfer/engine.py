@@ -8,9 +8,9 @@ from typing import Self
 from numpy.typing import ArrayLike
 
 from kvxfer.storage.backend import Backend, Outcome
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Operation
-from kvxfer.storage.retention import Retention
 from kvxfer.transfer.job import Direction
 from kvxfer.transfer.polled_engine import PolledEngine
 

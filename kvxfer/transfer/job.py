@@ -9,9 +9,9 @@ from typing import NewType
 
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import BlockMover, Outcome, Status
+from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Ended, Operation, Reports
-from kvxfer.storage.retention import Retention, retain_in
 
 JobId = NewType("JobId", int)
 

@@ -27,9 +27,9 @@ from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import BlockMover, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.calls import Calls
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Observer, Reports
-from kvxfer.storage.retention import Retention
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
 from kvxfer.transfer.batch import describe_batch
 from kvxfer.transfer.begun_jobs import Slices

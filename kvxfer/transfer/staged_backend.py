@@ -16,8 +16,8 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.kvcache.memory_region import MemoryRegion
 from kvxfer.storage.backend import DONE, Backend, BlockMover, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.eviction.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.retention import Retention, retain_in, retentions_in
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES, StagedBlocks, StagingMemory
 from kvxfer.storage.threads import Threads
 from kvxfer.transfer.job import Direction

@@ -15,7 +15,7 @@ from kvxfer.backends.file import BlockTree, FileIndex, FoundBlock, Space, file_i
 from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import DONE, Outcome, Status
-from kvxfer.storage.eviction import ARC, LRU, POLICIES, PolicyName
+from kvxfer.storage.eviction.policies import ARC, LRU, POLICIES, PolicyName
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize

@@ -17,7 +17,7 @@ import pytest
 from kvxfer.backends.file import BlockTree, FileBackend, Space
 from kvxfer.backends.file.folders import Ledger, NamespaceFolder
 from kvxfer.storage.backend import Status
-from kvxfer.storage.eviction import LRU
+from kvxfer.storage.eviction.policies import LRU
 from kvxfer.testing import BlockMemory
 from tests.backends.file_store import (
     bytes_on_disk,

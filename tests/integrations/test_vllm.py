@@ -14,7 +14,7 @@ from kvxfer.backends.host import HostPool, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.storage.eviction import LRU
+from kvxfer.storage.eviction.policies import LRU
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, Namespace, make_block_key
 from kvxfer.testing import BlockMemory

@@ -10,11 +10,11 @@ import pytest
 from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.backends.host import HostPool, PoolShape
 from kvxfer.copy_engine.cpu import CPUCopyEngine
-from kvxfer.storage.eviction import LRU
+from kvxfer.storage.eviction.policies import LRU
+from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
+from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
-from kvxfer.storage.retaining_policy import RetainingPolicy
-from kvxfer.storage.retention import NORMAL
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.base", reason="needs vLLM")

@@ -22,7 +22,7 @@ from kvxfer.replay import (
 from kvxfer.replay.block_size import opaque_namespace
 from kvxfer.replay.real import BLOCK_BYTES, WrongBytesError
 from kvxfer.storage.backend import Outcome
-from kvxfer.storage.eviction import PolicyName
+from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.keys import BlockKey
 from kvxfer.units import ByteSize
 from tests.replay.traces import trace_of

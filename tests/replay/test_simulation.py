@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.replay import Medium, TierPlan, lru_curve, simulate
-from kvxfer.storage.eviction import POLICIES, PolicyName
+from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import make_block_key
 from tests.replay.simple_models import lru_tier_hits

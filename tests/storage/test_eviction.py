@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.storage.eviction import ARC, LRU, EvictionPolicy
+from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
 from kvxfer.storage.keys import BlockKey, make_block_key
 
 NUM_SLOTS = 4

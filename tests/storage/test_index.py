@@ -3,7 +3,7 @@
 import pytest
 
 from kvxfer.errors import BlockStateError, DuplicateError, InvalidArgumentError
-from kvxfer.storage.eviction import ARC, LRU
+from kvxfer.storage.eviction.policies import ARC, LRU
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey, make_block_key
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvxfer.errors import BlockStateError
-from kvxfer.storage.eviction import ARC, LRU, EvictionPolicy
+from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
+from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
+from kvxfer.storage.eviction.retention import Retention
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey, make_block_key
-from kvxfer.storage.retaining_policy import RetainingPolicy
-from kvxfer.storage.retention import Retention
 from tests.examples import examples
 
 NUM_SLOTS = 4

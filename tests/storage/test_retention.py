@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvxfer.backends.file.file_index import FINGERPRINT_BYTES, FileId, FileIndex
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.storage.eviction import ARC, LRU, EvictionPolicy
+from kvxfer.storage.eviction.policies import ARC, LRU, EvictionPolicy
+from kvxfer.storage.eviction.retaining_policy import RetainingPolicy
+from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
-from kvxfer.storage.retaining_policy import RetainingPolicy
-from kvxfer.storage.retention import NORMAL, Retention
 from tests.examples import examples
 
 NUM_SLOTS = 6

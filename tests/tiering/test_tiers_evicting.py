@@ -8,7 +8,7 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import MISSING, Backend, Outcome
-from kvxfer.storage.eviction import PolicyName
+from kvxfer.storage.eviction.policies import PolicyName
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BlockMemory, DictBackend
 from kvxfer.testing.conformance.suite import make_keys

@@ -13,10 +13,10 @@ from kvxfer.connect import parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from kvxfer.storage.backend import Backend
+from kvxfer.storage.eviction.retention import NORMAL, Retaining, Retention
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observed_backend import observed
 from kvxfer.storage.observer import Observer, Reports
-from kvxfer.storage.retention import NORMAL, Retaining, Retention
 from kvxfer.testing import DictBackend
 from kvxfer.testing.conformance.suite import make_keys
 

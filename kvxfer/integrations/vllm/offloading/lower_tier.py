@@ -22,11 +22,11 @@ from kvxfer.integrations.vllm.offloading.tier_events import TierEvents
 from kvxfer.kvcache.canonical import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 from kvxfer.kvcache.portable import PageMapping
 from kvxfer.storage.backend import Backend, Purgeable, Status
+from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of, unwrapped
 from kvxfer.storage.observer import Observable, Observer, Operation, Reports
 from kvxfer.storage.renamed_keys import RenamedKeys
-from kvxfer.storage.retention import Retention, retain_in
 from kvxfer.telemetry.journal import flush_journal
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.suspension import Suspension

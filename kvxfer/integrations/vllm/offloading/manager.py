@@ -25,11 +25,11 @@ from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
 from kvxfer.integrations.vllm.offloading.request_retention import parse_retention
 from kvxfer.storage.backend import NO_ROOM_REASON, Outcome, Status
+from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.index import BlockIndex, BlockState
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Observer, Operation, Removal, Reports
-from kvxfer.storage.retention import NORMAL, Retention
 from kvxfer.telemetry.journal import flush_journal
 
 VERIFY_BYTES_PER_STEP = 256 << 20

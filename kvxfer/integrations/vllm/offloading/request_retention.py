@@ -6,7 +6,7 @@ from typing import Any
 
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.integrations.vllm.offloading import metrics
-from kvxfer.storage.retention import NORMAL, Retention
+from kvxfer.storage.eviction.retention import NORMAL, Retention
 
 PARAMETERS: Mapping[str, str] = {"kvxfer_priority": "priority", "kvxfer_ttl_s": "ttl_s"}
 """Names in `kv_transfer_params`, and the field of a `Retention` that each sets."""

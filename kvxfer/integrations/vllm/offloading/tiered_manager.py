@@ -23,10 +23,10 @@ from kvxfer.integrations.vllm.offloading.prefill_speed import PrefillSpeed
 from kvxfer.integrations.vllm.offloading.recording import RequestRecorder
 from kvxfer.integrations.vllm.offloading.row_jobs import RowOutcome
 from kvxfer.storage.backend import DONE, Outcome
+from kvxfer.storage.eviction.retention import NORMAL
 from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import BlockKey, make_block_key
 from kvxfer.storage.observer import Cause, NotLoaded, Observer
-from kvxfer.storage.retention import NORMAL
 from kvxfer.tiering.write_back_queue import WriteBackQueue
 from kvxfer.transfer.job import Direction
 

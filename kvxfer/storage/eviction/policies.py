@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
+from kvxfer.storage.eviction.retention import NORMAL, Retention
 from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.retention import NORMAL, Retention
 
 
 class EvictionPolicy(ABC):

@@ -5,15 +5,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvxfer.storage.eviction import POLICIES, EvictionPolicy, PolicyName, Ranking
-from kvxfer.storage.keys import BlockKey
-from kvxfer.storage.retention import (
+from kvxfer.storage.eviction.policies import POLICIES, EvictionPolicy, PolicyName, Ranking
+from kvxfer.storage.eviction.retention import (
     DEFAULT_PRIORITY_HALF_LIFE_S,
     DEFAULT_PRIORITY_SHARE,
     NORMAL,
     Retention,
     require_limits,
 )
+from kvxfer.storage.keys import BlockKey
 
 LAPSED_PER_EVICTION = 2
 """Keys whose priority is used up that become candidates at an eviction. One key at most gets a
