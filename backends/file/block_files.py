@@ -13,14 +13,14 @@ from kvxfer.backends.file.folders.integrity_record import IntegrityRecord
 from kvxfer.backends.file.folders.ledger import MAX_CLAIMED
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.group_format import GroupFormat
-from kvxfer.backends.file.format.header import PAGE_BYTES, HeaderFrame, padded
+from kvxfer.backends.file.format.header import PAGE_BYTES, padded
+from kvxfer.backends.file.format.namespace_format import NamespaceFormat
 from kvxfer.backends.file.io.file_io import IOV_MAX, FileIO, IOVector
 from kvxfer.copy_engine.engine import CopyEngine
 from kvxfer.kvcache.descriptors import Descriptors, view_blocks
 from kvxfer.kvcache.fragments import cut_evenly, cut_runs
 from kvxfer.storage.backend import Outcome, Status
-from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
+from kvxfer.storage.keys import BlockKey, Namespace
 
 MIN_ZERO_COPY_BYTES = 16 << 10
 """Mean size of fragments from which on the kernel reads and writes the described memory itself.
@@ -75,8 +75,8 @@ class Scratch:
         return self._view[start : start + num_bytes]
 
 
-class BlockFiles:
-    """Block files of one namespace, with the engines that read and write them.
+class BlockFiles(NamespaceFormat):
+    """Block files of one namespace in its folder, with the engines that read and write them.
 
     Args:
         folder: Folder of the namespace.
@@ -100,31 +100,14 @@ class BlockFiles:
         copy_engine: CopyEngine,
         alignment: int,
     ) -> None:
+        super().__init__(namespace, digester)
         self.folder = folder
-        self.fingerprint = namespace.fingerprint
-        self.digester = digester
         self.record = record
         self.file_io = file_io
         self.copy_engine = copy_engine
         self.flags = os.O_DIRECT if alignment else 0
         self._alignment = alignment
-        # By the last bytes of a key, which are its group.
-        self._formats = {
-            group.to_bytes(GROUP_INDEX_BYTES, "big"): GroupFormat(namespace, group)
-            for group in range(len(namespace.groups))
-        }
         self._scratches = threading.local()
-        # By group, start and size; at most one per way to cut a chunk at its blocks.
-        self._frames: dict[tuple[bytes, int, int], HeaderFrame] = {}
-
-    @property
-    def num_groups(self) -> int:
-        """KV-cache groups of the namespace."""
-        return len(self._formats)
-
-    def format(self, key: BlockKey) -> GroupFormat:
-        """Get the format of the files of a key's group."""
-        return self._formats[key[-GROUP_INDEX_BYTES:]]
 
     def have_files(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each key has a file that this process can read; blocks."""
@@ -166,16 +149,6 @@ class BlockFiles:
         if memory is None or len(memory) < num_bytes:
             memory = self._scratches.memory = mmap.mmap(-1, num_bytes)
         return Scratch(np.frombuffer(memory, np.uint8, num_bytes), header_sizes)
-
-    def header(self, key: BlockKey, start: int, num_bytes: int, checksum: str) -> bytes:
-        """Make the header of a file with this data."""
-        group = key[-GROUP_INDEX_BYTES:]
-        frame = self._frames.get((group, start, num_bytes))
-        if frame is None:
-            tensors = self._formats[group].tensors(num_bytes)
-            frame = HeaderFrame(self.fingerprint, start, tensors, self.digester)
-            self._frames[group, start, num_bytes] = frame
-        return frame.fill(key, checksum, self.digester.integrity)
 
     def close(self) -> None:
         """Release every resource; may be called again. No other call may be under way."""

@@ -5,7 +5,6 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from kvxfer.backends.file.block_files import (
     BlockFiles,
@@ -17,7 +16,6 @@ from kvxfer.backends.file.block_files import (
 )
 from kvxfer.backends.file.folders.integrity_record import OTHER_SECRET
 from kvxfer.backends.file.format.header import PAGE_BYTES, BlockFileError, OtherIntegrityError
-from kvxfer.backends.file.format.verification import check_data, check_header
 from kvxfer.backends.file.io.file_io import READ_FLAGS, NamedFile, Result
 from kvxfer.backends.file.space import Space
 from kvxfer.kvcache.descriptors import Descriptors
@@ -146,7 +144,7 @@ class BlockReader:
             if isinstance(result, OSError):
                 return failure(result)
             _require_all(result, scratch.header_sizes[0] + size)
-            start = self._check(key, bytes(scratch.header(0)), scratch.data(0, size))
+            start = files.check(key, bytes(scratch.header(0)), scratch.data(0, size))
             skip = int(block.payload_starts[0]) - start
             if skip < 0 or skip + block.num_bytes > size:
                 return PARTIAL
@@ -160,23 +158,6 @@ class BlockReader:
         finally:
             os.close(fd)
         return DONE
-
-    def _check(self, key: BlockKey, head: bytes, data: memoryview) -> int:
-        """Check everything that was read of a file; return the offset of its data in the chunk.
-
-        Raises:
-            BlockFileError: A byte is not what was stored, or the file is another block's.
-        """
-        digester, namespace = self._files.digester, self._files.fingerprint
-        if head == self._files.header(key, 0, len(data), digester.checksum([data])):
-            return 0
-        header = check_header(head, digester, namespace=namespace, key=key, num_bytes=len(data))
-        tensors = self._files.format(key).tensors(len(data))
-        for said, expected in zip_longest(header.tensors, tensors):
-            if said != expected:
-                raise BlockFileError(f"tensor: the file says {said}, expected {expected}")
-        check_data(header, digester, [data])
-        return header.start
 
     def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
         """Leave a block to engines of its integrity, and note that kind for lookups."""
@@ -197,12 +178,7 @@ class BlockReader:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise BlockFileError("not a regular file")
-        expected = self._files.format(key)
-        num_bytes = found.st_size - expected.header_size_bytes
-        if not expected.can_hold(num_bytes):
-            whole = f"that of a whole chunk {expected.file_size_bytes}"
-            raise BlockFileError(f"the file has {found.st_size} bytes, {whole}")
-        return num_bytes
+        return self._files.data_size(key, found.st_size)
 
 
 def _may_have_data(result: Result, header_size_bytes: int) -> bool:
