@@ -7,7 +7,8 @@ class Gauge(enum.StrEnum):
     """State of a tier, or of the engine, that is asked for when somebody wants to know it.
 
     `BREAKER_OPEN` and `SUSPENDED` are 1 or 0. `QUARANTINED_BYTES` is memory that late reads may
-    still change; `QUARANTINED_BLOCKS` are corrupt files that were kept.
+    still change; `QUARANTINED_BLOCKS` are corrupt files that were kept. `REQUESTS`, `SENT_BYTES`
+    and `RECEIVED_BYTES`, of object storage, are counted since the tier was opened.
     """
 
     CAPACITY_BYTES = "capacity_bytes"
@@ -23,3 +24,6 @@ class Gauge(enum.StrEnum):
     PEERS = "peers_connected"
     PINS = "pinned_batches"
     LEASES = "leases"
+    REQUESTS = "requests"
+    SENT_BYTES = "sent_bytes"
+    RECEIVED_BYTES = "received_bytes"

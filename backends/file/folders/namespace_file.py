@@ -23,8 +23,13 @@ def write_namespace(folder: NamespaceFolder, namespace: Namespace) -> None:
     Raises:
         OSError: It cannot be written.
     """
+    folder.write_text(NAMESPACE_FILE, describe_namespace(namespace))
+
+
+def describe_namespace(namespace: Namespace) -> str:
+    """Describe every field of a namespace, as a `namespace.json` has them."""
     text = msgspec.json.format(msgspec.json.encode(namespace.fields()), indent=2).decode()
-    folder.write_text(NAMESPACE_FILE, text + "\n")
+    return text + "\n"
 
 
 def load_namespace(path: str) -> Namespace:

@@ -1,0 +1,21 @@
+"""Object storage: blocks in the buckets of S3, Google Cloud Storage and Azure."""
+
+from kvxfer.backends.object.backend import AZBackend, GSBackend, ObjectBackend, S3Backend
+from kvxfer.backends.object.bucket import Bucket, Counts, RequestFailedError
+from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
+from kvxfer.backends.object.presence import Presence
+
+__all__ = [
+    "AZBackend",
+    "AZConfig",
+    "Bucket",
+    "Counts",
+    "GSBackend",
+    "GSConfig",
+    "ObjectBackend",
+    "ObjectConfig",
+    "Presence",
+    "RequestFailedError",
+    "S3Backend",
+    "S3Config",
+]

@@ -1,0 +1,345 @@
+"""Backend over object storage: a page an object, verified, shared by all who use the bucket."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+from kvxfer.backends.file import CircuitBreaker
+from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
+from kvxfer.backends.object.bucket import PAUSE_S, Bucket, Counts, RequestFailedError
+from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
+from kvxfer.backends.object.pages import Pages
+from kvxfer.backends.object.presence import Presence
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
+from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.key_locks import KeyLocks
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Removal, Reports
+from kvxfer.storage.threads import Threads
+
+NUM_THREADS = 4
+"""Threads that copy and verify: a network feeds no more."""
+
+STORE_ATTEMPTS = 3
+"""Number of times that a part of a chunk is stored anew where others store it, too."""
+
+LIST_AGAIN_S = 60.0
+"""Pause after a list that failed."""
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ObjectBackend(Backend):
+    """Backend that keeps each block in an object of a bucket, and evicts nothing.
+
+    Whoever uses the bucket sees every whole block, and none that is half stored. Lookups answer
+    from what was seen a short time ago, see `ObjectConfig`. While the server is gone every block is
+    a miss and every store fails, within `timeout_s` at first and at once soon after; from time to
+    time a request tries again.
+
+    Args:
+        config: See `ObjectConfig`.
+        namespace: Namespace of the blocks.
+
+    Raises:
+        InvalidArgumentError: The namespace has no groups.
+        MissingExtraError: obstore is not installed.
+        BackendUnavailableError: The environment lacks what the cloud's client needs.
+    """
+
+    config_type: type[ObjectConfig]
+
+    def __init__(self, config: ObjectConfig, namespace: Namespace) -> None:
+        self._guard = CallGuard("object storage backend", namespace)
+        self._config = config
+        self._pages = Pages(config.prefix, namespace, Digester(config.integrity))
+        self._place = f"{config.address}/{config.prefix}"
+        self._bucket = Bucket(
+            config.open_store(),
+            self._place,
+            timeout_s=config.timeout_s,
+            max_requests=config.max_requests,
+            max_requests_per_s=config.max_requests_per_s,
+        )
+        self._presence = Presence(
+            found_ttl_s=config.found_ttl_s, missing_ttl_s=config.missing_ttl_s
+        )
+        self._writes = CircuitBreaker(f"storing to {self._place}", pause_s=PAUSE_S)
+        self._threads = Threads("kvxfer-object", NUM_THREADS)
+        self._stores = KeyLocks()
+        self._describing = asyncio.Lock()
+        self._described = False
+        self._listing: asyncio.Task[None] | None = None
+        self._list_again_at = 0.0
+        self._reports = Reports()
+
+    def observe(self, reports: Reports) -> None:
+        """See `Observable.observe`."""
+        self._reports = reports
+        reports.watch(self._gauges)
+
+    @property
+    def counts(self) -> Counts:
+        """Requests and bytes since the backend was opened."""
+        return self._bucket.counts
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.lookup`; a block that is not known in time is taken to be missing."""
+        self._guard.check_batch(keys)
+        names = [self._pages.name(key) for key in keys]
+        if not self._bucket.is_available:
+            await self._look(keys[0], names[0])  # which finds out whether the server is back
+            if not self._bucket.is_available:
+                return [False] * len(keys)
+        self._begin_list()
+        known = [self._presence.has(key) for key in keys]
+        asked = [index for index, there in enumerate(known) if there is None]
+        if asked:
+            await self._look_all([keys[i] for i in asked], [names[i] for i in asked])
+            for index in asked:
+                known[index] = self._presence.has(keys[index])
+        return [bool(there) for there in known]
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.store`."""
+        self._guard.check_batch(keys, blocks)
+        names = [self._pages.name(key) for key in keys]
+        async with self._stores.acquire(keys):
+            self._guard.check()  # the backend may have been closed meanwhile
+            if not self._writes.allows():
+                return [DONE if self._presence.has(key) else PAUSED for key in keys]
+            try:
+                await self._describe()
+                outcomes = await self._each(
+                    lambda i: self._store(keys[i], names[i], blocks.select(i, i + 1)), len(keys)
+                )
+            except RequestFailedError as exc:
+                outcomes = [self._refused(exc)] * len(keys)
+            except BaseException:
+                self._writes.abandon()
+                raise
+        if any(outcome.done for outcome in outcomes):
+            self._writes.record("")
+        else:
+            self._writes.record(outcomes[0].reason)
+        return outcomes
+
+    async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
+        self._guard.check_batch(keys, blocks)
+        names = [self._pages.name(key) for key in keys]
+        return await self._each(
+            lambda i: self._load(keys[i], names[i], blocks.select(i, i + 1)), len(keys)
+        )
+
+    async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
+        """See `Backend.delete`. A block that cannot be removed stays."""
+        self._guard.check_batch(keys)
+        names = [self._pages.name(key) for key in keys]
+        return await self._each(lambda i: self._delete(keys[i], names[i]), len(keys))
+
+    async def aclose(self) -> None:
+        """See `Backend.aclose`; blocks stay in the bucket."""
+        if not self._guard.close():
+            return
+        if self._listing is not None:
+            self._listing.cancel()
+            await asyncio.wait([self._listing])
+        if not await self._threads.aclose(self._config.close_timeout_s):
+            self._pages.close()
+
+    async def _each(self, call: Callable[[int], Awaitable[T]], num_blocks: int) -> list[T]:
+        """Make a call for each block, in as many tasks as there are slots."""
+        results: dict[int, T] = {}
+        indices = iter(range(num_blocks))
+
+        async def work() -> None:
+            for index in indices:
+                async with self._bucket.slot():
+                    results[index] = await call(index)
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(num_blocks, self._config.max_requests)):
+                tasks.create_task(work())
+        return [results[index] for index in range(num_blocks)]
+
+    async def _look_all(self, keys: Sequence[BlockKey], names: Sequence[str]) -> None:
+        """Ask for objects until the time of a lookup is over."""
+        try:
+            async with asyncio.timeout(self._config.lookup_timeout_s):
+                await self._each(lambda i: self._look(keys[i], names[i]), len(keys))
+        except TimeoutError:
+            logger.debug("lookup of %d blocks in %s took too long", len(keys), self._place)
+
+    async def _look(self, key: BlockKey, name: str) -> None:
+        since = self._presence.mark()
+        try:
+            # Half of the time of the lookup, so that silence is counted as a failure.
+            found = await self._bucket.head(name, self._config.lookup_timeout_s / 2)
+        except RequestFailedError as exc:
+            logger.debug("%s: %s", name, exc)
+            return
+        self._presence.note(key, there=found is not None, since=since)
+
+    async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
+        since = self._presence.mark()
+        try:
+            if self._presence.has(key) and await self._covers(key, name, block):
+                self._presence.note(key, there=True, since=since)
+                return DONE
+            page = await self._threads.run(self._pages.encode, key, block)
+            for _ in range(STORE_ATTEMPTS):
+                if await self._bucket.create(name, page):
+                    return self._stored(key)
+                there = await self._bucket.head(name)
+                if there is None:
+                    continue
+                if await self._covers(key, name, block):
+                    self._presence.change(key, there=True)
+                    return DONE
+                if await self._bucket.replace(name, page, there):
+                    self._reports.removed([key], Removal.REPLACED)
+                    return self._stored(key)
+        except RequestFailedError as exc:
+            return self._refused(exc)
+        return Outcome(Status.FAILED, reason="others store and remove it all the time")
+
+    def _stored(self, key: BlockKey) -> Outcome:
+        self._presence.change(key, there=True)
+        self._reports.added([key])
+        return DONE
+
+    def _refused(self, exc: RequestFailedError) -> Outcome:
+        if exc.denied:
+            self._writes.trip(str(exc))
+        return exc.outcome
+
+    async def _covers(self, key: BlockKey, name: str, block: Descriptors) -> bool:
+        """Whether there is an object with all bytes of a block."""
+        there = await self._bucket.head(name)
+        if there is None or there.size_bytes == self._pages.size(key):
+            return there is not None
+        if not self._pages.has_parts(key):
+            return False
+        start = int(block.payload_starts[0])
+        head_size = self._pages.format(key).header_size_bytes
+        head = await self._bucket.read_range(name, 0, head_size)
+        return self._pages.covers(key, head, there.size_bytes, start, start + block.num_bytes)
+
+    async def _load(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
+        since = self._presence.mark()
+        try:
+            found = await self._bucket.get(name, self._pages.size(key))
+        except RequestFailedError as exc:
+            return exc.outcome
+        if found is None:
+            self._presence.note(key, there=False, since=since)
+            return MISSING
+        version, page = found
+        try:
+            outcome = await self._threads.run(
+                self._pages.decode, key, page, version.size_bytes, block
+            )
+        except OtherIntegrityError as exc:
+            self._presence.note(key, there=False, since=since)
+            return Outcome(Status.FAILED, reason=str(exc))
+        except BlockFileError as exc:
+            await self._remove_corrupt(key, name, exc)
+            return Outcome(Status.CORRUPT, reason=str(exc))
+        self._presence.note(key, there=True, since=since)
+        return outcome
+
+    async def _remove_corrupt(self, key: BlockKey, name: str, found: BlockFileError) -> None:
+        self._presence.change(key, there=False)
+        try:
+            await self._bucket.delete(name)
+        except RequestFailedError as exc:
+            logger.warning("cannot remove corrupt block %s (%s): %s", name, found, exc)
+        else:
+            logger.warning("removed corrupt block %s: %s", name, found)
+            self._reports.removed([key], Removal.CORRUPT)
+
+    async def _delete(self, key: BlockKey, name: str) -> bool:
+        since = self._presence.mark()
+        try:
+            if await self._bucket.head(name) is None:
+                self._presence.note(key, there=False, since=since)
+                return False
+            self._presence.change(key, there=False)
+            await self._bucket.delete(name)
+        except RequestFailedError as exc:
+            self._presence.change(key, there=True)  # if it is not, a load will tell
+            logger.warning("cannot remove %s: %s", name, exc)
+            return False
+        self._reports.removed([key], Removal.DELETED)
+        return True
+
+    async def _describe(self) -> None:
+        """Describe the namespace beside its blocks, unless it is described."""
+        async with self._describing:
+            if not self._described:
+                description = memoryview(self._pages.description)
+                await self._bucket.create(self._pages.description_name, description)
+                self._described = True
+
+    def _begin_list(self) -> None:
+        """Begin the list that fills the cache, once, and again a while after it failed."""
+        if self._listing is None or (self._listing.done() and self._must_list_again()):
+            self._listing = asyncio.create_task(self._list())
+
+    def _must_list_again(self) -> bool:
+        return time.monotonic() >= self._list_again_at
+
+    async def _list(self) -> None:
+        began_at, since, num_names = time.monotonic(), self._presence.mark(), 0
+        try:
+            async with (
+                asyncio.timeout(self._config.list_timeout_s),
+                aclosing(self._bucket.list_names(self._pages.folder)) as answers,
+            ):
+                async for names in answers:
+                    keys = map(self._pages.key_in, names)
+                    self._presence.note_list(filter(None, keys), since=since)
+                    num_names += len(names)
+        except (RequestFailedError, TimeoutError) as exc:
+            self._list_again_at = time.monotonic() + LIST_AGAIN_S
+            logger.info("list of %s%s: %r", self._place, self._pages.fingerprint, exc)
+            return
+        self._list_again_at = float("inf")
+        self._presence.note_all_listed(began_at)
+        logger.info("%s%s has %d objects", self._place, self._pages.fingerprint, num_names)
+
+    def _gauges(self) -> Mapping[Gauge, float]:
+        counts = self._bucket.counts
+        return {
+            Gauge.BREAKER_OPEN: not (self._bucket.is_available and self._writes.closed),
+            Gauge.REQUESTS: counts.requests,
+            Gauge.SENT_BYTES: counts.sent_bytes,
+            Gauge.RECEIVED_BYTES: counts.received_bytes,
+        }
+
+
+class S3Backend(ObjectBackend):
+    """Backend over S3, or a server that speaks its protocol."""
+
+    config_type = S3Config
+
+
+class GSBackend(ObjectBackend):
+    """Backend over Google Cloud Storage."""
+
+    config_type = GSConfig
+
+
+class AZBackend(ObjectBackend):
+    """Backend over Azure Blob Storage."""
+
+    config_type = AZConfig

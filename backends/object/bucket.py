@@ -1,0 +1,298 @@
+"""Bucket: requests to object storage, each with a deadline, repeated where that helps."""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from kvxfer.backends.file import CircuitBreaker
+from kvxfer.errors import KVXferError
+from kvxfer.storage.backend import Outcome, Status
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+PAUSE_S = 5.0
+"""Seconds for which a server that has failed several times is left alone."""
+
+FIRST_BACKOFF_S = 0.1
+"""Pause before a request is made again; doubled each time."""
+
+LIST_CHUNK = 1000
+"""Names in one answer to a list, as S3 has them."""
+
+DENIED = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
+
+T = TypeVar("T")
+
+
+class RequestFailedError(KVXferError):
+    """Request that failed.
+
+    Its text is made of what kvxfer knows: that of a client or a server may have credentials in it.
+
+    Attributes:
+        outcome: Outcome of a block whose request it was.
+        denied: Whether the credentials do not allow the request.
+        transient: Whether it failed for a reason that passes.
+    """
+
+    def __init__(
+        self, reason: str, *, status: Status = Status.FAILED, denied: bool = False, transient: bool
+    ) -> None:
+        self.outcome = Outcome(status, reason=reason)
+        self.denied = denied
+        self.transient = transient
+        super().__init__(reason)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts of what was asked of a bucket, since it was opened.
+
+    Attributes:
+        requests: Requests, repetitions included.
+        sent_bytes: Bytes of objects that were sent.
+        received_bytes: Bytes of objects that were received.
+    """
+
+    requests: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectVersion:
+    """Size of an object, and what tells it from those stored under its name before and after."""
+
+    size_bytes: int
+    version: dict[str, str]
+
+
+class Bucket:
+    """Bucket of object storage; belongs to one event loop.
+
+    After failures in a row that show a server that is gone, requests fail at once for a while.
+
+    Args:
+        store: Client of the cloud.
+        place: Name of the bucket in the log.
+        timeout_s: Seconds for one request, repetitions included.
+        max_requests: Most calls in `slot` at a time.
+        max_requests_per_s: Most requests that begin in a second; 0 for no bound.
+
+    Attributes:
+        counts: What was asked of it.
+    """
+
+    def __init__(
+        self,
+        store: "ObjectStore",
+        place: str,
+        *,
+        timeout_s: float,
+        max_requests: int,
+        max_requests_per_s: float = 0.0,
+    ) -> None:
+        import obstore
+        from obstore import exceptions
+
+        self._obstore = obstore
+        self._is_there = exceptions.AlreadyExistsError, exceptions.PreconditionError
+        self._store = store
+        self._place = place
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(max_requests)
+        self._pause_s = 1 / max_requests_per_s if max_requests_per_s else 0.0
+        self._next_at = 0.0
+        self._breaker = CircuitBreaker(f"requests to {place}", pause_s=PAUSE_S)
+        self.counts = Counts()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether requests are made, and not refused because the server seems to be gone."""
+        return self._breaker.closed
+
+    @asynccontextmanager
+    async def slot(self) -> AsyncIterator[None]:
+        """Wait for one of the slots of `max_requests`, and hold it: for one block at a time."""
+        async with self._slots:
+            yield
+
+    async def head(self, path: str, timeout_s: float | None = None) -> ObjectVersion | None:
+        """Ask for the size of an object; None where there is none."""
+        try:
+            found = await self._request(
+                "HEAD", lambda: self._obstore.head_async(self._store, path), timeout_s
+            )
+        except FileNotFoundError:
+            return None
+        return _version(found)
+
+    async def get(self, path: str, max_bytes: int) -> tuple[ObjectVersion, Any] | None:
+        """Read an object.
+
+        Returns:
+            Its version and its bytes, which are not read where they are more than `max_bytes`;
+            None where there is no object.
+        """
+
+        async def read() -> tuple[ObjectVersion, Any]:
+            found = await self._obstore.get_async(self._store, path)
+            version = _version(found.meta)
+            if version.size_bytes > max_bytes:
+                return version, b""
+            return version, await found.bytes_async()
+
+        try:
+            version, data = await self._request("GET", read)
+        except FileNotFoundError:
+            return None
+        self.counts.received_bytes += len(data)
+        return version, data
+
+    async def read_range(self, path: str, start: int, stop: int) -> memoryview:
+        """Read bytes of an object; fewer where it ends before, none where there is no object."""
+        try:
+            data = await self._request(
+                "GET",
+                lambda: self._obstore.get_range_async(self._store, path, start=start, end=stop),
+            )
+        except FileNotFoundError:
+            return memoryview(b"")
+        self.counts.received_bytes += len(data)
+        return memoryview(data)
+
+    async def create(self, path: str, data: memoryview) -> bool:
+        """Store an object unless there is one; return whether there was none."""
+        return await self._put(path, data, "create")
+
+    async def replace(self, path: str, data: memoryview, version: ObjectVersion) -> bool:
+        """Store an object in place of a version; return whether that one was still there."""
+        return await self._put(path, data, version.version)
+
+    async def delete(self, path: str) -> None:
+        """Remove an object; none is no failure."""
+        await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
+
+    async def list_names(self, prefix: str) -> AsyncGenerator[list[str], None]:
+        """List the names that begin with a prefix, and end as they are, a thousand at a time."""
+        answers = self._obstore.list(self._store, prefix=prefix, chunk_size=LIST_CHUNK)
+        while True:
+            try:
+                names = await self._request("LIST", answers.__anext__)
+            except StopAsyncIteration:
+                return
+            except FileNotFoundError as exc:
+                raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
+            yield [str(each["path"]) for each in names]
+
+    async def _put(self, path: str, data: memoryview, mode: Any) -> bool:
+        async def put() -> None:
+            self.counts.sent_bytes += len(data)
+            store, use = self._obstore.put_async, self._store
+            await store(use, path, data, mode=mode, use_multipart=False)
+
+        try:
+            await self._request("PUT", put)
+        except self._is_there:
+            return False
+        except FileNotFoundError as exc:
+            if mode == "create":
+                raise RequestFailedError(f"PUT: {describe(exc)}", transient=False) from None
+            return False  # the version to replace is gone
+        return True
+
+    async def _request(
+        self, what: str, ask: Callable[[], Awaitable[T]], timeout_s: float | None = None
+    ) -> T:
+        """Make a request, again where it was refused for a reason that passes.
+
+        Raises:
+            FileNotFoundError: There is no such object, or no such bucket.
+            StopAsyncIteration: A list has ended.
+            RequestFailedError: It failed.
+        """
+        answers = *self._is_there, FileNotFoundError, StopAsyncIteration
+        ends_at = time.monotonic() + (timeout_s or self._timeout_s)
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            if not self._breaker.allows():
+                reason = f"{what}: paused after repeated errors of {self._place}"
+                raise RequestFailedError(reason, transient=True)
+            try:
+                async with asyncio.timeout(ends_at - time.monotonic()):
+                    await self._pace()
+                    self.counts.requests += 1
+                    answer = await ask()
+            except answers:
+                self._breaker.record("")
+                raise
+            except TimeoutError:
+                failed = RequestFailedError(
+                    f"{what}: no answer in time", status=Status.TIMED_OUT, transient=True
+                )
+            except Exception as exc:  # noqa: BLE001 - obstore raises its own, OSError, ValueError
+                failed = _failure(what, exc)
+            except BaseException:
+                self._breaker.abandon()
+                raise
+            else:
+                self._breaker.record("")
+                return answer
+            if not failed.transient:
+                self._breaker.record("")  # there is a server that answers
+                raise failed
+            self._breaker.record(str(failed))
+            if not self._breaker.closed or time.monotonic() + backoff_s >= ends_at:
+                raise failed
+            await asyncio.sleep(backoff_s)
+            backoff_s *= 2
+
+    async def _pace(self) -> None:
+        """Wait until another request may begin."""
+        if self._pause_s:
+            now = time.monotonic()
+            self._next_at = max(now, self._next_at + self._pause_s)
+            await asyncio.sleep(self._next_at - now)
+
+
+def describe(exc: BaseException) -> str:
+    """Say what an error of the client is, in words that cannot be credentials.
+
+    Its text repeats the answer of the server, which may repeat the request: so only the name of the
+    error, the server's code for it, and the status are taken.
+    """
+    text = str(exc)
+    found: Sequence[str] = [
+        match[1]
+        for pattern in (r"<Code>(\w{1,40})</Code>", r"code: (\w{1,40})\)", r"status code: (\d{3})")
+        if (match := re.search(pattern, text))
+    ]
+    kind = re.search(r"kind: (Connect|Timeout|Request|Interrupted|Decode)\b", text)
+    words = [type(exc).__name__, *found, *([kind[1]] if kind and not found else [])]
+    return " ".join(words)
+
+
+def _failure(what: str, exc: Exception) -> RequestFailedError:
+    text = str(exc)
+    status = re.search(r"status code: (\d{3})", text)
+    code = re.search(r"code: AccessDenied\)", text)
+    denied = type(exc).__name__ in DENIED or code is not None
+    passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
+    transient = not denied and passes and type(exc).__name__ == "GenericError"
+    timed_out = "kind: Timeout" in text
+    return RequestFailedError(
+        f"{what}: {describe(exc)}",
+        status=Status.TIMED_OUT if timed_out else Status.FAILED,
+        denied=denied,
+        transient=transient,
+    )
+
+
+def _version(meta: Any) -> ObjectVersion:
+    version = {name: meta[name] for name in ("e_tag", "version") if meta[name] is not None}
+    return ObjectVersion(int(meta["size"]), version)

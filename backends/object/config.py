@@ -1,0 +1,180 @@
+"""Configuration of object storage: which bucket, and the time and requests that it may take."""
+
+from abc import abstractmethod
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvxfer.checks import require_number, require_positive
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.extras import needing
+from kvxfer.storage.integrity import Integrity
+from kvxfer.storage.threads import CLOSE_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, ObjectStore, RetryConfig
+
+EXTRA = "s3"
+_TIMES = ("timeout_s", "lookup_timeout_s", "list_timeout_s", "found_ttl_s", "missing_ttl_s")
+
+
+class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `s3://bucket/prefix`, `gs://bucket/prefix` and `az://container/prefix`.
+
+    Credentials come from the environment only, as the clouds' own tools take them.
+
+    Attributes:
+        address: The bucket.
+        path: Prefix of the names of all objects.
+        endpoint: URL of the server, such as `http://127.0.0.1:8333`; that of the cloud by default.
+        integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
+            block is read; `off` does neither.
+        timeout_s: Time for one request, repetitions of refused ones included.
+        lookup_timeout_s: Time for a lookup; what is not known by then is a miss.
+        list_timeout_s: Time for the list of the namespace, which fills the cache of lookups.
+        found_ttl_s: Time for which a block that was seen is taken to be there.
+        missing_ttl_s: Time for which a block that was not there is taken to be missing.
+        max_requests: Most requests at a time.
+        max_requests_per_s: Most requests that begin in a second; 0 for no bound.
+        close_timeout_s: Time that closing waits for threads that verify blocks.
+
+    Raises:
+        InvalidArgumentError: There is no bucket, a number is out of range, or an address has
+            credentials in it.
+    """
+
+    address: str = ""
+    path: str = ""
+    endpoint: str = ""
+    integrity: Integrity = Integrity.FAST
+    timeout_s: float = 10.0
+    lookup_timeout_s: float = 2.0
+    list_timeout_s: float = 60.0
+    found_ttl_s: float = 300.0
+    missing_ttl_s: float = 5.0
+    max_requests: int = 32
+    max_requests_per_s: float = 0.0
+    close_timeout_s: float = CLOSE_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a request."""
+        self.integrity.require_keyless()
+        if not self.address or set(self.address) & set("@/\\ \0"):
+            raise InvalidArgumentError("address", _hidden(self.address), "the name of a bucket")
+        if any(not character.isprintable() for character in self.path):
+            raise InvalidArgumentError("path", self.path, "a prefix of printable characters")
+        parts = urlsplit(self.endpoint)
+        if self.endpoint and (parts.scheme not in ("http", "https") or "@" in parts.netloc):
+            wanted = "a URL such as http://127.0.0.1:8333, without credentials"
+            raise InvalidArgumentError("endpoint", _hidden(self.endpoint), wanted)
+        require_positive("max_requests", self.max_requests)
+        for name in _TIMES:
+            if not require_number(name, getattr(self, name)) and not name.endswith("ttl_s"):
+                raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
+        require_number("close_timeout_s", self.close_timeout_s)
+        require_number("max_requests_per_s", self.max_requests_per_s, "requests, 0 or more")
+
+    @property
+    def prefix(self) -> str:
+        """Beginning of every name: empty, or with a slash at its end."""
+        prefix = self.path.strip("/")
+        return f"{prefix}/" if prefix else ""
+
+    @abstractmethod
+    def open_store(self) -> "ObjectStore":
+        """Open the client of the cloud, which makes no request yet.
+
+        Raises:
+            MissingExtraError: obstore is not installed.
+        """
+
+    def client_options(self) -> "ClientConfig":
+        """Make the options of an HTTP client whose requests do not outlive ours."""
+        timeout = timedelta(seconds=self.timeout_s)
+        options: ClientConfig = {"timeout": timeout, "connect_timeout": timeout}
+        if self.endpoint.startswith("http://"):
+            options["allow_http"] = True
+        return options
+
+    def retry_config(self) -> "RetryConfig":
+        """Make a setting without repetitions: those are made by `Bucket`, by its deadline."""
+        return {"max_retries": 0, "retry_timeout": timedelta(seconds=self.timeout_s)}
+
+
+class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `s3://bucket/prefix`: S3, and servers that speak its protocol.
+
+    Attributes:
+        region: Region of the bucket; by default that of the environment.
+        virtual_hosted: Whether the bucket is a part of the host's name, as AWS wants it; by
+            default where no endpoint is given.
+    """
+
+    region: str = ""
+    virtual_hosted: bool | None = None
+
+    def open_store(self) -> "ObjectStore":
+        """See `ObjectConfig.open_store`."""
+        with needing(EXTRA, "obstore", what="s3://"):
+            from obstore.store import S3Store
+        virtual_hosted = self.virtual_hosted
+        options: dict[str, Any] = {
+            "virtual_hosted_style_request": not self.endpoint
+            if virtual_hosted is None
+            else virtual_hosted
+        }
+        options |= {"endpoint": self.endpoint} if self.endpoint else {}
+        options |= {"region": self.region} if self.region else {}
+        return S3Store(
+            self.address,
+            client_options=self.client_options(),
+            retry_config=self.retry_config(),
+            **options,
+        )
+
+
+class GSConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `gs://bucket/prefix`: Google Cloud Storage."""
+
+    def open_store(self) -> "ObjectStore":
+        """See `ObjectConfig.open_store`."""
+        with needing(EXTRA, "obstore", what="gs://"):
+            from obstore.store import GCSStore
+        options: dict[str, Any] = {"base_url": self.endpoint} if self.endpoint else {}
+        return GCSStore(
+            self.address,
+            client_options=self.client_options(),
+            retry_config=self.retry_config(),
+            **options,
+        )
+
+
+class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `az://container/prefix`: Azure Blob Storage.
+
+    Attributes:
+        account: Storage account; by default that of the environment.
+    """
+
+    account: str = ""
+
+    def open_store(self) -> "ObjectStore":
+        """See `ObjectConfig.open_store`."""
+        with needing(EXTRA, "obstore", what="az://"):
+            from obstore.store import AzureStore
+        options: dict[str, Any] = {"endpoint": self.endpoint} if self.endpoint else {}
+        options |= {"account_name": self.account} if self.account else {}
+        return AzureStore(
+            self.address,
+            client_options=self.client_options(),
+            retry_config=self.retry_config(),
+            **options,
+        )
+
+
+def _hidden(text: str) -> str:
+    """Hide the part of an address in front of its host, where credentials would be."""
+    head, at, host = text.rpartition("@")
+    return f"...@{host}" if at else head + host

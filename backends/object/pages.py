@@ -1,0 +1,115 @@
+"""Pages of a namespace: its objects' names, and their bytes, those of the file backend's files."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.backends.file.folders.names import NAMESPACE_FILE, file_name, key_in_name
+from kvxfer.backends.file.folders.namespace_file import describe_namespace
+from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
+from kvxfer.backends.file.format.namespace_format import NamespaceFormat
+from kvxfer.copy_engine.cpu import CPUCopyEngine
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import DONE, PARTIAL, Outcome
+from kvxfer.storage.keys import BlockKey, Namespace
+
+
+class Pages(NamespaceFormat):
+    """Pages of one namespace in a bucket; thread-safe.
+
+    Args:
+        prefix: Beginning of every name.
+        namespace: The namespace.
+        digester: Makes and checks the checksums.
+
+    Attributes:
+        folder: Beginning of the names of this namespace's objects.
+        description_name: Name of the object that describes the namespace.
+        description: Its text.
+    """
+
+    def __init__(self, prefix: str, namespace: Namespace, digester: Digester) -> None:
+        super().__init__(namespace, digester)
+        self.folder = f"{prefix}{namespace.fingerprint}/"
+        self.description_name = self.folder + NAMESPACE_FILE
+        self.description = describe_namespace(namespace).encode()
+        self._copy_engine = CPUCopyEngine()
+
+    def name(self, key: BlockKey) -> str:
+        """Name the object of a key, as a path below the root of a file store.
+
+        Raises:
+            InvalidArgumentError: The key is too long for the name of a file.
+        """
+        name = file_name(key)
+        return f"{self.folder}{name[:2]}/{name}"
+
+    def key_in(self, name: str) -> BlockKey:
+        """Extract the key from an object's name; empty when it is not that of a page."""
+        key = key_in_name(name.rpartition("/")[2])
+        return key if key and name == self.name(key) else BlockKey(b"")
+
+    def size(self, key: BlockKey) -> int:
+        """Bytes of the object of a whole chunk: no other of its group is larger."""
+        return self.format(key).file_size_bytes
+
+    def encode(self, key: BlockKey, block: Descriptors) -> memoryview:
+        """Copy a block into memory of its own, behind its header."""
+        size, head_size = block.num_bytes, self.format(key).header_size_bytes
+        page = np.empty(head_size + size, np.uint8)
+        self._copy_engine.copy(block, _describe(page, head_size, block))
+        checksum = self.digester.checksum([page.data[head_size:]])
+        header = self.header(key, int(block.payload_starts[0]), size, checksum)
+        page.data[:head_size] = header
+        return page.data
+
+    def decode(self, key: BlockKey, page: Any, size_bytes: int, block: Descriptors) -> Outcome:
+        """Verify a page, and copy what a block has of it to the block's memory.
+
+        Args:
+            key: Key of the page.
+            page: All bytes of the object, a buffer.
+            size_bytes: Bytes that the object has in the bucket.
+            block: The block; its memory is written only where the outcome is `DONE`.
+
+        Raises:
+            OtherIntegrityError: The page was stored with another integrity.
+            BlockFileError: A byte is not what was stored, or it is another page.
+        """
+        size = self.data_size(key, size_bytes)
+        data = np.frombuffer(page, np.uint8)
+        if len(data) != size_bytes:
+            raise BlockFileError(f"{len(data)} bytes of {size_bytes}")
+        head_size = size_bytes - size
+        start = self.check(key, bytes(data[:head_size]), data.data[head_size:])
+        skip = int(block.payload_starts[0]) - start
+        if skip < 0 or skip + block.num_bytes > size:
+            return PARTIAL
+        self._copy_engine.copy(_describe(data, head_size + skip, block), block)
+        return DONE
+
+    def has_parts(self, key: BlockKey) -> bool:
+        """Whether an object may hold a part of its chunk."""
+        return self.format(key).has_parts
+
+    def covers(
+        self, key: BlockKey, head: memoryview, size_bytes: int, start: int, stop: int
+    ) -> bool:
+        """Whether an object has bytes `start` to `stop` of its chunk, by its header."""
+        try:
+            header = BlockHeader.decode(bytes(head))
+        except BlockFileError:
+            return False
+        is_whole = header.key == key and header.data_offset + header.num_bytes == size_bytes
+        return is_whole and header.start <= start and stop <= header.stop
+
+    def close(self) -> None:
+        """Release the engine that copies."""
+        self._copy_engine.close()
+
+
+def _describe(memory: NDArray[np.uint8], offset: int, block: Descriptors) -> Descriptors:
+    address = np.array([memory.ctypes.data + offset], np.uint64)
+    return Descriptors.of_pieces(address, block.block_sizes, block.payload_starts, owners=(memory,))

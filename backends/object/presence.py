@@ -1,0 +1,89 @@
+"""Cache of which objects are there, for lookups."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvxfer.storage.keys import BlockKey
+
+MAX_KEYS = 1 << 18
+"""Number of keys that are remembered, some 60 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    there: bool
+    at: float
+    change: int
+
+
+class Presence:
+    """Cache of which objects are there, as far as was seen a short time ago.
+
+    What this process stores and removes counts at once; what it has seen before such a change does
+    not undo it. What others do is seen when a time has passed. Belongs to one event loop.
+
+    Args:
+        found_ttl_s: Seconds for which an object that was seen is taken to be there.
+        missing_ttl_s: Seconds for which one that was not there is taken to be missing.
+        max_keys: Number of keys that are remembered; those noted last stay.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        found_ttl_s: float,
+        missing_ttl_s: float,
+        max_keys: int = MAX_KEYS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._found_ttl_s = found_ttl_s
+        self._missing_ttl_s = missing_ttl_s
+        self._max_keys = max_keys
+        self._clock = clock
+        self._entries: OrderedDict[BlockKey, _Entry] = OrderedDict()
+        self._num_changes = 0
+        self._all_listed_at = float("-inf")
+        self._forgot = False
+
+    def has(self, key: BlockKey) -> bool | None:
+        """Whether an object is there; None where that has to be asked."""
+        now, entry = self._clock(), self._entries.get(key)
+        if entry is None:
+            listed = now - self._all_listed_at < self._missing_ttl_s and not self._forgot
+            return False if listed else None
+        ttl_s = self._found_ttl_s if entry.there else self._missing_ttl_s
+        return entry.there if now - entry.at < ttl_s else None
+
+    def mark(self) -> int:
+        """Mark the begin of a look at the bucket, for `note` and `note_list`."""
+        return self._num_changes
+
+    def note(self, key: BlockKey, *, there: bool, since: int) -> None:
+        """Note what a look that began at `since` has seen."""
+        entry = self._entries.get(key)
+        if entry is None or entry.change <= since:
+            self._put(key, _Entry(there, self._clock(), since))
+
+    def note_list(self, keys: Iterable[BlockKey], *, since: int) -> None:
+        """Note a part of a list that began at `since`."""
+        for key in keys:
+            self.note(key, there=True, since=since)
+
+    def note_all_listed(self, began_at: float) -> None:
+        """Note that a list has ended, which began at `began_at`: nothing else was there then."""
+        self._all_listed_at = began_at
+
+    def change(self, key: BlockKey, *, there: bool) -> None:
+        """Note that this process has stored or removed an object."""
+        self._num_changes += 1
+        self._put(key, _Entry(there, self._clock(), self._num_changes))
+
+    def _put(self, key: BlockKey, entry: _Entry) -> None:
+        self._entries[key] = entry
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._max_keys:
+            self._entries.popitem(last=False)
+            self._forgot = True
