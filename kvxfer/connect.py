@@ -3,6 +3,7 @@
 import asyncio
 import enum
 import importlib.metadata
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
@@ -12,6 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import msgspec
 
 from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.object import ObjectConfig
 from kvxfer.checks import require_instance, require_instances, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches
@@ -31,6 +33,12 @@ from kvxfer.transfer.staged_backend import stage
 from kvxfer.units import decode_size
 
 ENTRY_POINT_GROUP = "kvxfer.backends"
+
+HIDDEN = "..."
+CREDENTIAL = re.compile(
+    "secret|token|passw|credential|signature|(access|account|api|private|sas|shared)_?key|key_?id|^sas"
+)
+"""Names of parameters whose values no error tells, unless they are those of files."""
 
 BackendChoice: TypeAlias = str | Mapping[str, Any]
 """A backend and its parameters, as a URL or as a mapping with a `type`."""
@@ -192,13 +200,15 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
     """
     name, parameters = _split_url(backend) if isinstance(backend, str) else _split(backend)
     backend_type = _find_backend(name)
+    if issubclass(backend_type.config_type, ObjectConfig):
+        _refuse_credentials(backend, name, parameters)
     try:
         config = msgspec.convert(
             parameters, backend_type.config_type, strict=False, dec_hook=decode_size
         )
     except msgspec.ValidationError as exc:
         wanted = f"a {name} backend: {exc}{_allowed_values(backend_type.config_type, str(exc))}"
-        raise InvalidArgumentError("backend", backend, wanted) from exc
+        raise InvalidArgumentError("backend", _shown(backend), wanted) from exc
     return backend_type, config
 
 
@@ -278,16 +288,16 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     form = "a URL such as 'host://?capacity=4GiB'"
     try:
         parts = urlsplit(url)
-    except ValueError as exc:
-        raise InvalidArgumentError("backend", url, form) from exc
+    except ValueError:
+        raise InvalidArgumentError("backend", _shown(url), form) from None
     if not parts.scheme:
-        raise InvalidArgumentError("backend", url, form)
+        raise InvalidArgumentError("backend", _shown(url), form)
     if parts.fragment:
-        raise InvalidArgumentError("backend", url, f"no fragment such as {parts.fragment!r}")
+        raise InvalidArgumentError("backend", _shown(url), "no fragment after '#'")
     try:
         query = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
-    except ValueError as exc:
-        raise InvalidArgumentError("backend", url, "parameters as name=value") from exc
+    except ValueError:
+        raise InvalidArgumentError("backend", _shown(url), "parameters as name=value") from None
     query += [
         (name, text)
         for name, text in (("address", parts.netloc), ("path", unquote(parts.path)))
@@ -295,7 +305,7 @@ def _split_url(url: str) -> tuple[str, dict[str, Any]]:
     ]
     parameters: dict[str, Any] = dict(query)
     if len(parameters) < len(query):
-        raise InvalidArgumentError("backend", url, "each parameter once")
+        raise InvalidArgumentError("backend", _shown(url), "each parameter once")
     return parts.scheme, parameters
 
 
@@ -304,11 +314,47 @@ def _split(backend: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     try:
         parameters = dict(backend)
     except (TypeError, ValueError) as exc:
-        raise InvalidArgumentError("backend", backend, form) from exc
+        raise InvalidArgumentError("backend", _shown(backend), form) from exc
     name = parameters.pop("type", None)
     if not isinstance(name, str):
-        raise InvalidArgumentError("backend", backend, form)
+        raise InvalidArgumentError("backend", _shown(backend), form)
     return name, parameters
+
+
+def _refuse_credentials(backend: BackendChoice, name: str, parameters: Mapping[str, Any]) -> None:
+    """Refuse credentials, by the name of their parameter, where the environment has them.
+
+    Raises:
+        InvalidArgumentError: There is such a parameter; the error does not tell its value.
+    """
+    given = [repr(each) for each in parameters if _is_credential(each)]
+    given += ["a user"] if "@" in str(parameters.get("address", "")) else []
+    if given:
+        wanted = f"no {given[0]}: a {name} backend takes credentials from the environment only"
+        raise InvalidArgumentError("backend", _shown(backend), wanted)
+
+
+def _is_credential(parameter: object) -> bool:
+    name = str(parameter).lower()
+    return CREDENTIAL.search(name) is not None and not name.endswith("_file")
+
+
+def _shown(backend: Any) -> Any:
+    """Show a backend in an error: without the values of parameters that may be credentials."""
+    if isinstance(backend, Mapping):
+        return {
+            name: HIDDEN if _is_credential(name) or "@" in str(value) else value
+            for name, value in backend.items()
+        }
+    if not isinstance(backend, str):
+        return backend
+    head, mark, query = backend.partition("?")
+    shown = []
+    for parameter in re.split("([&#])", query):
+        name, equals, value = parameter.partition("=")
+        hidden = _is_credential(unquote(name)) or "@" in unquote(value)
+        shown.append(f"{name}={HIDDEN}" if equals and hidden else parameter)
+    return re.sub("//.*@", f"//{HIDDEN}@", head) + mark + "".join(shown)
 
 
 def _find_backend(name: str) -> BackendType:

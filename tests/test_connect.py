@@ -1,5 +1,6 @@
 """connect(): from a URL or a mapping to a backend and an engine."""
 
+import traceback
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -132,6 +133,35 @@ def test_what_names_no_backend_is_refused_with_what_would(backend: Any, words: s
     with pytest.raises(InvalidArgumentError, match=words) as caught:
         parse_backend(backend)
     assert caught.value.argument == "backend"
+
+
+HIDE_AND_SEEK = "hide-and-seek"
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        (f"s3://bucket?secret_access_key={HIDE_AND_SEEK}", "no 'secret_access_key'.*environment"),
+        (f"s3://bucket?%61ws_session_token={HIDE_AND_SEEK}", "no 'aws_session_token'"),
+        ({"type": "az", "address": "c", "account_key": HIDE_AND_SEEK}, "no 'account_key'"),
+        ({"type": "gs", "address": f"user:{HIDE_AND_SEEK}@bucket"}, "no a user"),
+        (f"s3://user:{HIDE_AND_SEEK}@bucket/prefix", "no a user"),
+        (f"s3://bucket?endpoint=http://user:{HIDE_AND_SEEK}@host:1", "without credentials"),
+        (f"s3://bucket?secret_access_key={HIDE_AND_SEEK}#more", "fragment"),
+        (f"s3://bucket?region=here#token={HIDE_AND_SEEK}", "fragment"),
+        (f"s3://bucket?token={HIDE_AND_SEEK}&token=again", "each parameter once"),
+        (f"s3://bucket?token={HIDE_AND_SEEK}&", "name=value"),
+        (f"host://?capacity=4MiB&password={HIDE_AND_SEEK}", "unknown field `password`"),
+        (f"nowhere://?password={HIDE_AND_SEEK}", "one of: "),
+    ],
+    ids=repr,
+)
+def test_credentials_are_refused_by_name_and_no_error_tells_them(backend: Any, words: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        parse_backend(backend)
+    told = "".join(traceback.format_exception(caught.value))
+    assert HIDE_AND_SEEK not in told
+    assert HIDE_AND_SEEK not in repr(caught.value.value)
 
 
 async def test_blocks_come_back_through_an_engine_made_from_a_url(memory: BlockMemory) -> None:
@@ -280,7 +310,7 @@ async def test_a_backend_of_a_third_party_is_found_by_its_entry_point(memory: Bl
 
 @pytest.mark.usefixtures("installed")
 def test_an_unknown_backend_is_told_of_every_one_that_is_installed() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"one of: dict, .*host"):
+    with pytest.raises(InvalidArgumentError, match=r"one of: .*dict, .*host"):
         parse_backend("nowhere://")
 
 

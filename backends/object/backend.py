@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvxfer.backends.file import CircuitBreaker
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
-from kvxfer.backends.object.bucket import PAUSE_S, Bucket, Counts, RequestFailedError
+from kvxfer.backends.object.bucket import Bucket, Counts, RequestFailedError
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.presence import Presence
@@ -66,13 +66,14 @@ class ObjectBackend(Backend):
             config.open_store(),
             self._place,
             timeout_s=config.timeout_s,
+            retry_after_s=config.retry_after_s,
             max_requests=config.max_requests,
             max_requests_per_s=config.max_requests_per_s,
         )
         self._presence = Presence(
             found_ttl_s=config.found_ttl_s, missing_ttl_s=config.missing_ttl_s
         )
-        self._writes = CircuitBreaker(f"storing to {self._place}", pause_s=PAUSE_S)
+        self._writes = CircuitBreaker(f"storing to {self._place}", pause_s=config.retry_after_s)
         self._threads = Threads("kvxfer-object", NUM_THREADS)
         self._stores = KeyLocks()
         self._describing = asyncio.Lock()

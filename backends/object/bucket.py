@@ -15,9 +15,6 @@ from kvxfer.storage.backend import Outcome, Status
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-PAUSE_S = 5.0
-"""Seconds for which a server that has failed several times is left alone."""
-
 FIRST_BACKOFF_S = 0.1
 """Pause before a request is made again; doubled each time."""
 
@@ -81,6 +78,7 @@ class Bucket:
         store: Client of the cloud.
         place: Name of the bucket in the log.
         timeout_s: Seconds for one request, repetitions included.
+        retry_after_s: Seconds for which a server that has failed several times is left alone.
         max_requests: Most calls in `slot` at a time.
         max_requests_per_s: Most requests that begin in a second; 0 for no bound.
 
@@ -94,6 +92,7 @@ class Bucket:
         place: str,
         *,
         timeout_s: float,
+        retry_after_s: float,
         max_requests: int,
         max_requests_per_s: float = 0.0,
     ) -> None:
@@ -108,7 +107,7 @@ class Bucket:
         self._slots = asyncio.Semaphore(max_requests)
         self._pause_s = 1 / max_requests_per_s if max_requests_per_s else 0.0
         self._next_at = 0.0
-        self._breaker = CircuitBreaker(f"requests to {place}", pause_s=PAUSE_S)
+        self._breaker = CircuitBreaker(f"requests to {place}", pause_s=retry_after_s)
         self.counts = Counts()
 
     @property

@@ -33,6 +33,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             block is read; `off` does neither.
         timeout_s: Time for one request, repetitions of refused ones included.
         lookup_timeout_s: Time for a lookup; what is not known by then is a miss.
+        retry_after_s: Time for which a server that has failed several times is left alone.
         list_timeout_s: Time for the list of the namespace, which fills the cache of lookups.
         found_ttl_s: Time for which a block that was seen is taken to be there.
         missing_ttl_s: Time for which a block that was not there is taken to be missing.
@@ -51,6 +52,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     integrity: Integrity = Integrity.FAST
     timeout_s: float = 10.0
     lookup_timeout_s: float = 2.0
+    retry_after_s: float = 5.0
     list_timeout_s: float = 60.0
     found_ttl_s: float = 300.0
     missing_ttl_s: float = 5.0
@@ -74,6 +76,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not require_number(name, getattr(self, name)) and not name.endswith("ttl_s"):
                 raise InvalidArgumentError(name, getattr(self, name), "seconds, more than 0")
         require_number("close_timeout_s", self.close_timeout_s)
+        require_number("retry_after_s", self.retry_after_s)
         require_number("max_requests_per_s", self.max_requests_per_s, "requests, 0 or more")
 
     @property

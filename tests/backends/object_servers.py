@@ -28,6 +28,8 @@ KEY_ID, SECRET = "kvxfertestkey", "kvxfertestsecret"
 READER_ID, READER_SECRET = "kvxferreader", "kvxferreadersecret"
 BUCKET = "blocks"
 START_LIMIT_S = 60.0
+PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
+"""Limits that a busy machine keeps, for tests of something else."""
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
 READER = {"AWS_ACCESS_KEY_ID": READER_ID, "AWS_SECRET_ACCESS_KEY": READER_SECRET}
 
@@ -104,7 +106,7 @@ class ObjectServer:
         try:
             if BUCKET not in [each["Name"] for each in client.list_buckets()["Buckets"]]:
                 client.create_bucket(Bucket=BUCKET)
-            client.put_object(Bucket=BUCKET, Key="ready", Body=b"")
+            client.put_object(Bucket=BUCKET, Key="ready", Body=b"with room for objects")
         except (BotoCoreError, ClientError):
             return False
         finally:
@@ -135,6 +137,7 @@ def seaweedfs() -> Iterator[ObjectServer]:
             "volume.max": 20,
             "master.volumeSizeLimitMB": 64,
             "master.telemetry": "false",
+            "master.electionTimeout": "1s",
         } | dict(zip(_SEAWEEDFS_PORTS, ports, strict=True))
         flags = [f"-{name}={value}" for name, value in options.items()]
         with _running([program, "server", "-filer", "-s3", *flags], port, folder) as server:
@@ -155,7 +158,7 @@ def moto() -> Iterator[ObjectServer]:
 
 def open_bucket(server: ObjectServer, namespace: Namespace, **fields: Any) -> S3Backend:
     """Open a backend over the bucket of a server; credentials are those of the environment."""
-    defaults = {"region": "us-east-1", "path": "/cache", "missing_ttl_s": 0.2}
+    defaults = {"region": "us-east-1", "missing_ttl_s": 0.2} | PATIENT
     place = {"address": BUCKET, "endpoint": server.endpoint}
     config = msgspec.convert(place | defaults | fields, S3Config)
     return S3Backend(config, namespace)

@@ -1,0 +1,156 @@
+"""Object storage that is frozen, killed and back again: outcomes in time, and no wrong bytes."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvxfer.backends.object import S3Backend
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import (
+    assert_done_are,
+    make_keys,
+    make_large_memory,
+    statuses,
+    store_generated,
+)
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from tests.backends.object_servers import ObjectServer, open_bucket, seaweedfs
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
+
+MEMORY = make_large_memory()
+TIMEOUT_S = 3.0
+RETRY_AFTER_S = 0.5
+SLACK_S = 2.0
+"""Time that a busy machine may take in addition."""
+BACK_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with seaweedfs() as started:
+        yield started
+
+
+def open_impatient(server: ObjectServer) -> S3Backend:
+    return open_bucket(
+        server,
+        MEMORY.namespace(),
+        path="/faults",
+        timeout_s=TIMEOUT_S,
+        lookup_timeout_s=TIMEOUT_S,
+        retry_after_s=RETRY_AFTER_S,
+    )
+
+
+async def store_before(server: ObjectServer, keys: list[BlockKey]) -> list[bytes]:
+    """Store blocks while all is well, however long that takes."""
+    async with open_bucket(server, MEMORY.namespace(), path="/faults") as backend:
+        return await store_generated(backend, keys, MEMORY.describe(0, range(8)))
+
+
+async def require_back(backend: S3Backend, memory: BlockMemory) -> None:
+    """Wait until blocks come and go again."""
+    keys = make_keys(4, first=int(time.monotonic_ns() % 10**7))
+    stop = time.monotonic() + BACK_S
+    blocks = memory.describe(0, range(4))
+    payloads = [make_payload(key, memory.chunk_size_bytes(0)) for key in keys]
+    write_payloads(blocks, payloads)
+    while not all(outcome.done for outcome in await backend.store(keys, blocks)):
+        assert time.monotonic() < stop
+        await asyncio.sleep(0.2)
+    target = memory.describe(0, range(4, 8))
+    while not all(outcome.done for outcome in await backend.load(keys, target)):
+        assert time.monotonic() < stop
+        await asyncio.sleep(0.2)
+    assert read_payloads(target) == payloads
+    assert await backend.lookup(keys) == [True] * 4
+
+
+async def timed_load(backend: S3Backend, first: int) -> tuple[list[Outcome], float]:
+    began = time.monotonic()
+    outcomes = await backend.load(make_keys(8, first=first), MEMORY.describe(0, range(8, 16)))
+    return outcomes, time.monotonic() - began
+
+
+async def test_a_frozen_server_costs_one_timeout_and_then_nothing(server: ObjectServer) -> None:
+    keys = make_keys(8)
+    await store_before(server, keys)
+    async with open_impatient(server) as backend:
+        server.freeze()
+        try:
+            outcomes, seconds = await timed_load(backend, 0)
+            assert statuses(outcomes) == [Status.TIMED_OUT] * 8
+            assert seconds < TIMEOUT_S + SLACK_S
+            for call in (backend.load, backend.store):
+                began = time.monotonic()
+                outcomes = await call(keys, MEMORY.describe(0, range(8)))
+                assert {Status.FAILED, Status.TIMED_OUT} >= set(statuses(outcomes))
+                assert time.monotonic() - began < SLACK_S
+            assert await backend.lookup(keys) == [False] * 8
+        finally:
+            server.thaw()
+        await require_back(backend, MEMORY)
+
+
+async def test_a_lookup_of_a_frozen_server_is_a_miss_in_time(server: ObjectServer) -> None:
+    async with open_impatient(server) as backend:
+        server.freeze()
+        try:
+            began = time.monotonic()
+            assert await backend.lookup(make_keys(8)) == [False] * 8
+            assert time.monotonic() - began < TIMEOUT_S + SLACK_S
+            assert not backend._bucket.is_available, "silence is a failure"
+        finally:
+            server.thaw()
+
+
+async def test_a_server_killed_in_the_middle_gives_whole_blocks_or_none(
+    server: ObjectServer,
+) -> None:
+    keys = make_keys(8, first=100)
+    payloads = await store_before(server, keys)
+    async with open_impatient(server) as backend:
+        others = make_keys(8, first=200)
+        source, target = MEMORY.describe(0, range(8)), MEMORY.describe(0, range(8, 16))
+        killer = threading.Timer(0.1, server.kill)
+        killer.start()
+        try:
+            stop = time.monotonic() + BACK_S
+            failed = False
+            while not failed:
+                assert time.monotonic() < stop
+                began = time.monotonic()
+                stored, loaded = await asyncio.gather(
+                    backend.store(others, source), backend.load(keys, target)
+                )
+                assert time.monotonic() - began < 2 * TIMEOUT_S + SLACK_S
+                assert_done_are(loaded, target, payloads)
+                allowed = {Status.DONE, Status.FAILED, Status.TIMED_OUT}
+                assert set(statuses([*stored, *loaded])) <= allowed, [*stored, *loaded]
+                failed = not all(each.done for each in [*stored, *loaded])
+        finally:
+            killer.join()
+            await asyncio.to_thread(server.start)
+        await require_back(backend, MEMORY)
+        assert Status.CORRUPT not in statuses(await backend.load(others, target))
+
+
+async def test_a_backend_opens_without_its_server(server: ObjectServer) -> None:
+    server.kill()
+    try:
+        async with open_impatient(server) as backend:
+            outcomes, seconds = await timed_load(backend, 300)
+            assert statuses(outcomes) == [Status.FAILED] * 8
+            assert seconds < TIMEOUT_S + SLACK_S
+            assert await backend.lookup(make_keys(8, first=300)) == [False] * 8
+            await asyncio.to_thread(server.start)
+            await require_back(backend, MEMORY)
+    finally:
+        if server.process.poll() is not None:
+            await asyncio.to_thread(server.start)
