@@ -154,6 +154,7 @@ class ObjectBackend(Backend):
         if self._listing is not None:
             self._listing.cancel()
             await asyncio.wait([self._listing])
+        await self._bucket.aclose(self._config.close_timeout_s)
         if not await self._threads.aclose(self._config.close_timeout_s):
             self._pages.close()
 

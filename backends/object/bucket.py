@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvxfer.backends.file import CircuitBreaker
 from kvxfer.errors import KVXferError
 from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.threads import Threads
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -108,6 +109,7 @@ class Bucket:
         self._pause_s = 1 / max_requests_per_s if max_requests_per_s else 0.0
         self._next_at = 0.0
         self._breaker = CircuitBreaker(f"requests to {place}", pause_s=retry_after_s)
+        self._lists = Threads("kvxfer-object-list", 1)
         self.counts = Counts()
 
     @property
@@ -178,16 +180,24 @@ class Bucket:
         await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
 
     async def list_names(self, prefix: str) -> AsyncGenerator[list[str], None]:
-        """List the names that begin with a prefix, and end as they are, a thousand at a time."""
+        """List the names that begin with a prefix, a thousand at a time.
+
+        Each answer is waited for on a thread. A list of obstore that is cancelled in a request, or
+        let go of, panics: "there is no reactor running". There it ends by the client's timeout.
+        """
         answers = self._obstore.list(self._store, prefix=prefix, chunk_size=LIST_CHUNK)
         while True:
             try:
-                names = await self._request("LIST", answers.__anext__)
-            except StopAsyncIteration:
-                return
+                names = await self._request("LIST", lambda: self._lists.ask(next, answers, None))
             except FileNotFoundError as exc:
                 raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
+            if names is None:
+                return
             yield [str(each["path"]) for each in names]
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Wait for a list that is under way."""
+        await self._lists.aclose(timeout_s)
 
     async def _put(self, path: str, data: memoryview, mode: Any) -> bool:
         async def put() -> None:
@@ -212,10 +222,9 @@ class Bucket:
 
         Raises:
             FileNotFoundError: There is no such object, or no such bucket.
-            StopAsyncIteration: A list has ended.
             RequestFailedError: It failed.
         """
-        answers = *self._is_there, FileNotFoundError, StopAsyncIteration
+        answers = *self._is_there, FileNotFoundError
         ends_at = time.monotonic() + (timeout_s or self._timeout_s)
         backoff_s = FIRST_BACKOFF_S
         while True:

@@ -1,5 +1,6 @@
 """Configuration of object storage: which bucket, and the time and requests that it may take."""
 
+import os
 from abc import abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 EXTRA = "s3"
+ACCOUNT_VARIABLES = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"
 _TIMES = ("timeout_s", "lookup_timeout_s", "list_timeout_s", "found_ttl_s", "missing_ttl_s")
 
 
@@ -39,7 +41,7 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         missing_ttl_s: Time for which a block that was not there is taken to be missing.
         max_requests: Most requests at a time.
         max_requests_per_s: Most requests that begin in a second; 0 for no bound.
-        close_timeout_s: Time that closing waits for threads that verify blocks.
+        close_timeout_s: Time that closing waits for threads that verify blocks, or list the bucket.
 
     Raises:
         InvalidArgumentError: There is no bucket, a number is out of range, or an address has
@@ -164,9 +166,16 @@ class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     account: str = ""
 
     def open_store(self) -> "ObjectStore":
-        """See `ObjectConfig.open_store`."""
+        """See `ObjectConfig.open_store`.
+
+        Raises:
+            InvalidArgumentError: There is no storage account.
+        """
         with needing(EXTRA, "obstore", what="az://"):
             from obstore.store import AzureStore
+        if not self.account and not any(os.environ.get(name) for name in ACCOUNT_VARIABLES):
+            wanted = f"a storage account, here or in {ACCOUNT_VARIABLES[0]}"
+            raise InvalidArgumentError("account", self.account, wanted)
         options: dict[str, Any] = {"endpoint": self.endpoint} if self.endpoint else {}
         options |= {"account_name": self.account} if self.account else {}
         return AzureStore(
