@@ -17,6 +17,7 @@ from prometheus_client import start_http_server
 import kvxfer
 from kvxfer.backends.file import FileBackend
 from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory, DictBackend, FaultRates, FaultyBackend, Operation
@@ -55,7 +56,7 @@ def test_panels_name_no_metric_that_is_not_there() -> None:
 
 
 class Run:
-    """Engine over four tiers: the first is small, the third full, the last one late.
+    """Engine over four tiers: the first is small, the third full, the last one late; and a bucket.
 
     Args:
         metrics: Observer of all of it.
@@ -81,6 +82,9 @@ class Run:
         tiers.observe(Reports([metrics]))
         tiers._writers[1].queue.max_blocks = 1
         self.engine = TransferEngine(self._memory.caches, tiers, observers=[metrics])
+        nowhere = S3Config(address="bucket", endpoint="http://127.0.0.1:1", region="us-east-1")
+        self._bucket = S3Backend(nowhere, namespace)
+        self._bucket.observe(Reports([metrics], "s3"))
         self._loads = LoadOrCompute(1.0, prefill_tokens_per_s=1e9, observers=[metrics], tier="file")
 
     async def go_on(self, number: int) -> None:
@@ -100,6 +104,7 @@ class Run:
     async def aclose(self) -> None:
         """End what hangs, and close the engine."""
         self._late.release()
+        await self._bucket.aclose()
         await self.engine.aclose()
 
 
