@@ -12,6 +12,7 @@ from safetensors import safe_open
 import kvxfer
 from kvxfer.backends.file import FileBackend, FileConfig, load_namespace
 from kvxfer.backends.object import S3Backend
+from kvxfer.connect import open_backend
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
@@ -247,3 +248,25 @@ async def test_an_engine_opens_a_bucket_by_its_url(place: Place) -> None:
         assert all(each.done for each in await engine.store(KEYS[:4], [[0, 1, 2, 3]]))
         assert all(each.done for each in await engine.load(KEYS[:4], [[4, 5, 6, 7]]))
     assert len(place.names()) == 5
+
+
+async def test_an_engine_with_an_empty_disk_has_its_hits_from_the_bucket(
+    place: Place, tmp_path: Path
+) -> None:
+    memory = BlockMemory([[4096]], num_blocks=16)
+    bucket = f"s3://{BUCKET}/{place.prefix}?endpoint={place.server.endpoint}&region=us-east-1"
+
+    def tiers(folder: str) -> list[str]:
+        disk = f"file://{tmp_path / folder}?capacity=8MiB&min_free=1"
+        return ["host://?capacity=1MiB", disk, f"{bucket}&lookup_timeout_s=60"]
+
+    async with open_backend(tiers("old"), memory.namespace()) as backend:
+        payloads = await store_generated(backend, KEYS, memory.describe(0, range(8)))
+        await backend.flush()
+    async with open_backend(tiers("new"), memory.namespace()) as backend:
+        async with asyncio.timeout(PATIENCE_S):
+            while not all(await backend.lookup(KEYS)):  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+        target = memory.describe(0, range(8, 16))
+        assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 8
+        assert read_payloads(target) == payloads
