@@ -17,7 +17,7 @@ from kvxfer.storage.threads import CLOSE_TIMEOUT_S
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
-EXTRA = "s3"
+EXTRA = "object"
 ACCOUNT_VARIABLES = "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME"
 _TIMES = ("timeout_s", "lookup_timeout_s", "list_timeout_s", "found_ttl_s", "missing_ttl_s")
 
