@@ -88,9 +88,9 @@ class TieredBackend(Backend):
     A store is `DONE` when one tier has the block: a machine that stops loses the blocks that were
     not written back yet. `flush` waits for them.
 
-    Blocks of which only a part was stored under their key can be loaded from any tier, but
-    below the first a lookup does not find them: it finds what it has verified, and can verify
-    whole chunks only. Neither its keys nor the answer of a backend say which part there is.
+    Chunks of which only a part was stored are found and loaded in any tier, but a lookup does not
+    verify them below the first, as it does whole chunks: neither keys nor the answer of a backend
+    say which part there is.
 
     Args:
         tiers: The backends, fastest first; closed with this one.
