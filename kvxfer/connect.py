@@ -202,6 +202,11 @@ def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:
     backend_type = _find_backend(name)
     if issubclass(backend_type.config_type, ObjectConfig):
         _refuse_credentials(backend, name, parameters)
+    names = backend_type.config_type.__struct_fields__
+    if "address" in parameters and "address" not in names:
+        form = f"{name}:///PATH" if "path" in names else f"{name}://"
+        wanted = f"a {name} backend, which has no address, as in {form}"
+        raise InvalidArgumentError("backend", _shown(backend), wanted)
     try:
         config = msgspec.convert(
             parameters, backend_type.config_type, strict=False, dec_hook=decode_size

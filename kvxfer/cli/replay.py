@@ -67,7 +67,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Replay a trace of requests on simulated caches: hits by policy, capacity and "
         "tier, bytes moved, and the backend list that makes the most of a budget.",
         epilog=exit_statuses(
-            "when it is done", "when a real backend differs by more than 1 %% of the hits"
+            "when it is done", "when a real backend differs by more than 1 % of the hits"
         ),
     )
     add = parser.add_argument

@@ -113,8 +113,8 @@ def parse_workload(kind: str, settings: Mapping[str, str]) -> Workload:
     try:
         workload = msgspec.convert(dict(settings), WORKLOADS[kind], strict=False)
     except msgspec.ValidationError as exc:
-        names = ", ".join(WORKLOADS[kind].__struct_fields__)
-        raise InvalidArgumentError("synthetic", dict(settings), f"{exc}; one of {names}") from exc
+        wanted = f"sizes of {kind}: {', '.join(WORKLOADS[kind].__struct_fields__)}; {exc}"
+        raise InvalidArgumentError("set", dict(settings), wanted) from exc
     for name in workload.__struct_fields__:
         value = getattr(workload, name)
         if not (0 <= value < float("inf")) or (value == 0 and name not in _MAY_BE_ZERO):

@@ -81,7 +81,7 @@ def test_few_documents_are_found_again_more_often_than_many() -> None:
     ("kind", "settings", "problem"),
     [
         ("poetry", {}, "synthetic is 'poetry'; expected one of multi-turn, agentic, rag"),
-        ("rag", {"turns": "3"}, "unknown field `turns`.*; one of requests, requests_per_s"),
+        ("rag", {"turns": "3"}, "sizes of rag: requests, requests_per_s.*unknown field `turns`"),
         ("rag", {"requests": "many"}, "Expected `int`"),
         ("rag", {"requests": "0"}, "requests is 0; expected a positive number"),
         ("agentic", {"steps": "nan"}, "steps is nan"),
