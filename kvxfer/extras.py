@@ -1,6 +1,7 @@
-"""Extras: which of them brings a package that is not installed."""
+"""Extras: which of them brings a package that is not installed, and which release is installed."""
 
 import contextlib
+import importlib.metadata
 from collections.abc import Iterator
 
 from kvxfer.errors import KVXferError
@@ -39,3 +40,18 @@ def needing(extra: str, *packages: str, what: str = "") -> Iterator[None]:
         if package not in packages:
             raise
         raise MissingExtraError(extra, package, what) from exc
+
+
+def installed_version(*names: str) -> str:
+    """Version of an installed package.
+
+    Args:
+        names: Names under which it is published; the first that is installed counts.
+
+    Returns:
+        `(not installed)` where none is.
+    """
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return "(not installed)"

