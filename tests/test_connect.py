@@ -148,6 +148,7 @@ HIDE_AND_SEEK = "hide-and-seek"
         ({"type": "gs", "address": f"user:{HIDE_AND_SEEK}@bucket"}, "no a user"),
         (f"s3://user:{HIDE_AND_SEEK}@bucket/prefix", "no a user"),
         (f"s3://bucket?endpoint=http://user:{HIDE_AND_SEEK}@host:1", "without credentials"),
+        (f"s3://bucket?endpoint=http://user:{HIDE_AND_SEEK}@[::", "without credentials"),
         (f"s3://bucket?secret_access_key={HIDE_AND_SEEK}#more", "fragment"),
         (f"s3://bucket?region=here#token={HIDE_AND_SEEK}", "fragment"),
         (f"s3://bucket?token={HIDE_AND_SEEK}&token=again", "each parameter once"),

@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvxfer.backends.file import CircuitBreaker
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
-from kvxfer.backends.object.bucket import Bucket, Counts, RequestFailedError
+from kvxfer.backends.object.bucket import Bucket, Counts, RequestFailedError, open_client
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.presence import Presence
@@ -52,7 +52,7 @@ class ObjectBackend(Backend):
     Raises:
         InvalidArgumentError: The namespace has no groups.
         MissingExtraError: obstore is not installed.
-        BackendUnavailableError: The environment lacks what the cloud's client needs.
+        BackendUnavailableError: The cloud's client refuses what is in the environment.
     """
 
     config_type: type[ObjectConfig]
@@ -63,7 +63,7 @@ class ObjectBackend(Backend):
         self._pages = Pages(config.prefix, namespace, Digester(config.integrity))
         self._place = f"{config.address}/{config.prefix}"
         self._bucket = Bucket(
-            config.open_store(),
+            open_client(config.open_store),
             self._place,
             timeout_s=config.timeout_s,
             retry_after_s=config.retry_after_s,

@@ -3,13 +3,13 @@
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvxfer.backends.file import CircuitBreaker
-from kvxfer.errors import KVXferError
+from kvxfer.errors import BackendUnavailableError, KVXferError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.threads import Threads
 
@@ -21,6 +21,9 @@ FIRST_BACKOFF_S = 0.1
 
 LIST_CHUNK = 1000
 """Names in one answer to a list, as S3 has them."""
+
+ENDS = asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit
+"""What ends a task or the process, and is no failure of a request."""
 
 DENIED = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 
@@ -185,10 +188,17 @@ class Bucket:
         Each answer is waited for on a thread. A list of obstore that is cancelled in a request, or
         let go of, panics: "there is no reactor running". There it ends by the client's timeout.
         """
-        answers = self._obstore.list(self._store, prefix=prefix, chunk_size=LIST_CHUNK)
+        answers: Iterator[Any] | None = None
+
+        def ask_next() -> Any:
+            nonlocal answers
+            if answers is None:
+                answers = self._obstore.list(self._store, prefix=prefix, chunk_size=LIST_CHUNK)
+            return next(answers, None)
+
         while True:
             try:
-                names = await self._request("LIST", lambda: self._lists.ask(next, answers, None))
+                names = await self._request("LIST", lambda: self._lists.ask(ask_next))
             except FileNotFoundError as exc:
                 raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
             if names is None:
@@ -224,7 +234,6 @@ class Bucket:
             FileNotFoundError: There is no such object, or no such bucket.
             RequestFailedError: It failed.
         """
-        answers = *self._is_there, FileNotFoundError
         ends_at = time.monotonic() + (timeout_s or self._timeout_s)
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -232,33 +241,42 @@ class Bucket:
                 reason = f"{what}: paused after repeated errors of {self._place}"
                 raise RequestFailedError(reason, transient=True)
             try:
-                async with asyncio.timeout(ends_at - time.monotonic()):
-                    await self._pace()
-                    self.counts.requests += 1
-                    answer = await ask()
-            except answers:
-                self._breaker.record("")
-                raise
-            except TimeoutError:
-                failed = RequestFailedError(
-                    f"{what}: no answer in time", status=Status.TIMED_OUT, transient=True
-                )
-            except Exception as exc:  # noqa: BLE001 - obstore raises its own, OSError, ValueError
-                failed = _failure(what, exc)
-            except BaseException:
-                self._breaker.abandon()
-                raise
-            else:
-                self._breaker.record("")
-                return answer
-            if not failed.transient:
-                self._breaker.record("")  # there is a server that answers
-                raise failed
-            self._breaker.record(str(failed))
-            if not self._breaker.closed or time.monotonic() + backoff_s >= ends_at:
-                raise failed
+                return await self._request_once(what, ask, ends_at)
+            except RequestFailedError as exc:
+                is_late = time.monotonic() + backoff_s >= ends_at
+                if not exc.transient or is_late or not self._breaker.closed:
+                    raise
             await asyncio.sleep(backoff_s)
             backoff_s *= 2
+
+    async def _request_once(self, what: str, ask: Callable[[], Awaitable[T]], ends_at: float) -> T:
+        """Make a request, and note what it says about the server."""
+        try:
+            async with asyncio.timeout(ends_at - time.monotonic()):
+                await self._pace()
+                self.counts.requests += 1
+                answer = await ask()
+        except (*self._is_there, FileNotFoundError):
+            self._breaker.record("")
+            raise
+        except TimeoutError:
+            failed = RequestFailedError(
+                f"{what}: no answer in time", status=Status.TIMED_OUT, transient=True
+            )
+        except Exception as exc:  # noqa: BLE001 - obstore raises its own, OSError, ValueError
+            failed = _failure(what, exc)
+        except BaseException as exc:
+            self._breaker.abandon()
+            if isinstance(exc, ENDS):
+                raise
+            # A panic of obstore, which is no Exception, and says nothing about the server.
+            raise _failure(what, exc) from None
+        else:
+            self._breaker.record("")
+            return answer
+        # With a refusal for good there is a server that answers.
+        self._breaker.record(str(failed) if failed.transient else "")
+        raise failed
 
     async def _pace(self) -> None:
         """Wait until another request may begin."""
@@ -266,6 +284,22 @@ class Bucket:
             now = time.monotonic()
             self._next_at = max(now, self._next_at + self._pause_s)
             await asyncio.sleep(self._next_at - now)
+
+
+def open_client(open_store: Callable[[], "ObjectStore"]) -> "ObjectStore":
+    """Open the client of a cloud.
+
+    Raises:
+        BackendUnavailableError: The client refuses what is in the environment.
+    """
+    try:
+        return open_store()
+    except (KVXferError, *ENDS):
+        raise
+    except BaseException as exc:  # noqa: BLE001 - also a panic
+        words = [type(exc).__name__, *re.findall(r"source: ([A-Z]\w{1,40})[ ,]", str(exc))]
+        reason = f"the client refuses what is configured or in the environment: {' '.join(words)}"
+        raise BackendUnavailableError(reason) from None
 
 
 def describe(exc: BaseException) -> str:
@@ -285,7 +319,7 @@ def describe(exc: BaseException) -> str:
     return " ".join(words)
 
 
-def _failure(what: str, exc: Exception) -> RequestFailedError:
+def _failure(what: str, exc: BaseException) -> RequestFailedError:
     text = str(exc)
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"code: AccessDenied\)", text)

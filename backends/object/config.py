@@ -69,7 +69,10 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidArgumentError("address", _hidden(self.address), "the name of a bucket")
         if any(not character.isprintable() for character in self.path):
             raise InvalidArgumentError("path", self.path, "a prefix of printable characters")
-        parts = urlsplit(self.endpoint)
+        try:
+            parts = urlsplit(self.endpoint)
+        except ValueError:
+            parts = urlsplit("")
         if self.endpoint and (parts.scheme not in ("http", "https") or "@" in parts.netloc):
             wanted = "a URL such as http://127.0.0.1:8333, without credentials"
             raise InvalidArgumentError("endpoint", _hidden(self.endpoint), wanted)

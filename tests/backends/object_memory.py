@@ -1,0 +1,30 @@
+"""Object storage in the memory of a test, by obstore's own client, and calls that go elsewhere."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from obstore.store import MemoryStore, ObjectStore
+
+from kvxfer.backends.object import Bucket, ObjectBackend, ObjectConfig
+from kvxfer.storage.keys import Namespace
+
+
+class MemoryConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of a bucket in the memory of the process."""
+
+    def open_store(self) -> ObjectStore:
+        return MemoryStore()
+
+
+def open_in_memory(namespace: Namespace, store: MemoryStore | None = None) -> ObjectBackend:
+    """Open a backend over a bucket, by default an empty one."""
+    backend = ObjectBackend(MemoryConfig(address="memory"), namespace)
+    if store is not None:
+        backend._bucket._store = store
+    return backend
+
+
+def plant(bucket: Bucket, name: str, call: Callable[..., Any]) -> None:
+    """Let a call of obstore go elsewhere."""
+    bucket._obstore = cast("Any", SimpleNamespace(**(vars(bucket._obstore) | {name: call})))
