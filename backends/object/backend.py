@@ -77,7 +77,7 @@ class ObjectBackend(Backend):
         self._threads = Threads("kvxfer-object", NUM_THREADS)
         self._stores = KeyLocks()
         self._describing = asyncio.Lock()
-        self._described = False
+        self._described = self._overwrites = False
         self._listing: asyncio.Task[None] | None = None
         self._list_again_at = 0.0
         self._reports = Reports()
@@ -194,7 +194,8 @@ class ObjectBackend(Backend):
     async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         since = self._presence.mark()
         try:
-            if self._presence.has(key) and await self._covers(key, name, block):
+            is_known = self._overwrites or self._presence.has(key)
+            if is_known and await self._covers(key, name, block):
                 self._presence.note(key, there=True, since=since)
                 return DONE
             page = await self._threads.run(self._pages.encode, key, block)
@@ -285,11 +286,14 @@ class ObjectBackend(Backend):
         return True
 
     async def _describe(self) -> None:
-        """Describe the namespace beside its blocks, unless it is described."""
+        """Describe the namespace beside its blocks, and find out whether the server overwrites."""
         async with self._describing:
             if not self._described:
-                description = memoryview(self._pages.description)
-                await self._bucket.create(self._pages.description_name, description)
+                name, text = self._pages.description_name, memoryview(self._pages.description)
+                # What the first request has made, the second must not make again.
+                if await self._bucket.create(name, text) and await self._bucket.create(name, text):
+                    self._overwrites = True
+                    logger.warning("%s: the server ignores If-None-Match", self._place)
                 self._described = True
 
     def _begin_list(self) -> None:

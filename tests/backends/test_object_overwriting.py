@@ -1,0 +1,91 @@
+"""Servers that ignore If-None-Match, and overwrite: what is lost, and what never is."""
+
+from typing import Any
+
+import obstore
+import pytest
+from obstore.store import MemoryStore, ObjectStore
+
+from kvxfer.backends.object import ObjectBackend
+from kvxfer.kvcache.descriptors import Descriptors
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from kvxfer.testing.payloads import read_payloads
+from tests.backends.object_memory import open_in_memory, plant
+
+CHUNK = 4
+MEMORY = BlockMemory([[4096]], num_blocks=16, blocks_per_chunk=CHUNK)
+NAMESPACE = MEMORY.namespace()
+KEYS = make_keys(1)
+WARNING = "ignores If-None-Match"
+
+
+def open_backend(store: MemoryStore, *, overwrites: bool) -> ObjectBackend:
+    backend = open_in_memory(NAMESPACE, store)
+
+    async def put(use: ObjectStore, path: str, data: Any, **fields: Any) -> Any:
+        return await obstore.put_async(use, path, data, **(fields | {"mode": "overwrite"}))
+
+    if overwrites:
+        plant(backend._bucket, "put_async", put)
+    return backend
+
+
+def chunk(first: int = 0) -> Descriptors:
+    return MEMORY.describe(0, range(first, first + CHUNK))
+
+
+def part(first: int = 0) -> Descriptors:
+    """The first block of a chunk."""
+    return MEMORY.describe(0, [first])
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+async def test_a_part_of_a_chunk_does_not_take_the_place_of_the_whole(
+    caplog: pytest.LogCaptureFixture, *, overwrites: bool
+) -> None:
+    store = MemoryStore()
+    async with (
+        open_backend(store, overwrites=overwrites) as first,
+        open_backend(store, overwrites=overwrites) as second,
+    ):
+        payloads = await store_generated(first, KEYS, chunk())
+        assert statuses(await second.store(KEYS, part())) == [Status.DONE]
+        assert statuses(await second.load(KEYS, chunk(8))) == [Status.DONE]
+        assert read_payloads(chunk(8)) == payloads
+    assert (WARNING in caplog.text) is overwrites
+
+
+async def test_a_whole_chunk_takes_the_place_of_a_part() -> None:
+    store = MemoryStore()
+    async with open_backend(store, overwrites=True) as backend:
+        await store_generated(backend, KEYS, part())
+        payloads = await store_generated(backend, KEYS, chunk())
+        assert statuses(await backend.load(KEYS, chunk(8))) == [Status.DONE]
+        assert read_payloads(chunk(8)) == payloads
+
+
+async def test_who_is_not_asked_in_time_loses_blocks_and_gives_no_wrong_ones() -> None:
+    store = MemoryStore()
+    async with (
+        open_backend(store, overwrites=True) as first,
+        open_backend(store, overwrites=True) as second,
+    ):
+        await store_generated(second, make_keys(1, first=1), chunk())
+        blocks = chunk()
+
+        async def head(use: ObjectStore, path: str) -> Any:
+            """Let the other engine store the chunk right after this one has found none."""
+            try:
+                return await obstore.head_async(use, path)
+            finally:
+                await store_generated(first, KEYS, blocks)
+
+        plant(second._bucket, "head_async", head)
+        await store_generated(second, KEYS, part(4))
+        assert statuses(await first.load(KEYS, chunk(8))) == [Status.MISSING]
+        assert statuses(await first.load(KEYS, part(8))) == [Status.DONE]
+        assert read_payloads(part(8)) == read_payloads(part(4))
+        await store_generated(first, KEYS, blocks)
+        assert statuses(await first.load(KEYS, chunk(8))) == [Status.DONE]
