@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.backends.object_servers import CREDENTIALS, ObjectServer, moto, seaweedfs
+from kvxfer.bench.object_servers import CREDENTIALS, ObjectServer, seaweedfs
+from tests.backends.object_servers import moto
 
 
 @pytest.fixture(scope="session")

@@ -5,10 +5,11 @@ import itertools
 import pytest
 
 from kvxfer.backends.object import S3Backend
+from kvxfer.bench.object_servers import ObjectServer
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests
-from tests.backends.object_servers import ObjectServer, open_bucket, open_client
+from tests.backends.object_servers import open_bucket
 
 _numbers = itertools.count()
 
@@ -26,7 +27,7 @@ class ObjectBackendTests(BackendTests):
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         assert isinstance(backend, S3Backend)
-        store, name = open_client(self.server), backend._pages.name(key)
+        store, name = self.server.open_client(), backend._pages.name(key)
         page = bytearray(store.get(name).bytes())
         page[5000] ^= 1
         store.put(name, bytes(page))

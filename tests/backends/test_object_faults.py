@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvxfer.backends.object import S3Backend
+from kvxfer.bench.object_servers import ObjectServer, seaweedfs
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
@@ -19,7 +20,7 @@ from kvxfer.testing.conformance.suite import (
     store_generated,
 )
 from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
-from tests.backends.object_servers import ObjectServer, open_bucket, seaweedfs
+from tests.backends.object_servers import open_bucket
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
 

