@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
-from kvxfer.backends.file import CircuitBreaker
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
 from kvxfer.backends.object.bucket import Bucket, Counts, RequestFailedError, open_client
@@ -73,7 +72,6 @@ class ObjectBackend(Backend):
         self._presence = Presence(
             found_ttl_s=config.found_ttl_s, missing_ttl_s=config.missing_ttl_s
         )
-        self._writes = CircuitBreaker(f"storing to {self._place}", pause_s=config.retry_after_s)
         self._threads = Threads("kvxfer-object", NUM_THREADS)
         self._stores = KeyLocks()
         self._describing = asyncio.Lock()
@@ -115,23 +113,17 @@ class ObjectBackend(Backend):
         names = [self._pages.name(key) for key in keys]
         async with self._stores.acquire(keys):
             self._guard.check()  # the backend may have been closed meanwhile
-            if not self._writes.allows():
+            if not self._bucket.stores.allows():
                 return [DONE if self._presence.has(key) else PAUSED for key in keys]
             try:
                 await self._describe()
-                outcomes = await self._each(
+                return await self._each(
                     lambda i: self._store(keys[i], names[i], blocks.select(i, i + 1)), len(keys)
                 )
             except RequestFailedError as exc:
-                outcomes = [self._refused(exc)] * len(keys)
-            except BaseException:
-                self._writes.abandon()
-                raise
-        if any(outcome.done for outcome in outcomes):
-            self._writes.record("")
-        else:
-            self._writes.record(outcomes[0].reason)
-        return outcomes
+                return [exc.outcome] * len(keys)
+            finally:
+                self._bucket.stores.abandon()  # a probe that found out nothing
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
@@ -212,18 +204,13 @@ class ObjectBackend(Backend):
                     self._reports.removed([key], Removal.REPLACED)
                     return self._stored(key)
         except RequestFailedError as exc:
-            return self._refused(exc)
+            return exc.outcome
         return Outcome(Status.FAILED, reason="others store and remove it all the time")
 
     def _stored(self, key: BlockKey) -> Outcome:
         self._presence.change(key, there=True)
         self._reports.added([key])
         return DONE
-
-    def _refused(self, exc: RequestFailedError) -> Outcome:
-        if exc.denied:
-            self._writes.trip(str(exc))
-        return exc.outcome
 
     async def _covers(self, key: BlockKey, name: str, block: Descriptors) -> bool:
         """Whether there is an object with all bytes of a block."""
@@ -326,7 +313,7 @@ class ObjectBackend(Backend):
     def _gauges(self) -> Mapping[Gauge, float]:
         counts = self._bucket.counts
         return {
-            Gauge.BREAKER_OPEN: not (self._bucket.is_available and self._writes.closed),
+            Gauge.BREAKER_OPEN: not (self._bucket.is_available and self._bucket.stores.closed),
             Gauge.REQUESTS: counts.requests,
             Gauge.SENT_BYTES: counts.sent_bytes,
             Gauge.RECEIVED_BYTES: counts.received_bytes,

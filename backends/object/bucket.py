@@ -39,14 +39,22 @@ class RequestFailedError(KVXferError):
         outcome: Outcome of a block whose request it was.
         denied: Whether the credentials do not allow the request.
         transient: Whether it failed for a reason that passes.
+        answered: Whether the server answered.
     """
 
     def __init__(
-        self, reason: str, *, status: Status = Status.FAILED, denied: bool = False, transient: bool
+        self,
+        reason: str,
+        *,
+        status: Status = Status.FAILED,
+        denied: bool = False,
+        transient: bool,
+        answered: bool = False,
     ) -> None:
         self.outcome = Outcome(status, reason=reason)
         self.denied = denied
         self.transient = transient
+        self.answered = answered
         super().__init__(reason)
 
 
@@ -77,6 +85,7 @@ class Bucket:
     """Bucket of object storage; belongs to one event loop.
 
     After failures in a row that show a server that is gone, requests fail at once for a while.
+    After answers in a row that it cannot store, as with a full disk, only those that store do.
 
     Args:
         store: Client of the cloud.
@@ -88,6 +97,7 @@ class Bucket:
 
     Attributes:
         counts: What was asked of it.
+        stores: Circuit breaker for requests that store.
     """
 
     def __init__(
@@ -112,6 +122,7 @@ class Bucket:
         self._pause_s = 1 / max_requests_per_s if max_requests_per_s else 0.0
         self._next_at = 0.0
         self._breaker = CircuitBreaker(f"requests to {place}", pause_s=retry_after_s)
+        self.stores = CircuitBreaker(f"storing to {place}", pause_s=retry_after_s)
         self._lists = Threads("kvxfer-object-list", 1)
         self.counts = Counts()
 
@@ -218,11 +229,17 @@ class Bucket:
         try:
             await self._request("PUT", put)
         except self._is_there:
+            self.stores.record("")
             return False
         except FileNotFoundError as exc:
             if mode == "create":
                 raise RequestFailedError(f"PUT: {describe(exc)}", transient=False) from None
             return False  # the version to replace is gone
+        except RequestFailedError as exc:
+            if exc.denied:
+                self.stores.trip(str(exc))
+            raise
+        self.stores.record("")
         return True
 
     async def _request(
@@ -244,7 +261,8 @@ class Bucket:
                 return await self._request_once(what, ask, ends_at)
             except RequestFailedError as exc:
                 is_late = time.monotonic() + backoff_s >= ends_at
-                if not exc.transient or is_late or not self._breaker.closed:
+                is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
+                if not exc.transient or is_late or is_paused:
                     raise
             await asyncio.sleep(backoff_s)
             backoff_s *= 2
@@ -274,8 +292,11 @@ class Bucket:
         else:
             self._breaker.record("")
             return answer
+        is_refused_store = what == "PUT" and failed.answered
+        if is_refused_store and failed.transient:
+            self.stores.record(str(failed))
         # With a refusal for good there is a server that answers.
-        self._breaker.record(str(failed) if failed.transient else "")
+        self._breaker.record(str(failed) if failed.transient and not is_refused_store else "")
         raise failed
 
     async def _pace(self) -> None:
@@ -332,6 +353,7 @@ def _failure(what: str, exc: BaseException) -> RequestFailedError:
         status=Status.TIMED_OUT if timed_out else Status.FAILED,
         denied=denied,
         transient=transient,
+        answered=status is not None,
     )
 
 

