@@ -92,7 +92,7 @@ docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/pytest tests/site
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
-bench: $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl pool vllm pd transformers journal; do $(BIN)/kvxfer bench $$name --check || exit 1; done
+bench: $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl pool s3 vllm pd transformers journal; do $(BIN)/kvxfer bench $$name --check || exit 1; done
 
 check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
 

@@ -21,6 +21,7 @@ BENCHES = (
     "file",
     "nixl",
     "pool",
+    "s3",
     "vllm",
     "pd",
     "transformers",

@@ -1,0 +1,45 @@
+"""`kvxfer bench s3`: its rows, with small batches on its own server."""
+
+import os
+
+import pytest
+
+from kvxfer.backends.object import S3Backend
+from kvxfer.bench import s3
+from kvxfer.bench.report import time_in_turn
+from kvxfer.bench.s3 import BLOCK_BYTES
+from kvxfer.storage.backend import DONE, PAUSED, Outcome
+from kvxfer.storage.keys import BlockKey
+
+pytestmark = pytest.mark.processes
+
+
+def test_rows_are_stores_and_loads_against_the_plain_client_and_larger_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(s3, "time_in_turn", lambda calls, *, rounds: time_in_turn(calls, rounds=1))
+    before = os.environ.copy()
+    rows = s3.run(quick=True, num_bytes=BLOCK_BYTES)
+    assert os.environ.copy() == before
+    assert [row.case for row in rows if row.goal] == [
+        "store 1 x 2048 KiB, against the plain client",
+        "load 1 x 2048 KiB, against the plain client",
+    ]
+    assert {row.goal for row in rows} == {">= 0.9", ""}
+    assert len(rows) == 2 + 2 * 4 + 1
+    assert all(row.value > 0 < row.baseline for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("move", "outcome", "words"),
+    [("store", PAUSED, "a block was not done"), ("load", DONE, "not those that were stored")],
+)
+def test_a_backend_that_moves_nothing_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, move: str, outcome: Outcome, words: str
+) -> None:
+    async def nothing(_self: object, keys: list[BlockKey], _blocks: object) -> list[Outcome]:
+        return [outcome] * len(keys)
+
+    monkeypatch.setattr(S3Backend, move, nothing)
+    with pytest.raises(RuntimeError, match=words):
+        s3.run(quick=True, num_bytes=BLOCK_BYTES)
