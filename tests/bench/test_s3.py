@@ -1,17 +1,31 @@
 """`kvxfer bench s3`: its rows, with small batches on its own server."""
 
 import os
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
 from kvxfer.backends.object import S3Backend
 from kvxfer.bench import s3
+from kvxfer.bench.object_servers import ObjectServer, seaweedfs
 from kvxfer.bench.report import time_in_turn
 from kvxfer.bench.s3 import BLOCK_BYTES
 from kvxfer.storage.backend import DONE, PAUSED, Outcome
 from kvxfer.storage.keys import BlockKey
 
 pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectServer]:
+    with seaweedfs() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _one_server(server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "seaweedfs", lambda **_: nullcontext(server))
 
 
 def test_rows_are_stores_and_loads_against_the_plain_client_and_larger_blocks(
