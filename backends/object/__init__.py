@@ -3,6 +3,7 @@
 from kvxfer.backends.object.backend import AZBackend, GSBackend, ObjectBackend, S3Backend
 from kvxfer.backends.object.bucket import Bucket, Counts, RequestFailedError
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
+from kvxfer.backends.object.pages import PageMemory
 from kvxfer.backends.object.presence import Presence
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "GSConfig",
     "ObjectBackend",
     "ObjectConfig",
+    "PageMemory",
     "Presence",
     "RequestFailedError",
     "S3Backend",

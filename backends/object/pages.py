@@ -1,5 +1,6 @@
 """Pages of a namespace: its objects' names, and their bytes, those of the file backend's files."""
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ class Pages(NamespaceFormat):
         self.description_name = self.folder + NAMESPACE_FILE
         self.description = describe_namespace(namespace).encode()
         self._copy_engine = CPUCopyEngine()
+        self._memory = PageMemory()
 
     def name(self, key: BlockKey) -> str:
         """Name the object of a key, as a path below the root of a file store.
@@ -58,7 +60,7 @@ class Pages(NamespaceFormat):
     def encode(self, key: BlockKey, block: Descriptors) -> memoryview:
         """Copy a block into memory of its own, behind its header."""
         size, head_size = block.num_bytes, self.format(key).header_size_bytes
-        page = np.empty(head_size + size, np.uint8)
+        page = self._memory.take(head_size + size)
         self._copy_engine.copy(block, _describe(page, head_size, block))
         checksum = self.digester.checksum([page.data[head_size:]])
         header = self.header(key, int(block.payload_starts[0]), size, checksum)
@@ -108,6 +110,38 @@ class Pages(NamespaceFormat):
     def close(self) -> None:
         """Release the engine that copies."""
         self._copy_engine.close()
+
+
+class PageMemory:
+    """Memory of pages on their way to the bucket, used again when nobody holds it any more.
+
+    Fresh memory costs more than copying a page into it: the kernel gives it page by page. A client
+    may hold a page longer than its request takes, if that is late; until then it is not touched.
+    Thread-safe.
+
+    Args:
+        max_bytes: Most bytes that are kept for later pages.
+    """
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._free: dict[int, list[NDArray[np.uint8]]] = {}
+
+    def take(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Take memory of this size; it comes back with the last reference to the array."""
+        free = self._free.setdefault(num_bytes, [])
+        try:
+            memory = free.pop()
+        except IndexError:
+            memory = np.empty(num_bytes, np.uint8)
+        page = memory[:]
+        weakref.finalize(page, self._give, free, memory).atexit = False
+        return page
+
+    def _give(self, free: list[NDArray[np.uint8]], memory: NDArray[np.uint8]) -> None:
+        kept = sum(len(each) * num_bytes for num_bytes, each in tuple(self._free.items()))
+        if kept + len(memory) <= self._max_bytes:
+            free.append(memory)
 
 
 def _describe(memory: NDArray[np.uint8], offset: int, block: Descriptors) -> Descriptors:

@@ -40,7 +40,7 @@ def test_rows_are_stores_and_loads_against_the_plain_client_and_larger_blocks(
         "load 1 x 2048 KiB, against the plain client",
     ]
     assert {row.goal for row in rows} == {">= 0.9", ""}
-    assert len(rows) == 2 + 2 * 4 + 1
+    assert len(rows) == 3 + 2 * 4 + 1
     assert all(row.value > 0 < row.baseline for row in rows)
 
 
