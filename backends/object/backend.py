@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -22,8 +23,8 @@ from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Removal, Reports
 from kvxfer.storage.threads import Threads
 
-NUM_THREADS = 4
-"""Threads that copy and verify: a network feeds no more."""
+MAX_THREADS = 4
+"""Most threads that copy and verify: a network feeds no more."""
 
 STORE_ATTEMPTS = 3
 """Number of times that a part of a chunk is stored anew where others store it, too."""
@@ -72,7 +73,8 @@ class ObjectBackend(Backend):
         self._presence = Presence(
             found_ttl_s=config.found_ttl_s, missing_ttl_s=config.missing_ttl_s
         )
-        self._threads = Threads("kvxfer-object", NUM_THREADS)
+        num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()
         self._describing = asyncio.Lock()
         self._described = self._overwrites = False
