@@ -298,12 +298,12 @@ class ObjectBackend(Backend):
         try:
             async with (
                 asyncio.timeout(self._config.list_timeout_s),
-                aclosing(self._bucket.list_names(self._pages.folder)) as answers,
+                aclosing(self._bucket.list_objects(self._pages.folder)) as answers,
             ):
-                async for names in answers:
-                    keys = map(self._pages.key_in, names)
+                async for listed in answers:
+                    keys = (self._pages.key_in(each.name) for each in listed)
                     self._presence.note_list(filter(None, keys), since=since)
-                    num_names += len(names)
+                    num_names += len(listed)
         except (RequestFailedError, TimeoutError) as exc:
             self._list_again_at = time.monotonic() + LIST_AGAIN_S
             logger.info("list of %s%s: %r", self._place, self._pages.fingerprint, exc)

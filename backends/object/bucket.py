@@ -74,6 +74,15 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class ListedObject:
+    """Object in a list: its name, its size, and when it was stored, in seconds since the epoch."""
+
+    name: str
+    size_bytes: int
+    stored_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class ObjectVersion:
     """Size of an object, and what tells it from those stored under its name before and after."""
 
@@ -193,28 +202,40 @@ class Bucket:
         """Remove an object; none is no failure."""
         await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
 
-    async def list_names(self, prefix: str) -> AsyncGenerator[list[str], None]:
-        """List the names that begin with a prefix, a thousand at a time.
+    async def list_objects(self, prefix: str) -> AsyncGenerator[list[ListedObject], None]:
+        """List the objects whose names begin with a prefix, a thousand at a time.
 
-        Each answer is waited for on a thread. A list of obstore that is cancelled in a request, or
-        let go of, panics: "there is no reactor running". There it ends by the client's timeout.
+        A request that is repeated goes on behind the last name: a list of obstore that has failed
+        ends as if it were whole. Each answer is waited for on a thread: a list that is cancelled in
+        a request, or let go of, panics, "there is no reactor running". There it ends by the
+        client's timeout.
         """
-        answers: Iterator[Any] | None = None
+        begun: Iterator[Sequence[Any]] | None = None
+        last: str | None = None
 
-        def ask_next() -> Any:
-            nonlocal answers
+        def take(
+            answers: Iterator[Sequence[Any]] | None, offset: str | None
+        ) -> tuple[Iterator[Sequence[Any]], Sequence[Any] | None]:
             if answers is None:
-                answers = self._obstore.list(self._store, prefix=prefix, chunk_size=LIST_CHUNK)
-            return next(answers, None)
+                options: dict[str, Any] = {"offset": offset, "chunk_size": LIST_CHUNK}
+                answers = self._obstore.list(self._store, prefix=prefix, **options)
+            return answers, next(answers, None)
+
+        async def ask() -> Sequence[Any] | None:
+            nonlocal begun
+            answers, begun = begun, None  # until it has answered
+            begun, found = await self._lists.ask(take, answers, last)
+            return found
 
         while True:
             try:
-                names = await self._request("LIST", lambda: self._lists.ask(ask_next))
+                found = await self._request("LIST", ask)
             except FileNotFoundError as exc:
                 raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
-            if names is None:
+            if not found:
                 return
-            yield [str(each["path"]) for each in names]
+            last = str(found[-1]["path"])
+            yield [_listed(each) for each in found]
 
     async def aclose(self, timeout_s: float) -> None:
         """Wait for a list that is under way."""
@@ -355,6 +376,11 @@ def _failure(what: str, exc: BaseException) -> RequestFailedError:
         transient=transient,
         answered=status is not None,
     )
+
+
+def _listed(meta: Any) -> ListedObject:
+    stored_at = meta["last_modified"].timestamp()
+    return ListedObject(str(meta["path"]), int(meta["size"]), stored_at)
 
 
 def _version(meta: Any) -> ObjectVersion:
