@@ -13,8 +13,8 @@ from kvxfer.text import printable
 
 _COMMANDS = {
     "bench": ("kvxfer.bench", "measure a part of kvxfer"),
-    "fsck": ("kvxfer.cli.fsck", "verify every block of a file store"),
-    "ls": ("kvxfer.cli.ls", "list the namespaces of a file store"),
+    "fsck": ("kvxfer.cli.fsck", "verify every block of a store"),
+    "ls": ("kvxfer.cli.ls", "list the namespaces of a store"),
     "inspect": ("kvxfer.cli.inspect", "show what a block file holds"),
     "serve": ("kvxfer.cli.serve", "hold blocks for other processes"),
     "proxy": ("kvxfer.cli.proxy", "route requests between prefill and decode engines"),
@@ -22,7 +22,7 @@ _COMMANDS = {
     "top": ("kvxfer.cli.top", "show live what metrics count"),
     "explain": ("kvxfer.cli.explain", "say why a request missed"),
     "replay": ("kvxfer.cli.replay", "plan caches with a trace of requests"),
-    "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a file store"),
+    "gc": ("kvxfer.cli.gc", "remove stale files and old blocks from a store"),
 }
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it

@@ -1,14 +1,14 @@
-"""Command `kvxfer fsck`: verifies every block of a file store."""
+"""Command `kvxfer fsck`: verifies every block of a store."""
 
 import argparse
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from tqdm import tqdm
 
+from kvxfer.cli.block_stores import STORE, open_store
 from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.text import printable
 
@@ -45,10 +45,10 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="kvxfer fsck",
-        description="Verify every block of a file store.",
+        description="Verify every block of a store.",
         epilog=exit_statuses("when no file is bad", "when one is, also when it was repaired"),
     )
-    parser.add_argument("path", type=Path, help="root of the store")
+    parser.add_argument("path", help=STORE)
     parser.add_argument(
         "--repair",
         action="store_true",
@@ -61,10 +61,11 @@ def main(argv: Sequence[str]) -> int:
     from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck
     from kvxfer.storage.integrity import read_secret
 
-    check = StoreCheck(arguments.path, BlockCheck(read_secret(arguments.secret_file)))
-    report = _verify(check, repair=arguments.repair, quiet=arguments.json)
-    if arguments.repair:
-        report.temporary_removed = check.clean_up()
+    with open_store(arguments.path) as store:
+        check = StoreCheck(store, BlockCheck(read_secret(arguments.secret_file)))
+        report = _verify(check, repair=arguments.repair, quiet=arguments.json)
+        if arguments.repair:
+            report.temporary_removed = check.clean_up()
     print(msgspec.json.encode(report).decode() if arguments.json else _summary(report))
     return 1 if report.bad else 0
 
@@ -74,7 +75,7 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
 
     report = Report(quarantined=check.num_quarantined, remarks=list(check.namespace_problems()))
     counts: Counter[Verdict] = Counter()
-    total = sum(block.num_bytes for block in check.found)
+    total = check.num_bytes
     # `disable=None`: no progress bar unless the output is a terminal.
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=None) as bar:
 

@@ -1,10 +1,10 @@
-"""Command `kvxfer gc`: removes stale files and old blocks from a file store."""
+"""Command `kvxfer gc`: removes stale files and old blocks from a store."""
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvxfer.cli.block_stores import STORE, open_store
 from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.units import ByteSize, Duration, format_size
 
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
         "without blocks, and blocks beyond the given bounds.",
         epilog=exit_statuses("when it is done"),
     )
-    parser.add_argument("path", type=Path, help="root of the store")
+    parser.add_argument("path", help=STORE)
     parser.add_argument(
         "--capacity", metavar="SIZE", help="evict old blocks down to this size, such as 20GiB"
     )
@@ -32,18 +32,14 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file import BlockTree, refuse_partial_walk
     from kvxfer.backends.file.maintenance import GarbageCollection
 
-    collection = GarbageCollection(
-        BlockTree(arguments.path, on_error=refuse_partial_walk),
-        capacity_bytes=ByteSize.parse(arguments.capacity) if arguments.capacity else None,
-        max_age_s=Duration.parse(arguments.max_age) if arguments.max_age else None,
-    )
-    if arguments.dry_run:
-        print(_describe(collection.preview(), "would be "))
-    else:
-        print(_describe(collection.run()))
+    capacity_bytes = ByteSize.parse(arguments.capacity) if arguments.capacity else None
+    max_age_s = Duration.parse(arguments.max_age) if arguments.max_age else None
+    with open_store(arguments.path) as store:
+        collection = GarbageCollection(store, capacity_bytes=capacity_bytes, max_age_s=max_age_s)
+        removed = collection.preview() if arguments.dry_run else collection.run()
+    print(_describe(removed, "would be " if arguments.dry_run else ""))
     return 0
 
 

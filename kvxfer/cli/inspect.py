@@ -3,9 +3,9 @@
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvxfer.cli.block_stores import open_file
 from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.text import printable
 from kvxfer.units import format_size
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
             "when it is intact", "when it is no block file, or its seal or checksum does not hold"
         ),
     )
-    parser.add_argument("file", type=Path)
+    parser.add_argument("file", help="block file, or the URL of an object in a bucket")
     parser.add_argument("--secret-file", default="", help="secret that the block is sealed with")
     arguments = parser.parse_args(argv)
 
@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
 
     check = BlockCheck(read_secret(arguments.secret_file))
     try:
-        found = inspect_file(arguments.file, check)
+        with open_file(arguments.file) as (store, path):
+            found = inspect_file(store, path, check)
     except BlockFileError as exc:
         sys.stderr.write(f"kvxfer inspect: {printable(f'{arguments.file}: {exc}')}\n")
         return 1

@@ -1,13 +1,13 @@
-"""Command `kvxfer ls`: lists the namespaces of a file store."""
+"""Command `kvxfer ls`: lists the namespaces of a store."""
 
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvxfer.cli.block_stores import STORE, open_store
 from kvxfer.cli.exit_statuses import exit_statuses
 from kvxfer.text import printable
 from kvxfer.units import format_duration, format_size
@@ -22,17 +22,17 @@ def main(argv: Sequence[str]) -> int:
     """List the namespaces of a store; return 0."""
     parser = argparse.ArgumentParser(
         prog="kvxfer ls",
-        description="List the namespaces of a file store.",
+        description="List the namespaces of a store.",
         epilog=exit_statuses("when it is done"),
     )
-    parser.add_argument("path", type=Path, help="root of the store")
+    parser.add_argument("path", help=STORE)
     parser.add_argument("--json", action="store_true", help="print a list of objects")
     arguments = parser.parse_args(argv)
 
-    from kvxfer.backends.file import BlockTree, refuse_partial_walk
     from kvxfer.backends.file.maintenance import measure_usage
 
-    usages = measure_usage(BlockTree(arguments.path, on_error=refuse_partial_walk))
+    with open_store(arguments.path) as store:
+        usages = measure_usage(store)
     if arguments.json:
         print(msgspec.json.encode(usages).decode())
     else:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import BlockTree, FileBackend
+from kvxfer.backends.file import FileBackend
 from kvxfer.backends.file.folders import NamespaceFolder
-from kvxfer.backends.file.maintenance import GarbageCollection
+from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
 from kvxfer.testing import BlockMemory
@@ -130,7 +130,7 @@ async def test_corrupt_blocks_are_put_away_after_the_quarantine_was_removed(
             if whole == "alone":
                 await asyncio.to_thread(remove_folder, away.parent)
             else:
-                GarbageCollection(BlockTree(tmp_path)).run()
+                GarbageCollection(FolderStore(tmp_path)).run()
                 assert not away.parents[1].exists()
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.backends.file import BlockTree
 from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
-from kvxfer.backends.file.maintenance import GarbageCollection
+from kvxfer.backends.file.maintenance import FolderStore, GarbageCollection
 from kvxfer.storage.backend import Status
 from tests.backends.file_store import (
     bytes_on_disk,
@@ -69,12 +68,12 @@ async def test_a_full_disk_has_room_for_a_collection_that_makes_room(tmp_path: P
         with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
             while filler.write(bytes(4096)):
                 pass
-        tree = BlockTree(folder / "store")
+        found = FolderStore(folder / "store")
         with pytest.raises(OSError, match="No space left"):
-            GarbageCollection(tree).run()  # nothing is to go
-        removed = GarbageCollection(tree, capacity_bytes=5 * bytes_on_disk(folder) // 20).run()
+            GarbageCollection(found).run()  # nothing is to go
+        removed = GarbageCollection(found, capacity_bytes=5 * bytes_on_disk(folder) // 20).run()
         assert removed.num_excess == 15
-        assert len(list(tree.blocks())) == 5
+        assert len(list(found.blocks())) == 5
         assert removed.num_bytes_left == bytes_on_disk(folder)
 
 

@@ -13,8 +13,8 @@ from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer
 from kvxfer.connect import open_backend
 from kvxfer.errors import BackendUnavailableError, ClosedError, UnsupportedEngineError
 from kvxfer.storage.keys import GroupIdentity, Namespace
+from kvxfer.storage.loop_thread import LoopThread
 from kvxfer.testing.payloads import make_payload
-from kvxfer.transfer.event_loop import LoopThread
 from kvxfer.units import ByteSize
 
 pytest.importorskip("vllm.v1.kv_offload.tiering.manager", reason="needs vLLM")

@@ -131,6 +131,13 @@ class BlockTree:
             if owner and not living[owner] and _stat_file(name, fd):
                 yield path, fd
 
+    def others(self) -> Iterator[str]:
+        """Walk through the paths below the root of all `entries` that are not block files."""
+        for path, fd in self.entries():
+            _, *folder, name = path.split("/")
+            if not (folder and key_in_name(name) and _stat_file(name, fd)):
+                yield path
+
     def entries(self) -> Iterator[tuple[str, int]]:
         """Walk through all entries in the folders of namespaces, and in those of their blocks.
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
-from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock
+from kvxfer.backends.file.folders.block_tree import BlockTree
 from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.namespace_file import TextFolder
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, BlockHeader, OtherIntegrityError
@@ -121,7 +122,7 @@ class IntegrityRecord:
         found: dict[int, Outcome] = {}
         if self._other_kinds():
             for index in there:
-                said = _kind_in(_read_head(self._folder, keys[index]))
+                said = _kind_in(read_head(self._folder, keys[index]))
                 if said in self._unreadable:
                     found[index] = other_integrity(said, self._kind)
         return found
@@ -133,9 +134,12 @@ class IntegrityRecord:
             found = self._tree.blocks(self._folder.fingerprint)
             blocks = list(itertools.islice(found, NUM_SAMPLES))
             if self._kind is Integrity.KEYED:
-                require_secret(self._folder, self._digester, blocks)
+                some = [block for block in blocks if not block.quarantined]
+                heads = (read_head(self._folder, block.key, block.folder) for block in some)
+                where = str(self._folder.root / self._folder.fingerprint)
+                require_secret(self._folder, self._digester, heads, where)
             if not any(map(self._has, Integrity)):  # made by an earlier version
-                heads = (_read_head(self._folder, block.key, block.folder) for block in blocks)
+                heads = (read_head(self._folder, block.key, block.folder) for block in blocks)
                 for kind in {_kind_in(head) for head in heads} - {None, self._kind}:
                     if kind:
                         self.note(kind)
@@ -157,7 +161,7 @@ class IntegrityRecord:
 
 
 def require_secret(
-    folder: NamespaceFolder, digester: Digester, blocks: Iterable[FoundBlock]
+    folder: TextFolder, digester: Digester, heads: Iterable[bytes], where: str
 ) -> None:
     """Check that the keyed blocks of a folder are sealed with the secret of a digester.
 
@@ -166,7 +170,8 @@ def require_secret(
     Args:
         folder: The folder.
         digester: Makes seals with the secret.
-        blocks: Blocks of the folder, of which the leading `NUM_SAMPLES` are examined.
+        heads: Headers of some blocks of the folder, which are read in here if need be.
+        where: The folder in words.
 
     Raises:
         InvalidArgumentError: They are sealed with another secret.
@@ -174,16 +179,13 @@ def require_secret(
     said = _proof_in(_read_record(folder, Integrity.KEYED))
     if said == _proof_in(_make_record(folder, digester)):
         return
-    some = [block for block in itertools.islice(blocks, NUM_SAMPLES) if not block.quarantined]
-    heads = [_read_head(folder, block.key, block.folder) for block in some]
     verdicts = [_holds(head, digester) for head in heads if _kind_in(head) is Integrity.KEYED]
     if not any(verdicts) and (said or verdicts):
-        where = folder.root / folder.fingerprint
         wanted = f"the one that sealed the blocks in {where}; to give these up, remove it"
         raise InvalidArgumentError("secret_file", "another secret", wanted)
 
 
-def _read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
+def read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> bytes:
     """Read the header of a block file; empty when there is none."""
     try:
         fd = folder.open_found(key, found_in or key.hex()[:2])
@@ -212,7 +214,7 @@ def _holds(head: bytes, digester: Digester) -> bool:
     return True
 
 
-def _make_record(folder: NamespaceFolder, digester: Digester) -> str:
+def _make_record(folder: TextFolder, digester: Digester) -> str:
     if digester.integrity is not Integrity.KEYED:
         return f"{digester.integrity.value}\n"
     proof = digester.seal(f"secret of {folder.fingerprint}".encode())
@@ -225,7 +227,7 @@ def _proof_in(record: str | None) -> str:
     return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
 
 
-def _read_record(folder: NamespaceFolder, kind: Integrity) -> str | None:
+def _read_record(folder: TextFolder, kind: Integrity) -> str | None:
     try:
         return folder.read_text(RECORDS[kind])
     except OSError:

@@ -8,10 +8,10 @@ import os
 import stat
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock
+from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.folders.names import FOLDER_MODE, LEDGER_NAME
 from kvxfer.backends.file.folders.process_claim import (
     DIGEST_BYTES,
@@ -121,6 +121,24 @@ class Ledger:
         """Set the count; only inside `locked`."""
         self.known, self.used = True, num_bytes
 
+    def recount_blocks(self, blocks: Iterable[FoundBlock]) -> None:
+        """Correct the count by a walk through all blocks; outside `locked`; blocks.
+
+        Blocks that engines store or remove meanwhile may leave the count too high, never too low.
+
+        Args:
+            blocks: The walk, which begins in here.
+
+        Raises:
+            OSError: The walk failed, or the count cannot be read or written.
+        """
+        with self.locked():
+            added_before = self.added
+            num_bytes = self.reserved_by_others()
+        num_bytes += sum(block.num_bytes_on_disk for block in blocks)
+        with self.locked():
+            self.recount(num_bytes + self.added - added_before)
+
     def settle(self, num_bytes: int) -> None:
         """Count reserved bytes as written; outside `locked`, without waiting for other processes.
 
@@ -202,24 +220,6 @@ def read_count(root: Path) -> int | None:
         return None
     used: int = _RECORD.unpack(record)[1]
     return used
-
-
-def recount_store(tree: BlockTree, ledger: Ledger) -> list[FoundBlock]:
-    """Walk through the tree and correct the ledger's count of bytes; blocks.
-
-    Blocks that engines store or remove meanwhile may leave the count too high, never too low.
-
-    Raises:
-        OSError: The tree or the count cannot be read.
-    """
-    with ledger.locked():
-        added_before = ledger.added
-        num_bytes = ledger.reserved_by_others()
-    found = list(tree.blocks())
-    num_bytes += sum(block.num_bytes_on_disk for block in found)
-    with ledger.locked():
-        ledger.recount(num_bytes + ledger.added - added_before)
-    return found
 
 
 def _open_ledger(path: Path) -> int:

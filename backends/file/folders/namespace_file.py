@@ -4,6 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -46,7 +47,18 @@ def load_namespace(path: str) -> Namespace:
         raise InvalidArgumentError("namespace", path, wanted) from exc
 
 
-def read_namespace(folder: NamespaceFolder) -> Namespace:
+class TextFolder(Protocol):
+    """Folder of a namespace, as far as it has texts."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the namespace."""
+
+    def read_text(self, name: str) -> str:
+        """Read a text, or raise an OSError."""
+
+
+def read_namespace(folder: TextFolder) -> Namespace:
     """Read the description of a folder's namespace.
 
     Raises:

@@ -1,36 +1,22 @@
 """Check of every block in a store, for `kvxfer fsck`."""
 
+import contextlib
 import enum
 import functools
-import os
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
-from kvxfer.backends.file.folders.block_tree import (
-    BlockTree,
-    FoundBlock,
-    refuse_partial_walk,
-    require_store,
-)
-from kvxfer.backends.file.folders.integrity_record import require_secret
-from kvxfer.backends.file.folders.ledger import Ledger, recount_store
+from kvxfer.backends.file.folders.block_tree import FoundBlock
+from kvxfer.backends.file.folders.integrity_record import NUM_SAMPLES, require_secret
 from kvxfer.backends.file.folders.namespace_file import read_namespace
-from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, BlockHeader, OtherIntegrityError
-from kvxfer.backends.file.format.verification import (
-    check_data,
-    check_header,
-    read_data,
-    read_header,
-)
+from kvxfer.backends.file.format.verification import check_data, check_header
+from kvxfer.backends.file.maintenance.block_store import BlockStore, OpenBlock, StoredNamespace
+from kvxfer.errors import BackendUnavailableError
 from kvxfer.storage.integrity import Integrity
-
-NUM_THREADS = 8
-"""Files that are read at one time: as many as engines read by default."""
 
 FILES_IN_LINE = 1024
 """Files that wait for a thread: an interrupted check ends when the last of these is read."""
@@ -42,8 +28,8 @@ class Verdict(enum.Enum):
     `GOOD`: every byte is what was stored. `KEYED`: nothing is wrong that shows without the secret.
     `UNCHECKED`: nothing is wrong with the header, and no checksum of the data was stored.
     `CORRUPT`: a lookup must not find it. `OTHER`: it was stored with another integrity, and engines
-    with that integrity read it. `UNREADABLE`: the operating system cannot read it. `GONE`: it was
-    removed meanwhile.
+    with that integrity read it. `UNREADABLE`: the operating system, or the server, cannot read it.
+    `GONE`: it was removed meanwhile.
     """
 
     GOOD = "good"
@@ -97,47 +83,46 @@ class BlockCheck:
             return self.keyed
         return Digester(Integrity.OFF if integrity is Integrity.KEYED else integrity)
 
-    def check(self, folder: NamespaceFolder, block: FoundBlock, *, repair: bool = False) -> Finding:
+    def check(
+        self, namespace: StoredNamespace, block: FoundBlock, *, repair: bool = False
+    ) -> Finding:
         """Read a whole file and compare it with its name, its folder, its seal and its checksum.
 
         Args:
-            folder: Folder of the block's namespace.
+            namespace: The block's namespace.
             block: The block.
             repair: Put the file in quarantine when it is corrupt.
 
         Raises:
+            BackendUnavailableError: The server is gone.
             OSError: The file cannot be put in quarantine.
         """
-        try:
-            fd = folder.open_found(block.key, block.folder)
-        except FileNotFoundError:
-            return Finding(block, Verdict.GONE)
-        except OSError as exc:
-            return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
-        try:
-            return Finding(block, self._verify(fd, block))
-        except OtherIntegrityError as exc:
-            return Finding(block, Verdict.OTHER, str(exc))
-        except BlockFileError as exc:
-            quarantined = repair and folder.quarantine(block.key, fd, found_in=block.folder)
-            return Finding(block, Verdict.CORRUPT, str(exc), quarantined)
-        except OSError as exc:
-            return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
-        finally:
-            os.close(fd)
+        with contextlib.ExitStack() as stack:
+            try:
+                opened = stack.enter_context(namespace.open(block))
+                return Finding(block, self._verify(opened, block))
+            except OtherIntegrityError as exc:
+                return Finding(block, Verdict.OTHER, str(exc))
+            except BlockFileError as exc:
+                reason = str(exc)
+            except FileNotFoundError:
+                return Finding(block, Verdict.GONE)
+            except BackendUnavailableError:
+                raise
+            except OSError as exc:
+                return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
+            return Finding(block, Verdict.CORRUPT, reason, repair and opened.quarantine())
 
-    def _verify(self, fd: int, block: FoundBlock) -> Verdict:
+    def _verify(self, opened: OpenBlock, block: FoundBlock) -> Verdict:
         if block.misplaced:
             raise BlockFileError(f"lookups do not find it in the folder {block.folder!r}")
-        # Verify the bytes on the disk, not those in the page cache.
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        head, num_bytes = read_header(fd)
+        head, num_bytes = opened.read_header()
         said = BlockHeader.decode(head)
         digester = self.digester(said.integrity)
         header = check_header(
             head, digester, namespace=block.fingerprint, key=block.key, num_bytes=num_bytes
         )
-        check_data(header, digester, read_data(fd, len(head)))
+        check_data(header, digester, opened.read_data(len(head)))
         if digester.integrity is not Integrity.OFF:
             return Verdict.GOOD
         return Verdict.KEYED if header.integrity is Integrity.KEYED else Verdict.UNCHECKED
@@ -149,32 +134,38 @@ class StoreCheck:
     Engines may use the store meanwhile: blocks that they remove are skipped.
 
     Args:
-        root: Root of the store.
+        store: The store.
         check: Check of one file.
 
     Attributes:
-        found: The blocks to verify; those in quarantine are not among them.
-        errors: Errors of folders that could not be opened; `found` lacks their blocks.
+        num_bytes: Bytes of the blocks to verify; those in quarantine are not among them.
+        errors: Errors of folders that could not be opened, whose blocks are not verified.
         num_quarantined: Files that were in quarantine already.
 
     Raises:
-        OSError: The root cannot be read.
-        InvalidArgumentError: The root is not that of a store, or the blocks of a namespace are
-            sealed with another secret.
+        OSError: The store cannot be read.
+        InvalidArgumentError: There is no store, or the blocks of a namespace are sealed with
+            another secret.
     """
 
-    def __init__(self, root: Path, check: BlockCheck) -> None:
-        self.errors: list[OSError] = []
-        self._tree = BlockTree(root, on_error=self.errors.append)
-        require_store(BlockTree(root))
+    def __init__(self, store: BlockStore, check: BlockCheck) -> None:
+        store.require()
+        self._store = store
         self._check = check
-        blocks = list(self._tree.blocks())
-        self.found = [block for block in blocks if not block.quarantined]
-        self.num_quarantined = len(blocks) - len(self.found)
-        if check.keyed:
-            for fingerprint, some in self._by_fingerprint().items():
-                with self._tree.folder(fingerprint) as folder:
-                    require_secret(folder, check.keyed, some)
+        self.errors: list[OSError] = []
+        self.num_bytes = self.num_quarantined = 0
+        for fingerprint in store.fingerprints():
+            samples: list[FoundBlock] = []
+            for block in store.blocks(fingerprint, errors=self.errors):
+                self.num_quarantined += block.quarantined
+                self.num_bytes += 0 if block.quarantined else block.num_bytes
+                if not block.quarantined and len(samples) < NUM_SAMPLES:
+                    samples.append(block)
+            if check.keyed and samples:
+                with store.namespace(fingerprint) as namespace:
+                    where = f"{store.place}/{fingerprint}"
+                    heads = map(namespace.read_head, samples)
+                    require_secret(namespace, check.keyed, heads, where)
 
     def verify(self, *, repair: bool = False) -> Iterator[Finding]:
         """Read every block, several at a time.
@@ -185,17 +176,19 @@ class StoreCheck:
         Yields:
             The finding on each block, namespace by namespace.
         """
-        for fingerprint, blocks in self._by_fingerprint().items():
-            with self._tree.folder(fingerprint) as folder:
-                check = functools.partial(self._check.check, folder, repair=repair)
-                yield from _map_in_threads(check, blocks)
+        for fingerprint in self._store.fingerprints():
+            with self._store.namespace(fingerprint) as namespace:
+                check = functools.partial(self._check.check, namespace, repair=repair)
+                found = self._store.blocks(fingerprint, errors=[])
+                blocks = (block for block in found if not block.quarantined)
+                yield from _map_in_threads(check, blocks, self._store.num_at_once)
 
     def namespace_problems(self) -> Iterator[str]:
         """Report missing or damaged descriptions of namespaces; no block depends on these."""
-        for fingerprint in self._tree.fingerprints():
+        for fingerprint in self._store.fingerprints():
             try:
-                with self._tree.folder(fingerprint) as folder:
-                    read_namespace(folder)
+                with self._store.namespace(fingerprint) as namespace:
+                    read_namespace(namespace)
             except BlockFileError as exc:
                 yield f"{fingerprint}: {exc}"
 
@@ -206,30 +199,20 @@ class StoreCheck:
             Number of files removed.
 
         Raises:
-            OSError: The tree or the count cannot be read; the count is unchanged.
+            OSError: The store or the count cannot be read; the count is unchanged.
         """
-        tree = BlockTree(self._tree.root, on_error=refuse_partial_walk)
-        num_removed = tree.collect()
-        ledger = Ledger(tree.root)
-        try:
-            recount_store(tree, ledger)
-        finally:
-            ledger.close()
+        num_removed = self._store.collect()
+        with contextlib.closing(self._store.open_count()) as count:
+            count.recount_blocks(self._store.blocks())
         return num_removed
-
-    def _by_fingerprint(self) -> dict[str, list[FoundBlock]]:
-        by_fingerprint: dict[str, list[FoundBlock]] = defaultdict(list)
-        for block in self.found:
-            by_fingerprint[block.fingerprint].append(block)
-        return by_fingerprint
 
 
 def _map_in_threads(
-    check: Callable[[FoundBlock], Finding], blocks: Sequence[FoundBlock]
+    check: Callable[[FoundBlock], Finding], blocks: Iterator[FoundBlock], num_threads: int
 ) -> Iterator[Finding]:
-    executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvxfer-fsck")
+    executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvxfer-fsck")
     try:
-        for start in range(0, len(blocks), FILES_IN_LINE):
-            yield from executor.map(check, blocks[start : start + FILES_IN_LINE])
+        while line := list(itertools.islice(blocks, FILES_IN_LINE)):
+            yield from executor.map(check, line)
     finally:
         executor.shutdown(cancel_futures=True)

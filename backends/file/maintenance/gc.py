@@ -1,23 +1,31 @@
 """Garbage collection of a store, for `kvxfer gc`."""
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock, require_store
-from kvxfer.backends.file.folders.integrity_record import RECORDS
-from kvxfer.backends.file.folders.ledger import Ledger, recount_store
-from kvxfer.backends.file.folders.names import NAMESPACE_FILE, is_block_folder
-from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+import numpy as np
+
+from kvxfer.backends.file.folders.block_tree import FoundBlock
 from kvxfer.backends.file.io.file_io import FULL_ERRORS
-
-DESCRIPTIONS = {NAMESPACE_FILE, *RECORDS.values()}
-"""Text files that are removed with the folder of a namespace."""
+from kvxfer.backends.file.maintenance.block_store import (
+    BlockStore,
+    ByteCount,
+    OtherEntry,
+    StoredNamespace,
+)
 
 FILES_PER_LOCK = 64
 """Files that are removed per lock of the ledger; engines that store wait meanwhile."""
+
+
+Fate: TypeAlias = Literal["num_quarantined", "num_old", "num_excess"]
+"""Reason for which a block is removed: where `RemovedCounts` counts it."""
 
 
 @dataclass(slots=True)
@@ -42,160 +50,182 @@ class RemovedCounts:
     num_bytes: int = 0
     num_bytes_left: int = 0
 
+    def add(self, fate: Fate, block: FoundBlock) -> None:
+        """Count a block."""
+        setattr(self, fate, getattr(self, fate) + 1)
+        self.num_bytes += block.num_bytes_on_disk
+
 
 class GarbageCollection:
     """Garbage collection of a store, by age and by capacity; blocks.
 
-    Engines may use the store meanwhile: the ledger's lock is held while files are removed, and a
-    removed file is a miss to them.
+    Engines may use the store meanwhile: the lock of the count is held while files are removed, and
+    a removed file is a miss to them. Of each block, 16 bytes are held in memory where there is a
+    capacity.
 
     Args:
-        tree: The store.
+        store: The store.
         capacity_bytes: Bytes that may stay, None for no limit.
         max_age_s: Seconds for which a block may stay unused, None for no limit. Engines note the
-            use of a block on the disk once an hour.
+            use of a block on the disk once an hour, and in a bucket never: there it counts since it
+            was stored.
     """
 
     def __init__(
         self,
-        tree: BlockTree,
+        store: BlockStore,
         *,
         capacity_bytes: int | None = None,
         max_age_s: float | None = None,
     ) -> None:
-        self._tree = tree
+        self._store = store
         self._capacity_bytes = capacity_bytes
-        self._max_age_s = max_age_s
+        self._oldest = -math.inf if max_age_s is None else time.time() - max_age_s
+        self._order = _UseOrder()
+        self._num_bytes_going = 0
         self._removed = RemovedCounts()
 
     def run(self) -> RemovedCounts:
         """Remove files, and correct the count of bytes.
 
         Raises:
-            InvalidArgumentError: The tree is no store.
-            OSError: The tree cannot be read, or a file cannot be removed.
+            InvalidArgumentError: There is no store.
+            OSError: The store cannot be read, or a file cannot be removed.
         """
-        require_store(self._tree)
-        ledger = self._open_ledger()
-        try:
-            self._collect(ledger)
-        finally:
-            ledger.close()
+        self._store.require()
+        with contextlib.closing(self._open_count()) as count:
+            self._collect(count)
         return self._removed
 
     def preview(self) -> RemovedCounts:
         """Count the present files that `run` would remove; change nothing.
 
         Raises:
-            InvalidArgumentError: The tree is no store.
-            OSError: The tree cannot be read.
+            InvalidArgumentError: There is no store.
+            OSError: The store cannot be read.
         """
-        require_store(self._tree)
-        temporary = {path for path, _ in self._tree.abandoned()}
-        found = list(self._tree.blocks())
-        quarantined, old, excess, num_bytes_left = self._choose_blocks(found)
-        going = {block.path for block in (*quarantined, *old, *excess)} | temporary
-        kept = {
-            path.partition("/")[0]
-            for path, _ in self._tree.entries()
-            if path not in going and not _goes_with_folder(path)
-        }
-        return RemovedCounts(
-            num_temporary=len(temporary),
-            num_quarantined=len(quarantined),
-            num_old=len(old),
-            num_excess=len(excess),
-            num_folders=len(set(self._tree.fingerprints()) - kept),
-            num_bytes=sum(block.num_bytes_on_disk for block in found) - num_bytes_left,
-            num_bytes_left=num_bytes_left,
-        )
+        self._store.require()
+        self._plan()
+        removed, kept = RemovedCounts(), set[str]()
+        for entry in self._store.entries():
+            if isinstance(entry, OtherEntry):
+                removed.num_temporary += entry.abandoned
+                if not entry.abandoned and not entry.goes_along:
+                    kept.add(entry.fingerprint)
+            elif fate := self._fate(entry):
+                removed.add(fate, entry)
+            else:
+                removed.num_bytes_left += entry.num_bytes_on_disk
+                kept.add(entry.fingerprint)
+        removed.num_folders = len(set(self._store.fingerprints()) - kept)
+        return removed
 
-    def _open_ledger(self) -> Ledger:
-        """Open the ledger; on a full disk, remove one of the files first, for room.
+    def _open_count(self) -> ByteCount:
+        """Open the count; on a full disk, remove one of the files first, for room.
 
         That file is removed without the lock: the bytes are recounted right afterwards.
         """
         try:
-            return Ledger(self._tree.root)
+            return self._store.open_count()
         except OSError as exc:
-            quarantined, old, excess, _ = self._choose_blocks(list(self._tree.blocks()))
-            going = {"num_quarantined": quarantined, "num_old": old, "num_excess": excess}
-            first = [(name, blocks[0]) for name, blocks in going.items() if blocks]
-            if exc.errno not in FULL_ERRORS or not first:
+            self._plan()
+            going = self._going(self._store.blocks())
+            first = next(going, None) if exc.errno in FULL_ERRORS else None
+            if first is None:
                 raise
-            name, block = first[0]
-        with self._tree.folder(block.fingerprint) as folder:
-            if folder.remove_found(block.key, block.folder):
-                setattr(self._removed, name, 1)
-                self._removed.num_bytes += block.num_bytes_on_disk
-        return Ledger(self._tree.root)
+        with self._store.namespace(first[0].fingerprint) as namespace:
+            self._remove(namespace, [first])
+        return self._store.open_count()
 
-    def _choose_blocks(
-        self, found: Sequence[FoundBlock]
-    ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock], int]:
-        """Choose blocks to remove: quarantined, old and excess ones; count the bytes that stay."""
-        quarantined, old, in_use = self._sort(found)
-        num_bytes_left = sum(block.num_bytes_on_disk for block in in_use)
-        excess: list[FoundBlock] = []
-        for block in in_use if self._capacity_bytes is not None else ():
-            if num_bytes_left <= (self._capacity_bytes or 0):
-                break
-            num_bytes_left -= block.num_bytes_on_disk
-            excess.append(block)
-        return quarantined, old, excess, num_bytes_left
-
-    def _sort(
-        self, found: Iterable[FoundBlock]
-    ) -> tuple[list[FoundBlock], list[FoundBlock], list[FoundBlock]]:
-        """Split blocks, oldest first, into quarantined ones, old ones and the others."""
-        oldest = -math.inf if self._max_age_s is None else time.time() - self._max_age_s
-        by_use = sorted(found, key=lambda block: block.used)
-        in_use = [block for block in by_use if not block.quarantined]
-        return (
-            [block for block in by_use if block.quarantined],
-            [block for block in in_use if block.used < oldest],
-            [block for block in in_use if block.used >= oldest],
-        )
-
-    def _collect(self, ledger: Ledger) -> None:
-        removed = self._removed
-        removed.num_temporary = self._tree.collect()
-        quarantined, old, in_use = self._sort(recount_store(self._tree, ledger))
-        removed.num_quarantined += self._remove(ledger, quarantined)
-        removed.num_old += self._remove(ledger, old)
+    def _plan(self) -> None:
+        """Find out what is beyond the capacity."""
         if self._capacity_bytes is not None:
-            removed.num_excess += self._remove(ledger, in_use, down_to=self._capacity_bytes)
-        for fingerprint in self._tree.fingerprints():
-            with contextlib.suppress(OSError), self._tree.folder(fingerprint) as folder:
-                removed.num_folders += folder.remove_empty(DESCRIPTIONS)
-        with ledger.locked():
-            removed.num_bytes_left = ledger.used
+            num_bytes = sum(block.num_bytes_on_disk for block in self._noted())
+            self._cut(num_bytes)
 
-    def _remove(
-        self, ledger: Ledger, blocks: Iterable[FoundBlock], *, down_to: int | None = None
-    ) -> int:
-        """Remove files, as long as there are more bytes than `down_to`; return how many."""
-        waiting, num_removed = list(reversed(list(blocks))), 0
-        with contextlib.ExitStack() as opened:
-            folders: dict[str, NamespaceFolder] = {}
-            while waiting:
-                with ledger.locked():
-                    for _ in range(min(FILES_PER_LOCK, len(waiting))):
-                        if down_to is not None and ledger.used <= down_to:
-                            return num_removed
-                        block = waiting.pop()
-                        name = block.fingerprint
-                        if name not in folders:
-                            folders[name] = opened.enter_context(self._tree.folder(name))
-                        if folders[name].remove_found(block.key, block.folder):
-                            num_bytes = block.num_bytes_on_disk
-                            ledger.remove(num_bytes)
-                            self._removed.num_bytes += num_bytes
-                            num_removed += 1
-        return num_removed
+    def _noted(self) -> Iterator[FoundBlock]:
+        """Walk through the blocks and note those that no other reason removes."""
+        self._order, self._num_bytes_going = _UseOrder(), 0
+        for block in self._store.blocks():
+            if self._fate(block):
+                self._num_bytes_going += block.num_bytes_on_disk
+            elif self._capacity_bytes is not None:
+                self._order.note(block)
+            yield block
+
+    def _cut(self, num_bytes: int) -> None:
+        """Cut off what is beyond the capacity, of a store with so many bytes."""
+        if self._capacity_bytes is not None:
+            self._order.cut(num_bytes - self._num_bytes_going - self._capacity_bytes)
+
+    def _fate(self, block: FoundBlock) -> Fate | None:
+        """Say why a block goes; None when it stays."""
+        if block.quarantined:
+            return "num_quarantined"
+        if block.used < self._oldest:
+            return "num_old"
+        return "num_excess" if self._order.is_cut(block) else None
+
+    def _going(self, blocks: Iterable[FoundBlock]) -> Iterator[tuple[FoundBlock, Fate]]:
+        return ((block, fate) for block in blocks if (fate := self._fate(block)))
+
+    def _collect(self, count: ByteCount) -> None:
+        self._removed.num_temporary = self._store.collect()
+        fingerprints = self._store.fingerprints()
+        count.recount_blocks(self._noted())
+        with count.locked():
+            num_bytes = count.used
+        self._cut(num_bytes)
+        for fingerprint in fingerprints:
+            with self._store.namespace(fingerprint) as namespace:
+                going = self._going(self._store.blocks(fingerprint))
+                while some := list(itertools.islice(going, FILES_PER_LOCK)):
+                    with count.locked():
+                        count.remove(self._remove(namespace, some))
+        for fingerprint in fingerprints:
+            with self._store.namespace(fingerprint) as namespace:
+                self._removed.num_folders += namespace.remove_empty()
+        with count.locked():
+            self._removed.num_bytes_left = count.used
+
+    def _remove(self, namespace: StoredNamespace, some: Sequence[tuple[FoundBlock, Fate]]) -> int:
+        """Remove files; return the bytes that they took."""
+        before = self._removed.num_bytes
+        removed = namespace.remove([block for block, _ in some])
+        for (block, fate), was_there in zip(some, removed, strict=True):
+            if was_there:
+                self._removed.add(fate, block)
+        return self._removed.num_bytes - before
 
 
-def _goes_with_folder(path: str) -> bool:
-    """Whether a path below a namespace's folder is removed with it, unlike the file of a block."""
-    _, *rest = path.split("/")
-    return len(rest) == 1 and (rest[0] in DESCRIPTIONS or is_block_folder(rest[0]))
+class _UseOrder:
+    """Order in which blocks were used, and a cut through it: what was used before it goes."""
+
+    def __init__(self) -> None:
+        self._used = array("d")
+        self._sizes = array("q")
+        self._cut_at = -math.inf
+        self._num_at_cut = 0
+
+    def note(self, block: FoundBlock) -> None:
+        """Note a block."""
+        self._used.append(block.used)
+        self._sizes.append(block.num_bytes_on_disk)
+
+    def cut(self, num_bytes: int) -> None:
+        """Cut off the least recently used of the noted blocks, until they have so many bytes."""
+        used = np.array(self._used)
+        order = np.argsort(used, kind="stable")
+        sums = np.cumsum(np.array(self._sizes)[order])
+        number = int(np.searchsorted(sums, num_bytes)) + 1 if num_bytes > 0 else 0
+        going = used[order[:number]]
+        if len(going):
+            self._cut_at = float(going[-1])
+            self._num_at_cut = int((going == self._cut_at).sum())
+
+    def is_cut(self, block: FoundBlock) -> bool:
+        """Whether a block goes; of those used at the time of the cut, the first that are asked."""
+        if block.used == self._cut_at and self._num_at_cut:
+            self._num_at_cut -= 1
+            return True
+        return block.used < self._cut_at

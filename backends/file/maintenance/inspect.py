@@ -1,16 +1,13 @@
 """Inspection of one block file, in a store or outside, for `kvxfer inspect`."""
 
 import contextlib
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvxfer.backends.file.folders.names import SUFFIX, is_fingerprint
 from kvxfer.backends.file.folders.namespace_file import read_namespace
-from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
-from kvxfer.backends.file.format.verification import check_data, read_data, read_header
-from kvxfer.backends.file.io.file_io import READ_FLAGS
+from kvxfer.backends.file.format.verification import check_data
+from kvxfer.backends.file.maintenance.block_store import BlockStore
 from kvxfer.backends.file.maintenance.fsck import BlockCheck
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
@@ -46,16 +43,20 @@ class Inspection:
         return bool(self.seal_error or self.checksum_error)
 
 
-def inspect_file(path: Path, check: BlockCheck) -> Inspection:
+def inspect_file(store: BlockStore, path: str, check: BlockCheck) -> Inspection:
     """Read a file, of its header no more than `MAX_HEADER_BYTES`; a link is not followed.
+
+    Args:
+        store: Store that it lies in, or the folder that it lies in.
+        path: Path of the file below the root of the store.
+        check: Makes the checksums.
 
     Raises:
         BlockFileError: It is not a block file.
         OSError: It cannot be read.
     """
-    fd = os.open(path, READ_FLAGS)
-    try:
-        head, num_bytes = read_header(fd)
+    with store.open_path(path) as opened:
+        head, num_bytes = opened.read_header()
         header = BlockHeader.decode(head)
         digester = check.digester(header.integrity)
         seal_error = checksum_error = ""
@@ -65,11 +66,9 @@ def inspect_file(path: Path, check: BlockCheck) -> Inspection:
             seal_error = str(exc)
         try:
             _require_size(header, num_bytes)
-            check_data(header, digester, read_data(fd, len(head)))
+            check_data(header, digester, opened.read_data(len(head)))
         except BlockFileError as exc:
             checksum_error = str(exc)
-    finally:
-        os.close(fd)
     is_summed = digester.integrity is not Integrity.OFF
     return Inspection(
         header=header,
@@ -78,9 +77,19 @@ def inspect_file(path: Path, check: BlockCheck) -> Inspection:
         checksum_error=checksum_error,
         is_sealed=is_summed or header.integrity is not Integrity.KEYED,
         is_summed=is_summed,
-        is_named=path.name == header.key.hex() + SUFFIX,
-        namespace=_read_namespace(path),
+        is_named=path.rpartition("/")[2] == header.key.hex() + SUFFIX,
+        namespace=_read_namespace(store, path),
     )
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Split the path of a block file into that of its store and the rest.
+
+    A file that does not lie in the folder of a namespace has for a store the folder it lies in.
+    """
+    parts = path.split("/")
+    start = -3 if len(parts) > 2 and is_fingerprint(parts[-3]) else -1
+    return "/".join(parts[:start]), "/".join(parts[start:])
 
 
 def _require_size(header: BlockHeader, num_bytes: int) -> None:
@@ -88,13 +97,13 @@ def _require_size(header: BlockHeader, num_bytes: int) -> None:
         raise BlockFileError(f"there are {num_bytes} bytes of data, expected {header.num_bytes}")
 
 
-def _read_namespace(path: Path) -> Namespace | None:
+def _read_namespace(store: BlockStore, path: str) -> Namespace | None:
     """Read the description of the namespace, two folders above a block file."""
-    folders = path.absolute().parents
-    if len(folders) > 2 and is_fingerprint(folders[1].name):
+    fingerprint, *rest = path.split("/")
+    if rest:
         with (
             contextlib.suppress(BlockFileError, OSError),
-            NamespaceFolder(folders[2], folders[1].name) as folder,
+            store.namespace(fingerprint) as namespace,
         ):
-            return read_namespace(folder)
+            return read_namespace(namespace)
     return None

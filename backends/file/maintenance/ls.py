@@ -1,13 +1,13 @@
 """Usage of a store: blocks and bytes per namespace, for `kvxfer ls`."""
 
 import contextlib
-from collections import defaultdict
+import math
 
 import msgspec
 
-from kvxfer.backends.file.folders.block_tree import BlockTree, FoundBlock, require_store
 from kvxfer.backends.file.folders.namespace_file import read_namespace
 from kvxfer.backends.file.format.header import BlockFileError
+from kvxfer.backends.file.maintenance.block_store import BlockStore
 from kvxfer.storage.keys import Namespace
 
 
@@ -36,34 +36,35 @@ class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
     quarantined_bytes: int
 
 
-def measure_usage(tree: BlockTree) -> list[NamespaceUsage]:
-    """Walk through the tree and count per namespace, in the order of fingerprints; blocks.
+def measure_usage(store: BlockStore) -> list[NamespaceUsage]:
+    """Walk through a store and count per namespace, in the order of fingerprints; blocks.
 
     Raises:
-        InvalidArgumentError: The root is not that of a store.
-        OSError: The root cannot be read.
+        InvalidArgumentError: There is no store.
+        OSError: The store cannot be read.
     """
-    require_store(tree)
-    by_fingerprint: dict[str, list[FoundBlock]] = defaultdict(list)
-    for block in tree.blocks():
-        by_fingerprint[block.fingerprint].append(block)
-    return [_measure(tree, name, by_fingerprint[name]) for name in tree.fingerprints()]
+    store.require()
+    return [_measure(store, fingerprint) for fingerprint in store.fingerprints()]
 
 
-def _measure(tree: BlockTree, fingerprint: str, found: list[FoundBlock]) -> NamespaceUsage:
+def _measure(store: BlockStore, fingerprint: str) -> NamespaceUsage:
     namespace = None
-    with tree.folder(fingerprint) as folder, contextlib.suppress(BlockFileError):
-        namespace = read_namespace(folder)
-    blocks = [block for block in found if not block.quarantined]
-    quarantined = [block for block in found if block.quarantined]
-    uses = [block.used for block in blocks]
+    with store.namespace(fingerprint) as opened, contextlib.suppress(BlockFileError):
+        namespace = read_namespace(opened)
+    counts, num_bytes = [0, 0], [0, 0]  # of blocks, and of those in quarantine
+    oldest, newest = math.inf, -math.inf
+    for block in store.blocks(fingerprint):
+        counts[block.quarantined] += 1
+        num_bytes[block.quarantined] += block.num_bytes_on_disk
+        if not block.quarantined:
+            oldest, newest = min(oldest, block.used), max(newest, block.used)
     return NamespaceUsage(
         fingerprint=fingerprint,
         namespace=namespace,
-        num_blocks=len(blocks),
-        num_bytes=sum(block.num_bytes_on_disk for block in blocks),
-        oldest_use=min(uses, default=None),
-        newest_use=max(uses, default=None),
-        num_quarantined=len(quarantined),
-        quarantined_bytes=sum(block.num_bytes_on_disk for block in quarantined),
+        num_blocks=counts[False],
+        num_bytes=num_bytes[False],
+        oldest_use=oldest if counts[False] else None,
+        newest_use=newest if counts[False] else None,
+        num_quarantined=counts[True],
+        quarantined_bytes=num_bytes[True],
     )

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from kvxfer.transfer import event_loop
-from kvxfer.transfer.event_loop import LoopThread
+from kvxfer.storage import loop_thread
+from kvxfer.storage.loop_thread import LoopThread
 
 
 def begin_and_give_up(thread: LoopThread, ended: threading.Event) -> threading.Thread:
@@ -37,7 +37,7 @@ def test_stop_waits_for_the_thread_of_a_call_that_was_given_up() -> None:
 
 
 def test_stop_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_loop, "END_OF_THREADS_S", 0.1)
+    monkeypatch.setattr(loop_thread, "END_OF_THREADS_S", 0.1)
     thread, ended = LoopThread("loop"), threading.Event()
     blocked = begin_and_give_up(thread, ended)
     begun = time.monotonic()

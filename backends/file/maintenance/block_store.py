@@ -1,0 +1,185 @@
+"""Store of block files as its maintenance sees it, whether it is a folder or in a bucket."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvxfer.backends.file.folders.block_tree import FoundBlock
+from kvxfer.backends.file.folders.integrity_record import RECORDS
+from kvxfer.backends.file.folders.names import NAMESPACE_FILE
+
+DESCRIPTIONS = frozenset({NAMESPACE_FILE, *RECORDS.values()})
+"""Text files that are removed with the namespace that they describe."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherEntry:
+    """File or folder of a namespace that is no block.
+
+    Attributes:
+        fingerprint: The namespace.
+        abandoned: Whether it is a temporary file whose writer is dead.
+        goes_along: Whether it goes with the namespace when that has no blocks; a foreign file and
+            one that is being written keep it.
+    """
+
+    fingerprint: str
+    abandoned: bool
+    goes_along: bool
+
+
+class ByteCount(Protocol):
+    """Count of a store's bytes.
+
+    Attributes:
+        used: Bytes in the store, valid inside `locked`.
+    """
+
+    used: int
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Lock the count against all who change it."""
+
+    def recount_blocks(self, blocks: Iterable[FoundBlock]) -> None:
+        """Count anew, by a walk through all blocks."""
+
+    def remove(self, num_bytes: int) -> None:
+        """Count bytes that were removed; only inside `locked`."""
+
+    def close(self) -> None:
+        """Release the count."""
+
+
+class OpenBlock(ABC):
+    """Block file that is open for a check; bytes are those of the medium, not those of a cache."""
+
+    @abstractmethod
+    def read_header(self) -> tuple[bytes, int]:
+        """Read the header, and how many bytes follow it.
+
+        Raises:
+            BlockFileError: The file cannot be a block file.
+            OSError: The file cannot be read.
+        """
+
+    @abstractmethod
+    def read_data(self, offset: int) -> Iterator[memoryview]:
+        """Read the bytes from `offset` on, piece by piece; a piece is valid until the next.
+
+        Raises:
+            FileNotFoundError: The file was removed or replaced meanwhile.
+            OSError: The file cannot be read.
+        """
+
+    @abstractmethod
+    def quarantine(self) -> bool:
+        """Move the file to quarantine; False when it was removed or replaced meanwhile.
+
+        Raises:
+            OSError: It cannot be moved.
+        """
+
+
+class StoredNamespace(ABC):
+    """Files of one namespace; thread-safe.
+
+    Attributes:
+        fingerprint: Fingerprint of the namespace.
+    """
+
+    fingerprint: str
+
+    @abstractmethod
+    def read_text(self, name: str) -> str:
+        """Read a text that lies beside the blocks.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+
+    @abstractmethod
+    def read_head(self, block: FoundBlock) -> bytes:
+        """Read the header of a block alone; empty when there is none."""
+
+    @abstractmethod
+    def open(self, block: FoundBlock) -> AbstractContextManager[OpenBlock]:
+        """Open the file of a block.
+
+        Raises:
+            FileNotFoundError: It is gone.
+            OSError: It cannot be opened.
+        """
+
+    @abstractmethod
+    def remove(self, blocks: Sequence[FoundBlock]) -> list[bool]:
+        """Remove files; return for each whether it was there.
+
+        Raises:
+            OSError: One cannot be removed.
+        """
+
+    @abstractmethod
+    def remove_empty(self) -> bool:
+        """Remove `DESCRIPTIONS` if there is nothing else; return whether nothing is left."""
+
+
+class BlockStore(ABC):
+    """Store of block files. Every method blocks.
+
+    Walks give what is there in no order, namespace by namespace, and hold no more than a folder or
+    an answer of a server in memory. What is removed meanwhile is skipped.
+
+    Attributes:
+        place: Where the store is, in words.
+        num_at_once: Files that are read at one time.
+    """
+
+    place: str
+    num_at_once: int
+
+    @abstractmethod
+    def require(self) -> None:
+        """Check that a store is there.
+
+        Raises:
+            InvalidArgumentError: Something else is.
+            OSError: It cannot be read.
+        """
+
+    @abstractmethod
+    def fingerprints(self) -> list[str]:
+        """List the namespaces in the order of their fingerprints."""
+
+    @abstractmethod
+    def namespace(self, fingerprint: str) -> AbstractContextManager[StoredNamespace]:
+        """Open a namespace."""
+
+    @abstractmethod
+    def blocks(
+        self, fingerprint: str = "", *, errors: list[OSError] | None = None
+    ) -> Iterator[FoundBlock]:
+        """Walk through every block file, those in quarantine included.
+
+        Args:
+            fingerprint: The one namespace to walk through; all by default.
+            errors: Takes the errors of folders that cannot be opened. Without it, one for which
+                there is no permission is passed over, and any other ends the walk.
+        """
+
+    @abstractmethod
+    def entries(self) -> Iterator[FoundBlock | OtherEntry]:
+        """Walk through everything in all namespaces."""
+
+    @abstractmethod
+    def open_path(self, path: str) -> AbstractContextManager[OpenBlock]:
+        """Open any file by its path below the root, to be read alone."""
+
+    @abstractmethod
+    def open_count(self) -> ByteCount:
+        """Open the count of the bytes."""
+
+    @abstractmethod
+    def collect(self) -> int:
+        """Remove temporary files whose writers are dead; return how many."""

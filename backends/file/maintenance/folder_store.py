@@ -1,0 +1,146 @@
+"""Store in a folder, as its maintenance sees it."""
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvxfer.backends.file.folders.block_tree import (
+    BlockTree,
+    FoundBlock,
+    refuse_partial_walk,
+    require_store,
+)
+from kvxfer.backends.file.folders.integrity_record import read_head
+from kvxfer.backends.file.folders.ledger import Ledger
+from kvxfer.backends.file.folders.names import is_block_folder
+from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
+from kvxfer.backends.file.format.verification import read_data, read_header
+from kvxfer.backends.file.io.file_io import READ_FLAGS
+from kvxfer.backends.file.maintenance.block_store import (
+    DESCRIPTIONS,
+    BlockStore,
+    OpenBlock,
+    OtherEntry,
+    StoredNamespace,
+)
+
+NUM_THREADS = 8
+"""Files that are read at one time: as many as engines read by default."""
+
+
+class FolderStore(BlockStore):
+    """Store in a folder; see `BlockStore`.
+
+    Args:
+        root: Root of the store.
+    """
+
+    num_at_once = NUM_THREADS
+
+    def __init__(self, root: Path) -> None:
+        self.place = str(root)
+        self._root = root
+        self._tree = BlockTree(root, on_error=refuse_partial_walk)
+
+    def require(self) -> None:
+        """See `BlockStore.require`."""
+        require_store(BlockTree(self._root))
+
+    def fingerprints(self) -> list[str]:
+        """See `BlockStore.fingerprints`."""
+        return self._tree.fingerprints()
+
+    @contextlib.contextmanager
+    def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
+        """See `BlockStore.namespace`."""
+        with self._tree.folder(fingerprint) as folder:
+            yield _Folder(folder)
+
+    def blocks(
+        self, fingerprint: str = "", *, errors: list[OSError] | None = None
+    ) -> Iterator[FoundBlock]:
+        """See `BlockStore.blocks`."""
+        if errors is None:
+            return self._tree.blocks(fingerprint)
+        return BlockTree(self._root, on_error=errors.append).blocks(fingerprint)
+
+    def entries(self) -> Iterator[FoundBlock | OtherEntry]:
+        """See `BlockStore.entries`."""
+        yield from self._tree.blocks()
+        abandoned = {path for path, _ in self._tree.abandoned()}
+        for path in self._tree.others():
+            fingerprint, _, rest = path.partition("/")
+            goes_along = rest in DESCRIPTIONS or is_block_folder(rest)
+            yield OtherEntry(fingerprint, path in abandoned, goes_along)
+
+    @contextlib.contextmanager
+    def open_path(self, path: str) -> Iterator[OpenBlock]:
+        """See `BlockStore.open_path`; a link is not followed."""
+        fd = os.open(self._root / path, READ_FLAGS)
+        try:
+            yield _OpenFile(fd)
+        finally:
+            os.close(fd)
+
+    def open_count(self) -> Ledger:
+        """See `BlockStore.open_count`.
+
+        Raises:
+            OSError: The ledger cannot be made.
+        """
+        return Ledger(self._root)
+
+    def collect(self) -> int:
+        """See `BlockStore.collect`."""
+        return self._tree.collect()
+
+
+class _Folder(StoredNamespace):
+    def __init__(self, folder: NamespaceFolder) -> None:
+        self.fingerprint = folder.fingerprint
+        self._folder = folder
+
+    def read_text(self, name: str) -> str:
+        return self._folder.read_text(name)
+
+    def read_head(self, block: FoundBlock) -> bytes:
+        return read_head(self._folder, block.key, block.folder)
+
+    @contextlib.contextmanager
+    def open(self, block: FoundBlock) -> Iterator[OpenBlock]:
+        fd = self._folder.open_found(block.key, block.folder)
+        try:
+            # Verify the bytes on the disk, not those in the page cache.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            yield _OpenFile(fd, self._folder, block)
+        finally:
+            os.close(fd)
+
+    def remove(self, blocks: Sequence[FoundBlock]) -> list[bool]:
+        return [self._folder.remove_found(block.key, block.folder) for block in blocks]
+
+    def remove_empty(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self._folder.remove_empty(DESCRIPTIONS)
+        return False
+
+
+class _OpenFile(OpenBlock):
+    def __init__(
+        self, fd: int, folder: NamespaceFolder | None = None, block: FoundBlock | None = None
+    ) -> None:
+        self._fd = fd
+        self._folder = folder
+        self._block = block
+
+    def read_header(self) -> tuple[bytes, int]:
+        return read_header(self._fd)
+
+    def read_data(self, offset: int) -> Iterator[memoryview]:
+        return read_data(self._fd, offset)
+
+    def quarantine(self) -> bool:
+        if self._folder is None or self._block is None:
+            return False
+        return self._folder.quarantine(self._block.key, self._fd, found_in=self._block.folder)
