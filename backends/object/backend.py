@@ -10,10 +10,11 @@ from typing import TypeVar
 
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, OtherIntegrityError
-from kvxfer.backends.object.bucket import Bucket, Counts, RequestFailedError, open_client
+from kvxfer.backends.object.bucket import Bucket, Counts
 from kvxfer.backends.object.config import AZConfig, GSConfig, ObjectConfig, S3Config
 from kvxfer.backends.object.pages import Pages
 from kvxfer.backends.object.presence import Presence
+from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
@@ -62,14 +63,7 @@ class ObjectBackend(Backend):
         self._config = config
         self._pages = Pages(config.prefix, namespace, Digester(config.integrity))
         self._place = f"{config.address}/{config.prefix}"
-        self._bucket = Bucket(
-            open_client(config.open_store),
-            self._place,
-            timeout_s=config.timeout_s,
-            retry_after_s=config.retry_after_s,
-            max_requests=config.max_requests,
-            max_requests_per_s=config.max_requests_per_s,
-        )
+        self._bucket = Bucket.open(config)
         self._presence = Presence(
             found_ttl_s=config.found_ttl_s, missing_ttl_s=config.missing_ttl_s
         )

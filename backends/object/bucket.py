@@ -1,7 +1,6 @@
 """Bucket: requests to object storage, each with a deadline, repeated where that helps."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -9,12 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvxfer.backends.file import CircuitBreaker
-from kvxfer.errors import BackendUnavailableError, KVXferError
-from kvxfer.storage.backend import Outcome, Status
+from kvxfer.backends.object.request_failure import (
+    ENDS,
+    RequestFailedError,
+    describe,
+    open_client,
+    request_failure,
+)
+from kvxfer.storage.backend import Status
 from kvxfer.storage.threads import Threads
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
+
+    from kvxfer.backends.object.config import ObjectConfig
 
 FIRST_BACKOFF_S = 0.1
 """Pause before a request is made again; doubled each time."""
@@ -22,40 +29,7 @@ FIRST_BACKOFF_S = 0.1
 LIST_CHUNK = 1000
 """Names in one answer to a list, as S3 has them."""
 
-ENDS = asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit
-"""What ends a task or the process, and is no failure of a request."""
-
-DENIED = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
-
 T = TypeVar("T")
-
-
-class RequestFailedError(KVXferError):
-    """Request that failed.
-
-    Its text is made of what kvxfer knows: that of a client or a server may have credentials in it.
-
-    Attributes:
-        outcome: Outcome of a block whose request it was.
-        denied: Whether the credentials do not allow the request.
-        transient: Whether it failed for a reason that passes.
-        answered: Whether the server answered.
-    """
-
-    def __init__(
-        self,
-        reason: str,
-        *,
-        status: Status = Status.FAILED,
-        denied: bool = False,
-        transient: bool,
-        answered: bool = False,
-    ) -> None:
-        self.outcome = Outcome(status, reason=reason)
-        self.denied = denied
-        self.transient = transient
-        self.answered = answered
-        super().__init__(reason)
 
 
 @dataclass(slots=True)
@@ -135,6 +109,23 @@ class Bucket:
         self._lists = Threads("kvxfer-object-list", 1)
         self.counts = Counts()
 
+    @classmethod
+    def open(cls, config: "ObjectConfig") -> "Bucket":
+        """Open the bucket of a configuration, without a request.
+
+        Raises:
+            MissingExtraError: obstore is not installed.
+            BackendUnavailableError: The cloud's client refuses what is in the environment.
+        """
+        return cls(
+            open_client(config.open_store),
+            f"{config.address}/{config.prefix}",
+            timeout_s=config.timeout_s,
+            retry_after_s=config.retry_after_s,
+            max_requests=config.max_requests,
+            max_requests_per_s=config.max_requests_per_s,
+        )
+
     @property
     def is_available(self) -> bool:
         """Whether requests are made, and not refused because the server seems to be gone."""
@@ -198,9 +189,32 @@ class Bucket:
         """Store an object in place of a version; return whether that one was still there."""
         return await self._put(path, data, version.version)
 
+    async def move(self, path: str, version: ObjectVersion, to: str) -> bool:
+        """Rename an object; return whether that version of it was still there.
+
+        One that is stored in its place in the moment between the requests is removed.
+        """
+        if await self.head(path) != version:
+            return False
+        try:
+            await self._request("COPY", lambda: self._obstore.copy_async(self._store, path, to))
+        except FileNotFoundError:
+            return False
+        await self.delete(path)
+        return True
+
     async def delete(self, path: str) -> None:
         """Remove an object; none is no failure."""
         await self._request("DELETE", lambda: self._obstore.delete_async(self._store, path))
+
+    async def list_folders(self, prefix: str) -> list[str]:
+        """List what follows a prefix up to a slash, in the names of all objects that have one."""
+        ask = self._obstore.list_with_delimiter_async
+        try:
+            found = await self._request("LIST", lambda: ask(self._store, prefix or None))
+        except FileNotFoundError as exc:
+            raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
+        return [str(name).removeprefix(prefix) for name in found["common_prefixes"]]
 
     async def list_objects(self, prefix: str) -> AsyncGenerator[list[ListedObject], None]:
         """List the objects whose names begin with a prefix, a thousand at a time.
@@ -232,10 +246,11 @@ class Bucket:
                 found = await self._request("LIST", ask)
             except FileNotFoundError as exc:
                 raise RequestFailedError(f"LIST: {describe(exc)}", transient=False) from None
-            if not found:
+            if found:
+                last = str(found[-1]["path"])
+                yield [_listed(each) for each in found]
+            if not found or len(found) < LIST_CHUNK:
                 return
-            last = str(found[-1]["path"])
-            yield [_listed(each) for each in found]
 
     async def aclose(self, timeout_s: float) -> None:
         """Wait for a list that is under way."""
@@ -303,13 +318,13 @@ class Bucket:
                 f"{what}: no answer in time", status=Status.TIMED_OUT, transient=True
             )
         except Exception as exc:  # noqa: BLE001 - obstore raises its own, OSError, ValueError
-            failed = _failure(what, exc)
+            failed = request_failure(what, exc)
         except BaseException as exc:
             self._breaker.abandon()
             if isinstance(exc, ENDS):
                 raise
             # A panic of obstore, which is no Exception, and says nothing about the server.
-            raise _failure(what, exc) from None
+            raise request_failure(what, exc) from None
         else:
             self._breaker.record("")
             return answer
@@ -326,56 +341,6 @@ class Bucket:
             now = time.monotonic()
             self._next_at = max(now, self._next_at + self._pause_s)
             await asyncio.sleep(self._next_at - now)
-
-
-def open_client(open_store: Callable[[], "ObjectStore"]) -> "ObjectStore":
-    """Open the client of a cloud.
-
-    Raises:
-        BackendUnavailableError: The client refuses what is in the environment.
-    """
-    try:
-        return open_store()
-    except (KVXferError, *ENDS):
-        raise
-    except BaseException as exc:  # noqa: BLE001 - also a panic
-        words = [type(exc).__name__, *re.findall(r"source: ([A-Z]\w{1,40})[ ,]", str(exc))]
-        reason = f"the client refuses what is configured or in the environment: {' '.join(words)}"
-        raise BackendUnavailableError(reason) from None
-
-
-def describe(exc: BaseException) -> str:
-    """Say what an error of the client is, in words that cannot be credentials.
-
-    Its text repeats the answer of the server, which may repeat the request: so only the name of the
-    error, the server's code for it, and the status are taken.
-    """
-    text = str(exc)
-    found: Sequence[str] = [
-        match[1]
-        for pattern in (r"<Code>(\w{1,40})</Code>", r"code: (\w{1,40})\)", r"status code: (\d{3})")
-        if (match := re.search(pattern, text))
-    ]
-    kind = re.search(r"kind: (Connect|Timeout|Request|Interrupted|Decode)\b", text)
-    words = [type(exc).__name__, *found, *([kind[1]] if kind and not found else [])]
-    return " ".join(words)
-
-
-def _failure(what: str, exc: BaseException) -> RequestFailedError:
-    text = str(exc)
-    status = re.search(r"status code: (\d{3})", text)
-    code = re.search(r"code: AccessDenied\)", text)
-    denied = type(exc).__name__ in DENIED or code is not None
-    passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
-    transient = not denied and passes and type(exc).__name__ == "GenericError"
-    timed_out = "kind: Timeout" in text
-    return RequestFailedError(
-        f"{what}: {describe(exc)}",
-        status=Status.TIMED_OUT if timed_out else Status.FAILED,
-        denied=denied,
-        transient=transient,
-        answered=status is not None,
-    )
 
 
 def _listed(meta: Any) -> ListedObject:

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import (
@@ -67,10 +67,23 @@ def read_header(fd: int) -> tuple[bytes, int]:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise BlockFileError("not a block file: not a regular file")
-    size = header_size_in(os.pread(fd, LENGTH_BYTES, 0))
-    if found.st_size <= size:
-        raise BlockFileError(f"not a block file: {found.st_size} bytes are too few")
-    return os.pread(fd, size, 0), found.st_size - size
+    return cut_header(found.st_size, lambda num_bytes: os.pread(fd, num_bytes, 0))
+
+
+def cut_header(file_size_bytes: int, read: Callable[[int], bytes]) -> tuple[bytes, int]:
+    """Read the header of a file, and compute how many bytes follow it.
+
+    Args:
+        file_size_bytes: Bytes of the file.
+        read: Reads so many leading bytes of it.
+
+    Raises:
+        BlockFileError: The file cannot be a block file.
+    """
+    size = header_size_in(read(LENGTH_BYTES))
+    if file_size_bytes <= size:
+        raise BlockFileError(f"not a block file: {file_size_bytes} bytes are too few")
+    return read(size), file_size_bytes - size
 
 
 def read_extent(fd: int) -> tuple[int, int]:

@@ -66,7 +66,9 @@ class OpenBlock(ABC):
 
     @abstractmethod
     def read_data(self, offset: int) -> Iterator[memoryview]:
-        """Read the bytes from `offset` on, piece by piece; a piece is valid until the next.
+        """Read the bytes from `offset` on into memory of ours, piece by piece.
+
+        A piece is valid until the next.
 
         Raises:
             FileNotFoundError: The file was removed or replaced meanwhile.

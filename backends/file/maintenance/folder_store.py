@@ -61,13 +61,14 @@ class FolderStore(BlockStore):
         self, fingerprint: str = "", *, errors: list[OSError] | None = None
     ) -> Iterator[FoundBlock]:
         """See `BlockStore.blocks`."""
-        if errors is None:
-            return self._tree.blocks(fingerprint)
-        return BlockTree(self._root, on_error=errors.append).blocks(fingerprint)
+        on_error = refuse_partial_walk if errors is None else errors.append
+        tree = BlockTree(self._root, on_error=on_error)
+        for each in [fingerprint] if fingerprint else tree.fingerprints():
+            yield from tree.blocks(each)
 
     def entries(self) -> Iterator[FoundBlock | OtherEntry]:
         """See `BlockStore.entries`."""
-        yield from self._tree.blocks()
+        yield from self.blocks()
         abandoned = {path for path, _ in self._tree.abandoned()}
         for path in self._tree.others():
             fingerprint, _, rest = path.partition("/")

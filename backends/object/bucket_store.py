@@ -1,0 +1,312 @@
+"""Store in a bucket, as its maintenance sees it."""
+
+import asyncio
+import contextlib
+import errno
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvxfer.backends.file import FoundBlock
+from kvxfer.backends.file.folders.names import (
+    NAMESPACE_FILE,
+    QUARANTINE,
+    file_name,
+    is_block_folder,
+    is_fingerprint,
+    key_in_name,
+    owner_of,
+)
+from kvxfer.backends.file.folders.namespace_folder import MAX_TEXT_BYTES
+from kvxfer.backends.file.format.header import (
+    PAGE_BYTES,
+    BlockFileError,
+    header_size_in,
+)
+from kvxfer.backends.file.format.verification import cut_header
+from kvxfer.backends.file.maintenance import (
+    DESCRIPTIONS,
+    BlockStore,
+    OpenBlock,
+    OtherEntry,
+    StoredNamespace,
+)
+from kvxfer.backends.object.blocking_bucket import BlockingBucket
+from kvxfer.backends.object.bucket import Bucket, ListedObject, ObjectVersion
+from kvxfer.backends.object.config import ObjectConfig
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
+
+PIECE_BYTES = 8 << 20
+"""Most bytes of an object in one request: what a thread that verifies holds in memory."""
+
+
+class BucketStore(BlockStore):
+    """Store in a bucket; see `BlockStore`. To be closed.
+
+    Names and sizes come from lists, a thousand at a time. Every request has the deadline and the
+    repetitions of `Bucket`. Nobody writes temporary files to a bucket: what has the name of one was
+    copied from a folder. Uses are not noted: a block is as old as its object. Namespaces that come
+    after the first look are not seen.
+
+    Args:
+        config: The bucket.
+        place: The URL without its parameters.
+    """
+
+    def __init__(self, config: ObjectConfig, place: str) -> None:
+        self.place = place.rstrip("/")
+        self.num_at_once = config.max_requests
+        if config.max_requests_per_s:  # all must have had their turn before their deadlines
+            in_time = int(config.timeout_s * config.max_requests_per_s / 2)
+            self.num_at_once = max(1, min(config.max_requests, in_time))
+        self._requests = BlockingBucket(config, self.place)
+        self._prefix = config.prefix
+        self._fingerprints: list[str] | None = None
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._requests.close()
+
+    def require(self) -> None:
+        """See `BlockStore.require`."""
+        wanted = "the root of a store, the bucket and prefix of an engine's backend"
+        entries = self.entries()
+        if not any(isinstance(each, FoundBlock) or each.goes_along for each in entries):
+            raise InvalidArgumentError("path", self.place, wanted)
+
+    def fingerprints(self) -> list[str]:
+        """See `BlockStore.fingerprints`."""
+        if self._fingerprints is None:
+            found = self._requests.ask(self._requests.bucket.list_folders(self._prefix))
+            self._fingerprints = sorted(filter(self._has_objects, filter(is_fingerprint, found)))
+        return self._fingerprints
+
+    @contextlib.contextmanager
+    def namespace(self, fingerprint: str) -> Iterator[StoredNamespace]:
+        """See `BlockStore.namespace`."""
+        yield _BucketNamespace(self._requests, self._prefix, fingerprint)
+
+    def blocks(
+        self,
+        fingerprint: str = "",
+        *,
+        errors: list[OSError] | None = None,  # noqa: ARG002 - there are no folders to open
+    ) -> Iterator[FoundBlock]:
+        """See `BlockStore.blocks`."""
+        entries = (entry for _, entry in self._walk(fingerprint))
+        return (entry for entry in entries if isinstance(entry, FoundBlock))
+
+    def entries(self) -> Iterator[FoundBlock | OtherEntry]:
+        """See `BlockStore.entries`."""
+        return (entry for _, entry in self._walk())
+
+    @contextlib.contextmanager
+    def open_path(self, path: str) -> Iterator[OpenBlock]:
+        """See `BlockStore.open_path`."""
+        name = self._prefix + path
+        found = self._requests.ask(self._requests.bucket.head(name), name)
+        if found is None:
+            raise _gone(f"{self.place}/{path}")
+        yield _OpenObject(self._requests, name, found.size_bytes)
+
+    def open_count(self) -> "_Count":
+        """See `BlockStore.open_count`."""
+        return _Count()
+
+    def collect(self) -> int:
+        """See `BlockStore.collect`."""
+        names = (name for name, entry in self._walk() if _is_abandoned(entry))
+        num_removed = 0
+        while some := list(itertools.islice(names, self.num_at_once)):
+            _delete(self._requests, some)
+            num_removed += len(some)
+        return num_removed
+
+    def _has_objects(self, fingerprint: str) -> bool:
+        """Whether there is a namespace: SeaweedFS lists those without objects for a while."""
+        folder = f"{self._prefix}{fingerprint}/"
+        name = folder + NAMESPACE_FILE
+        if self._requests.ask(self._requests.bucket.head(name), name) is not None:
+            return True
+        return next(self._requests.list_objects(folder), None) is not None
+
+    def _walk(self, only: str = "") -> Iterator[tuple[str, FoundBlock | OtherEntry]]:
+        """Walk through everything in one namespace or all, and through its names."""
+        for fingerprint in [only] if only else self.fingerprints():
+            folder = f"{self._prefix}{fingerprint}/"
+            for listed in self._requests.list_objects(folder):
+                path = listed.name.removeprefix(folder)
+                yield listed.name, _entry(fingerprint, path, listed)
+
+
+class _Count:
+    """Count of the bytes of a bucket, which nobody keeps: of one walk."""
+
+    def __init__(self) -> None:
+        self.used = 0
+
+    def locked(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def recount_blocks(self, blocks: Iterable[FoundBlock]) -> None:
+        self.used = sum(block.num_bytes_on_disk for block in blocks)
+
+    def remove(self, num_bytes: int) -> None:
+        self.used -= num_bytes
+
+    def close(self) -> None:
+        pass
+
+
+class _BucketNamespace(StoredNamespace):
+    def __init__(self, requests: BlockingBucket, prefix: str, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._requests = requests
+        self._prefix = prefix
+        self._folder = f"{prefix}{fingerprint}/"
+
+    def read_text(self, name: str) -> str:
+        text = self._read_text(name)
+        if text is None:
+            raise _gone(name)
+        return text.decode(errors="replace")
+
+    def read_head(self, block: FoundBlock) -> bytes:
+        name, read = self._prefix + block.path, self._requests.bucket.read_range
+        try:
+            head = self._requests.ask(read(name, 0, min(PAGE_BYTES, block.num_bytes)), name)
+            size = header_size_in(bytes(head))
+            if size > len(head):
+                head = self._requests.ask(read(name, 0, min(size, block.num_bytes)), name)
+        except BackendUnavailableError:
+            raise
+        except (BlockFileError, OSError):
+            return b""
+        return bytes(head)
+
+    @contextlib.contextmanager
+    def open(self, block: FoundBlock) -> Iterator[OpenBlock]:
+        name, away = self._prefix + block.path, f"{self._folder}{QUARANTINE}/{file_name(block.key)}"
+        yield _OpenObject(self._requests, name, block.num_bytes, away)
+
+    def remove(self, blocks: Sequence[FoundBlock]) -> list[bool]:
+        _delete(self._requests, [self._prefix + block.path for block in blocks])
+        return [True] * len(blocks)
+
+    def remove_empty(self) -> bool:
+        texts = dict[str, bytes]()
+        for name in self._names():
+            text = self._read_text(name) if name in DESCRIPTIONS else None
+            if text is None:
+                return False
+            texts[name] = text
+        _delete(self._requests, [self._folder + name for name in texts])
+        if next(self._names(), None) is None:
+            return True
+        for name, text in texts.items():  # a block was stored meanwhile
+            path = self._folder + name
+            self._requests.ask(self._requests.bucket.create(path, memoryview(text)), path)
+        return False
+
+    def _names(self) -> Iterator[str]:
+        listed = self._requests.list_objects(self._folder)
+        return (each.name.removeprefix(self._folder) for each in listed)
+
+    def _read_text(self, name: str) -> bytes | None:
+        path = self._folder + name
+        found = self._requests.ask(self._requests.bucket.get(path, MAX_TEXT_BYTES), path)
+        return None if found is None else bytes(found[1])
+
+
+class _OpenObject(OpenBlock):
+    """Object that is read in one request, or in pieces where it is large.
+
+    Args:
+        requests: Its bucket.
+        name: Its name.
+        num_bytes: Its size, as it was listed.
+        away: Its name in quarantine.
+    """
+
+    def __init__(self, requests: BlockingBucket, name: str, num_bytes: int, away: str = "") -> None:
+        self._requests = requests
+        self._name = name
+        self._num_bytes = num_bytes
+        self._away = away
+        self._version: ObjectVersion | None = None
+        self._begin = memoryview(b"")
+
+    def read_header(self) -> tuple[bytes, int]:
+        bucket, name = self._requests.bucket, self._name
+        if self._num_bytes <= PIECE_BYTES:
+            found = self._requests.ask(bucket.get(name, PIECE_BYTES), name)
+            if found is None:
+                raise _gone(name)
+            self._version, begin = found
+            self._begin = memoryview(begin)
+        else:
+            self._version = self._head()
+        if self._version.size_bytes > len(self._begin):
+            self._begin = self._requests.ask(bucket.read_range(name, 0, PIECE_BYTES), name)
+        read = self._begin
+        return cut_header(self._version.size_bytes, lambda num_bytes: bytes(read[:num_bytes]))
+
+    def read_data(self, offset: int) -> Iterator[memoryview]:
+        assert self._version is not None
+        yield memoryview(bytearray(self._begin[offset:]))
+        size, at = self._version.size_bytes, len(self._begin)
+        for start in range(at, size, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, size)
+            piece = self._requests.bucket.read_range(self._name, start, stop)
+            yield memoryview(bytearray(self._requests.ask(piece, self._name)))
+        if at < size and self._head() != self._version:
+            raise _gone(self._name)
+
+    def quarantine(self) -> bool:
+        try:
+            version = self._version or self._head()
+        except FileNotFoundError:
+            return False
+        move = self._requests.bucket.move(self._name, version, self._away)
+        return self._requests.ask(move, self._name)
+
+    def _head(self) -> ObjectVersion:
+        found = self._requests.ask(self._requests.bucket.head(self._name), self._name)
+        if found is None:
+            raise _gone(self._name)
+        return found
+
+
+def _entry(fingerprint: str, path: str, listed: ListedObject) -> FoundBlock | OtherEntry:
+    """Tell what an object is by its path in the namespace."""
+    folder, _, name = path.rpartition("/")
+    key = key_in_name(name)
+    if key and is_block_folder(folder):
+        return FoundBlock(fingerprint, folder, key, listed.size_bytes, listed.stored_at)
+    abandoned = bool(owner_of(name)) and (not folder or is_block_folder(folder))
+    return OtherEntry(fingerprint, abandoned=abandoned, goes_along=path in DESCRIPTIONS)
+
+
+def _is_abandoned(entry: FoundBlock | OtherEntry) -> bool:
+    return isinstance(entry, OtherEntry) and entry.abandoned
+
+
+def _delete(requests: BlockingBucket, names: Sequence[str]) -> None:
+    """Remove objects, several at a time."""
+    if names:
+        requests.ask(_delete_each(requests.bucket, names), names[0])
+
+
+async def _delete_each(bucket: Bucket, names: Sequence[str]) -> None:
+    async def delete(name: str) -> None:
+        async with bucket.slot():
+            await bucket.delete(name)
+
+    results = await asyncio.gather(*map(delete, names), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+def _gone(name: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)

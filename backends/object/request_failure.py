@@ -1,0 +1,96 @@
+"""Failures of requests to object storage, in words that cannot be credentials."""
+
+import asyncio
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvxfer.errors import BackendUnavailableError, KVXferError
+from kvxfer.storage.backend import Outcome, Status
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+ENDS = asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit
+"""What ends a task or the process, and is no failure of a request."""
+
+DENIED = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
+
+
+class RequestFailedError(KVXferError):
+    """Request that failed.
+
+    Its text is made of what kvxfer knows: that of a client or a server may have credentials in it.
+
+    Attributes:
+        outcome: Outcome of a block whose request it was.
+        denied: Whether the credentials do not allow the request.
+        transient: Whether it failed for a reason that passes.
+        answered: Whether the server answered.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        *,
+        status: Status = Status.FAILED,
+        denied: bool = False,
+        transient: bool,
+        answered: bool = False,
+    ) -> None:
+        self.outcome = Outcome(status, reason=reason)
+        self.denied = denied
+        self.transient = transient
+        self.answered = answered
+        super().__init__(reason)
+
+
+def open_client(open_store: Callable[[], "ObjectStore"]) -> "ObjectStore":
+    """Open the client of a cloud.
+
+    Raises:
+        BackendUnavailableError: The client refuses what is in the environment.
+    """
+    try:
+        return open_store()
+    except (KVXferError, *ENDS):
+        raise
+    except BaseException as exc:  # noqa: BLE001 - also a panic
+        words = [type(exc).__name__, *re.findall(r"source: ([A-Z]\w{1,40})[ ,]", str(exc))]
+        reason = f"the client refuses what is configured or in the environment: {' '.join(words)}"
+        raise BackendUnavailableError(reason) from None
+
+
+def describe(exc: BaseException) -> str:
+    """Say what an error of the client is, in words that cannot be credentials.
+
+    Its text repeats the answer of the server, which may repeat the request: so only the name of the
+    error, the server's code for it, and the status are taken.
+    """
+    text = str(exc)
+    found: Sequence[str] = [
+        match[1]
+        for pattern in (r"<Code>(\w{1,40})</Code>", r"code: (\w{1,40})\)", r"status code: (\d{3})")
+        if (match := re.search(pattern, text))
+    ]
+    kind = re.search(r"kind: (Connect|Timeout|Request|Interrupted|Decode)\b", text)
+    words = [type(exc).__name__, *found, *([kind[1]] if kind and not found else [])]
+    return " ".join(words)
+
+
+def request_failure(what: str, exc: BaseException) -> RequestFailedError:
+    """Translate an error of the client."""
+    text = str(exc)
+    status = re.search(r"status code: (\d{3})", text)
+    code = re.search(r"code: AccessDenied\)", text)
+    denied = type(exc).__name__ in DENIED or code is not None
+    passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
+    transient = not denied and passes and type(exc).__name__ == "GenericError"
+    timed_out = "kind: Timeout" in text
+    return RequestFailedError(
+        f"{what}: {describe(exc)}",
+        status=Status.TIMED_OUT if timed_out else Status.FAILED,
+        denied=denied,
+        transient=transient,
+        answered=status is not None,
+    )

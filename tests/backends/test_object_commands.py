@@ -1,0 +1,344 @@
+"""The commands over a bucket of a real server: as over a folder that was copied from it."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, Verdict, measure_usage
+from kvxfer.backends.object import BucketStore, S3Config, bucket_store
+from kvxfer.bench.object_servers import (
+    BUCKET,
+    CREDENTIALS,
+    READER,
+    REGION,
+    ObjectServer,
+    seaweedfs,
+)
+from kvxfer.cli import main
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.testing.conformance.suite import make_keys, make_memory, store_generated
+from tests.backends.object_servers import open_bucket
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("s3_credentials")]
+
+MEMORY = make_memory()
+KEYS = make_keys(8)
+PARAMETERS = f"region={REGION}&timeout_s=60"
+
+_numbers = itertools.count()
+
+
+class Place:
+    """Store of its own in the bucket of a server, with the blocks of a namespace."""
+
+    def __init__(self, server: ObjectServer) -> None:
+        self.server = server
+        self.prefix = f"commands/{next(_numbers)}"
+        self.url = f"s3://{BUCKET}/{self.prefix}?endpoint={server.endpoint}&{PARAMETERS}"
+        self.client = server.open_client()
+
+    def fill(self, *, model: str = "example/model", num_blocks: int = 8) -> Namespace:
+        namespace = MEMORY.namespace(model=model)
+        blocks = MEMORY.describe(0, range(num_blocks))
+
+        async def store() -> None:
+            async with open_bucket(self.server, namespace, path=f"/{self.prefix}") as backend:
+                await store_generated(backend, KEYS[:num_blocks], blocks)
+
+        asyncio.run(store())
+        return namespace
+
+    def path(self, namespace: Namespace, key: BlockKey) -> str:
+        digits = key.hex()
+        return f"{namespace.fingerprint}/{digits[:2]}/{digits}.safetensors"
+
+    def put(self, path: str, data: bytes) -> None:
+        self.client.put(f"{self.prefix}/{path}", data)
+
+    def get(self, path: str) -> bytes:
+        return bytes(self.client.get(f"{self.prefix}/{path}").bytes())
+
+    def paths(self) -> list[str]:
+        listed = self.client.list(f"{self.prefix}/").collect()
+        return sorted(each["path"].removeprefix(f"{self.prefix}/") for each in listed)
+
+    def flip(self, path: str, offset: int) -> None:
+        data = bytearray(self.get(path))
+        data[offset] ^= 1
+        self.put(path, bytes(data))
+
+    def copy_to(self, folder: Path) -> str:
+        """Copy all objects, and their times, to a folder."""
+        for path in self.paths():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(self.get(path))
+            stored = self.client.head(f"{self.prefix}/{path}")["last_modified"].timestamp()
+            os.utime(folder / path, (stored, stored))
+        return str(folder)
+
+    def open(self) -> contextlib.closing[BucketStore]:
+        config = S3Config(
+            address=BUCKET,
+            path=f"/{self.prefix}",
+            endpoint=self.server.endpoint,
+            region=REGION,
+            timeout_s=60.0,
+        )
+        return contextlib.closing(BucketStore(config, f"s3://{BUCKET}/{self.prefix}"))
+
+
+@pytest.fixture
+def place(seaweedfs_server: ObjectServer) -> Place:
+    return Place(seaweedfs_server)
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+    """Run a command; return its status, and what it prints, in an order that is always the same."""
+
+    def run(*arguments: str) -> tuple[int, list[str]]:
+        status = main(arguments)
+        printed = capsys.readouterr()
+        assert not printed.err, printed.err
+        return status, sorted(printed.out.splitlines())
+
+    return run
+
+
+Say = Callable[..., tuple[int, list[str]]]
+
+
+def plant_damage(place: Place) -> Namespace:
+    """Fill a place, and damage it in every way."""
+    namespace, other = place.fill(), place.fill(model="another", num_blocks=3)
+    paths = [place.path(namespace, key) for key in KEYS]
+    place.flip(paths[0], -1)
+    place.put(paths[1], place.get(paths[1])[:-100])
+    place.put(paths[2], b"")
+    place.put(paths[3], place.get(place.path(other, KEYS[0])))
+    folder, name = paths[4].rsplit("/", 2)[0], paths[4].rsplit("/", 1)[1]
+    place.put(f"{folder}/ff/{name}", place.get(paths[4]))
+    place.put(f"{folder}/notes.txt", b"mine")
+    place.put(f"{folder}/01/weights.safetensors", b"mine")
+    place.put(f"{folder}/01/{'01' * 8}-0.safetensors.tmp", b"half a block")
+    place.put("readme/notes.txt", b"mine")
+    place.put(f"{'0' * 32}/notes.txt", b"mine")
+    place.put(f"{'1' * 32}/namespace.json", b"{")
+    return namespace
+
+
+BOUNDS = [[], ["--max-age", "0s"], ["--capacity", "20KiB"], ["--capacity", "1B"]]
+
+
+def test_a_damaged_bucket_and_the_folder_copied_from_it_are_told_alike(
+    place: Place, tmp_path: Path, say: Say
+) -> None:
+    namespace = plant_damage(place)
+    folder = place.copy_to(tmp_path / "store")
+    status, lines = say("fsck", place.url)
+    assert (status, lines) == say("fsck", folder)
+    assert status == 1
+    assert sum(line.startswith("bad: ") for line in lines) == 5
+    assert f"{len(KEYS) - 4 + 3} good, 5 bad" in lines
+    assert say("ls", place.url, "--json") == say("ls", folder, "--json")
+    for bounds in BOUNDS:
+        assert say("gc", place.url, *bounds, "--dry-run") == say("gc", folder, *bounds, "--dry-run")
+    url, _, query = place.url.partition("?")
+    for number, expected in ((0, 1), (3, 0), (5, 0)):
+        path = place.path(namespace, KEYS[number])
+        shown = say("inspect", f"{url}/{path}?{query}")
+        assert shown == say("inspect", f"{folder}/{path}")
+        assert shown[0] == expected
+    for path in (place.path(namespace, KEYS[2]), f"{namespace.fingerprint}/notes.txt"):
+        assert main(["inspect", f"{url}/{path}?{query}"]) == 1
+        assert main(["inspect", f"{folder}/{path}"]) == 1
+
+
+def test_repair_and_collection_do_to_a_bucket_what_they_do_to_a_folder(
+    place: Place, tmp_path: Path, say: Say
+) -> None:
+    namespace = plant_damage(place)
+    folder = place.copy_to(tmp_path / "store")
+    repaired = say("fsck", place.url, "--repair")
+    assert repaired == say("fsck", folder, "--repair")
+    assert repaired[1][0].endswith("5 put in quarantine, 1 temporary files removed"), repaired
+    left = {path for path in place.paths() if "quarantine" in path}
+    assert left == {
+        f"{namespace.fingerprint}/quarantine/{key.hex()}.safetensors" for key in KEYS[:5]
+    }
+    assert say("fsck", place.url) == say("fsck", folder)
+    for bounds in ([], ["--capacity", "20KiB"], ["--max-age", "0s"]):
+        would = say("gc", place.url, *bounds, "--dry-run")
+        done = say("gc", place.url, *bounds)
+        assert done[1] == [would[1][0].replace("would be ", "")]
+        assert done == say("gc", folder, *bounds)
+        copied = {str(path.relative_to(folder)) for path in Path(folder).glob("*/**/*.*")}
+        in_bucket = place.paths()
+        assert len(copied) == len(in_bucket), "which of the blocks that are equally old may differ"
+        assert {
+            path for path in copied.symmetric_difference(in_bucket) if "/62/" not in path
+        } == set()
+    assert f"{namespace.fingerprint}/notes.txt" in place.paths()
+    assert f"{'1' * 32}/namespace.json" not in place.paths()
+
+
+def test_blocks_of_a_secret_are_verified_in_a_bucket_too(
+    place: Place, tmp_path: Path, say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.fill(num_blocks=2)
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(range(32)))
+    status, lines = say("fsck", place.url, "--secret-file", str(secret))
+    assert status == 1
+    assert sum("integrity is 'fast'; expected 'keyed'" in line for line in lines) == 2
+
+
+def test_large_objects_are_verified_in_pieces(
+    place: Place, monkeypatch: pytest.MonkeyPatch, say: Say
+) -> None:
+    monkeypatch.setattr(bucket_store, "PIECE_BYTES", 4500)
+    namespace = place.fill(num_blocks=3)
+    assert say("fsck", place.url) == (0, ["3 good, 0 bad"])
+    place.flip(place.path(namespace, KEYS[1]), -1)
+    status, lines = say("fsck", place.url)
+    assert status == 1
+    assert "checksum" in lines[1]
+
+
+def test_what_is_replaced_while_it_is_verified_stays(place: Place) -> None:
+    namespace = place.fill(num_blocks=1)
+    path = place.path(namespace, KEYS[0])
+    good = place.get(path)
+    place.flip(path, -1)
+    with place.open() as store:
+        (block,) = store.blocks()
+        with (
+            store.namespace(namespace.fingerprint) as opened,
+            opened.open(block) as file,
+        ):
+            file.read_header()
+            place.put(path, good)
+            assert not file.quarantine()
+    assert place.get(path) == good
+
+
+def test_lists_and_checks_take_few_requests(place: Place) -> None:
+    place.fill()
+    with place.open() as store:
+        counts = store._requests.bucket.counts
+        (usage,) = measure_usage(store)
+        assert usage.num_blocks == len(KEYS)
+        assert counts.requests <= 5, "folders, twice the description and a list"
+        counts.requests = 0
+        check = StoreCheck(store, BlockCheck())
+        assert [found.verdict for found in check.verify()] == [Verdict.GOOD] * len(KEYS)
+        assert counts.requests - len(KEYS) <= 3, "a request a block, and lists"
+
+
+def test_who_may_only_read_verifies_and_removes_nothing(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    say: Say,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    namespace = place.fill()
+    place.flip(place.path(namespace, KEYS[0]), -1)
+    before = place.paths()
+    for name, value in READER.items():
+        monkeypatch.setenv(name, value)
+    assert say("fsck", place.url)[0] == 1
+    for command in (["fsck", place.url, "--repair"], ["gc", place.url, "--max-age", "0s"]):
+        assert main(command) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(
+            f"kvxfer {command[0]}: s3://{BUCKET}/{place.prefix}/{namespace.fingerprint}/"
+        )
+        assert "Denied" in printed
+        assert printed.count("\n") == 1
+    assert place.paths() == before
+
+
+@pytest.mark.parametrize("command", [["ls"], ["fsck"], ["fsck", "--repair"], ["gc"], ["inspect"]])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("s3://blocks/", "s3://nothing/"), "NoSuchBucket"),
+        (("/commands/", "/elsewhere/"), "expected"),
+        (("s3://blocks/", "s3://someone:hunter2@blocks/"), "environment only"),
+        (("region=", "secret_access_key=hunter2&region="), "environment only"),
+        (("s3://", "ftp://"), "ftp"),
+        (("s3://", "host://"), "host"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line(
+    place: Place,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+    change: tuple[str, str],
+    said: str,
+) -> None:
+    url = place.url.replace(*change)
+    if command == ["inspect"] and said in ("NoSuchBucket", "expected"):
+        said = "No such file"
+    assert main([*command, url]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert printed.err.startswith(f"kvxfer {command[0]}: ")
+    assert printed.err.count("\n") == 1
+    assert said in printed.err
+    assert "hunter2" not in printed.err
+
+
+def test_wrong_credentials_are_one_line_without_them(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    assert main(["ls", place.url]) == 2
+    printed = capsys.readouterr().err
+    assert "403" in printed or "SignatureDoesNotMatch" in printed
+    assert not any(each in printed for each in ("hunter2", *CREDENTIALS.values()))
+    assert printed.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def mortal_server() -> Iterator[ObjectServer]:
+    with seaweedfs() as server:
+        yield server
+        server.start()  # to be ended as others are
+
+
+def test_a_server_that_goes_in_the_middle_ends_the_check(
+    mortal_server: ObjectServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(mortal_server)
+    place.fill()
+    url = place.url.replace("timeout_s=60", "timeout_s=2&max_requests=1")
+    config = S3Config(
+        address=BUCKET,
+        path=f"/{place.prefix}",
+        endpoint=mortal_server.endpoint,
+        timeout_s=2.0,
+        max_requests=1,
+    )
+    with contextlib.closing(BucketStore(config, "s3://bucket/prefix")) as store:
+        findings = StoreCheck(store, BlockCheck()).verify()
+        assert next(findings).verdict is Verdict.GOOD
+        mortal_server.kill()
+        with pytest.raises(BackendUnavailableError, match="s3://bucket/prefix: "):
+            assert not [each for each in findings if each.bad]
+    began = time.monotonic()
+    for command in ("ls", "fsck", "gc", "inspect"):
+        assert main([command, url]) == 2
+    assert time.monotonic() - began < 4 * (2 + 2)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 4, lines
+    assert all(f"s3://{BUCKET}/" in line for line in lines)
+    assert json.dumps(lines).count(CREDENTIALS["AWS_SECRET_ACCESS_KEY"]) == 0
