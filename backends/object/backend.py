@@ -98,9 +98,10 @@ class ObjectBackend(Backend):
         known = [self._presence.has(key) for key in keys]
         asked = [index for index, there in enumerate(known) if there is None]
         if asked:
-            await self._look_all([keys[i] for i in asked], [names[i] for i in asked])
+            found = await self._look_all([keys[i] for i in asked], [names[i] for i in asked])
             for index in asked:
-                known[index] = self._presence.has(keys[index])
+                there = self._presence.has(keys[index])  # None where it may be kept for no time
+                known[index] = keys[index] in found if there is None else there
         return [bool(there) for there in known]
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
@@ -161,23 +162,31 @@ class ObjectBackend(Backend):
                 tasks.create_task(work())
         return [results[index] for index in range(num_blocks)]
 
-    async def _look_all(self, keys: Sequence[BlockKey], names: Sequence[str]) -> None:
-        """Ask for objects until the time of a lookup is over."""
+    async def _look_all(self, keys: Sequence[BlockKey], names: Sequence[str]) -> set[BlockKey]:
+        """Ask for objects until the time of a lookup is over; return those that were found."""
+        found: set[BlockKey] = set()
+
+        async def look(index: int) -> None:
+            if await self._look(keys[index], names[index]):
+                found.add(keys[index])
+
         try:
             async with asyncio.timeout(self._config.lookup_timeout_s):
-                await self._each(lambda i: self._look(keys[i], names[i]), len(keys))
+                await self._each(look, len(keys))
         except TimeoutError:
             logger.debug("lookup of %d blocks in %s took too long", len(keys), self._place)
+        return found
 
-    async def _look(self, key: BlockKey, name: str) -> None:
+    async def _look(self, key: BlockKey, name: str) -> bool:
         since = self._presence.mark()
         try:
             # Half of the time of the lookup, so that silence is counted as a failure.
             found = await self._bucket.head(name, self._config.lookup_timeout_s / 2)
         except RequestFailedError as exc:
             logger.debug("%s: %s", name, exc)
-            return
+            return False
         self._presence.note(key, there=found is not None, since=since)
+        return found is not None
 
     async def _store(self, key: BlockKey, name: str, block: Descriptors) -> Outcome:
         since = self._presence.mark()

@@ -265,3 +265,9 @@ async def test_an_engine_with_an_empty_disk_has_its_hits_from_the_bucket(
         target = memory.describe(0, range(8, 16))
         assert statuses(await backend.load(KEYS, target)) == [Status.DONE] * 8
         assert read_payloads(target) == payloads
+
+
+async def test_a_lookup_that_may_remember_nothing_finds_what_is_there(place: Place) -> None:
+    async with place.open(found_ttl_s=0.0, missing_ttl_s=0.0) as backend:
+        await store_generated(backend, KEYS[:2], MEMORY.describe(0, range(2)))
+        assert await backend.lookup(KEYS[:3]) == [True, True, False]
