@@ -89,6 +89,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--prefill-tokens-per-s", type=float, metavar="N", help="tokens computed in a second")
     add("--host-bandwidth", metavar="SIZE", help="bytes a second loaded from host memory")
     add("--file-bandwidth", metavar="SIZE", help="bytes a second loaded from files")
+    add("--object-bandwidth", metavar="SIZE", help="bytes a second loaded from object storage")
+    add(
+        "--prices",
+        metavar="NAME=PRICE,...",
+        help="of object storage; names: put, get (1,000 "
+        "requests), gib-egress, gib-month; none by default",
+    )
     add("--real", type=Path, metavar="DIR", help="replay on real backends, too, with files in DIR")
     add("--json", action="store_true", help="print an object")
     add("--chart", type=Path, metavar="FILE", help="draw hits against capacity, e.g. as .svg")
@@ -119,7 +126,7 @@ def _trace(arguments: argparse.Namespace) -> "Trace":
 
 
 def _machine(arguments: argparse.Namespace) -> "Machine":
-    from kvxfer.replay import DEFAULT_BANDWIDTHS, Machine, bytes_per_token
+    from kvxfer.replay import DEFAULT_BANDWIDTHS, Machine, bytes_per_token, parse_prices
 
     for name in ("bytes_per_token", "prefill_tokens_per_s"):
         value = getattr(arguments, name)
@@ -128,7 +135,11 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
     per_token = arguments.bytes_per_token
     if per_token is None and arguments.model is not None:
         per_token = bytes_per_token(arguments.model)
-    stated = {"host": arguments.host_bandwidth, "file": arguments.file_bandwidth}
+    stated = {
+        "host": arguments.host_bandwidth,
+        "file": arguments.file_bandwidth,
+        "object": arguments.object_bandwidth,
+    }
     bandwidths = {
         medium: float(ByteSize.parse(stated[medium]) if stated[medium] else given)
         for medium, given in DEFAULT_BANDWIDTHS.items()
@@ -137,6 +148,7 @@ def _machine(arguments: argparse.Namespace) -> "Machine":
         bytes_per_token=per_token,
         prefill_tokens_per_s=arguments.prefill_tokens_per_s,
         bandwidths=bandwidths,
+        prices=parse_prices(arguments.prices) if arguments.prices else None,
     )
 
 

@@ -3,6 +3,7 @@
 from kvxfer.replay.block_size import bytes_per_token, plan_tiers
 from kvxfer.replay.chart import draw
 from kvxfer.replay.lru_curve import LRUCurve, Order, lru_curve
+from kvxfer.replay.object_costs import ObjectCosts, ObjectUse, Prices, parse_prices
 from kvxfer.replay.plan import (
     BYTES_NEEDED,
     DEFAULT_BANDWIDTHS,
@@ -45,7 +46,10 @@ __all__ = [
     "Machine",
     "Medium",
     "MultiTurn",
+    "ObjectCosts",
+    "ObjectUse",
     "Order",
+    "Prices",
     "Rag",
     "RealRow",
     "Recommendation",
@@ -66,6 +70,7 @@ __all__ = [
     "make_synthetic",
     "make_trace",
     "parse_budget",
+    "parse_prices",
     "parse_workload",
     "plan_capacities",
     "plan_list",

@@ -8,7 +8,9 @@ import msgspec
 
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.file.config import require_room
+from kvxfer.backends.file.format.group_format import GroupFormat
 from kvxfer.backends.host import HostConfig, PoolShape
+from kvxfer.backends.object import ObjectConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.replay.simulation import TierPlan
@@ -62,8 +64,8 @@ def plan_tiers(
     """Plan the tiers of a `backend` list: how many blocks fit in each.
 
     Raises:
-        InvalidArgumentError: A backend is unknown, or neither `host` nor `file`, or not one block
-            fits.
+        InvalidArgumentError: A backend is unknown, or neither host memory nor files nor object
+            storage, or not one block fits.
     """
     choices = [backend] if isinstance(backend, (str, Mapping)) else backend
     return [_plan_tier(choice, block_size_bytes) for choice in choices]
@@ -73,6 +75,11 @@ def opaque_namespace(block_size_bytes: int) -> Namespace:
     """Make a namespace of blocks of which only the size is known."""
     group = GroupIdentity(page_sizes_bytes=(block_size_bytes,))
     return Namespace(model="kvxfer replay", groups=(group,))
+
+
+def object_size_bytes(block_size_bytes: int) -> int:
+    """Compute the bytes of an object: those of a block, and of a header."""
+    return GroupFormat(opaque_namespace(block_size_bytes), 0).file_size_bytes
 
 
 def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
@@ -85,7 +92,11 @@ def _plan_tier(choice: BackendChoice, block_size_bytes: int) -> TierPlan:
     if isinstance(config, FileConfig):
         num_bytes = require_room(config, opaque_namespace(block_size_bytes))
         return TierPlan("file", config.eviction, config.capacity // num_bytes)
-    raise InvalidArgumentError("backend", choice, "a host:// or a file:// tier")
+    if isinstance(config, ObjectConfig):
+        times = config.found_ttl_s, config.missing_ttl_s
+        return TierPlan("object", "none", 0, *times)
+    wanted = "a host://, file://, s3://, gs:// or az:// tier"
+    raise InvalidArgumentError("backend", choice, wanted)
 
 
 def _values_per_token(path: Path, config: Mapping[str, Any]) -> int:

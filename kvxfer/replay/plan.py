@@ -1,12 +1,15 @@
 """Plan: what caches of each policy, capacity and list of tiers give, for a trace and a machine."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import msgspec
 
 from kvxfer.errors import InvalidArgumentError
-from kvxfer.replay.block_size import plan_tiers
+from kvxfer.replay.block_size import object_size_bytes, plan_tiers
 from kvxfer.replay.lru_curve import LRUCurve
+from kvxfer.replay.object_costs import ObjectUse, Prices, price
+from kvxfer.replay.simulated_bucket import RequestKind
 from kvxfer.replay.simulated_store import Medium
 from kvxfer.replay.simulation import Simulation, TierPlan, TierUse, simulate
 from kvxfer.replay.trace import Trace
@@ -15,9 +18,9 @@ from kvxfer.storage.eviction.policies import PolicyName
 SECONDS_PER_DAY = 86400
 BYTES_NEEDED = "the bytes of a token for sizes: --bytes-per-token or --model"
 
-DEFAULT_BANDWIDTHS: Mapping[Medium, float] = {"host": 10e9, "file": 2e9}
+DEFAULT_BANDWIDTHS: Mapping[Medium, float] = {"host": 10e9, "file": 2e9, "object": 1e9}
 """Bytes per second that a load gets from a tier where nothing else is stated: verified host memory
-on a few cores, and one NVMe drive."""
+on a few cores, one NVMe drive, and a bucket of the same region over some 10 Gbit/s."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,11 +30,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         bytes_per_token: Bytes that the model keeps for a token; None if only blocks count.
         prefill_tokens_per_s: Tokens of a prompt computed in a second; None if time does not count.
         bandwidths: Bytes per second that a load gets from each medium.
+        prices: Prices of object storage; None if costs do not count.
     """
 
     bytes_per_token: int | None = None
     prefill_tokens_per_s: float | None = None
     bandwidths: dict[Medium, float] = msgspec.field(default_factory=lambda: {**DEFAULT_BANDWIDTHS})
+    prices: Prices | None = None
 
     def saved_s(self, tokens_per_block: int, hits: Mapping[Medium, int]) -> float | None:
         """Compute the seconds that hits save: computing their tokens, less loading their bytes."""
@@ -69,9 +74,9 @@ class TierRow(msgspec.Struct, frozen=True, kw_only=True):
     """One tier of a list.
 
     Attributes:
-        medium: `host` or `file`.
-        policy: Eviction policy.
-        num_slots: Blocks that fit.
+        medium: `host`, `file` or `object`.
+        policy: Eviction policy; `none` for object storage.
+        num_slots: Blocks that fit; in object storage those that are kept at the end.
         num_hits: Hits that this tier gave.
         hit_rate: Share of all blocks of the trace that are hits here.
         num_promoted: Blocks promoted from here to the first tier.
@@ -79,10 +84,11 @@ class TierRow(msgspec.Struct, frozen=True, kw_only=True):
         bytes_read: Bytes read, None for blocks of unknown size.
         bytes_written: Bytes written, likewise.
         bytes_written_per_day: The same, as it would be if the trace went on for a day.
+        objects: Requests and costs of object storage; None for another medium.
     """
 
     medium: Medium
-    policy: PolicyName
+    policy: PolicyName | Literal["none"]
     num_slots: int
     num_hits: int
     hit_rate: float
@@ -91,6 +97,7 @@ class TierRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read: int | None
     bytes_written: int | None
     bytes_written_per_day: float | None
+    objects: ObjectUse | None = None
 
 
 class TiersRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +193,7 @@ def _tier_row(trace: Trace, machine: Machine, use: TierUse) -> TierRow:
     return TierRow(
         medium=use.plan.medium,
         policy=use.plan.policy,
-        num_slots=use.plan.num_slots,
+        num_slots=use.bucket.num_kept if use.bucket else use.plan.num_slots,
         num_hits=use.num_hits,
         hit_rate=use.num_hits / trace.num_references,
         num_promoted=use.num_promoted,
@@ -194,6 +201,37 @@ def _tier_row(trace: Trace, machine: Machine, use: TierUse) -> TierRow:
         bytes_read=use.num_read * block if block else None,
         bytes_written=written,
         bytes_written_per_day=written / days if written is not None and days else None,
+        objects=_object_use(trace, machine, use, block) if block else None,
+    )
+
+
+def _object_use(
+    trace: Trace, machine: Machine, use: TierUse, block_size_bytes: int
+) -> ObjectUse | None:
+    bucket = use.bucket
+    if bucket is None:
+        return None
+    size = object_size_bytes(block_size_bytes)
+    received, kept = use.num_read * size, bucket.num_kept * size
+    requests = {kind: bucket.requests[kind] for kind in get_args(RequestKind)}
+    costs = None
+    if machine.prices is not None:
+        costs = price(
+            machine.prices,
+            requests,
+            bytes_received=received,
+            bytes_kept=kept,
+            num_prompts=trace.num_requests,
+            days=trace.duration_s / SECONDS_PER_DAY,
+        )
+    num_requests, seconds = sum(requests.values()), trace.duration_s
+    return ObjectUse(
+        requests=requests,
+        requests_per_s=num_requests / seconds if seconds else None,
+        bytes_sent=bucket.num_sent * size,
+        bytes_received=received,
+        bytes_kept=kept,
+        costs=costs,
     )
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvxfer.backends.host import PoolShape
 from kvxfer.connect import open_backend
-from kvxfer.errors import KVXferError
+from kvxfer.errors import InvalidArgumentError, KVXferError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.replay.block_size import opaque_namespace
 from kvxfer.replay.simulation import TierPlan, simulate
@@ -76,9 +76,12 @@ def replay_real(trace: Trace, plans: Sequence[TierPlan], folder: Path) -> tuple[
         Hits of the real tiers, those of the model, and the seconds that the real ones took.
 
     Raises:
+        InvalidArgumentError: A tier is object storage.
         OSError: Nothing can be written to the folder.
         WrongBytesError: A block came back with other bytes.
     """
+    if any(plan.medium == "object" for plan in plans):
+        raise InvalidArgumentError("real", str(folder), "tiers of host memory and files only")
     modelled = simulate(trace, plans).num_hits
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvxfer-replay-", dir=folder) as root:

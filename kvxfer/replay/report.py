@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from kvxfer.replay.object_costs import ObjectUse
 from kvxfer.replay.plan import CapacityRow, Machine, TiersRow
 from kvxfer.replay.recommendation import Recommendation
 from kvxfer.replay.trace import Trace
@@ -118,8 +119,17 @@ def _head(report: Report) -> str:
         lines.append(("assumed", f"{format_size(machine.bytes_per_token)} for each token"))
     if machine.prefill_tokens_per_s:
         speed = f"{machine.prefill_tokens_per_s:,.0f} tokens/s computed"
-        loads = (f"{medium} {each / 1e9:g} GB/s" for medium, each in machine.bandwidths.items())
+        loads = (
+            f"{medium} {machine.bandwidths[medium] / 1e9:g} GB/s" for medium in ("host", "file")
+        )
         lines.append(("", f"{speed}; loaded from {', '.join(loads)}"))
+    tiers = (tier for row in report.lists for tier in row.tiers)
+    if machine.prefill_tokens_per_s and any(tier.medium == "object" for tier in tiers):
+        lines.append(("", f"from object storage {machine.bandwidths['object'] / 1e9:g} GB/s"))
+    if prices := machine.prices:
+        requests = f"{prices.put:g} for 1,000 PUT or LIST, {prices.get:g} for 1,000 GET or HEAD"
+        lines.append(("", f"prices: {requests},"))
+        lines.append(("", f"{prices.gib_egress:g} a GiB read, {prices.gib_month:g} a GiB a month"))
     return "\n".join(f"{name:9}{text}" for name, text in lines)
 
 
@@ -151,7 +161,11 @@ def _tiers(row: TiersRow) -> str:
     saved = (
         "" if row.first_token_s is None else f", a first token {_seconds(row.first_token_s)} sooner"
     )
+    costs = [tier.objects.costs for tier in row.tiers if tier.objects and tier.objects.costs]
     lines.append(f"{_percent(row.hit_rate)} % of the blocks are hits{saved}")
+    if costs:
+        paid = sum(each.per_1000_prompts for each in costs)
+        lines.append(f"1,000 prompts cost {paid:,.2f} for requests and egress of object storage")
     header = ["tier", "policy", "blocks", "hits", "promoted", "read", "written", "written a day"]
     rows = [
         [
@@ -166,7 +180,24 @@ def _tiers(row: TiersRow) -> str:
         ]
         for tier in row.tiers
     ]
-    return "\n".join([*lines, *_align([header, *rows])])
+    objects = (line for tier in row.tiers if tier.objects for line in _objects(tier.objects))
+    return "\n".join([*lines, *_align([header, *rows]), *objects])
+
+
+def _objects(use: ObjectUse) -> Iterator[str]:
+    kinds = ", ".join(f"{number:,} {kind}" for kind, number in use.requests.items())
+    rate = "" if use.requests_per_s is None else f"; {use.requests_per_s:,.1f} a second"
+    sent, received, kept = map(_bytes, (use.bytes_sent, use.bytes_received, use.bytes_kept))
+    lines = [
+        ("requests", f"{kinds}{rate}"),
+        ("bytes", f"{sent} sent, {received} received, {kept} kept at the end"),
+    ]
+    if costs := use.costs:
+        puts, gets, egress = (f"{each:,.2f}" for each in (costs.puts, costs.gets, costs.egress))
+        lines.append(("cost", f"{puts} PUT and LIST, {gets} GET and HEAD, {egress} egress"))
+        day = "" if costs.per_day is None else f"{costs.per_day:,.2f} a day at this rate; "
+        lines.append(("", f"{day}{costs.kept_per_month:,.2f} a month for what is kept"))
+    return (f"{name:9}{text}" for name, text in lines)
 
 
 def _recommendation(found: Recommendation) -> str:

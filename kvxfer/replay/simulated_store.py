@@ -1,33 +1,26 @@
 """Simulated store: the blocks that a host or file backend would have, without their bytes."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, cast
 
 from kvxfer.storage.eviction.policies import POLICIES, PolicyName
 from kvxfer.storage.keys import BlockKey
 
-Medium = Literal["host", "file"]
+Medium = Literal["host", "file", "object"]
 
 
-class SimulatedStore:
-    """Store of one tier, which asks the real eviction policy in the order of the real backends.
+class SimulatedMedium(ABC):
+    """Blocks of one tier, without their bytes.
 
     Attributes:
-        medium: Backend that is simulated. Their orders of eviction differ: host memory evicts for
-            one block after the other, files for a whole batch at once.
-        policy: Name of the eviction policy.
-        num_slots: Blocks that fit.
         num_read: Blocks that were read.
         num_written: Blocks that were written.
         num_evicted: Blocks that were evicted.
     """
 
-    def __init__(self, medium: Medium, policy: PolicyName, num_slots: int) -> None:
-        self.medium = medium
-        self.policy: PolicyName = policy
-        self.num_slots = num_slots
+    def __init__(self) -> None:
         self.num_read = self.num_written = self.num_evicted = 0
-        self._policy = POLICIES[policy](num_slots)
         self._resident: set[int] = set()
 
     def __contains__(self, block: object) -> bool:
@@ -38,21 +31,61 @@ class SimulatedStore:
         resident = self._resident
         return [block for block in blocks if block in resident]
 
+    def lookup(self, blocks: Sequence[int]) -> list[int]:
+        """Find the blocks that are there, as a lookup of the real backend does."""
+        return self.find(blocks)
+
+    def try_load(self, blocks: Sequence[int]) -> list[int]:
+        """Read the blocks that are there, and return them."""
+        there = self.find(blocks)
+        self.load(there)
+        return there
+
+    @abstractmethod
     def load(self, blocks: Sequence[int]) -> None:
         """Read blocks that are there; the first of them is used last."""
-        self._touch(_keys(blocks))
-        self.num_read += len(blocks)
 
+    @abstractmethod
     def load_for_copy(self, blocks: Sequence[int]) -> None:
         """Read blocks that are there; not a use of them."""
-        self.num_read += len(blocks)
 
+    @abstractmethod
     def store(self, blocks: Sequence[int]) -> list[int]:
         """Write the blocks that are not there, as far as there is room; a use of the others.
 
         Returns:
             The blocks that were written.
         """
+
+
+class SimulatedStore(SimulatedMedium):
+    """Store of one tier, which asks the real eviction policy in the order of the real backends.
+
+    Attributes:
+        medium: Backend that is simulated. Their orders of eviction differ: host memory evicts for
+            one block after the other, files for a whole batch at once.
+        policy: Name of the eviction policy.
+        num_slots: Blocks that fit.
+    """
+
+    def __init__(self, medium: Medium, policy: PolicyName, num_slots: int) -> None:
+        super().__init__()
+        self.medium = medium
+        self.policy: PolicyName = policy
+        self.num_slots = num_slots
+        self._policy = POLICIES[policy](num_slots)
+
+    def load(self, blocks: Sequence[int]) -> None:
+        """See `SimulatedMedium.load`."""
+        self._touch(_keys(blocks))
+        self.num_read += len(blocks)
+
+    def load_for_copy(self, blocks: Sequence[int]) -> None:
+        """See `SimulatedMedium.load_for_copy`."""
+        self.num_read += len(blocks)
+
+    def store(self, blocks: Sequence[int]) -> list[int]:
+        """See `SimulatedMedium.store`."""
         policy, resident = self._policy, self._resident
         present = _keys([block for block in blocks if block in resident])
         absent = [block for block in blocks if block not in resident]

@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvxfer.replay.simulated_store import Medium, SimulatedStore
+from kvxfer.replay.simulated_bucket import SimulatedBucket
+from kvxfer.replay.simulated_store import Medium, SimulatedMedium, SimulatedStore
 from kvxfer.replay.trace import Trace
 from kvxfer.storage.eviction.policies import PolicyName
 
@@ -17,14 +19,18 @@ class TierPlan:
     """One tier of a list.
 
     Attributes:
-        medium: Backend: host memory or files.
-        policy: Eviction policy.
-        num_slots: Blocks that fit.
+        medium: Backend: host memory, files or object storage.
+        policy: Eviction policy; `none` for object storage, which evicts nothing.
+        num_slots: Blocks that fit; 0 for object storage, which has no bound.
+        found_ttl_s: See `ObjectConfig`.
+        missing_ttl_s: See `ObjectConfig`.
     """
 
     medium: Medium
-    policy: PolicyName
+    policy: PolicyName | Literal["none"]
     num_slots: int
+    found_ttl_s: float = 0.0
+    missing_ttl_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class TierUse:
         num_written: Blocks written to it, promoted ones included.
         num_promoted: Blocks promoted from it to the first tier.
         num_evicted: Blocks that it evicted.
+        bucket: Object storage at the end, None for another medium.
     """
 
     plan: TierPlan
@@ -46,6 +53,7 @@ class TierUse:
     num_written: int
     num_promoted: int
     num_evicted: int
+    bucket: SimulatedBucket | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +82,9 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> Simulation:
     included.
     """
     tiers = SimulatedTiers(plans)
-    hits = np.array([tiers.replay(blocks) for blocks in trace.requests()], np.int64)
+    times_s = (trace.timestamps_ms / 1000).tolist()
+    requests = zip(trace.requests(), times_s, strict=True)
+    hits = np.array([tiers.replay(blocks, now_s) for blocks, now_s in requests], np.int64)
     totals = hits.sum(axis=0).tolist()
     uses = [
         TierUse(
@@ -84,6 +94,7 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> Simulation:
             num_written=store.num_written,
             num_promoted=promoted,
             num_evicted=store.num_evicted,
+            bucket=store if isinstance(store, SimulatedBucket) else None,
         )
         for plan, num_hits, store, promoted in zip(
             plans, totals, tiers.stores, tiers.num_promoted, strict=True
@@ -101,12 +112,15 @@ class SimulatedTiers:
     """
 
     def __init__(self, plans: Sequence[TierPlan]) -> None:
-        self.stores = [SimulatedStore(plan.medium, plan.policy, plan.num_slots) for plan in plans]
+        self.stores = [_open(plan) for plan in plans]
+        self._buckets = [store for store in self.stores if isinstance(store, SimulatedBucket)]
         self.num_promoted = [0] * len(plans)
         self._first, self._lower = self.stores[0], self.stores[1:]
 
-    def replay(self, blocks: Sequence[int]) -> list[int]:
+    def replay(self, blocks: Sequence[int], now_s: float = 0.0) -> list[int]:
         """Look up, load and store the blocks of one request; return its hits by tier."""
+        for bucket in self._buckets:
+            bucket.now_s = now_s
         if not self._lower:
             return [self._replay_on_first(blocks)]
         found_in = self._look_up(blocks)
@@ -119,6 +133,8 @@ class SimulatedTiers:
 
     def _replay_on_first(self, blocks: Sequence[int]) -> int:
         """Do the same with a single tier, in less time."""
+        if self._buckets:
+            self._first.lookup(blocks)
         num_hits = sum(1 for _ in takewhile(self._first.__contains__, blocks))
         self._first.load(blocks[:num_hits])
         self._first.store(blocks[num_hits:])
@@ -128,7 +144,7 @@ class SimulatedTiers:
         """Find the tier of each block; what lower tiers have is promoted."""
         found_in = dict.fromkeys(self._first.find(blocks), 0)
         for index, tier in enumerate(self._lower, start=1):
-            below = tier.find([block for block in blocks if block not in found_in])
+            below = tier.lookup([block for block in blocks if block not in found_in])
             if below:
                 tier.load(below)
                 self._first.store(below)
@@ -145,8 +161,7 @@ class SimulatedTiers:
         given_by: dict[int, int] = {}
         left = blocks
         for index, tier in enumerate(self.stores):
-            there = tier.find(left)
-            tier.load(there)
+            there = tier.try_load(left)
             given_by |= {block: max(index, found_in[block]) for block in there}
             if len(there) == len(left):
                 break
@@ -161,7 +176,7 @@ class SimulatedTiers:
         there = set(self._first.find(blocks))
         left = list(blocks)
         for tier in self._lower:
-            held = tier.find([block for block in left if block not in there])
+            held = tier.lookup([block for block in left if block not in there])
             if held:
                 tier.store(held)
                 left = [block for block in left if block not in tier or block in there]
@@ -171,12 +186,19 @@ class SimulatedTiers:
             tier.store(left)
             stored = tier.find(left)
             for target in self.stores[index + 1 :]:
+                target.lookup([block for block in stored if block in there])
                 self._copy([block for block in stored if block not in target], tier, target)
             left = [block for block in left if block not in tier]
 
     @staticmethod
-    def _copy(blocks: Sequence[int], source: SimulatedStore, target: SimulatedStore) -> None:
+    def _copy(blocks: Sequence[int], source: SimulatedMedium, target: SimulatedMedium) -> None:
         """Write blocks back to a lower tier, which reads them from the one that has them."""
         if blocks:
             source.load_for_copy(blocks)
             target.store(blocks)
+
+
+def _open(plan: TierPlan) -> SimulatedMedium:
+    if plan.policy == "none":
+        return SimulatedBucket(plan.found_ttl_s, plan.missing_ttl_s)
+    return SimulatedStore(plan.medium, plan.policy, plan.num_slots)

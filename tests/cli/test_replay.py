@@ -36,6 +36,41 @@ def test_tables_fit_a_terminal_of_80_columns(capsys: pytest.CaptureFixture[str])
         assert part in printed
 
 
+PRICES = ["--prices", "put=0.005,get=0.0004,gib-egress=0.09,gib-month=0.023"]
+BUCKET = ["--backend", "host://?capacity=64MiB", "s3://bucket/prefix?endpoint=http://10.0.0.1:1"]
+
+
+def test_costs_of_object_storage_stand_beside_hits_and_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sized = [*CHATS, "--bytes-per-token", "131072", "--prefill-tokens-per-s", "12345.6"]
+    assert main([*sized, *BUCKET, *PRICES]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (paid,) = (index for index, line in enumerate(lines) if line.startswith("1,000 prompts cost "))
+    assert re.match(r"[\d.]+ % of the blocks are hits, a first token \S+ m?s", lines[paid - 1])
+    begins = ("requests ", "bytes    ", "cost     ", "object  none")
+    assert all(any(line.startswith(begin) for line in lines) for begin in begins)
+    assert any("0.005 for 1,000 PUT or LIST" in line for line in lines)
+    assert main([*sized, *BUCKET]) == 0
+    assert "cost" not in capsys.readouterr().out
+
+
+@pytest.mark.timeout(120)
+def test_the_page_shows_what_object_storage_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/replay.md").read_text().partition("## What object storage costs")[2]
+    command, shown = re.findall(r"^```(?:bash)?\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{shown}")
+
+
+def test_object_storage_is_not_replayed_for_real(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*SIZED, *BUCKET, "--real", str(tmp_path)]) == 2
+    assert "tiers of host memory and files only" in capsys.readouterr().err
+
+
 def test_json_has_all_of_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--json", *LISTS, "--budget", "host=64MiB", "--prefill-tokens-per-s", "1e4"]
     assert main([*SIZED, *arguments, "--capacities", "16MiB,32MiB"]) == 0
@@ -146,7 +181,7 @@ def test_real_backends_are_compared_with_the_model(
         ([*CHATS[1:], "--budget", "host=4GiB"], "expected the bytes of a token for sizes"),
         ([*SIZED[1:], "--budget", "tape=4GiB"], "budget is 'tape=4GiB'; expected host=SIZE"),
         ([*SIZED[1:], "--budget", "host=1KiB"], "capacity is 1024; expected"),
-        ([*SIZED[1:], "--backend", "nixl://127.0.0.1:1"], "expected a host:// or a file:// tier"),
+        ([*SIZED[1:], "--backend", "nixl://127.0.0.1:1"], "expected a host://, file://, s3://"),
         ([*SIZED[1:], "--prefill-tokens-per-s", "-1"], "prefill_tokens_per_s is -1.0; expected"),
         ([*CHATS[1:], "--bytes-per-token", "0"], "bytes_per_token is 0; expected a positive"),
         ([*CHATS[1:], "--tokens-per-block", "0"], "tokens_per_block is 0; expected a positive"),
