@@ -1,5 +1,7 @@
-"""Requests to a bucket that fail in the middle, with the store in memory of obstore."""
+"""Lists of a bucket, with the store in memory of obstore: one that fails, and many names."""
 
+import contextlib
+import tracemalloc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,8 @@ import pytest
 from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
-from kvxfer.backends.object import Bucket, bucket
+from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, fsck, measure_usage
+from kvxfer.backends.object import Bucket, BucketStore, S3Config, bucket
 
 NAMES = [f"prefix/{number}" for number in range(7)]
 
@@ -49,3 +52,31 @@ async def test_a_list_that_fails_in_the_middle_has_every_name_once(
     await opened.aclose(1.0)
     assert [each.name for each in found] == NAMES
     assert {each.size_bytes for each in found} == {4}
+
+
+def measure_walks(monkeypatch: pytest.MonkeyPatch, num_objects: int) -> tuple[int, int]:
+    """List and verify a bucket of so many objects; return peak bytes of memory, and requests."""
+    store = MemoryStore()
+    for number in range(num_objects):
+        name = f"{number % 256:02x}{number:078x}.safetensors"
+        store.put(f"prefix/{'a' * 32}/{name[:2]}/{name}", b"no block")
+    monkeypatch.setattr(S3Config, "open_store", lambda _: store)
+    config = S3Config(address="bucket", path="/prefix", max_requests=4)
+    with contextlib.closing(BucketStore(config, "s3://bucket/prefix")) as opened:
+        tracemalloc.start()
+        (usage,) = measure_usage(opened)
+        num_bad = sum(found.bad for found in StoreCheck(opened, BlockCheck()).verify())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert usage.num_blocks == num_bad == num_objects
+        return peak, opened._requests.bucket.counts.requests
+
+
+def test_memory_does_not_grow_with_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "LIST_CHUNK", 100)
+    monkeypatch.setattr(fsck, "FILES_IN_LINE", 50)
+    measure_walks(monkeypatch, 10)  # what is made once
+    small, large = measure_walks(monkeypatch, 250), measure_walks(monkeypatch, 1250)
+    assert large[0] < 1.3 * small[0]
+    pages = 3 * 10  # of `ls`, of `fsck` for the sizes, and again for the objects
+    assert large[1] - small[1] == 1000 + pages
