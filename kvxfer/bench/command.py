@@ -11,6 +11,7 @@ import msgspec
 
 from kvxfer.bench.report import BenchRow
 from kvxfer.cli.exit_statuses import exit_statuses
+from kvxfer.extras import needing
 
 BENCHES = (
     "describe",
@@ -51,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
         # Threads of torch would go on spinning after a call, and take a core from the next one.
         # OpenMP reads this once, when the benchmark imports torch.
         os.environ["OMP_WAIT_POLICY"] = "passive"
-    bench = importlib.import_module(f"kvxfer.bench.{arguments.name.replace('-', '_')}")
+    with needing("bench", "obstore", what=f"kvxfer bench {arguments.name}"):
+        bench = importlib.import_module(f"kvxfer.bench.{arguments.name.replace('-', '_')}")
     rows: list[BenchRow] = bench.run(quick=arguments.quick)
     sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
     sys.stdout.write("\n")

@@ -1,6 +1,7 @@
 """`kvxfer bench s3`: its rows, with small batches on its own server."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -11,6 +12,7 @@ from kvxfer.bench import s3
 from kvxfer.bench.object_servers import ObjectServer, seaweedfs
 from kvxfer.bench.report import time_in_turn
 from kvxfer.bench.s3 import BLOCK_BYTES
+from kvxfer.cli import main
 from kvxfer.storage.backend import DONE, PAUSED, Outcome
 from kvxfer.storage.keys import BlockKey
 
@@ -57,3 +59,13 @@ def test_a_backend_that_moves_nothing_is_an_error(
     monkeypatch.setattr(S3Backend, move, nothing)
     with pytest.raises(RuntimeError, match=words):
         s3.run(quick=True, num_bytes=BLOCK_BYTES)
+
+
+def test_without_its_packages_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvxfer.bench.s3")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    assert main(["bench", "s3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("kvxfer bench s3 needs the package obstore: pip install 'kvxfer[bench]'")
