@@ -88,7 +88,7 @@ class FileBackend(Backend):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         largest = require_room(config, namespace)
-        digester = Digester(config.integrity, read_secret(config.secret_file))
+        digester = Digester(config.integrity, read_secret(config.secret_file), config.tenant)
         self._root = require_root(config)
         self._guard = CallGuard("file backend", namespace)
         self._tree = BlockTree(self._root, on_error=refuse_partial_walk)

@@ -129,7 +129,7 @@ class BlockFiles(NamespaceFormat):
 
     def is_zero_copy(self, blocks: Descriptors) -> bool:
         """Whether the kernel can use the described memory itself, without scratch memory."""
-        if blocks.num_bytes < len(blocks) * MIN_ZERO_COPY_BYTES:
+        if self.is_encrypted or blocks.num_bytes < len(blocks) * MIN_ZERO_COPY_BYTES:
             return False
         if int(np.diff(blocks.block_offsets).max()) > IOV_MAX - 2:  # with the header and the tail
             return False

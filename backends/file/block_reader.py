@@ -117,11 +117,9 @@ class BlockReader:
         ]
         data = data_views(blocks, scratch, zero_copy=zero_copy)
         for row, (key, size) in enumerate(zip(keys, sizes, strict=True)):
-            if results[row] == scratch.header_sizes[row] + size:
-                # One comparison for the seal, the key, the namespace, the size and the checksum.
-                expected = files.header(key, 0, size, files.digester.checksum(data[row]))
-                if bytes(scratch.header(row)) == expected:
-                    outcomes[row] = DONE
+            is_read = results[row] == scratch.header_sizes[row] + size
+            if is_read and files.is_whole(key, bytes(scratch.header(row)), size, data[row]):
+                outcomes[row] = DONE
         done = [row for row, outcome in enumerate(outcomes) if outcome is DONE]
         if done and not zero_copy:
             wanted = blocks.take(done)
@@ -160,10 +158,10 @@ class BlockReader:
         return DONE
 
     def _note_other_integrity(self, exc: OtherIntegrityError) -> Outcome:
-        """Leave a block to engines of its integrity, and note that kind for lookups."""
+        """Leave a block to engines of its integrity and key, and note these for lookups."""
         with contextlib.suppress(OSError):
-            self._files.record.note(exc.said)
-        return Outcome(Status.FAILED, reason=str(exc))
+            self._files.record.note(exc.said, exc.key_id)
+        return exc.outcome
 
     def _quarantine(self, key: BlockKey, fd: int, exc: BlockFileError) -> Outcome:
         try:

@@ -87,8 +87,7 @@ class BlockWriter:
             vectors = whole_vectors(scratch, [padded(size) for size in sizes])
         data, starts = data_views(blocks, scratch, zero_copy=zero_copy), blocks.payload_starts
         for row, (key, size, start) in enumerate(zip(keys, sizes, starts.tolist(), strict=True)):
-            checksum = files.digester.checksum(data[row])
-            scratch.header(row)[:] = files.header(key, start, size, checksum)
+            scratch.header(row)[:] = files.header(key, start, size, data[row])
         totals = np.add(scratch.header_sizes, sizes).tolist()
         results = self._make(keys, vectors, totals)
         gone = [i for i, result in enumerate(results) if isinstance(result, FileNotFoundError)]

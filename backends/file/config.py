@@ -37,8 +37,10 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         priority_share: Largest share of the blocks whose priority above normal counts.
         priority_half_life_s: Seconds that one step of priority lasts.
         integrity: `fast` stores an XXH3 checksum with every block, `keyed` a BLAKE3 one with a
-            secret; verified after every load. `off` does neither.
-        secret_file: File with the 32 bytes of the secret, for `integrity=keyed`.
+            secret; verified after every load. `off` does neither. `sealed` encrypts blocks.
+        secret_file: File with the 32 bytes of the secret, for `integrity=keyed` and `sealed`; for
+            `sealed` also with several, the newest first.
+        tenant: Name of whom `sealed` blocks belong to; each tenant has a key of its own.
         durability: With `fsync` a block counts as stored only once it would survive a power cut.
         direct: `auto` uses O_DIRECT where the file system has it.
         engine: Engine that moves the bytes: `uring` is io_uring, `posix` the kernel's vectored
@@ -58,6 +60,7 @@ class FileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     priority_half_life_s: float = DEFAULT_PRIORITY_HALF_LIFE_S
     integrity: Integrity = Integrity.FAST
     secret_file: str = ""
+    tenant: str = ""
     durability: Durability = "none"
     direct: Direct = "auto"
     engine: EngineName = "auto"

@@ -28,6 +28,7 @@ class Report(msgspec.Struct, kw_only=True):
 
     good: int = 0
     keyed: int = 0
+    sealed: int = 0
     unchecked: int = 0
     gone: int = 0
     quarantined: int
@@ -55,17 +56,19 @@ def main(argv: Sequence[str]) -> int:
         help="put bad files in quarantine, remove temporary files, recount the bytes",
     )
     parser.add_argument("--secret-file", default="", help="secret that every block is sealed with")
+    parser.add_argument("--tenant", default="", help="whose blocks of integrity=sealed to verify")
     parser.add_argument("--json", action="store_true", help="print an object")
     arguments = parser.parse_args(argv)
 
     from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck
     from kvxfer.storage.integrity import read_secret
 
+    check = BlockCheck(read_secret(arguments.secret_file), arguments.tenant)
     with open_store(arguments.path) as store:
-        check = StoreCheck(store, BlockCheck(read_secret(arguments.secret_file)))
-        report = _verify(check, repair=arguments.repair, quiet=arguments.json)
+        checked = StoreCheck(store, check)
+        report = _verify(checked, repair=arguments.repair, quiet=arguments.json)
         if arguments.repair:
-            report.temporary_removed = check.clean_up()
+            report.temporary_removed = checked.clean_up()
     print(msgspec.json.encode(report).decode() if arguments.json else _summary(report))
     return 1 if report.bad else 0
 
@@ -94,6 +97,7 @@ def _verify(check: "StoreCheck", *, repair: bool, quiet: bool) -> Report:
             bar.update(finding.block.num_bytes)
     report.good = counts[Verdict.GOOD]
     report.keyed = counts[Verdict.KEYED]
+    report.sealed = counts[Verdict.SEALED]
     report.unchecked = counts[Verdict.UNCHECKED]
     report.gone = counts[Verdict.GONE]
     return report
@@ -108,6 +112,7 @@ def _summary(report: Report) -> str:
     parts = [f"{report.good} good", f"{len(report.bad)} bad"]
     for number, what in (
         (report.keyed, "not verified: keyed"),
+        (report.sealed, "not verified: sealed"),
         (report.unchecked, "without a checksum"),
         (report.gone, "removed meanwhile"),
         (report.quarantined, "in quarantine before"),

@@ -30,13 +30,14 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("file", help="block file, or the URL of an object in a bucket")
     parser.add_argument("--secret-file", default="", help="secret that the block is sealed with")
+    parser.add_argument("--tenant", default="", help="whose block it is, with integrity=sealed")
     arguments = parser.parse_args(argv)
 
     from kvxfer.backends.file import BlockFileError
     from kvxfer.backends.file.maintenance import BlockCheck, inspect_file
     from kvxfer.storage.integrity import read_secret
 
-    check = BlockCheck(read_secret(arguments.secret_file))
+    check = BlockCheck(read_secret(arguments.secret_file), arguments.tenant)
     try:
         with open_file(arguments.file) as (store, path):
             found = inspect_file(store, path, check)
@@ -63,20 +64,21 @@ def _lines(found: "Inspection") -> Iterator[tuple[str, str]]:
     yield "data offset", str(header.data_offset)
     yield "file size", f"{size} ({format_size(size)})"
     yield "integrity", header.integrity.value
-    yield "seal", _verdict(found.seal_error, is_checked=found.is_sealed)
+    yield "seal", _verdict(found, found.seal_error, is_checked=found.is_sealed)
     if not header.checksum and not found.checksum_error:
         yield "checksum", "none"
     else:
-        verdict = _verdict(found.checksum_error, is_checked=found.is_summed)
+        verdict = _verdict(found, found.checksum_error, is_checked=found.is_summed)
         yield "checksum", f"{header.checksum} {verdict}".lstrip()
     if found.namespace:
         yield from _describe(found.namespace)
 
 
-def _verdict(error: str, *, is_checked: bool) -> str:
+def _verdict(found: "Inspection", error: str, *, is_checked: bool) -> str:
     if error:
         return f"does not hold: {error}"
-    return "holds" if is_checked else "not verified: keyed, see --secret-file"
+    kind = found.header.integrity.value
+    return "holds" if is_checked else f"not verified: {kind}, see --secret-file and --tenant"
 
 
 def _describe(namespace: "Namespace") -> Iterator[tuple[str, str]]:

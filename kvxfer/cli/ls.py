@@ -15,7 +15,17 @@ from kvxfer.units import format_duration, format_size
 if TYPE_CHECKING:
     from kvxfer.backends.file.maintenance import NamespaceUsage
 
-COLUMNS = ("NAMESPACE", "MODEL", "DTYPE", "BLOCKS", "SIZE", "OLDEST USE", "NEWEST USE", "BAD")
+COLUMNS = (
+    "NAMESPACE",
+    "MODEL",
+    "DTYPE",
+    "INTEGRITY",
+    "BLOCKS",
+    "SIZE",
+    "OLDEST USE",
+    "NEWEST USE",
+    "BAD",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,12 +67,13 @@ def _row(usage: "NamespaceUsage", now: float) -> tuple[str, ...]:
         usage.fingerprint,
         printable(known.model) if known else "?",
         printable(known.dtype) if known else "?",
+        ",".join(kind.value for kind in usage.integrity) or "?",
         *_numbers([usage], now),
     )
 
 
 def _total(usages: "Sequence[NamespaceUsage]", now: float) -> tuple[str, ...]:
-    return (f"total: {len(usages)}", "", "", *_numbers(usages, now))
+    return (f"total: {len(usages)}", "", "", "", *_numbers(usages, now))
 
 
 def _numbers(usages: "Sequence[NamespaceUsage]", now: float) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from kvxfer.backends.file.space import MIN_FREE_FILES
 from kvxfer.backends.host.control_groups import read_mounts
 from kvxfer.doctor.finding import Check, Examined, Finding
 from kvxfer.errors import InvalidArgumentError
+from kvxfer.extras import MissingExtraError
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.keys import Namespace
 from kvxfer.units import format_size
@@ -45,12 +46,12 @@ def check_secret(url: str, config: FileConfig) -> Finding:
     """Check that the checksums which were asked for can be made."""
     at = Examined(Check.STORE_SECRET, url)
     try:
-        Digester(config.integrity, read_secret(config.secret_file))
-    except InvalidArgumentError as exc:
+        Digester(config.integrity, read_secret(config.secret_file), config.tenant)
+    except (InvalidArgumentError, MissingExtraError) as exc:
         return at.error(
             str(exc),
             why="The store is not opened without its secret and the package for it.",
-            mend="pip install 'kvxfer[keyed]'; head -c 32 /dev/urandom > SECRET_FILE",
+            mend="pip install 'kvxfer[keyed,sealed]'; head -c 32 /dev/urandom > SECRET_FILE",
         )
     return at.ok(f"integrity={config.integrity.value}")
 

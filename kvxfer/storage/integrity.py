@@ -34,20 +34,31 @@ class Integrity(enum.Enum):
     """Checksum that is stored with a block and verified before it counts as loaded.
 
     `OFF`: none. `FAST`: XXH3-64, which detects accidental corruption but not forgery. `KEYED`:
-    BLAKE3 with a secret key, which detects both.
+    BLAKE3 with a secret key, which detects both. `SEALED`: the tag of AES-256-GCM, which detects
+    both, over a block that is stored encrypted.
     """
 
     OFF = "off"
     FAST = "fast"
     KEYED = "keyed"
+    SEALED = "sealed"
+
+    @property
+    def needs_secret(self) -> bool:
+        """Whether only who has a secret can verify a block."""
+        return self in {Integrity.KEYED, Integrity.SEALED}
+
+    def reads(self, other: "Integrity") -> bool:
+        """Whether blocks of another integrity can be read: `OFF` reads what is not encrypted."""
+        return other is self or (self is Integrity.OFF and other is not Integrity.SEALED)
 
     def require_keyless(self) -> None:
         """Check that this grade needs no secret; for backends that cannot be given one.
 
         Raises:
-            InvalidArgumentError: The grade is `KEYED`.
+            InvalidArgumentError: The grade is `KEYED` or `SEALED`.
         """
-        if self is Integrity.KEYED:
+        if self.needs_secret:
             raise InvalidArgumentError("integrity", self.value, "'off' or 'fast'")
 
 

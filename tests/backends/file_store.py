@@ -76,6 +76,20 @@ def open_store(path: Path, namespace: Namespace, **fields: Any) -> FileBackend:
     return FileBackend(config(path, **fields), namespace, **arguments)
 
 
+def secret_of(root: Path, *names: str) -> Path:
+    """Write a file beside a store, with a secret for each name."""
+    secret = root.with_name("-".join(names))
+    secret.touch(0o600)
+    secret.write_bytes(b"".join(name.encode().ljust(32) for name in names))
+    return secret
+
+
+def sealed(root: Path, *names: str, tenant: str = "") -> dict[str, Any]:
+    """Make the fields of a store that seals blocks, with a secret for each name."""
+    secret = str(secret_of(root, *names))
+    return {"integrity": Integrity.SEALED, "secret_file": secret, "tenant": tenant}
+
+
 class OtherEngine(FileIO):
     """I/O engine that lets another one work, which a test may replace at any time.
 

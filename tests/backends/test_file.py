@@ -20,6 +20,7 @@ from tests.backends.file_store import (
     open_store,
     path_of,
     places,
+    sealed,
     temporary_folder,
 )
 from tests.examples import examples
@@ -73,6 +74,14 @@ class TestFileBackendKeyed(FileBackendTests):
         secret = tmp_path / "secret"
         secret.write_bytes(bytes(range(32)))
         self.own_fields |= {"integrity": Integrity.KEYED, "secret_file": str(secret)}
+
+
+class TestFileBackendSealed(FileBackendTests):
+    """Suite with blocks that are stored encrypted."""
+
+    @pytest.fixture(autouse=True)
+    def _secret(self, _place: None) -> None:
+        self.own_fields |= sealed(self.root, "new", "old", tenant="tenant")
 
 
 class TestFileBackendOfTensors(FileBackendTests):

@@ -25,6 +25,7 @@ from tests.backends.file_store import (
     load_verified,
     open_store,
     path_of,
+    sealed,
     store,
     temporary_files,
     unlock_as_if_dead,
@@ -43,10 +44,10 @@ import os, sys, asyncio
 from pathlib import Path
 from tests.backends.writer_process import write_on
 for line in sys.stdin:
-    root, first = line.split()
+    root, first, *secrets = line.split()
     child = os.fork()
     if child == 0:
-        asyncio.run(write_on(Path(root), int(first)))
+        asyncio.run(write_on(Path(root), int(first), *secrets))
     print(child, flush=True)
     os.waitpid(child, 0)
     print("dead", flush=True)
@@ -61,9 +62,11 @@ class Writers:
         assert process.stdout
         self._stdin, self._stdout = process.stdin, process.stdout
 
-    def kill_one(self, root: Path, first: int, moment: int, rng: random.Random) -> None:
+    def kill_one(
+        self, root: Path, first: int, moment: int, rng: random.Random, *secrets: str
+    ) -> None:
         """Start a writer and kill it once `moment` block files, and some bytes, are there."""
-        self._stdin.write(f"{root} {first}\n")
+        self._stdin.write(" ".join([str(root), str(first), *secrets]) + "\n")
         self._stdin.flush()
         child = int(self._stdout.readline())
         before = len(list(root.rglob("*.safetensors")))
@@ -108,9 +111,11 @@ async def check(backend: FileBackend, keys: list[BlockKey]) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("num_kills", [8, pytest.param(50, marks=SLOW)])
+@pytest.mark.parametrize(
+    ("num_kills", "secrets"), [(8, []), (4, ["secret"]), pytest.param(50, [], marks=SLOW)]
+)
 async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
-    tmp_path: Path, num_kills: int
+    tmp_path: Path, num_kills: int, secrets: list[str]
 ) -> None:
     rng = random.Random(num_kills)
     num_unfinished = num_whole = 0
@@ -119,9 +124,11 @@ async def test_a_writer_killed_at_any_moment_leaves_whole_blocks_only(
             root = tmp_path / f"store-{kill % 4}"  # those killed last have left something there
             keys = hashed_keys(KEYS_PER_KILL, first=KEYS_PER_KILL * kill)
             first = KEYS_PER_KILL * kill
-            await asyncio.to_thread(started.kill_one, root, first, rng.randrange(12), rng)
+            moment = rng.randrange(12)
+            await asyncio.to_thread(started.kill_one, root, first, moment, rng, *secrets)
             num_unfinished += len(temporary_files(root))
-            async with open_store(root, crash_memory().namespace()) as backend:
+            fields = sealed(root, *secrets) if secrets else {}
+            async with open_store(root, crash_memory().namespace(), **fields) as backend:
                 num_whole += await check(backend, keys)
                 await backend.wait_indexed()
                 assert temporary_files(root) == []

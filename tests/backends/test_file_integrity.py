@@ -22,6 +22,8 @@ from tests.backends.file_store import (
     path_of,
     quarantine_of,
     remove_folder,
+    sealed,
+    secret_of,
     store,
 )
 
@@ -30,15 +32,7 @@ SOURCE, TARGET = range(NUM_KEYS), range(NUM_KEYS, 2 * NUM_KEYS)
 MEMORY = BlockMemory([[512]], num_blocks=2 * NUM_KEYS)
 NAMESPACE = MEMORY.namespace()
 KEYS = hashed_keys(NUM_KEYS)
-KINDS = ["off", "fast", "keyed"]
-
-
-def secret_of(root: Path, name: str) -> Path:
-    """Write a file with a secret, beside the store."""
-    secret = root.with_name(name)
-    secret.write_bytes(name.encode().ljust(32))
-    secret.chmod(0o600)
-    return secret
+KINDS = ["off", "fast", "keyed", "sealed"]
 
 
 def open_keyed(root: Path, name: str, memory: BlockMemory = MEMORY) -> FileBackend:
@@ -49,6 +43,8 @@ def open_keyed(root: Path, name: str, memory: BlockMemory = MEMORY) -> FileBacke
 def open_kind(root: Path, kind: str) -> FileBackend:
     if kind == "keyed":
         return open_keyed(root, "ours")
+    if kind == "sealed":
+        return open_store(root, NAMESPACE, **sealed(root, "ours"))
     return open_store(root, NAMESPACE, integrity=Integrity(kind))
 
 
@@ -77,7 +73,17 @@ def forget_integrity(root: Path) -> None:
 
 @pytest.mark.parametrize("is_recorded", [True, False])
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [("fast", "keyed"), ("keyed", "fast"), ("off", "fast"), ("off", "keyed")]
+    ("theirs", "ours"),
+    [
+        ("fast", "keyed"),
+        ("keyed", "fast"),
+        ("off", "fast"),
+        ("off", "keyed"),
+        ("fast", "sealed"),
+        ("sealed", "fast"),
+        ("sealed", "keyed"),
+        ("sealed", "off"),
+    ],
 )
 async def test_blocks_of_another_integrity_are_failed_and_stay(
     tmp_path: Path, theirs: str, ours: str, *, is_recorded: bool

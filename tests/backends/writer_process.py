@@ -14,7 +14,7 @@ from kvxfer.backends.file.io import IOVector, PosixFileIO, Result
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.units import ByteSize
-from tests.backends.file_store import hashed_keys, load_verified, open_store, store
+from tests.backends.file_store import hashed_keys, load_verified, open_store, sealed, store
 
 BATCH = 4
 
@@ -29,10 +29,11 @@ def shared_memory() -> BlockMemory:
     return BlockMemory([[12 << 10]], num_blocks=16)
 
 
-async def write_on(root: Path, first: int) -> None:
-    """Store new blocks until killed."""
+async def write_on(root: Path, first: int, *secrets: str) -> None:
+    """Store new blocks until killed, sealed if there are secrets."""
     memory = crash_memory()
-    async with open_store(root, memory.namespace(), write_threads=2) as backend:
+    fields = sealed(root, *secrets) if secrets else {}
+    async with open_store(root, memory.namespace(), write_threads=2, **fields) as backend:
         for batch in itertools.count():
             keys = hashed_keys(BATCH, first=first + BATCH * batch)
             await store(backend, keys, memory.describe(0, range(BATCH)))

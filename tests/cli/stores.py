@@ -45,6 +45,7 @@ class Store:
         num_tensors: int = 0,
         integrity: Integrity = Integrity.FAST,
         secret_file: Path | None = None,
+        tenant: str = "",
     ) -> Namespace:
         memory = BlockMemory(PAGES, num_blocks=num_blocks)
         namespace = memory.namespace(model=model)
@@ -56,6 +57,7 @@ class Store:
             min_free=ByteSize(1),
             integrity=integrity,
             secret_file=str(secret_file or ""),
+            tenant=tenant,
         )
 
         # Not in the event loop, which must not wait for the disk.

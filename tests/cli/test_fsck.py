@@ -171,6 +171,48 @@ def test_keyed_files_are_verified_with_the_secret_only(
     assert main(with_secret) == 1
 
 
+def test_sealed_files_are_verified_with_their_key_only(
+    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sealed = {"integrity": Integrity.SEALED, "secret_file": secret_file}
+    namespace = store.fill(**sealed, tenant="ours")  # type: ignore[arg-type]
+    command = ["fsck", str(store.root), "--repair"]
+    with_key = [*command, "--secret-file", str(secret_file), "--tenant", "ours"]
+    unverified = f"0 good, 0 bad, {NUM_BLOCKS} not verified: sealed\n"
+    for without_key in (command, with_key[:-2]):
+        assert main(without_key) == 0
+        assert capsys.readouterr().out == unverified
+    assert main(with_key) == 0
+    assert capsys.readouterr().out == f"{NUM_BLOCKS} good, 0 bad\n"
+    flip(5000)(store.path(namespace, store.keys[0]))
+    flip(90)(store.path(namespace, store.keys[1]))
+    assert main(command) == 1
+    assert store.quarantined() == {store.path(namespace, store.keys[1]).name}, "it shows to all"
+    assert main(with_key) == 1
+    assert "does not match its tag" in capsys.readouterr().out
+    assert len(store.quarantined()) == 2
+
+
+def test_with_a_secret_a_block_beside_sealed_ones_that_anybody_could_have_made_is_bad(
+    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret_file.write_bytes(bytes(64))
+    namespace = store.fill(num_blocks=2, integrity=Integrity.SEALED, secret_file=secret_file)
+    plain = Store(store.root.with_name("plain"))
+    plain.fill(num_blocks=2)
+    path = store.path(namespace, store.keys[0])
+    path.write_bytes(plain.path(namespace, store.keys[0]).read_bytes())
+    command = ["fsck", str(store.root), "--secret-file", str(secret_file)]
+    assert main(command) == 1
+    first, summary = capsys.readouterr().out.splitlines()
+    assert "integrity is 'fast'; expected 'sealed'" in first
+    assert summary == "1 good, 1 bad"
+    for record in (store.root / namespace.fingerprint).glob("integrity.*"):
+        record.unlink()  # as in the copy of a bucket
+    assert main(command) == 1
+    assert capsys.readouterr().out.endswith("1 good, 1 bad\n")
+
+
 def test_with_a_secret_a_block_that_anybody_could_have_made_is_bad(
     store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -279,6 +321,7 @@ def test_control_sequences_in_a_file_do_not_reach_the_terminal(
         (["{}/file"], "{}/file: Not a directory"),
         (["{}", "--secret-file", "{}/nothing"], "secret_file is '{}/nothing'"),
         (["{}", "--secret-file", "{}/file"], "secret_file is '5 bytes'"),
+        (["{}", "--tenant", "somebody"], "tenant is 'somebody'"),
     ],
 )
 def test_misuse_is_said_in_one_line(

@@ -106,6 +106,28 @@ def test_a_keyed_block_needs_the_secret(
     assert main(with_secret) == 1
 
 
+def test_a_sealed_block_is_shown_without_its_key_and_verified_with_it(
+    store: Store, secret_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sealed = {"integrity": Integrity.SEALED, "secret_file": secret_file}
+    namespace = store.fill(num_blocks=1, tenant="ours", **sealed)  # type: ignore[arg-type]
+    path = store.path(namespace, store.keys[0])
+    with_secret = ["inspect", str(path), "--secret-file", str(secret_file)]
+    for command in (["inspect", str(path)], with_secret):
+        assert main(command) == 0
+        said = shown(capsys)
+        assert said["integrity"] == "sealed"
+        assert said["key"] == f"{store.keys[0].hex()} (group 0)"
+        assert said["tensor"] == f"sealed: U8 [{DATA_BYTES}]"
+        assert said["seal"] == "holds"
+        assert "not verified: sealed" in said["checksum"]
+    assert main([*with_secret, "--tenant", "ours"]) == 0
+    assert shown(capsys)["checksum"].endswith(" holds")
+    flip(path, 4096)
+    assert main([*with_secret, "--tenant", "ours"]) == 1
+    assert "does not hold: the data does not match its tag" in shown(capsys)["checksum"]
+
+
 def test_a_block_without_a_checksum_says_so(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,14 +24,15 @@ def test_the_table_has_a_line_per_namespace_and_a_total(
     assert main(["ls", str(store.root)]) == 0
     header, *lines, total = capsys.readouterr().out.splitlines()
     assert header.split() == (
-        "NAMESPACE MODEL DTYPE BLOCKS SIZE OLDEST USE NEWEST USE BAD".split()  # noqa: SIM905
+        "NAMESPACE MODEL DTYPE INTEGRITY BLOCKS SIZE OLDEST USE NEWEST USE BAD".split()  # noqa: SIM905
     )
     by_fingerprint = {line.split()[0]: line for line in lines}
     assert list(by_fingerprint) == sorted(space.fingerprint for space in namespaces)
     other = by_fingerprint[namespaces[1].fingerprint].split()
-    assert other[1:] == ["another", "2", "24.0", "KiB", "3", "d", "ago", "1", "d", "ago", "0"]
+    assert other[1:5] == ["another", "fast", "2", "24.0"]
+    assert other[5:] == ["KiB", "3", "d", "ago", "1", "d", "ago", "0"]
     ours = by_fingerprint[namespaces[0].fingerprint].split()
-    assert ours[1:5] == ["example/model", "7", "84.0", "KiB"]
+    assert ours[1:6] == ["example/model", "fast", "7", "84.0", "KiB"]
     assert ours[-1] == "1"
     assert total.split()[:5] == ["total:", "2", "9", "108.0", "KiB"]
 
@@ -43,6 +44,7 @@ def test_json_is_a_list_of_objects(store: Store, capsys: pytest.CaptureFixture[s
     (usage,) = json.loads(capsys.readouterr().out)
     assert usage["fingerprint"] == namespace.fingerprint
     assert usage["namespace"]["model"] == "example/model"
+    assert usage["integrity"] == ["fast"]
     assert usage["num_blocks"] == NUM_BLOCKS
     assert usage["num_bytes"] == NUM_BLOCKS * FILE_BYTES == store.counted_bytes
     assert usage["num_quarantined"] == usage["quarantined_bytes"] == 0
@@ -57,7 +59,7 @@ def test_a_namespace_without_description_or_blocks_is_listed(
     (store.root / namespace.fingerprint / "namespace.json").write_text("{")
     assert main(["ls", str(store.root)]) == 0
     line = capsys.readouterr().out.splitlines()[1]
-    assert line.split() == [namespace.fingerprint, "?", "?", "0", "0", "B", "-", "-", "0"]
+    assert line.split() == [namespace.fingerprint, "?", "?", "fast", "0", "0", "B", "-", "-", "0"]
 
 
 def test_a_model_cannot_give_orders_to_the_terminal(

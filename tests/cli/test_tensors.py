@@ -70,7 +70,7 @@ def test_fsck_and_ls_know_the_blocks_and_what_they_take(
     capsys: pytest.CaptureFixture[str],
     integrity: Integrity,
 ) -> None:
-    secret = secret_file if integrity is Integrity.KEYED else None
+    secret = secret_file if integrity.needs_secret else None
     namespace = store.fill(num_tensors=NUM_TENSORS, integrity=integrity, secret_file=secret)
     assert main(["fsck", str(store.root), *(["--secret-file", str(secret)] if secret else [])]) == 0
     counted = "without a checksum" if integrity is Integrity.OFF else "good"

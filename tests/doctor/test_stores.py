@@ -190,6 +190,14 @@ def test_a_secret_that_is_missing_is_named(tmp_path: Path, secret_file: Path) ->
     named(check_secret, sound, Severity.OK)
 
 
+def test_a_secret_of_sealed_blocks_is_checked_too(tmp_path: Path, secret_file: Path) -> None:
+    sealed = {"integrity": Integrity.SEALED, "tenant": "somebody"}
+    missing = config(tmp_path, **sealed)  # type: ignore[arg-type]
+    assert "secret_file" in named(check_secret, missing, Severity.ERROR).found
+    sound = config(tmp_path, secret_file=str(secret_file), **sealed)  # type: ignore[arg-type]
+    assert named(check_secret, sound, Severity.OK).found == "integrity=sealed"
+
+
 def test_an_examination_has_every_check_of_a_store_under_its_name(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB&engine=posix&direct=off"
     findings = [each for each in examine([url], timeout_s=30) if each.subject.startswith("file:")]

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 
 import xxhash
@@ -12,8 +13,14 @@ from kvxfer.backends.file.folders.ledger import Ledger
 from kvxfer.backends.file.folders.namespace_file import TextFolder
 from kvxfer.backends.file.folders.namespace_folder import NamespaceFolder
 from kvxfer.backends.file.format.digest import Digester
-from kvxfer.backends.file.format.header import BlockFileError, BlockHeader, OtherIntegrityError
-from kvxfer.backends.file.format.verification import read_header
+from kvxfer.backends.file.format.header import (
+    OTHER_KEY_REASON,
+    BlockFileError,
+    BlockHeader,
+    OtherIntegrityError,
+)
+from kvxfer.backends.file.format.page_cipher import KEY_ID_BYTES, key_id_in
+from kvxfer.backends.file.format.verification import read_header, require_readable
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.integrity import Integrity
@@ -29,21 +36,18 @@ OTHER_SECRET = Outcome(
     Status.FAILED, reason="secret_file: the blocks in the folder are sealed with another secret"
 )
 
+_KEY_ID = re.compile(f"^[0-9a-f]{{{2 * KEY_ID_BYTES}}}$", re.MULTILINE)
+
 logger = logging.getLogger(__name__)
-
-
-def other_integrity(said: Integrity, ours: Integrity) -> Outcome:
-    """Make the outcome of a block that was stored with another integrity than ours."""
-    return Outcome(Status.FAILED, reason=str(OtherIntegrityError(said, ours)))
 
 
 class IntegrityRecord:
     """Record of the kinds of blocks in a namespace's folder, shared by its processes.
 
     Each process notes its kind in a file. The file for keyed blocks holds a proof of the secret,
-    which does not reveal it. So a block that this process cannot read is neither offered by a
-    lookup nor taken for stored, and one whose seal fails is corrupt only if the secret is the right
-    one. Thread-safe; every method blocks.
+    which does not reveal it, and the file for sealed ones the names of their keys. So a block that
+    this process cannot read is neither offered by a lookup nor taken for stored, and one whose seal
+    fails is corrupt only if the secret is the right one. Thread-safe; every method blocks.
 
     Args:
         folder: Folder of the namespace.
@@ -60,10 +64,10 @@ class IntegrityRecord:
         self._tree = tree
         self._ledger = ledger
         self._kind = digester.integrity
-        self._unreadable = (
-            () if self._kind is Integrity.OFF else tuple(set(Integrity) - {self._kind})
-        )
+        self._unreadable = tuple(kind for kind in Integrity if not self._kind.reads(kind))
         self._text = _make_record(folder, digester)
+        cipher = digester.cipher
+        self._key_id = cipher.key_id(folder.fingerprint) if cipher else ""
 
     def open(self) -> None:
         """Note our kind, and warn when there may be blocks of other kinds.
@@ -73,14 +77,21 @@ class IntegrityRecord:
             OSError: The record cannot be made.
         """
         self._note_own_kind()
-        others = self._other_kinds()
+        others, where = self._other_kinds(), self._folder.root / self._folder.fingerprint
         if others:
             logger.warning(
                 "%s holds blocks of integrity=%s, which integrity=%s does not read: they are "
                 "misses, and are not stored again until they are evicted or removed",
-                self._folder.root / self._folder.fingerprint,
+                where,
                 ", ".join(sorted(kind.value for kind in others)),
                 self._kind.value,
+            )
+        if self._has_other_keys():
+            logger.warning(
+                "%s holds blocks that are %s: they are misses, and are not stored again until they "
+                "are evicted or removed",
+                where,
+                OTHER_KEY_REASON,
             )
 
     def is_sealed_with_our_secret(self) -> bool:
@@ -93,13 +104,15 @@ class IntegrityRecord:
             return self._kind is not Integrity.KEYED
         return True
 
-    def note(self, kind: Integrity) -> None:
-        """Note that there is a block of another kind.
+    def note(self, kind: Integrity, key_id: str = "") -> None:
+        """Note that there is a block of another kind, or sealed with another key.
 
         Raises:
             OSError: The record cannot be written.
         """
-        if not self._has(kind):
+        if key_id:
+            self._folder.put_text(RECORDS[kind], _with_key(self._read(kind), key_id))
+        elif not self._has(kind):
             self._folder.put_text(RECORDS[kind], f"{kind.value}\n")
 
     def unreadable(
@@ -120,15 +133,19 @@ class IntegrityRecord:
         if self._has_other_secret():
             return dict.fromkeys(there, OTHER_SECRET)
         found: dict[int, Outcome] = {}
-        if self._other_kinds():
+        if self._other_kinds() or self._has_other_keys():
             for index in there:
-                said = _kind_in(read_head(self._folder, keys[index]))
-                if said in self._unreadable:
-                    found[index] = other_integrity(said, self._kind)
+                header = _header_in(read_head(self._folder, keys[index]))
+                try:
+                    if header:
+                        require_readable(header, self._digester)
+                except OtherIntegrityError as exc:
+                    found[index] = Outcome(Status.FAILED, reason=str(exc))
         return found
 
     def _note_own_kind(self) -> None:
-        if self._read(self._kind) == self._text:
+        record = self._read(self._kind)
+        if record == self._with_ours(record):
             return
         with self._ledger.locked():
             found = self._tree.blocks(self._folder.fingerprint)
@@ -140,10 +157,22 @@ class IntegrityRecord:
                 require_secret(self._folder, self._digester, heads, where)
             if not any(map(self._has, Integrity)):  # made by an earlier version
                 heads = (read_head(self._folder, block.key, block.folder) for block in blocks)
-                for kind in {_kind_in(head) for head in heads} - {None, self._kind}:
-                    if kind:
-                        self.note(kind)
-            self._folder.put_text(RECORDS[self._kind], self._text)
+                headers = filter(None, map(_header_in, heads))
+                for said in {(each.integrity, key_id_in(each.checksum)) for each in headers}:
+                    self.note(*said)
+            record = self._with_ours(self._read(self._kind))
+            self._folder.put_text(RECORDS[self._kind], record)
+
+    def _with_ours(self, record: str | None) -> str:
+        """Make the record of our kind: one of sealed blocks keeps the names of others' keys."""
+        return _with_key(record, self._key_id) if self._key_id else self._text
+
+    def _has_other_keys(self) -> bool:
+        cipher, fingerprint = self._digester.cipher, self._folder.fingerprint
+        if cipher is None:
+            return False
+        names = _key_ids_in(self._read(self._kind))
+        return not all(cipher.knows(fingerprint, name) for name in names)
 
     def _has_other_secret(self) -> bool:
         """Whether the record is that of another secret."""
@@ -179,7 +208,7 @@ def require_secret(
     said = _proof_in(_read_record(folder, Integrity.KEYED))
     if said == _proof_in(_make_record(folder, digester)):
         return
-    verdicts = [_holds(head, digester) for head in heads if _kind_in(head) is Integrity.KEYED]
+    verdicts = [_holds(head, digester) for head in heads if _is_keyed(head)]
     if not any(verdicts) and (said or verdicts):
         wanted = f"the one that sealed the blocks in {where}; to give these up, remove it"
         raise InvalidArgumentError("secret_file", "another secret", wanted)
@@ -199,11 +228,27 @@ def read_head(folder: NamespaceFolder, key: BlockKey, found_in: str = "") -> byt
         os.close(fd)
 
 
-def _kind_in(head: bytes) -> Integrity | None:
+def has_keyed(folder: TextFolder, heads: Iterable[bytes]) -> bool:
+    """Whether a folder has keyed blocks, by its record or by the headers of some."""
+    record = _read_record(folder, Integrity.KEYED)
+    return record is not None or any(map(_is_keyed, heads))
+
+
+def kinds_in(folder: TextFolder) -> list[Integrity]:
+    """List the kinds of blocks that there may be in a folder, by its records."""
+    return [kind for kind in RECORDS if _read_record(folder, kind) is not None]
+
+
+def _header_in(head: bytes) -> BlockHeader | None:
     try:
-        return BlockHeader.decode(head).integrity
+        return BlockHeader.decode(head)
     except BlockFileError:
         return None
+
+
+def _is_keyed(head: bytes) -> bool:
+    header = _header_in(head)
+    return header is not None and header.integrity is Integrity.KEYED
 
 
 def _holds(head: bytes, digester: Digester) -> bool:
@@ -225,6 +270,15 @@ def _proof_in(record: str | None) -> str:
     """Extract the proof from a record; empty when it is missing or damaged."""
     proof, _, checksum = (record or "").removesuffix("\n").partition(" ")
     return proof if proof and xxhash.xxh3_64_hexdigest(proof.encode()) == checksum else ""
+
+
+def _with_key(record: str | None, key_id: str) -> str:
+    """Add the name of a key to a record of sealed blocks."""
+    return "\n".join([Integrity.SEALED.value, *sorted({*_key_ids_in(record), key_id}), ""])
+
+
+def _key_ids_in(record: str | None) -> list[str]:
+    return _KEY_ID.findall(record or "")
 
 
 def _read_record(folder: TextFolder, kind: Integrity) -> str | None:

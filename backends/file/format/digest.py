@@ -5,10 +5,9 @@ from typing import Protocol
 
 import xxhash
 
+from kvxfer.backends.file.format.page_cipher import SECRET_BYTES, PageCipher
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.integrity import Integrity
-
-SECRET_BYTES = 32
 
 
 class Hasher(Protocol):
@@ -26,24 +25,36 @@ class Digester:
 
     Args:
         integrity: Kind of the checksums.
-        secret: 32 bytes, for `KEYED` only.
+        secret: 32 bytes, for `KEYED` and `SEALED` only; for `SEALED` also several secrets of 32
+            bytes, the newest first.
+        tenant: Tenant of `SEALED` blocks.
+
+    Attributes:
+        integrity: As given.
+        cipher: Encrypts the data of `SEALED` blocks, whose checksums it makes; None for any other.
 
     Raises:
-        InvalidArgumentError: `KEYED` without a secret of 32 bytes, a secret without `KEYED`, or
-            the package `blake3` is missing.
+        InvalidArgumentError: `KEYED` or `SEALED` without a secret, one of another length, a secret
+            or a tenant without these, or the package `blake3` is missing.
+        MissingExtraError: The package `cryptography` is missing.
     """
 
-    def __init__(self, integrity: Integrity, secret: bytes | None = None) -> None:
-        keyed = integrity is Integrity.KEYED
-        if keyed != (secret is not None):
-            wanted = "a secret with integrity=keyed, and only then"
+    def __init__(self, integrity: Integrity, secret: bytes | None = None, tenant: str = "") -> None:
+        is_sealed = integrity is Integrity.SEALED
+        if integrity.needs_secret != (secret is not None):
+            wanted = "a secret with integrity=keyed or sealed, and only then"
             raise InvalidArgumentError("secret_file", integrity.value, wanted)
-        if secret is not None and len(secret) != SECRET_BYTES:
-            wanted = f"a file of {SECRET_BYTES} bytes, such as head -c 32 /dev/urandom makes"
-            raise InvalidArgumentError("secret_file", f"{len(secret)} bytes", wanted)
+        if tenant and not is_sealed:
+            raise InvalidArgumentError("tenant", tenant, "none without integrity=sealed")
+        if secret is not None:
+            require_secrets(secret, several=is_sealed)
         self.integrity = integrity
-        self._secret = secret
-        if keyed:
+        self.cipher: PageCipher | None = None
+        self._secret = None if is_sealed else secret
+        if secret is not None and is_sealed:
+            starts = range(0, len(secret), SECRET_BYTES)
+            self.cipher = PageCipher([secret[at : at + SECRET_BYTES] for at in starts], tenant)
+        elif secret is not None:
             _import_blake3()
 
     def checksum(self, data: Iterable[memoryview]) -> str:
@@ -70,6 +81,19 @@ class Digester:
             return xxhash.xxh3_64()
         hasher: Hasher = _import_blake3()(key=self._secret)
         return hasher
+
+
+def require_secrets(secret: bytes, *, several: bool) -> None:
+    """Check the length of a secret, or of several in a row.
+
+    Raises:
+        InvalidArgumentError: It is another one.
+    """
+    found, wanted = len(secret), f"{SECRET_BYTES} bytes, such as head -c 32 /dev/urandom makes"
+    if found == SECRET_BYTES or (several and found and found % SECRET_BYTES == 0):
+        return
+    wanted += ", or of several such secrets" if several else ""
+    raise InvalidArgumentError("secret_file", f"{found} bytes", f"a file of {wanted}")
 
 
 def _import_blake3() -> type:

@@ -1,12 +1,14 @@
 """Header of a block file: a safetensors header with the block's key, namespace and checksum."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.format.page_cipher import key_id_in
 from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey, StoredTensor
 
@@ -26,6 +28,7 @@ bytes."""
 
 MAX_DETAIL_CHARS = 1000
 """Most characters of an error: text from a file must not fill a log."""
+OTHER_KEY_REASON = "sealed with another key, of another tenant or another secret"
 _METADATA_BYTES = 1024  # more than the longest key and keyed checksums take
 
 
@@ -41,15 +44,23 @@ class BlockFileError(KVXferError, ValueError):
 
 
 class OtherIntegrityError(BlockFileError):
-    """Block of another integrity, which only engines with that integrity can read.
+    """Block of another integrity, or sealed with another key: engines that have these can read it.
 
     Attributes:
         said: Integrity that the block was stored with.
+        key_id: What names the key of a sealed block, where it is not ours; empty otherwise.
     """
 
-    def __init__(self, said: Integrity, expected: Integrity) -> None:
+    def __init__(self, said: Integrity, expected: Integrity, *, key_id: str = "") -> None:
         self.said = said
-        super().__init__(f"integrity is {said.value!r}; expected {expected.value!r}")
+        self.key_id = key_id
+        other = f"integrity is {said.value!r}; expected {expected.value!r}"
+        super().__init__(OTHER_KEY_REASON if key_id else other)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Outcome of a load of the block: what another key has sealed is not there for us."""
+        return Outcome(Status.MISSING if self.key_id else Status.FAILED, reason=str(self))
 
 
 class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +92,9 @@ class BlockHeader:
     The data is that of the tensors, in order. Where a group says which tensors its chunks are,
     the file lists them. Otherwise it holds one tensor, `blocks`: uint8,
     `(num_blocks, block_size_bytes)`, the blocks of the chunk from the one at byte `start` of the
-    chunk on; what their pages are is written in the `namespace.json` of the folder.
+    chunk on; what their pages are is written in the `namespace.json` of the folder. A sealed file
+    lists the tensor `sealed`, uint8, `(num_bytes,)`, in place of either, behind a header as long as
+    theirs.
 
     The header is sealed: its own checksum covers every field, that of the data included, so that
     a changed header is never mistaken for another block's.
@@ -93,6 +106,7 @@ class BlockHeader:
         tensors: Tensors that the data consists of.
         integrity: Kind of `checksum`.
         checksum: Hexadecimal digits over the data.
+        min_size_bytes: Least bytes of the header, where it is longer than `tensors` need.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -103,6 +117,7 @@ class BlockHeader:
     tensors: tuple[StoredTensor, ...]
     integrity: Integrity
     checksum: str
+    min_size_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -117,12 +132,15 @@ class BlockHeader:
     @property
     def data_offset(self) -> int:
         """Offset of the data in the file, in bytes: the size of the header."""
-        return header_size(self.tensors)
+        return max(header_size(self.tensors), self.min_size_bytes)
 
     def encode(self, digester: Digester) -> bytes:
         """Write the header, `data_offset` bytes long."""
-        frame = HeaderFrame(self.namespace, self.start, self.tensors, digester)
-        return frame.fill(self.key, self.checksum, self.integrity)
+        return self._frame(digester).fill(self.key, self.checksum, self.integrity)
+
+    def bound(self, digester: Digester) -> bytes:
+        """See `HeaderFrame.bound`."""
+        return self._frame(digester).bound(self.key)
 
     @classmethod
     def decode(cls, data: bytes) -> "BlockHeader":
@@ -144,6 +162,8 @@ class BlockHeader:
                 integrity=Integrity(metadata.integrity),
                 checksum=metadata.checksum,
             )
+            if found.integrity is Integrity.SEALED:
+                found = _complete_sealed(found, len(data))
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise BlockFileError(f"not a block file: {exc}") from exc
         if (metadata.format, metadata.version) != ("kvxfer-block", FORMAT_VERSION):
@@ -167,7 +187,7 @@ class BlockHeader:
         header = cls.decode(data)
         is_other = digester.integrity not in (header.integrity, Integrity.OFF)
         if header.integrity is not Integrity.KEYED:
-            sealer: Digester | None = Digester(header.integrity)
+            sealer: Digester | None = Digester(Integrity.FAST)
         else:
             sealer = digester if digester.integrity is Integrity.KEYED else None
         if sealer and header.encode(sealer) != data:
@@ -175,6 +195,11 @@ class BlockHeader:
         if is_other:
             raise OtherIntegrityError(header.integrity, digester.integrity)
         return header
+
+    def _frame(self, digester: Digester) -> "HeaderFrame":
+        return HeaderFrame(
+            self.namespace, self.start, self.tensors, digester, min_size_bytes=self.min_size_bytes
+        )
 
 
 class HeaderFrame:
@@ -185,14 +210,21 @@ class HeaderFrame:
         start: See `BlockHeader`.
         tensors: See `BlockHeader`.
         digester: Makes the seals.
+        min_size_bytes: See `BlockHeader`.
     """
 
     def __init__(
-        self, namespace: str, start: int, tensors: Sequence[StoredTensor], digester: Digester
+        self,
+        namespace: str,
+        start: int,
+        tensors: Sequence[StoredTensor],
+        digester: Digester,
+        *,
+        min_size_bytes: int = 0,
     ) -> None:
         listed = _list(tensors)
         self._digester = digester
-        self._num_bytes = _size(listed)
+        self._num_bytes = max(_size(listed), min_size_bytes)
         self._length = (self._num_bytes - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
         self._before_key = (
             f'{{"__metadata__":{{"format":"kvxfer-block","version":"{FORMAT_VERSION}",'
@@ -209,6 +241,18 @@ class HeaderFrame:
         seal = self._digester.seal(head + self._after_seal).encode()
         parts = (self._length, head, b',"seal":"', seal, b'"', self._after_seal)
         return b"".join(parts).ljust(self._num_bytes)
+
+    def checksum_in(self, head: bytes, key: BlockKey, integrity: Integrity) -> str:
+        """Read the checksum from a header where `fill` writes it; any text from another header."""
+        before = f'{self._before_key}{key.hex()}","integrity":"{integrity.value}","checksum":"'
+        start = LENGTH_BYTES + len(before)
+        return head[start : head.find(b'"', start)].decode(errors="replace")
+
+    def bound(self, key: BlockKey) -> bytes:
+        """List what the tag of a sealed block covers of its header: all but the checksums."""
+        return b"".join(
+            (self._length, f'{self._before_key}{key.hex()}"'.encode(), self._after_seal)
+        )
 
 
 def padded(num_bytes: int) -> int:
@@ -247,6 +291,13 @@ def _list(tensors: Sequence[StoredTensor]) -> bytes:
         entries[tensor.name] = _Tensor(tensor.dtype, tensor.shape, (start, stop))
         start = stop
     return b"," + msgspec.json.encode(entries)[1:-1] if entries else b""
+
+
+def _complete_sealed(header: BlockHeader, size_bytes: int) -> BlockHeader:
+    if not key_id_in(header.checksum):
+        raise InvalidArgumentError("checksum", header.checksum, "that of a sealed block")
+    is_longer = header.data_offset < size_bytes
+    return replace(header, min_size_bytes=size_bytes) if is_longer else header
 
 
 def _read_tensors(entries: dict[str, msgspec.Raw]) -> tuple[StoredTensor, ...]:

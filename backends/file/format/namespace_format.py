@@ -1,12 +1,13 @@
 """Format of the block files of one namespace: their headers, and the checks of what was read."""
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.group_format import GroupFormat
 from kvxfer.backends.file.format.header import BlockFileError, HeaderFrame
-from kvxfer.backends.file.format.verification import check_data, check_header
-from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace
+from kvxfer.backends.file.format.verification import check_data, check_header, require_readable
+from kvxfer.storage.keys import GROUP_INDEX_BYTES, BlockKey, Namespace, StoredTensor
 
 
 class NamespaceFormat:
@@ -41,15 +42,42 @@ class NamespaceFormat:
         """Get the format of the files of a key's group."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]
 
-    def header(self, key: BlockKey, start: int, num_bytes: int, checksum: str) -> bytes:
-        """Make the header of a file with this data."""
-        group = key[-GROUP_INDEX_BYTES:]
-        frame = self._frames.get((group, start, num_bytes))
-        if frame is None:
-            tensors = self._formats[group].tensors(num_bytes)
-            frame = HeaderFrame(self.fingerprint, start, tensors, self.digester)
-            self._frames[group, start, num_bytes] = frame
-        return frame.fill(key, checksum, self.digester.integrity)
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether data is encrypted, so that it is never that of the caller's memory."""
+        return self.digester.cipher is not None
+
+    def header(
+        self, key: BlockKey, start: int, num_bytes: int, data: Sequence[memoryview]
+    ) -> bytes:
+        """Make the header of a file with this data, which is encrypted in place if it is sealed."""
+        frame, digester = self._frame(key, start, num_bytes), self.digester
+        if digester.cipher is None:
+            checksum = digester.checksum(data)
+        else:
+            (whole,) = data
+            bound = frame.bound(key)
+            checksum = digester.cipher.encrypt(self.fingerprint, key, bound, whole)
+        return frame.fill(key, checksum, digester.integrity)
+
+    def is_whole(
+        self,
+        key: BlockKey,
+        head: bytes,
+        num_bytes: int,
+        data: Sequence[memoryview],
+        into: memoryview | None = None,
+    ) -> bool:
+        """Whether a file is as it was stored, from byte 0 of its chunk; decrypts like `check`."""
+        cipher, integrity = self.digester.cipher, self.digester.integrity
+        # One comparison for the seal, the key, the namespace, the size and the checksum.
+        if cipher is None:
+            return head == self.header(key, 0, num_bytes, data)
+        frame = self._frame(key, 0, num_bytes)
+        checksum = frame.checksum_in(head, key, integrity)
+        if head != frame.fill(key, checksum, integrity):
+            return False
+        return cipher.decrypt(self.fingerprint, key, frame.bound(key), checksum, data, into)
 
     def data_size(self, key: BlockKey, file_size_bytes: int) -> int:
         """Compute the bytes of data of a file, which must be such as a file of its group has.
@@ -64,20 +92,47 @@ class NamespaceFormat:
             raise BlockFileError(f"the file has {file_size_bytes} bytes, {whole}")
         return num_bytes
 
-    def check(self, key: BlockKey, head: bytes, data: memoryview) -> int:
+    def check(
+        self, key: BlockKey, head: bytes, data: memoryview, into: memoryview | None = None
+    ) -> int:
         """Check everything that was read of a file; return the offset of its data in the chunk.
 
+        Args:
+            key: Key of the file.
+            head: Its header.
+            data: Its data.
+            into: Memory for what is decrypted, in place of that of `data`.
+
         Raises:
-            OtherIntegrityError: The block was stored with another integrity.
+            OtherIntegrityError: The block was stored with another integrity, or sealed with a key
+                that is not ours.
             BlockFileError: A byte is not what was stored, or the file is another block's.
         """
         digester, namespace = self.digester, self.fingerprint
-        if head == self.header(key, 0, len(data), digester.checksum([data])):
+        if self.is_whole(key, head, len(data), [data], into):
             return 0
         header = check_header(head, digester, namespace=namespace, key=key, num_bytes=len(data))
-        tensors = self.format(key).tensors(len(data))
-        for said, expected in zip_longest(header.tensors, tensors):
+        require_readable(header, digester)  # before what only such a header lists
+        for said, expected in zip_longest(header.tensors, self._tensors(key, len(data))):
             if said != expected:
                 raise BlockFileError(f"tensor: the file says {said}, expected {expected}")
-        check_data(header, digester, [data])
+        check_data(header, digester, [data], into)
         return header.start
+
+    def _frame(self, key: BlockKey, start: int, num_bytes: int) -> HeaderFrame:
+        group = key[-GROUP_INDEX_BYTES:]
+        frame = self._frames.get((group, start, num_bytes))
+        if frame is None:
+            frame = self._frames[group, start, num_bytes] = HeaderFrame(
+                self.fingerprint,
+                start,
+                self._tensors(key, num_bytes),
+                self.digester,
+                min_size_bytes=self.format(key).header_size_bytes,
+            )
+        return frame
+
+    def _tensors(self, key: BlockKey, num_bytes: int) -> tuple[StoredTensor, ...]:
+        if self.is_encrypted:
+            return (StoredTensor(name="sealed", dtype="U8", shape=(num_bytes,)),)
+        return self.format(key).tensors(num_bytes)

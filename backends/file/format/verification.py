@@ -9,8 +9,10 @@ from kvxfer.backends.file.format.header import (
     LENGTH_BYTES,
     BlockFileError,
     BlockHeader,
+    OtherIntegrityError,
     header_size_in,
 )
+from kvxfer.backends.file.format.page_cipher import key_id_in
 from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import BlockKey
 
@@ -45,13 +47,46 @@ def check_header(
     return header
 
 
-def check_data(header: BlockHeader, digester: Digester, data: Iterable[memoryview]) -> None:
-    """Compare the data of a file with its checksum; do nothing when integrity is off.
+def require_readable(header: BlockHeader, digester: Digester) -> None:
+    """Check that we read blocks of a header's integrity and, if it is sealed, have its key.
 
     Raises:
+        OtherIntegrityError: Only engines with another integrity, or another key, can read it.
+    """
+    said, ours = header.integrity, digester.integrity
+    if not ours.reads(said):
+        raise OtherIntegrityError(said, ours)
+    if digester.cipher is not None:
+        key_id = key_id_in(header.checksum)
+        if not digester.cipher.knows(header.namespace, key_id):
+            raise OtherIntegrityError(said, ours, key_id=key_id)
+
+
+def check_data(
+    header: BlockHeader,
+    digester: Digester,
+    data: Iterable[memoryview],
+    into: memoryview | None = None,
+) -> None:
+    """Compare the data of a file with its checksum; do nothing when integrity is off.
+
+    Args:
+        header: Header of the file, which was verified.
+        digester: Makes the checksum, or decrypts.
+        data: The data, in pieces; sealed data is decrypted in its place.
+        into: Memory for what is decrypted, in place of that of `data`.
+
+    Raises:
+        OtherIntegrityError: See `require_readable`.
         BlockFileError: A byte changed.
     """
-    if digester.integrity is not Integrity.OFF:
+    require_readable(header, digester)
+    if digester.cipher is not None:
+        bound = header.bound(digester)
+        sealed = header.namespace, header.key, bound, header.checksum
+        if not digester.cipher.decrypt(*sealed, data, into):
+            raise BlockFileError("the data does not match its tag")
+    elif digester.integrity is not Integrity.OFF:
         found = digester.checksum(data)
         if found != header.checksum:
             raise BlockFileError(f"checksum of the data is {found}, stored {header.checksum}")

@@ -9,13 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvxfer.backends.file.folders.block_tree import FoundBlock
-from kvxfer.backends.file.folders.integrity_record import NUM_SAMPLES, require_secret
-from kvxfer.backends.file.folders.namespace_file import read_namespace
-from kvxfer.backends.file.format.digest import Digester
+from kvxfer.backends.file.folders.integrity_record import (
+    NUM_SAMPLES,
+    has_keyed,
+    kinds_in,
+    require_secret,
+)
+from kvxfer.backends.file.folders.namespace_file import TextFolder, read_namespace
+from kvxfer.backends.file.format.digest import Digester, require_secrets
 from kvxfer.backends.file.format.header import BlockFileError, BlockHeader, OtherIntegrityError
 from kvxfer.backends.file.format.verification import check_data, check_header
 from kvxfer.backends.file.maintenance.block_store import BlockStore, OpenBlock, StoredNamespace
-from kvxfer.errors import BackendUnavailableError
+from kvxfer.errors import BackendUnavailableError, InvalidArgumentError
 from kvxfer.storage.integrity import Integrity
 
 FILES_IN_LINE = 1024
@@ -26,6 +31,7 @@ class Verdict(enum.Enum):
     """Verdict on a block file.
 
     `GOOD`: every byte is what was stored. `KEYED`: nothing is wrong that shows without the secret.
+    `SEALED`: the same of a sealed block, without the secret or with that of another key.
     `UNCHECKED`: nothing is wrong with the header, and no checksum of the data was stored.
     `CORRUPT`: a lookup must not find it. `OTHER`: it was stored with another integrity, and engines
     with that integrity read it. `UNREADABLE`: the operating system, or the server, cannot read it.
@@ -34,6 +40,7 @@ class Verdict(enum.Enum):
 
     GOOD = "good"
     KEYED = "not verified: keyed"
+    SEALED = "not verified: sealed"
     UNCHECKED = "no checksum"
     CORRUPT = "corrupt"
     OTHER = "of another integrity"
@@ -67,21 +74,44 @@ class BlockCheck:
     """Check of single files, of which only the place is known; blocks; thread-safe.
 
     Args:
-        secret: The secret of `integrity=keyed`. With one, every file must be sealed by it.
-            Without, nobody can tell whether a keyed file is whole.
+        secret: The secret of `integrity=keyed` or `sealed`. With one, every file must be of that
+            integrity. Without, nobody can tell whether such a file is whole.
+        tenant: Whose sealed files are verified.
 
-    Attributes:
-        keyed: Makes seals with the secret; None without.
+    Raises:
+        InvalidArgumentError: The secret is of no use, or a tenant without one.
     """
 
-    def __init__(self, secret: bytes | None = None) -> None:
-        self.keyed = Digester(Integrity.KEYED, secret) if secret is not None else None
+    def __init__(self, secret: bytes | None = None, tenant: str = "") -> None:
+        if tenant and secret is None:
+            raise InvalidArgumentError("tenant", tenant, "none without a secret file")
+        if secret is not None:
+            require_secrets(secret, several=True)
+        self._secret = secret
+        self._tenant = tenant
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether files of an integrity that needs a secret can be verified."""
+        return self._secret is not None
 
     def digester(self, integrity: Integrity) -> Digester:
-        """Choose the digester for a file that was sealed with `integrity`."""
-        if self.keyed:
-            return self.keyed
-        return Digester(Integrity.OFF if integrity is Integrity.KEYED else integrity)
+        """Make the digester for files of an integrity."""
+        if not integrity.needs_secret:
+            return Digester(integrity)
+        if self._secret is None:
+            return Digester(Integrity.OFF)
+        tenant = self._tenant if integrity is Integrity.SEALED else ""
+        return Digester(integrity, self._secret, tenant)
+
+    def require_secret_for(self, header: BlockHeader, expected: Integrity) -> None:
+        """Check that a file is one which needs the secret, if there is one.
+
+        Raises:
+            OtherIntegrityError: Anybody could have made it.
+        """
+        if self.has_secret and not header.integrity.needs_secret:
+            raise OtherIntegrityError(header.integrity, expected)
 
     def check(
         self, namespace: StoredNamespace, block: FoundBlock, *, repair: bool = False
@@ -100,8 +130,10 @@ class BlockCheck:
         with contextlib.ExitStack() as stack:
             try:
                 opened = stack.enter_context(namespace.open(block))
-                return Finding(block, self._verify(opened, block))
+                return Finding(block, self._verify(opened, block, namespace))
             except OtherIntegrityError as exc:
+                if exc.said is Integrity.SEALED:
+                    return Finding(block, Verdict.SEALED)
                 return Finding(block, Verdict.OTHER, str(exc))
             except BlockFileError as exc:
                 reason = str(exc)
@@ -113,7 +145,7 @@ class BlockCheck:
                 return Finding(block, Verdict.UNREADABLE, exc.strerror or str(exc))
             return Finding(block, Verdict.CORRUPT, reason, repair and opened.quarantine())
 
-    def _verify(self, opened: OpenBlock, block: FoundBlock) -> Verdict:
+    def _verify(self, opened: OpenBlock, block: FoundBlock, namespace: StoredNamespace) -> Verdict:
         if block.misplaced:
             raise BlockFileError(f"lookups do not find it in the folder {block.folder!r}")
         head, num_bytes = opened.read_header()
@@ -122,6 +154,8 @@ class BlockCheck:
         header = check_header(
             head, digester, namespace=block.fingerprint, key=block.key, num_bytes=num_bytes
         )
+        if self.has_secret and not header.integrity.needs_secret:
+            raise OtherIntegrityError(header.integrity, _expected_in(namespace))
         check_data(header, digester, opened.read_data(len(head)))
         if digester.integrity is not Integrity.OFF:
             return Verdict.GOOD
@@ -161,11 +195,12 @@ class StoreCheck:
                 self.num_bytes += 0 if block.quarantined else block.num_bytes
                 if not block.quarantined and len(samples) < NUM_SAMPLES:
                     samples.append(block)
-            if check.keyed and samples:
+            if check.has_secret and samples:
                 with store.namespace(fingerprint) as namespace:
-                    where = f"{store.place}/{fingerprint}"
-                    heads = map(namespace.read_head, samples)
-                    require_secret(namespace, check.keyed, heads, where)
+                    heads = [namespace.read_head(block) for block in samples]
+                    if has_keyed(namespace, heads):
+                        where = f"{store.place}/{fingerprint}"
+                        require_secret(namespace, check.digester(Integrity.KEYED), heads, where)
 
     def verify(self, *, repair: bool = False) -> Iterator[Finding]:
         """Read every block, several at a time.
@@ -205,6 +240,12 @@ class StoreCheck:
         with contextlib.closing(self._store.open_count()) as count:
             count.recount_blocks(self._store.blocks())
         return num_removed
+
+
+def _expected_in(folder: TextFolder) -> Integrity:
+    """Integrity that a secret is for: `KEYED` unless all that need one are sealed."""
+    secret_kinds = {kind for kind in kinds_in(folder) if kind.needs_secret}
+    return Integrity.SEALED if secret_kinds == {Integrity.SEALED} else Integrity.KEYED
 
 
 def _map_in_threads(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvxfer.backends.file.folders.names import SUFFIX, is_fingerprint
 from kvxfer.backends.file.folders.namespace_file import read_namespace
-from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
+from kvxfer.backends.file.format.header import BlockFileError, BlockHeader, OtherIntegrityError
 from kvxfer.backends.file.format.verification import check_data
 from kvxfer.backends.file.maintenance.block_store import BlockStore
 from kvxfer.backends.file.maintenance.fsck import BlockCheck
@@ -60,16 +60,19 @@ def inspect_file(store: BlockStore, path: str, check: BlockCheck) -> Inspection:
         header = BlockHeader.decode(head)
         digester = check.digester(header.integrity)
         seal_error = checksum_error = ""
+        is_summed = digester.integrity is not Integrity.OFF
         try:
             BlockHeader.verify(head, digester)
+            check.require_secret_for(header, Integrity.KEYED)
         except BlockFileError as exc:
             seal_error = str(exc)
         try:
             _require_size(header, num_bytes)
             check_data(header, digester, opened.read_data(len(head)))
+        except OtherIntegrityError:
+            is_summed = False
         except BlockFileError as exc:
             checksum_error = str(exc)
-    is_summed = digester.integrity is not Integrity.OFF
     return Inspection(
         header=header,
         num_bytes=num_bytes,

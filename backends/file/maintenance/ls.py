@@ -5,9 +5,11 @@ import math
 
 import msgspec
 
+from kvxfer.backends.file.folders.integrity_record import kinds_in
 from kvxfer.backends.file.folders.namespace_file import read_namespace
 from kvxfer.backends.file.format.header import BlockFileError
 from kvxfer.backends.file.maintenance.block_store import BlockStore
+from kvxfer.storage.integrity import Integrity
 from kvxfer.storage.keys import Namespace
 
 
@@ -17,6 +19,7 @@ class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         fingerprint: Fingerprint of the namespace.
         namespace: The namespace; None when its `namespace.json` is missing or damaged.
+        integrity: Kinds of integrity that its blocks may have.
         num_blocks: Files that a lookup can find.
         num_bytes: Bytes that they take on the disk, headers included.
         oldest_use: Last use of the least recently used block, seconds since the epoch, exact to an
@@ -28,6 +31,7 @@ class NamespaceUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     fingerprint: str
     namespace: Namespace | None
+    integrity: tuple[Integrity, ...]
     num_blocks: int
     num_bytes: int
     oldest_use: float | None
@@ -49,8 +53,10 @@ def measure_usage(store: BlockStore) -> list[NamespaceUsage]:
 
 def _measure(store: BlockStore, fingerprint: str) -> NamespaceUsage:
     namespace = None
-    with store.namespace(fingerprint) as opened, contextlib.suppress(BlockFileError):
-        namespace = read_namespace(opened)
+    with store.namespace(fingerprint) as opened:
+        integrity = tuple(kinds_in(opened))
+        with contextlib.suppress(BlockFileError):
+            namespace = read_namespace(opened)
     counts, num_bytes = [0, 0], [0, 0]  # of blocks, and of those in quarantine
     oldest, newest = math.inf, -math.inf
     for block in store.blocks(fingerprint):
@@ -61,6 +67,7 @@ def _measure(store: BlockStore, fingerprint: str) -> NamespaceUsage:
     return NamespaceUsage(
         fingerprint=fingerprint,
         namespace=namespace,
+        integrity=integrity,
         num_blocks=counts[False],
         num_bytes=num_bytes[False],
         oldest_use=oldest if counts[False] else None,

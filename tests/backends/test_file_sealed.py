@@ -1,0 +1,398 @@
+"""Sealed blocks: unreadable on the disk, bound to their place, a miss to who has another key."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from kvxfer.backends.file import BlockHeader, Digester, FileBackend, Integrity
+from kvxfer.errors import InvalidArgumentError, KVXferError
+from kvxfer.extras import MissingExtraError
+from kvxfer.storage.backend import Outcome, Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.payloads import (
+    describe_buffer,
+    make_payload,
+    read_payloads,
+    write_payloads,
+)
+from tests.backends.file_store import (
+    PAGE_BYTES,
+    Recording,
+    flip_bit,
+    hashed_keys,
+    listed,
+    load_verified,
+    open_store,
+    path_of,
+    quarantine_of,
+    sealed,
+    secret_of,
+    store,
+    temporary_folder,
+)
+from tests.examples import examples
+
+NUM_KEYS = 4
+DATA_BYTES = 512
+MEMORY = BlockMemory([[DATA_BYTES]], num_blocks=2 * NUM_KEYS)
+NAMESPACE = MEMORY.namespace()
+KEYS = hashed_keys(NUM_KEYS)
+DONE, MISSING, FAILED, CORRUPT = Status.DONE, Status.MISSING, Status.FAILED, Status.CORRUPT
+FAST = Digester(Integrity.FAST)
+OTHER_KEY = "sealed with another key"
+
+Change = Callable[[BlockHeader], BlockHeader]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def open_sealed(root: Path, *names: str, tenant: str = "", **fields: Any) -> FileBackend:
+    return open_store(root, NAMESPACE, **sealed(root, *names, tenant=tenant), **fields)
+
+
+def statuses(outcomes: Sequence[Outcome]) -> list[Status]:
+    return [outcome.status for outcome in outcomes]
+
+
+def files(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*.safetensors")}
+
+
+async def fill(backend: FileBackend, keys: Sequence[BlockKey] = KEYS) -> None:
+    outcomes = await store(backend, keys, MEMORY.describe(0, range(len(keys))))
+    assert statuses(outcomes) == [DONE] * len(keys)
+
+
+async def load(backend: FileBackend, keys: Sequence[BlockKey] = KEYS) -> list[Outcome]:
+    """Load blocks; memory of those that are not done must not be written."""
+    target = MEMORY.describe(0, range(NUM_KEYS, NUM_KEYS + len(keys)))
+    before = [bytes([number + 1]) * DATA_BYTES for number in range(len(keys))]
+    write_payloads(target, before)
+    outcomes = await backend.load(keys, target)
+    found = zip(keys, outcomes, before, read_payloads(target), strict=True)
+    for key, outcome, untouched, payload in found:
+        assert payload == (make_payload(key, DATA_BYTES) if outcome.done else untouched)
+    return outcomes
+
+
+def forge(path: Path, change: Change, to: Path) -> None:
+    """Change a header, with a seal that fits, as anybody can make it."""
+    data = path.read_bytes()
+    header = change(BlockHeader.decode(data[:PAGE_BYTES]))
+    to.parent.mkdir(exist_ok=True, parents=True)
+    to.write_bytes(header.encode(FAST) + data[PAGE_BYTES:])
+
+
+async def test_every_byte_that_changes_is_noticed_and_reaches_no_engine() -> None:
+    memory = BlockMemory([[40]], num_blocks=PAGE_BYTES + 40)
+    namespace, keys = memory.namespace(), hashed_keys(memory.num_blocks)
+    blocks = memory.describe(0, range(len(keys)))
+    with temporary_folder("tmpfs") as folder:
+        root = folder / "store"
+        async with open_store(root, namespace, **sealed(root, "ours")) as backend:
+            assert set(statuses(await store(backend, keys, blocks))) == {DONE}
+            for place, key in enumerate(keys):
+                with path_of(root, namespace, key).open("r+b") as file:
+                    file.seek(place)
+                    byte = file.read(1)[0]
+                    file.seek(place)
+                    file.write(bytes([byte ^ 1]))
+            memory.fill(7)
+            logging.disable()
+            try:
+                outcomes = await backend.load(keys, blocks)
+            finally:
+                logging.disable(logging.NOTSET)
+            assert set(statuses(outcomes)) == {CORRUPT}
+            assert set(read_payloads(blocks)) == {b"\x07" * 40}
+
+
+@pytest.mark.parametrize("size", [0, 100, PAGE_BYTES, PAGE_BYTES + 511, PAGE_BYTES + 513, 1 << 20])
+async def test_a_file_of_another_size_is_corrupt(root: Path, size: int) -> None:
+    async with open_sealed(root, "ours") as backend:
+        await fill(backend)
+        os.truncate(path_of(root, NAMESPACE, KEYS[0]), size)
+        assert statuses(await load(backend)) == [CORRUPT, DONE, DONE, DONE]
+
+
+@pytest.mark.parametrize("offset", [0, PAGE_BYTES])
+async def test_swapped_files_and_swapped_data_are_corrupt(root: Path, offset: int) -> None:
+    async with open_sealed(root, "ours") as backend:
+        await fill(backend)
+        paths = [path_of(root, NAMESPACE, key) for key in KEYS[:2]]
+        one, other = (path.read_bytes() for path in paths)
+        paths[0].write_bytes(one[:offset] + other[offset:])
+        paths[1].write_bytes(other[:offset] + one[offset:])
+        assert statuses(await load(backend)) == [CORRUPT, CORRUPT, DONE, DONE]
+
+
+def with_checksum(place: int, digits: str) -> Change:
+    def change(header: BlockHeader) -> BlockHeader:
+        told = header.checksum[:place] + digits + header.checksum[place + len(digits) :]
+        return dataclasses.replace(header, checksum=told)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda header: dataclasses.replace(header, key=KEYS[0]), id="key"),
+        pytest.param(with_checksum(32, "0123456789abcdef"), id="salt"),
+        pytest.param(with_checksum(80, "0123456789abcdef"), id="tag"),
+        pytest.param(lambda header: dataclasses.replace(header, checksum=""), id="nothing"),
+    ],
+)
+async def test_a_header_that_was_changed_and_sealed_again_is_corrupt(
+    root: Path, change: Change
+) -> None:
+    async with open_sealed(root, "ours") as backend:
+        await fill(backend)
+        target = path_of(root, NAMESPACE, KEYS[0])
+        forge(path_of(root, NAMESPACE, KEYS[1]), change, target)
+        assert statuses(await load(backend)) == [CORRUPT, DONE, DONE, DONE]
+
+
+async def test_a_part_is_bound_to_its_place_in_the_chunk(root: Path) -> None:
+    memory = BlockMemory([[64]], num_blocks=16, blocks_per_chunk=4)
+    namespace, keys = memory.namespace(), hashed_keys(1)
+    async with open_store(root, namespace, **sealed(root, "ours")) as backend:
+        head, tail = memory.describe(0, [0, 1]), memory.describe(0, [4, 5], first_block_index=2)
+        assert statuses(await store(backend, keys, head)) == [DONE]
+        assert await load_verified(backend, keys, memory.describe(0, [2, 3])) == [DONE]
+        assert statuses(await backend.load(keys, tail)) == [MISSING]
+        path = path_of(root, namespace, keys[0])
+        forge(path, lambda header: dataclasses.replace(header, start=128), path)
+        assert statuses(await backend.load(keys, tail)) == [CORRUPT]
+
+
+async def test_a_block_of_another_namespace_is_not_taken_for_ours(root: Path) -> None:
+    theirs = MEMORY.namespace(model="another")
+    async with open_store(root, theirs, **sealed(root, "ours")) as other:
+        await fill(other)
+    ours, moved = (path_of(root, space, KEYS[0]) for space in (NAMESPACE, theirs))
+    async with open_sealed(root, "ours") as backend:
+        await fill(backend)
+        key_id = BlockHeader.decode(ours.read_bytes()[:PAGE_BYTES]).checksum[:32]
+        shutil.copy(moved, ours)
+        assert statuses(await load(backend, KEYS[:1])) == [CORRUPT]
+        space = NAMESPACE.fingerprint
+        forge(moved, lambda each: dataclasses.replace(each, namespace=space), ours)
+        assert statuses(await load(backend, KEYS[:1])) == [MISSING], "the key of another namespace"
+
+        def claim(header: BlockHeader) -> BlockHeader:
+            header = dataclasses.replace(header, namespace=space)
+            return with_checksum(0, key_id)(header)
+
+        forge(moved, claim, ours)
+        assert statuses(await load(backend, KEYS[:1])) == [CORRUPT]
+
+
+@pytest.mark.parametrize("other", [("theirs", ""), ("ours", "another"), ("new", "")])
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_with_another_key_a_block_is_a_miss_and_stays(
+    root: Path, other: tuple[str, str], *, is_recorded: bool
+) -> None:
+    async with open_sealed(root, "ours") as owner:
+        await fill(owner, KEYS[:2])
+        if not is_recorded:
+            (root / NAMESPACE.fingerprint / "integrity.sealed").unlink()
+        flip_bit(path_of(root, NAMESPACE, KEYS[1]), 8 * (PAGE_BYTES + 1))
+        before = files(root)
+        name, tenant = other
+        async with open_sealed(root, name, tenant=tenant) as backend:
+            outcomes = await load(backend)
+            assert statuses(outcomes) == [MISSING] * 4
+            assert [OTHER_KEY in outcome.reason for outcome in outcomes] == [True] * 2 + [False] * 2
+            assert await backend.lookup(KEYS) == [False] * 4
+            outcomes = await store(backend, KEYS, MEMORY.describe(0, range(4)))
+            assert statuses(outcomes) == [FAILED] * 2 + [DONE] * 2
+            assert OTHER_KEY in outcomes[0].reason
+            assert await backend.lookup(KEYS) == [False, False, True, True]
+            assert backend.num_corrupt == 0
+        assert {path: data for path, data in files(root).items() if path in before} == before
+        assert await owner.lookup(KEYS) == [True, True, False, False]
+        assert statuses(await load(owner)) == [DONE, CORRUPT, MISSING, MISSING]
+        assert quarantine_of(root, NAMESPACE, KEYS[1]).exists()
+
+
+async def test_a_new_secret_stores_and_old_ones_are_read(root: Path) -> None:
+    async with open_sealed(root, "old") as backend:
+        await fill(backend, KEYS[:2])
+    async with open_sealed(root, "new", "old") as backend:
+        await fill(backend, KEYS[2:])
+        assert await backend.lookup(KEYS) == [True] * 4
+        assert statuses(await load(backend)) == [DONE] * 4
+    async with open_sealed(root, "new") as backend:
+        assert statuses(await load(backend)) == [MISSING] * 2 + [DONE] * 2
+
+
+async def test_others_keys_are_announced(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[logging.LogRecord]:
+        return [each for each in caplog.records if each.name.startswith("kvxfer")]
+
+    async with open_sealed(root, "ours"), open_sealed(root, "ours"):
+        assert not warnings()
+    async with open_sealed(root, "theirs"):
+        pass
+    (record,) = warnings()
+    assert OTHER_KEY in record.getMessage()
+    assert NAMESPACE.fingerprint in record.getMessage()
+
+
+async def test_equal_blocks_are_never_sealed_alike(root: Path) -> None:
+    async with open_sealed(root, "ours") as backend:
+        blocks = MEMORY.describe(0, range(NUM_KEYS))
+        write_payloads(blocks, [bytes(DATA_BYTES)] * NUM_KEYS)
+        first = []
+        for _ in range(2):
+            assert statuses(await backend.store(KEYS, blocks)) == [DONE] * NUM_KEYS
+            first += [data[PAGE_BYTES:] for data in files(root).values()]
+            await backend.delete(KEYS)
+        assert len(set(first)) == 2 * NUM_KEYS
+        assert not any(bytes(8) in data for data in first)
+
+
+def contents(root: Path) -> list[bytes]:
+    return [path.read_bytes() for path in root.rglob("*") if path.is_file()]
+
+
+def words_in_common(root: Path, payloads: list[bytes]) -> int:
+    """Count the words of blocks that are somewhere in a file of a store."""
+    words = np.frombuffer(b"".join(payloads), np.uint64)
+    found = 0
+    for data in contents(root):
+        for offset in range(words.itemsize):
+            size = (len(data) - offset) // words.itemsize * words.itemsize
+            found += len(np.intersect1d(words, np.frombuffer(data[offset:][:size], np.uint64)))
+    return found
+
+
+# Every example opens a backend, with its threads.
+@examples(5)
+@given(
+    sizes=st.lists(st.sampled_from([16, 48, 1000, 4096, 70_000]), min_size=1, max_size=3),
+    per_chunk=st.integers(1, 3),
+    num_tensors=st.sampled_from([0, 1, 160]),
+    direct=st.sampled_from(["auto", "off"]),
+    engine=st.sampled_from(["auto", "posix"]),
+)
+async def test_no_file_has_anything_of_a_block(
+    sizes: list[int], per_chunk: int, num_tensors: int, direct: str, engine: str
+) -> None:
+    memory = BlockMemory([sizes], num_blocks=8 * per_chunk, blocks_per_chunk=per_chunk)
+    namespace, keys = memory.namespace(), hashed_keys(4)
+    if num_tensors:
+        namespace = listed(namespace, num_tensors)
+    source = memory.describe(0, range(4 * per_chunk))
+    target = memory.describe(0, range(4 * per_chunk, 8 * per_chunk))
+    with temporary_folder("tmpfs") as folder:
+        root = folder / "store"
+        fields = sealed(root, "ours") | {"direct": direct, "engine": engine}
+        async with open_store(root, namespace, **fields) as backend:
+            assert set(statuses(await store(backend, keys, source))) == {DONE}
+            assert await asyncio.to_thread(words_in_common, root, read_payloads(source)) == 0
+            assert await load_verified(backend, keys, target) == [DONE] * 4
+
+
+@pytest.mark.parametrize("engine", ["posix", "auto"])
+async def test_the_kernel_is_never_given_the_memory_of_the_engine(root: Path, engine: str) -> None:
+    size = 256 << 10
+    memory = np.zeros(9 * size, np.uint8)
+    at = -memory.ctypes.data % size
+    blocks = describe_buffer(memory[at : at + 8 * size], [size] * 8, np.zeros(8, np.int64))
+    namespace, keys = BlockMemory([[size]], num_blocks=1).namespace(), hashed_keys(8)
+    for fields in ({}, sealed(root, "ours")):
+        recording = Recording()
+        place = root if fields else root.with_name("plain")
+        async with open_store(place, namespace, file_io=recording, **fields) as backend:
+            assert set(statuses(await store(backend, keys, blocks))) == {DONE}
+            assert set(await load_verified(backend, keys, blocks)) == {DONE}
+        touched = recording.addresses.intersection(blocks.addresses.tolist())
+        assert bool(touched) != bool(fields)
+
+
+async def test_other_readers_see_opaque_bytes_and_no_names(root: Path) -> None:
+    namespace = listed(NAMESPACE, 160)
+    async with open_store(root, namespace, **sealed(root, "ours")) as backend:
+        await fill(backend, KEYS[:1])
+    path = path_of(root, namespace, KEYS[0])
+    assert b"layers." not in path.read_bytes()
+    with safe_open(path, "numpy") as file:
+        assert list(file.keys()) == ["sealed"]
+        assert file.get_tensor("sealed").shape == (DATA_BYTES,)
+        assert file.get_tensor("sealed").tobytes() != make_payload(KEYS[0], DATA_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "argument"),
+    [
+        ({"integrity": Integrity.SEALED}, "secret_file"),
+        ({"integrity": Integrity.SEALED, "secret_file": "gone"}, "secret_file"),
+        ({"integrity": Integrity.FAST, "tenant": "somebody"}, "tenant"),
+    ],
+)
+def test_what_is_missing_is_named(root: Path, fields: dict[str, Any], argument: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        open_store(root, NAMESPACE, **fields)
+    assert raised.value.argument == argument
+    assert not root.exists()
+
+
+@pytest.mark.parametrize("length", [0, 16, 31, 33, 65])
+def test_a_secret_of_another_length_is_refused(root: Path, length: int) -> None:
+    secret = secret_of(root, "secret")
+    secret.write_bytes(b"x" * length)
+    with pytest.raises(InvalidArgumentError, match=f"secret_file is '{length} bytes'"):
+        open_store(root, NAMESPACE, integrity=Integrity.SEALED, secret_file=str(secret))
+
+
+def test_the_package_that_is_missing_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(MissingExtraError, match=r"integrity=sealed .* 'kvxfer\[sealed\]'"):
+        open_sealed(root, "ours")
+
+
+async def test_no_key_is_in_any_text_or_file(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told: list[object] = []
+    with caplog.at_level(logging.DEBUG):
+        async with open_sealed(root, "ours", "old", tenant="tenant") as backend:
+            await fill(backend)
+            flip_bit(path_of(root, NAMESPACE, KEYS[0]), 8 * PAGE_BYTES)
+            told += [await load(backend)]
+        async with open_sealed(root, "theirs") as other:
+            told += [await load(other)]
+        for name in ("ours", "old", "theirs"):
+            try:
+                open_store(root, NAMESPACE, secret_file=str(secret_of(root, name)))
+            except KVXferError as exc:
+                told += [exc]
+        cipher = backend._files.digester.cipher
+        assert cipher is not None
+        told += [cipher, backend._files.digester, backend, sealed(root, "ours"), vars(backend)]
+    text = "\n".join([caplog.text, *map(repr, told)]).encode()
+    stored = b"".join(contents(root))
+    names = ("ours", "old", "theirs")
+    secrets = [name.encode().ljust(32) for name in names]
+    derived = [key for keys in cipher._keys.values() for key in keys.values()]
+    assert len(derived) == 2
+    for key in (*secrets, *derived):
+        for form in (key, key.hex().encode(), repr(key).encode()[2:-1]):
+            assert form not in text
+            assert form not in stored
