@@ -19,6 +19,7 @@ from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.observer import Removal, Reports
@@ -32,6 +33,10 @@ STORE_ATTEMPTS = 3
 
 LIST_AGAIN_S = 60.0
 """Pause after a list that failed."""
+
+OTHERS = Outcome(
+    Status.FAILED, reason="what is there is of another integrity, or sealed with another key"
+)
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +56,8 @@ class ObjectBackend(Backend):
         namespace: Namespace of the blocks.
 
     Raises:
-        InvalidArgumentError: The namespace has no groups.
-        MissingExtraError: obstore is not installed.
+        InvalidArgumentError: The namespace has no groups, or the secret is missing or of no use.
+        MissingExtraError: obstore is not installed, or what `sealed` needs.
         BackendUnavailableError: The cloud's client refuses what is in the environment.
     """
 
@@ -61,7 +66,8 @@ class ObjectBackend(Backend):
     def __init__(self, config: ObjectConfig, namespace: Namespace) -> None:
         self._guard = CallGuard("object storage backend", namespace)
         self._config = config
-        self._pages = Pages(config.prefix, namespace, Digester(config.integrity))
+        digester = Digester(config.integrity, read_secret(config.secret_file), config.tenant)
+        self._pages = Pages(config.prefix, namespace, digester)
         self._place = f"{config.address}/{config.prefix}"
         self._bucket = Bucket.open(config)
         self._presence = Presence(
@@ -210,6 +216,9 @@ class ObjectBackend(Backend):
                     return self._stored(key)
         except RequestFailedError as exc:
             return exc.outcome
+        except OtherIntegrityError:
+            self._presence.change(key, there=False)
+            return OTHERS
         return Outcome(Status.FAILED, reason="others store and remove it all the time")
 
     def _stored(self, key: BlockKey) -> Outcome:
@@ -220,10 +229,13 @@ class ObjectBackend(Backend):
     async def _covers(self, key: BlockKey, name: str, block: Descriptors) -> bool:
         """Whether there is an object with all bytes of a block."""
         there = await self._bucket.head(name)
-        if there is None or there.size_bytes == self._pages.size(key):
-            return there is not None
-        if not self._pages.has_parts(key):
+        if there is None:
             return False
+        if not self._pages.is_encrypted:
+            if there.size_bytes == self._pages.size(key):
+                return True
+            if not self._pages.has_parts(key):
+                return False
         start = int(block.payload_starts[0])
         head_size = self._pages.format(key).header_size_bytes
         head = await self._bucket.read_range(name, 0, head_size)
@@ -245,7 +257,7 @@ class ObjectBackend(Backend):
             )
         except OtherIntegrityError as exc:
             self._presence.note(key, there=False, since=since)
-            return Outcome(Status.FAILED, reason=str(exc))
+            return exc.outcome
         except BlockFileError as exc:
             await self._remove_corrupt(key, name, exc)
             return Outcome(Status.CORRUPT, reason=str(exc))

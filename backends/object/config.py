@@ -32,7 +32,9 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         path: Prefix of the names of all objects.
         endpoint: URL of the server, such as `http://127.0.0.1:8333`; that of the cloud by default.
         integrity: `fast` stores an XXH3 checksum with every block and verifies it before the
-            block is read; `off` does neither.
+            block is read; `off` does neither. `sealed` encrypts blocks.
+        secret_file: File with the 32 bytes of the secret of `sealed`, or several, the newest first.
+        tenant: Name of whom `sealed` blocks belong to; each tenant has a key of its own.
         timeout_s: Time for one request, repetitions of refused ones included.
         lookup_timeout_s: Time for a lookup; what is not known by then is a miss.
         retry_after_s: Time for which a server that has failed several times is left alone.
@@ -52,6 +54,8 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     path: str = ""
     endpoint: str = ""
     integrity: Integrity = Integrity.FAST
+    secret_file: str = ""
+    tenant: str = ""
     timeout_s: float = 10.0
     lookup_timeout_s: float = 2.0
     retry_after_s: float = 5.0
@@ -64,7 +68,8 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Check what can be checked without a request."""
-        self.integrity.require_keyless()
+        if self.integrity is Integrity.KEYED:
+            raise InvalidArgumentError("integrity", "keyed", "'off', 'fast' or 'sealed'")
         if not self.address or set(self.address) & set("@/\\ \0"):
             raise InvalidArgumentError("address", _hidden(self.address), "the name of a bucket")
         if any(not character.isprintable() for character in self.path):

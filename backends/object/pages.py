@@ -11,6 +11,7 @@ from kvxfer.backends.file.folders.namespace_file import describe_namespace
 from kvxfer.backends.file.format.digest import Digester
 from kvxfer.backends.file.format.header import BlockFileError, BlockHeader
 from kvxfer.backends.file.format.namespace_format import NamespaceFormat
+from kvxfer.backends.file.format.verification import require_readable
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, PARTIAL, Outcome
@@ -62,9 +63,8 @@ class Pages(NamespaceFormat):
         size, head_size = block.num_bytes, self.format(key).header_size_bytes
         page = self._memory.take(head_size + size)
         self._copy_engine.copy(block, _describe(page, head_size, block))
-        checksum = self.digester.checksum([page.data[head_size:]])
-        header = self.header(key, int(block.payload_starts[0]), size, checksum)
-        page.data[:head_size] = header
+        data = page.data[head_size:]
+        page.data[:head_size] = self.header(key, int(block.payload_starts[0]), size, [data])
         return page.data
 
     def decode(self, key: BlockKey, page: Any, size_bytes: int, block: Descriptors) -> Outcome:
@@ -85,11 +85,12 @@ class Pages(NamespaceFormat):
         if len(data) != size_bytes:
             raise BlockFileError(f"{len(data)} bytes of {size_bytes}")
         head_size = size_bytes - size
-        start = self.check(key, bytes(data[:head_size]), data.data[head_size:])
+        plain = np.empty(size, np.uint8) if self.is_encrypted else data[head_size:]
+        start = self.check(key, bytes(data[:head_size]), data.data[head_size:], plain.data)
         skip = int(block.payload_starts[0]) - start
         if skip < 0 or skip + block.num_bytes > size:
             return PARTIAL
-        self._copy_engine.copy(_describe(data, head_size + skip, block), block)
+        self._copy_engine.copy(_describe(plain, skip, block), block)
         return DONE
 
     def has_parts(self, key: BlockKey) -> bool:
@@ -99,11 +100,16 @@ class Pages(NamespaceFormat):
     def covers(
         self, key: BlockKey, head: memoryview, size_bytes: int, start: int, stop: int
     ) -> bool:
-        """Whether an object has bytes `start` to `stop` of its chunk, by its header."""
+        """Whether an object has bytes `start` to `stop` of its chunk, by its header.
+
+        Raises:
+            OtherIntegrityError: The bytes are ones that we cannot read.
+        """
         try:
             header = BlockHeader.decode(bytes(head))
         except BlockFileError:
             return False
+        require_readable(header, self.digester)
         is_whole = header.key == key and header.data_offset + header.num_bytes == size_bytes
         return is_whole and header.start <= start and stop <= header.stop
 

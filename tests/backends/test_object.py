@@ -1,6 +1,8 @@
 """The object storage backend keeps every promise of `Backend`, on two real servers of S3."""
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,7 @@ from kvxfer.bench.object_servers import ObjectServer
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendTests
+from tests.backends.file_store import sealed
 from tests.backends.object_servers import open_bucket
 
 _numbers = itertools.count()
@@ -21,9 +24,10 @@ class ObjectBackendTests(BackendTests):
     @pytest.fixture(autouse=True)
     def _prefix(self, s3_credentials: None) -> None:
         self.prefix = f"/suite/{next(_numbers)}"
+        self.own_fields: dict[str, Any] = {}
 
     async def make_backend(self, namespace: Namespace) -> Backend:
-        return open_bucket(self.server, namespace, path=self.prefix)
+        return open_bucket(self.server, namespace, path=self.prefix, **self.own_fields)
 
     async def corrupt(self, backend: Backend, key: BlockKey) -> None:
         assert isinstance(backend, S3Backend)
@@ -38,6 +42,14 @@ class TestOnSeaweedFS(ObjectBackendTests):
     @pytest.fixture(autouse=True)
     def _server(self, seaweedfs_server: ObjectServer) -> None:
         self.server = seaweedfs_server
+
+
+@pytest.mark.processes
+class TestSealedOnSeaweedFS(ObjectBackendTests):
+    @pytest.fixture(autouse=True)
+    def _server(self, seaweedfs_server: ObjectServer, tmp_path: Path, _prefix: None) -> None:
+        self.server = seaweedfs_server
+        self.own_fields = sealed(tmp_path / "bucket", "secret")
 
 
 @pytest.mark.processes

@@ -88,7 +88,7 @@ def test_the_path_of_a_url_is_the_prefix(url: str, config_type: type) -> None:
         ("://bucket?max_requests=0", "max_requests"),
         ("://bucket?max_requests_per_s=-1", "max_requests_per_s"),
         ("://bucket?endpoint=host:80", "a URL such as"),
-        ("://bucket?integrity=keyed", "'off' or 'fast'"),
+        ("://bucket?integrity=keyed", "'off', 'fast' or 'sealed'"),
     ],
 )
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])

@@ -1,0 +1,166 @@
+"""Sealed pages in a bucket: bound to their names, and nothing to who has another key."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvxfer.backends.object import S3Backend
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.storage.backend import Status
+from kvxfer.storage.keys import BlockKey
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
+from kvxfer.testing.payloads import read_payloads
+from tests.backends.file_store import open_store, sealed
+from tests.backends.object_servers import ObjectServer, open_bucket, open_client
+
+pytestmark = pytest.mark.processes
+
+MEMORY = make_memory()
+NAMESPACE = MEMORY.namespace()
+KEYS = make_keys(4)
+HEADER_BYTES = 4096
+
+_numbers = itertools.count()
+
+
+class Bucket:
+    """Place of its own in the bucket of a server, for sealed pages."""
+
+    def __init__(self, server: ObjectServer, folder: Path) -> None:
+        self.server = server
+        self.prefix = f"sealed/{next(_numbers)}"
+        self.client = open_client(server)
+        self.secrets = folder / "bucket"
+
+    def open(self, *names: str, memory: BlockMemory = MEMORY, **fields: Any) -> S3Backend:
+        own = sealed(self.secrets, *names, tenant=fields.pop("tenant", "")) if names else {}
+        place = f"/{self.prefix}"
+        return open_bucket(self.server, memory.namespace(), path=place, **(own | fields))
+
+    def name(self, key: BlockKey) -> str:
+        digits = key.hex()
+        return f"{self.prefix}/{NAMESPACE.fingerprint}/{digits[:2]}/{digits}.safetensors"
+
+    def get(self, key: BlockKey) -> bytes:
+        return bytes(self.client.get(self.name(key)).bytes())
+
+    def put(self, key: BlockKey, page: bytes) -> None:
+        self.client.put(self.name(key), page)
+
+    def pages(self) -> dict[str, bytes]:
+        names = [each["path"] for each in self.client.list(self.prefix).collect()]
+        return {name: bytes(self.client.get(name).bytes()) for name in names}
+
+
+@pytest.fixture
+def bucket(seaweedfs_server: ObjectServer, s3_credentials: None, tmp_path: Path) -> Bucket:
+    return Bucket(seaweedfs_server, tmp_path)
+
+
+async def load(backend: S3Backend) -> list[Status]:
+    """Load blocks, and check that memory of those that are not done is as before."""
+    target = MEMORY.describe(0, range(8, 12))
+    before = read_payloads(target)
+    outcomes = statuses(await backend.load(KEYS, target))
+    for old, new, status in zip(before, read_payloads(target), outcomes, strict=True):
+        assert status is Status.DONE or old == new
+    return outcomes
+
+
+async def test_no_object_has_anything_of_a_block(bucket: Bucket, tmp_path: Path) -> None:
+    async with bucket.open("ours") as backend:
+        payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
+        assert await load(backend) == [Status.DONE] * 4
+        assert read_payloads(MEMORY.describe(0, range(8, 12))) == payloads
+    pages = bucket.pages()
+    assert len(pages) == 1 + len(KEYS)
+    for payload in payloads:
+        pieces = [payload[at : at + 8] for at in range(0, len(payload) - 7, 8)]
+        assert not any(piece in page for page in pages.values() for piece in pieces)
+    for name, page in pages.items():  # a copy is a store in files, for who has the secret
+        path = tmp_path / "store" / name.removeprefix(f"{bucket.prefix}/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(page)
+    root = tmp_path / "store"
+    async with open_store(root, NAMESPACE, **sealed(root, "ours")) as files:
+        target = MEMORY.describe(0, range(8, 12))
+        assert statuses(await files.load(KEYS, target)) == [Status.DONE] * 4
+        assert read_payloads(target) == payloads
+
+
+async def test_pages_that_changed_or_moved_are_corrupt_and_removed(bucket: Bucket) -> None:
+    async with bucket.open("ours") as backend:
+        await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
+        one, other = bucket.get(KEYS[0]), bucket.get(KEYS[1])
+        bucket.put(KEYS[0], other)
+        bucket.put(KEYS[1], one[:HEADER_BYTES] + bytes([one[HEADER_BYTES] ^ 1]) + one[4097:])
+        bucket.put(KEYS[2], bucket.get(KEYS[2])[:-1])
+        assert await load(backend) == [Status.CORRUPT] * 3 + [Status.DONE]
+        assert set(bucket.pages()) > {bucket.name(KEYS[3])}
+        assert bucket.name(KEYS[0]) not in bucket.pages()
+
+
+@pytest.mark.parametrize(("name", "tenant"), [("theirs", ""), ("ours", "another")])
+async def test_with_another_key_a_page_is_a_miss_and_stays(
+    bucket: Bucket, name: str, tenant: str
+) -> None:
+    async with bucket.open("ours") as owner:
+        await store_generated(owner, KEYS[:2], MEMORY.describe(0, range(2)))
+        damaged = bytearray(bucket.get(KEYS[1]))
+        damaged[-1] ^= 1
+        bucket.put(KEYS[1], bytes(damaged))
+        before = bucket.pages()
+        async with bucket.open(name, tenant=tenant, missing_ttl_s=60.0) as backend:
+            assert await load(backend) == [Status.MISSING] * 4
+            assert await backend.lookup(KEYS) == [False] * 4
+            for _ in range(6):  # the bucket is well: other stores go on
+                outcomes = await backend.store(KEYS[:2], MEMORY.describe(0, range(2)))
+                assert statuses(outcomes) == [Status.FAILED] * 2
+            outcomes = await backend.store(KEYS, MEMORY.describe(0, range(4)))
+            assert statuses(outcomes) == [Status.FAILED] * 2 + [Status.DONE] * 2
+            assert "sealed with another key" in outcomes[0].reason
+        assert {path: page for path, page in bucket.pages().items() if path in before} == before
+        assert await load(owner) == [Status.DONE, Status.CORRUPT, Status.MISSING, Status.MISSING]
+
+
+async def test_a_part_of_anothers_page_is_not_replaced(bucket: Bucket) -> None:
+    memory = make_memory(blocks_per_chunk=4)
+    key = KEYS[:1]
+    async with (
+        bucket.open("theirs", memory=memory) as owner,
+        bucket.open("ours", memory=memory) as backend,
+    ):
+        await store_generated(owner, key, memory.describe(0, [0, 1]))
+        before = bucket.pages()
+        whole = memory.describe(0, range(4))
+        (outcome,) = await backend.store(key, whole)
+        assert outcome.status is Status.FAILED
+        assert bucket.pages() == before
+        assert statuses(await owner.store(key, whole)) == [Status.DONE]
+        assert bucket.pages() != before
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("fast", "sealed"), ("sealed", "fast"), ("sealed", "off")]
+)
+async def test_pages_of_another_integrity_are_left_to_those_who_read_them(
+    bucket: Bucket, theirs: str, ours: str
+) -> None:
+    def open_kind(kind: str) -> S3Backend:
+        return bucket.open("ours") if kind == "sealed" else bucket.open(integrity=kind)
+
+    async with open_kind(theirs) as backend:
+        await store_generated(backend, KEYS, MEMORY.describe(0, range(4)))
+    before = bucket.pages()
+    async with open_kind(ours) as backend:
+        assert await load(backend) == [Status.FAILED] * 4
+    assert bucket.pages() == before
+
+
+def test_what_is_missing_is_named(bucket: Bucket) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        bucket.open(integrity="sealed")
+    assert raised.value.argument == "secret_file"
