@@ -93,6 +93,9 @@ class _Bench:
         words = self._memory.view(np.uint64)
         words[:] = np.random.default_rng(block_bytes).integers(0, 1 << 63, len(words), np.uint64)
         self._nth = count()
+        self._secret_file = folder / "secret"
+        self._secret_file.touch(0o600)
+        self._secret_file.write_bytes(bytes(32))
 
     def run(self, rounds: int) -> list[BenchRow]:
         """Run the contenders in turns, one round uncounted, and compare them."""
@@ -133,6 +136,8 @@ class _Bench:
         contenders = {
             "kvxfer": lambda: self._kvxfer(1),
             "kvxfer, no checksums": lambda: self._kvxfer(1, integrity=Integrity.OFF),
+            "kvxfer, keyed": lambda: self._kvxfer(1, integrity=Integrity.KEYED),
+            "kvxfer, sealed": lambda: self._kvxfer(1, integrity=Integrity.SEALED),
         }
         if self._block_bytes in FIO_GOALS:
             if shutil.which("fio"):
@@ -155,6 +160,15 @@ class _Bench:
                 "kvxfer, no checksums",
                 f"{self._num_blocks} x {size}, with checksums against without",
                 None,
+            ),
+            *(
+                (
+                    f"kvxfer, {kind}",
+                    "kvxfer",
+                    f"{self._num_blocks} x {size}, {kind} against fast",
+                    None,
+                )
+                for kind in ("keyed", "sealed")
             ),
             ("kvxfer", "fio", f"{size} against fio", FIO_GOALS.get(self._block_bytes)),
             (
@@ -313,6 +327,7 @@ class _Bench:
             path=str(self._folder / f"kvxfer {self._block_bytes} {next(self._nth)}"),
             capacity=ByteSize(1 << 40),  # the benchmark empties the files itself
             integrity=integrity,
+            secret_file=str(self._secret_file) if integrity.needs_secret else "",
             read_threads=NUM_THREADS,
             write_threads=NUM_THREADS,
         )
