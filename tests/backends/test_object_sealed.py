@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvxfer.backends.object import S3Backend
+from kvxfer.bench.object_servers import ObjectServer
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
@@ -14,7 +15,7 @@ from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from tests.backends.file_store import open_store, sealed
-from tests.backends.object_servers import ObjectServer, open_bucket, open_client
+from tests.backends.object_servers import open_bucket
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +33,7 @@ class Bucket:
     def __init__(self, server: ObjectServer, folder: Path) -> None:
         self.server = server
         self.prefix = f"sealed/{next(_numbers)}"
-        self.client = open_client(server)
+        self.client = server.open_client()
         self.secrets = folder / "bucket"
 
     def open(self, *names: str, memory: BlockMemory = MEMORY, **fields: Any) -> S3Backend:
