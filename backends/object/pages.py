@@ -19,7 +19,7 @@ from kvxfer.storage.keys import BlockKey, Namespace
 
 
 class Pages(NamespaceFormat):
-    """Pages of one namespace in a bucket; thread-safe.
+    """Pages of one namespace in a store of objects; thread-safe.
 
     Args:
         prefix: Beginning of every name.
@@ -60,12 +60,16 @@ class Pages(NamespaceFormat):
 
     def encode(self, key: BlockKey, block: Descriptors) -> memoryview:
         """Copy a block into memory of its own, behind its header."""
+        page = self._memory.take(self.format(key).header_size_bytes + block.num_bytes)
+        self.write(key, block, page)
+        return page.data
+
+    def write(self, key: BlockKey, block: Descriptors, page: NDArray[np.uint8]) -> None:
+        """Copy a block into memory of just the size of its page, behind its header."""
         size, head_size = block.num_bytes, self.format(key).header_size_bytes
-        page = self._memory.take(head_size + size)
         self._copy_engine.copy(block, _describe(page, head_size, block))
         data = page.data[head_size:]
         page.data[:head_size] = self.header(key, int(block.payload_starts[0]), size, [data])
-        return page.data
 
     def decode(self, key: BlockKey, page: Any, size_bytes: int, block: Descriptors) -> Outcome:
         """Verify a page, and copy what a block has of it to the block's memory.

@@ -8,7 +8,8 @@ class Gauge(enum.StrEnum):
 
     `BREAKER_OPEN` and `SUSPENDED` are 1 or 0. `QUARANTINED_BYTES` is memory that late reads may
     still change; `QUARANTINED_BLOCKS` are corrupt files that were kept. `REQUESTS`, `SENT_BYTES`
-    and `RECEIVED_BYTES`, of object storage, are counted since the tier was opened.
+    and `RECEIVED_BYTES`, of object storage and Mooncake Store, are counted since the tier was
+    opened.
     """
 
     CAPACITY_BYTES = "capacity_bytes"

@@ -99,6 +99,11 @@ class StagingMemory:
         self._withdrawn = False
         self._settling: set[asyncio.Task[None]] = set()
 
+    @property
+    def unsafe_bytes(self) -> int:
+        """Bytes of the buffers that are not used again before they were drained."""
+        return len(self._settling) * self.buffer_bytes
+
     def num_fitting(self, sizes: Iterable[int]) -> int:
         """Count the leading blocks, of `sizes` bytes, that fit into one buffer together."""
         ends = accumulate(aligned(size) for size in sizes)

@@ -38,6 +38,11 @@ class NamespaceFormat:
         """KV-cache groups of the namespace."""
         return len(self._formats)
 
+    @property
+    def largest_file_bytes(self) -> int:
+        """Bytes of the largest file of any group."""
+        return max(each.file_size_bytes for each in self._formats.values())
+
     def format(self, key: BlockKey) -> GroupFormat:
         """Get the format of the files of a key's group."""
         return self._formats[key[-GROUP_INDEX_BYTES:]]
