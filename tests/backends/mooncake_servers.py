@@ -1,0 +1,172 @@
+"""Mooncake Store for tests: its real master, and processes that have the memory."""
+
+import contextlib
+import functools
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mooncake
+import msgspec
+from mooncake.store import MooncakeDistributedStore
+
+from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
+from kvxfer.storage.keys import Namespace
+from tests.backends.object_servers import free_ports
+
+START_LIMIT_S = 60.0
+PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
+"""Limits that a busy machine keeps, for tests of something else."""
+SEGMENT_BYTES = 256 << 20
+CLIENT_TTL_S = 3
+"""Time after which the master forgets a process that is gone."""
+
+
+class Process:
+    """Program of Mooncake's wheel; started at once."""
+
+    def __init__(self, name: str, flags: dict[str, Any], log: Path) -> None:
+        self._command = [str(Path(mooncake.__path__[0]) / name)]
+        self._command += [f"-{name}={value}" for name, value in flags.items()]
+        self._log = log
+        self.start()
+
+    def start(self) -> None:
+        """Start it, with nothing in its memory."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+
+    def freeze(self) -> None:
+        """Stop it as it is: connections stay open, and nobody answers."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it in the middle of whatever it does."""
+        self.process.kill()
+        self.process.wait()
+
+    def require_running(self, stop: float) -> None:
+        """Check that it has not ended, nor the time for what it is to do."""
+        ok = self.process.poll() is None and time.monotonic() < stop
+        assert ok, self._log.read_text()[-2000:]
+
+
+class Cluster:
+    """Cluster of one master and one process that has the memory."""
+
+    def __init__(self, folder: Path, segment_bytes: int) -> None:
+        self.port, self._metrics_port, holder_port = free_ports(3)
+        self.address = f"127.0.0.1:{self.port}"
+        self.master = Process(
+            "mooncake_master",
+            {
+                "rpc_port": self.port,
+                "rpc_address": "127.0.0.1",
+                "rpc_thread_num": 2,
+                "metrics_host": "127.0.0.1",
+                "metrics_port": self._metrics_port,
+                "client_ttl": CLIENT_TTL_S,
+            },
+            folder / "master",
+        )
+        self.await_master()
+        self.holder = Process(
+            "mooncake_client",
+            {
+                "master_server_address": self.address,
+                "metadata_server": "P2PHANDSHAKE",
+                "host": "127.0.0.1",
+                "port": holder_port,
+                "global_segment_size": f"{segment_bytes >> 20} MB",
+            },
+            folder / "holder",
+        )
+        self.await_memory()
+
+    def await_master(self) -> None:
+        """Wait until the master listens."""
+        stop = time.monotonic() + START_LIMIT_S
+        while True:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
+                return
+            self.master.require_running(stop)
+            time.sleep(0.05)
+
+    def await_memory(self) -> None:
+        """Wait until the master knows of memory."""
+        stop = time.monotonic() + START_LIMIT_S
+        url = f"http://127.0.0.1:{self._metrics_port}/metrics"
+        while True:
+            with contextlib.suppress(OSError), urllib.request.urlopen(url) as answer:
+                lines = answer.read().decode().splitlines()
+                room = [line for line in lines if line.startswith("master_total_capacity_bytes ")]
+                if room and float(room[0].split()[-1]):
+                    return
+            self.holder.require_running(stop)
+            time.sleep(0.05)
+
+    @functools.cached_property
+    def client(self) -> Any:
+        """Client of others, which knows nothing of our pages."""
+        store = MooncakeDistributedStore()
+        code = store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", self.address)
+        assert code == 0
+        return store
+
+    def close(self) -> None:
+        """End all of it."""
+        if "client" in self.__dict__:
+            self.client.close()
+        self.holder.kill()
+        self.master.kill()
+
+
+@contextlib.contextmanager
+def mooncake_cluster(segment_bytes: int = SEGMENT_BYTES) -> Iterator[Cluster]:
+    """Run a cluster."""
+    with tempfile.TemporaryDirectory(prefix="kvxfer-mooncake-") as name:
+        cluster = Cluster(Path(name), segment_bytes)
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+
+
+def open_mooncake(cluster: Cluster, namespace: Namespace, **fields: Any) -> MooncakeBackend:
+    """Open a backend over a cluster."""
+    config = msgspec.convert(
+        {"address": cluster.address} | PATIENT | fields, MooncakeConfig, dec_hook=None
+    )
+    return MooncakeBackend(config, namespace)
+
+
+class SharedClient:
+    """Client of Mooncake that all backends of a test process share: closing one takes a second."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._store = cluster.client
+        self._address = 0
+
+    def register_buffer(self, address: int, num_bytes: int) -> int:
+        """Register the memory of one backend."""
+        self._address = address
+        code: int = self._store.register_buffer(address, num_bytes)
+        return code
+
+    def close(self) -> int:
+        """Undo what this backend did."""
+        code: int = self._store.unregister_buffer(self._address)
+        return code
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)

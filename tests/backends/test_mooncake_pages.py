@@ -1,0 +1,242 @@
+"""What is in the objects of Mooncake Store: pages, and what others planted under their names."""
+
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors.numpy import load as load_tensors
+
+import kvxfer
+from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
+from kvxfer.connect import open_backend
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.extras import MissingExtraError
+from kvxfer.storage.backend import Status
+from kvxfer.storage.gauge import Gauge
+from kvxfer.storage.keys import BlockKey, Namespace
+from kvxfer.storage.observer import Reports
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import (
+    make_keys,
+    make_large_memory,
+    make_memory,
+    statuses,
+    store_generated,
+)
+from kvxfer.testing.payloads import make_payload, read_payloads, write_payloads
+from tests.backends.mooncake_servers import Cluster, mooncake_cluster, open_mooncake
+from tests.recorder import Recorder
+
+pytestmark = pytest.mark.processes
+
+MEMORY = make_memory()
+KEYS = make_keys(8)
+
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def namespace() -> Namespace:
+    """Make a namespace of this test's own."""
+    return MEMORY.namespace(revision=f"pages {next(_numbers)}")
+
+
+def name(namespace: Namespace, key: BlockKey) -> str:
+    digits = key.hex()
+    return f"kvxfer/{namespace.fingerprint}/{digits[:2]}/{digits}.safetensors"
+
+
+@pytest.mark.usefixtures("shared_client")
+async def test_an_object_is_a_page_that_others_can_read(
+    mooncake: Cluster, namespace: Namespace
+) -> None:
+    async with open_mooncake(mooncake, namespace) as backend:
+        payloads = await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
+    page = mooncake.client.get(name(namespace, KEYS[0]))
+    assert load_tensors(page)["blocks"].tobytes() == payloads[0]
+
+
+def altered(page: bytes, at: int) -> bytes:
+    return page[:at] + bytes([page[at] ^ 1]) + page[at + 1 :]
+
+
+PLANTS: dict[str, Callable[[bytes, bytes, bytes], bytes]] = {
+    "a bit of the data": lambda page, other, foreign: altered(page, len(page) - 1),
+    "a bit of the header": lambda page, other, foreign: altered(page, 100),
+    "the page of another key": lambda page, other, foreign: other,
+    "the page of another namespace": lambda page, other, foreign: foreign,
+    "half a page": lambda page, other, foreign: page[: len(page) // 2],
+    "a byte": lambda page, other, foreign: b"x",
+    "zeros": lambda page, other, foreign: bytes(len(page)),
+    "a larger page": lambda page, other, foreign: page + bytes(1 << 20),
+}
+
+
+@pytest.mark.usefixtures("shared_client")
+@pytest.mark.parametrize("plant", PLANTS)
+async def test_planted_bytes_never_reach_a_block(
+    mooncake: Cluster, namespace: Namespace, plant: str
+) -> None:
+    theirs = MEMORY.namespace(revision="another model")
+    async with (
+        open_mooncake(mooncake, namespace) as backend,
+        open_mooncake(mooncake, theirs) as foreign,
+    ):
+        payloads = await store_generated(backend, KEYS[:3], MEMORY.describe(0, range(3)))
+        await store_generated(foreign, KEYS[:1], MEMORY.describe(0, [3]))
+        pages = [mooncake.client.get(name(namespace, key)) for key in KEYS[:2]]
+        pages.append(mooncake.client.get(name(theirs, KEYS[0])))
+        planted = PLANTS[plant](*pages)
+        assert planted != pages[0]
+        assert mooncake.client.upsert(name(namespace, KEYS[0]), planted) == 0
+        target = MEMORY.describe(0, range(8, 11))
+        before = read_payloads(target)
+        outcomes = await backend.load(KEYS[:3], target)
+        assert statuses(outcomes) == [Status.CORRUPT, Status.DONE, Status.DONE]
+        assert outcomes[0].reason
+        assert read_payloads(target) == [before[0], *payloads[1:]]
+        assert await backend.lookup(KEYS[:3]) == [False, True, True], "it is removed"
+        await store_generated(backend, KEYS[:1], MEMORY.describe(0, [0]))
+        assert statuses(await backend.load(KEYS[:1], MEMORY.describe(0, [8]))) == [Status.DONE]
+
+
+@pytest.mark.usefixtures("shared_client")
+async def test_a_page_that_is_whole_when_it_is_read_again_is_not_corrupt(
+    mooncake: Cluster, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_mooncake(mooncake, namespace) as backend:
+        payloads = await store_generated(backend, KEYS[:2], MEMORY.describe(0, [0, 1]))
+        page = mooncake.client.get(name(namespace, KEYS[0]))
+        mooncake.client.upsert(name(namespace, KEYS[0]), altered(page, 5000))
+        read = backend._read_page
+
+        def read_and_mend(run: Any, index: int, code: int) -> Any:
+            outcome = read(run, index, code)
+            mooncake.client.upsert(name(namespace, KEYS[0]), page)
+            return outcome
+
+        monkeypatch.setattr(backend, "_read_page", read_and_mend)
+        target = MEMORY.describe(0, [8, 9])
+        assert statuses(await backend.load(KEYS[:2], target)) == [Status.DONE] * 2
+        assert read_payloads(target) == payloads
+
+
+@pytest.mark.usefixtures("shared_client")
+async def test_a_page_of_another_integrity_is_left_to_those_who_read_it(
+    mooncake: Cluster, namespace: Namespace
+) -> None:
+    async with open_mooncake(mooncake, namespace, integrity="off") as backend:
+        await store_generated(backend, KEYS, MEMORY.describe(0, range(8)))
+    async with open_mooncake(mooncake, namespace) as backend:
+        outcomes = await backend.load(KEYS, MEMORY.describe(0, range(8)))
+        assert statuses(outcomes) == [Status.FAILED] * 8
+        assert "integrity" in outcomes[0].reason
+        assert await backend.lookup(KEYS) == [True] * 8
+
+
+@pytest.mark.usefixtures("shared_client")
+async def test_what_is_there_is_not_sent_again_and_all_is_counted(
+    mooncake: Cluster, namespace: Namespace
+) -> None:
+    async with (
+        open_mooncake(mooncake, namespace) as ours,
+        open_mooncake(mooncake, namespace) as theirs,
+    ):
+        recorder = Recorder()
+        ours.observe(Reports([recorder], "mooncake"))
+        payloads = await store_generated(ours, KEYS, MEMORY.describe(0, range(8)))
+        await store_generated(theirs, KEYS, MEMORY.describe(0, range(8)), version=1)
+        assert theirs._gauges()[Gauge.SENT_BYTES] == 0
+        assert statuses(await ours.load(KEYS, MEMORY.describe(0, range(8)))) == [Status.DONE] * 8
+        pages = sum(len(payload) + 4096 for payload in payloads)
+        gauges = recorder.gauges("mooncake")
+        assert gauges[Gauge.SENT_BYTES] == gauges[Gauge.RECEIVED_BYTES] == pages
+        assert gauges[Gauge.REQUESTS] == 3  # is it there, store, load
+        assert gauges[Gauge.QUARANTINED_BYTES] == gauges[Gauge.BREAKER_OPEN] == 0
+        assert await ours.delete(KEYS[:2]) == [True, True]
+        assert recorder.kept["mooncake"] == set(KEYS[2:])
+        assert not recorder.mistakes
+
+
+async def test_a_full_cluster_refuses_blocks_and_evicts_for_later_ones() -> None:
+    memory = make_large_memory()
+    size = memory.chunk_size_bytes(0)
+    with mooncake_cluster(segment_bytes=32 << 20) as cluster:
+        async with open_mooncake(cluster, memory.namespace()) as backend:
+            blocks, target = memory.describe(0, range(8)), memory.describe(0, range(8, 16))
+            refused: list[str] = []
+            for nth in range(16):
+                keys = make_keys(8, first=8 * nth)
+                payloads = [make_payload(key, size) for key in keys]
+                write_payloads(blocks, payloads)
+                stored = await backend.store(keys, blocks)
+                assert set(statuses(stored)) <= {Status.DONE, Status.FAILED}
+                refused += [each.reason for each in stored if not each.done]
+                loaded = await backend.load(keys, target)
+                assert set(statuses(loaded)) <= {Status.DONE, Status.MISSING}
+                for each, found, payload in zip(
+                    loaded, read_payloads(target), payloads, strict=True
+                ):
+                    assert not each.done or found == payload
+            assert refused
+            assert all(reason.startswith("no room") for reason in refused)
+
+
+async def test_an_engine_opens_a_cluster_by_its_url(mooncake: Cluster) -> None:
+    memory = BlockMemory([[4096]], num_blocks=8)
+    url = f"mooncake://{mooncake.address}?timeout_s=60&lookup_timeout_s=60&staging=1MiB"
+    namespace = kvxfer.Namespace(model=f"model {next(_numbers)}")
+    async with kvxfer.connect(url, memory.caches, namespace=namespace) as engine:
+        assert all(each.done for each in await engine.store(KEYS[:4], [[0, 1, 2, 3]]))
+        assert all(each.done for each in await engine.load(KEYS[:4], [[4, 5, 6, 7]]))
+
+
+async def test_a_cluster_is_a_tier_below_host_memory(
+    mooncake: Cluster, namespace: Namespace
+) -> None:
+    tiers = [
+        "host://?capacity=1MiB",
+        f"mooncake://{mooncake.address}?timeout_s=60&lookup_timeout_s=60",
+    ]
+    async with open_backend(tiers, namespace) as first:
+        payloads = await store_generated(first, KEYS, MEMORY.describe(0, range(8)))
+        await first.flush()
+    async with open_backend(tiers, namespace) as second:  # a machine that has nothing
+        target = MEMORY.describe(0, range(8, 16))
+        assert statuses(await second.load(KEYS, target)) == [Status.DONE] * 8
+        assert read_payloads(target) == payloads
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"address": "master"}, "address.*'master'.*host and a port"),
+        ({"address": "master:0"}, "address.*'master:0'.*port of the master"),
+        ({"metadata": ""}, "metadata.*''"),
+        ({"metadata": "http://user:hide-and-seek@host/metadata"}, "metadata.*without credentials"),
+        ({"replicas": 0}, "replicas.*0"),
+        ({"timeout_s": 0}, "timeout_s.*0.*more than 0"),
+        ({"lookup_timeout_s": -1}, "lookup_timeout_s.*-1"),
+        ({"retry_after_s": 0}, "retry_after_s.*0"),
+        ({"integrity": "keyed"}, "integrity.*keyed.*'off' or 'fast'"),
+    ],
+)
+def test_parameters_that_cannot_be_are_named(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises((InvalidArgumentError, msgspec.ValidationError), match=said) as error:
+        msgspec.convert({"address": "master:50051"} | fields, MooncakeConfig)
+    assert "hide-and-seek" not in str(error.value)
+
+
+def test_a_url_without_a_master_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="address"):
+        open_backend("mooncake://?replicas=2", MEMORY.namespace())
+
+
+def test_without_the_package_an_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    with pytest.raises(MissingExtraError, match=r"kvxfer\[mooncake\]"):
+        MooncakeBackend(MooncakeConfig(address="127.0.0.1:1"), MEMORY.namespace())
