@@ -23,6 +23,7 @@ BENCHES = (
     "nixl",
     "pool",
     "s3",
+    "mooncake",
     "vllm",
     "pd",
     "transformers",
