@@ -83,7 +83,7 @@ GAUGES: Mapping[Gauge, str] = {
     Gauge.PEERS: "Peers that are connected, either way.",
     Gauge.PINS: "Batches that peers hold in place.",
     Gauge.LEASES: "Tickets whose blocks are lent.",
-    Gauge.REQUESTS: "Requests to object storage since the tier was opened.",
+    Gauge.REQUESTS: "Requests to object storage, or calls of Mooncake, since the tier was opened.",
     Gauge.SENT_BYTES: "Bytes of objects that were sent since then.",
     Gauge.RECEIVED_BYTES: "Bytes of objects that were received since then.",
 }

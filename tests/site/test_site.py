@@ -38,6 +38,7 @@ SEARCHES = {
     "MLA": {"layouts/"},
     "proxy": {"prefill-decode/"},
     "fsck": {"cli/"},
+    "mooncake": {"mooncake/"},
 }
 # Types into the search, waits for what it says of the words, and returns the pages of the results.
 FIND = """(async () => {
