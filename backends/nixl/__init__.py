@@ -13,6 +13,7 @@ from kvxfer.backends.nixl.config import (
     server_context,
 )
 from kvxfer.backends.nixl.connection import Connection
+from kvxfer.backends.nixl.discovery import Announcement, Discovery
 from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
@@ -22,9 +23,11 @@ from kvxfer.endpoint import Endpoint
 
 __all__ = [
     "SECRET_VARIABLE",
+    "Announcement",
     "BlockStore",
     "Client",
     "Connection",
+    "Discovery",
     "Endpoint",
     "Exchange",
     "IntegrityGrade",

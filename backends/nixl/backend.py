@@ -1,6 +1,7 @@
 """NIXL backend: blocks at peers, and a holder for blocks of peers."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -16,6 +17,7 @@ from kvxfer.backends.nixl.agents import (
 )
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.discovery import Announcement, Discovery
 from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.peers import (
     PeerDirectory,
@@ -53,7 +55,8 @@ class NixlBackend(Backend):
         config: See `NixlConfig`.
         namespace: Namespace of the blocks, which says how large they are; peers with another one
             are refused.
-        directory: Directory of the peers; by default those of the configuration.
+        directory: Directory of the peers; by default those of the configuration. A `Discovery`
+            also announces this process with `listen`, and is closed with the backend.
         own: Backend whose blocks are served with `listen`, in place of `capacity` bytes of host
             memory; closed by its maker.
         make_agent: Opens the agent that moves bytes between registered memory.
@@ -78,10 +81,19 @@ class NixlBackend(Backend):
         if [own is not None, config.capacity is not None].count(True) != bool(config.listen):
             wanted = "a size with listen=HOST:PORT, unless a backend of one's own is served there"
             raise InvalidArgumentError("capacity", config.capacity, wanted)
+        if directory is not None and config.discover:
+            wanted = f"none beside discover={config.discover}"
+            raise InvalidArgumentError("directory", directory, wanted)
+        directory = directory or config.open_discovery(namespace.fingerprint)
         if not config.peers and config.listen_endpoint is None and directory is None:
             raise InvalidArgumentError("address", config.address, "peers, or listen=HOST:PORT")
         self._config = config
         self._directory = directory or StaticPeers(config.peers)
+        self._discovery = directory if isinstance(directory, Discovery) else None
+        self._announced_at: Endpoint | None = None
+        self._announcement = Announcement(
+            capacity=int(config.capacity or 0), namespace=namespace.fingerprint
+        )
         self._opened: HostBackend | None = None
         if own is None and config.capacity is not None:
             own = self._opened = HostBackend(HostConfig(capacity=config.capacity), namespace)
@@ -120,6 +132,8 @@ class NixlBackend(Backend):
         if self._opened is not None:
             self._opened.observe(reports)
         self._exchange.observe(reports)
+        if self._discovery is not None:
+            reports.watch(self._discovery.gauges)
 
     def attach(self, memory: Sequence[MemoryRegion]) -> None:
         """See `Backend.attach`. Blocks elsewhere on the host are copied to registered memory first.
@@ -133,11 +147,18 @@ class NixlBackend(Backend):
     async def start(self) -> None:
         """Open NIXL, and listen if configured; the first call of any other method does so as well.
 
+        With discovery, it begins here, and the first list of peers is waited for a moment.
+
         Raises:
             BackendUnavailableError: The address cannot be listened at, or `transport=nixl` and NIXL
                 cannot be used.
         """
         await self._exchange.start()
+        if self._discovery is not None:
+            if self.server is not None and self._announced_at is None:
+                self._announced_at = self._config.advertised(self.server.endpoint)
+                await self._discovery.announce(self._announced_at, lambda: self._announcement)
+            await self._discovery.follow()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.lookup`; asks all peers that may hold a key."""
@@ -202,9 +223,12 @@ class NixlBackend(Backend):
         """See `Backend.aclose`."""
         if not self._guard.close():
             return
-        await self._exchange.aclose()
-        if self._opened is not None:
-            await self._opened.aclose()
+        async with contextlib.AsyncExitStack() as closing:
+            if self._opened is not None:
+                closing.push_async_callback(self._opened.aclose)
+            closing.push_async_callback(self._exchange.aclose)
+            if self._discovery is not None:  # others look elsewhere from then on
+                closing.push_async_callback(self._discovery.aclose)
 
     async def _find_homes(self, keys: Sequence[BlockKey]) -> tuple[list[Home], NDArray[np.intp]]:
         """Find the homes of blocks, and rank those of each key, best first."""
@@ -212,7 +236,8 @@ class NixlBackend(Backend):
         if not endpoints:
             homes: list[Home] = [self._own] if self._own is not None else []
             return homes, np.zeros((len(homes), len(keys)), np.intp)
-        if self._own is not None:  # this process itself may listen at one of them
+        if self._own is not None and self._announced_at is None:
+            # This process itself may listen at one of them.
             known = self._exchange.clients
             await self._exchange.connect([each for each in endpoints if each not in known])
         homes = [self._home(self._exchange.peer(endpoint)) for endpoint in endpoints]
@@ -231,7 +256,9 @@ class NixlBackend(Backend):
         return endpoints
 
     def _home(self, client: Client) -> Home:
-        return self._own if self._own is not None and client.reconnect.is_own else client
+        at = client.reconnect
+        is_own = at.is_own or at.endpoint == self._announced_at
+        return self._own if self._own is not None and is_own else client
 
     async def _lookup_at(self, home: Home, keys: Sequence[BlockKey]) -> set[BlockKey]:
         try:
@@ -253,7 +280,7 @@ class NixlBackend(Backend):
         self._guard.check_batch(keys, *blocks)
         for each in blocks:
             self._exchange.require_reach(each)
-        await self._exchange.start()
+        await self.start()
 
 
 async def _ask_each(

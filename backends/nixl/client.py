@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from kvxfer.backends.nixl.block_reader import BlockReader, positions_done, read_endings
@@ -104,11 +104,18 @@ class Client:
         self._reader = BlockReader(hasher, quarantine, generations)
         self._in_flight = asyncio.Semaphore(PIECES_AT_A_PEER)
         self._num_calls = 0
+        self._retired = False
 
     @property
     def is_idle(self) -> bool:
         """Whether no call is under way, and no ticket held."""
         return not (self._num_calls or self.reconnect.holds_tickets)
+
+    def retire(self) -> None:
+        """Close the connection for good as soon as no call is under way."""
+        self._retired = True
+        with self._call():  # the last one, unless others are under way
+            pass
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
         """Ask the holder which keys it has, and where.
@@ -199,25 +206,34 @@ class Client:
 
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`; blocks that miss the deadline are `TIMED_OUT`."""
-        outcomes = await self._move(self._load_direct, self._load_staged, keys, blocks)
+        with self._call():
+            outcomes = await self._move(self._load_direct, self._load_staged, keys, blocks)
         self.statistics.num_loaded_bytes += self._count(outcomes, blocks)
         return outcomes
 
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`; blocks that miss the deadline are `TIMED_OUT`."""
-        outcomes = await self._move(self._store_direct, self._store_staged, keys, blocks)
+        with self._call():
+            outcomes = await self._move(self._store_direct, self._store_staged, keys, blocks)
         self.statistics.num_stored_bytes += self._count(outcomes, blocks)
         return outcomes
 
     @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Connection]:
         """Connect for a request, and bound the time of both."""
-        self._num_calls += 1
-        try:
+        with self._call():
             async with asyncio.timeout(self._timeout_s):
                 yield await self.reconnect.open()
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        self._num_calls += 1
+        try:
+            yield
         finally:
             self._num_calls -= 1
+            if self._retired and not self._num_calls:
+                self.reconnect.close()
 
     def _is_direct(self, blocks: Descriptors) -> bool:
         """Whether blocks are moved from or to their own memory, without staging memory.
@@ -230,15 +246,6 @@ class Client:
         return self._memory.contains(blocks) and not _is_in_crumbs(blocks)
 
     async def _move(
-        self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
-    ) -> list[Outcome]:
-        self._num_calls += 1
-        try:
-            return await self._move_pieces(direct, staged, keys, blocks)
-        finally:
-            self._num_calls -= 1
-
-    async def _move_pieces(
         self, direct: MoveAtPeer, staged: MoveAtPeer, keys: Sequence[BlockKey], blocks: Descriptors
     ) -> list[Outcome]:
         stop = asyncio.get_running_loop().time() + self._timeout_s

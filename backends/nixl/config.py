@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from kvxfer.backends.nixl.discovery import Discovery, EtcdConfig, EtcdDiscovery
 from kvxfer.backends.nixl.wire import HANDSHAKE_TIMEOUT_S
 from kvxfer.checks import require_integer, require_positive, require_text
 from kvxfer.endpoint import MAX_PORT, Endpoint
@@ -21,6 +22,10 @@ MIN_SECRET_BYTES = 16
 
 SECONDS = ("timeout_s", "lease_s", "heartbeat_s", "release_within_s", "handshake_timeout_s")
 
+ETCD_FILES = ("etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key")
+
+ANY_HOSTS = ("0.0.0.0", "::")  # noqa: S104 - nobody can connect to them
+
 Transport = Literal["auto", "nixl", "socket"]
 IntegrityGrade = Literal["full", "fenced"]
 
@@ -30,6 +35,19 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         address: Peers that hold blocks, as `host:port`, with commas between.
+        discover: `etcd://host:port/prefix` at which the peers are found in place of `address`, and
+            at which this process announces itself with `listen`; several members of a cluster with
+            commas between.
+        advertise: `host:port` by which others reach `listen`, which is announced; by default
+            `listen`. Port 0 means that of `listen`.
+        etcd_user_file: File with the name and the password for etcd, `name:password`. Without, the
+            environment is asked, `ETCDCTL_USER` and `ETCDCTL_PASSWORD`.
+        etcd_ca: File with the certificate of the authority that signs those of etcd, PEM; without,
+            that in `ETCDCTL_CACERT`. Without both, etcd is asked without TLS.
+        etcd_cert: File with a certificate that etcd knows this process by, PEM; without, that in
+            `ETCDCTL_CERT`.
+        etcd_key: File with the private key of that certificate, PEM; without, that in
+            `ETCDCTL_KEY`.
         listen: `host:port` at which blocks of this process are served to others.
         data_port: Port for the bytes of blocks that go through sockets, with `listen` only; 0 means
             any free one.
@@ -72,6 +90,12 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     address: str = ""
+    discover: str = ""
+    advertise: str = ""
+    etcd_user_file: str = ""
+    etcd_ca: str = ""
+    etcd_cert: str = ""
+    etcd_key: str = ""
     listen: str = ""
     data_port: int = 0
     capacity: ByteSize | None = None
@@ -112,6 +136,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise InvalidArgumentError("data_port", self.data_port, "another port than listen")
         if self.data_port and not self.listen:
             raise InvalidArgumentError("data_port", self.data_port, "0 without listen=HOST:PORT")
+        self._require_discovery()
         if self.lease_s < 2 * self.heartbeat_s:
             wanted = f"at least twice heartbeat_s={self.heartbeat_s:g}, which renews leases"
             raise InvalidArgumentError("lease_s", self.lease_s, wanted)
@@ -128,6 +153,44 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         """Endpoint at which blocks of this process are served; None where they are not."""
         return Endpoint.parse("listen", self.listen) if self.listen else None
 
+    @property
+    def etcd(self) -> EtcdConfig | None:
+        """Where peers are discovered; None where they are listed."""
+        if not self.discover:
+            return None
+        return EtcdConfig.parse(
+            self.discover,
+            user_file=self.etcd_user_file,
+            ca=self.etcd_ca,
+            cert=self.etcd_cert,
+            key=self.etcd_key,
+        )
+
+    def open_discovery(self, namespace: str = "") -> Discovery | None:
+        """Open what finds the peers, and announces this process; None where they are listed.
+
+        Args:
+            namespace: Fingerprint of the namespace of the blocks; empty for a holder, which looks
+                for nobody.
+
+        Raises:
+            InvalidArgumentError: Its credentials cannot be read.
+            MissingExtraError: A package is missing.
+        """
+        etcd = self.etcd
+        if etcd is None:
+            return None
+        return EtcdDiscovery(
+            etcd, namespace=namespace, require=lambda peer: self.require_proof("peer", peer)
+        )
+
+    def advertised(self, listening: Endpoint) -> Endpoint:
+        """Find where others reach the endpoint that this process listens at."""
+        if not self.advertise:
+            return listening
+        at = Endpoint.parse("advertise", self.advertise)
+        return Endpoint(at.host, at.port or listening.port)
+
     def at_rank(self, rank: int) -> "NixlConfig":
         """Make the configuration of a worker, which listens at the rank-th port after `listen`.
 
@@ -139,7 +202,10 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             return self
         at = str(Endpoint(listen.host, listen.port + rank))
         data_port = self.data_port and self.data_port + rank
-        return msgspec.structs.replace(self, listen=at, data_port=data_port)
+        advertise = self.advertise
+        if advertise and (known := Endpoint.parse("advertise", advertise)).port:
+            advertise = str(Endpoint(known.host, known.port + rank))
+        return msgspec.structs.replace(self, listen=at, data_port=data_port, advertise=advertise)
 
     @property
     def uses_tls(self) -> bool:
@@ -182,7 +248,9 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def _convert(self) -> Iterator[tuple[str, object]]:
         """Convert every value to its type: msgspec checks those of a URL, but not of a call."""
-        for name in ("address", "listen", "secret_file", "tls_cert", "tls_key", "tls_ca"):
+        for name in ("address", "discover", "advertise", "listen", "secret_file", *ETCD_FILES):
+            yield name, require_text(name, getattr(self, name))
+        for name in ("tls_cert", "tls_key", "tls_ca"):
             yield name, require_text(name, getattr(self, name))
         for name, allowed in (
             ("transport", get_args(Transport)),
@@ -208,14 +276,40 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise InvalidArgumentError(name, value, "seconds, more than 0")
             yield name, float(value)
 
+    def require_proof(self, argument: str, endpoint: Endpoint) -> None:
+        """Check that an address may be used: not beyond this machine where nobody proves anything.
+
+        Raises:
+            InvalidArgumentError: It is not a loopback one, and there is neither a secret nor TLS.
+        """
+        if not self.proves_peers and not endpoint.is_loopback:
+            wanted = "a loopback address; any other needs secret_file or TLS"
+            raise InvalidArgumentError(argument, str(endpoint), wanted)
+
     def _require_loopback(self) -> None:
-        addresses = [("address", peer) for peer in self.peers]
+        for peer in self.peers:
+            self.require_proof("address", peer)
         if self.listen_endpoint is not None:
-            addresses.append(("listen", self.listen_endpoint))
-        for argument, endpoint in addresses:
-            if not self.uses_tls and not endpoint.is_loopback:
-                wanted = "a loopback address; any other needs secret_file or TLS"
-                raise InvalidArgumentError(argument, str(endpoint), wanted)
+            self.require_proof("listen", self.listen_endpoint)
+
+    def _require_discovery(self) -> None:
+        """Check what finds the peers, and how others find this process."""
+        if self.etcd is None:
+            for name in ("advertise", *ETCD_FILES):
+                if value := getattr(self, name):
+                    raise InvalidArgumentError(name, value, "none without discover=etcd://...")
+            return
+        if self.address:
+            wanted = "none beside discover, which finds the peers"
+            raise InvalidArgumentError("address", self.address, wanted)
+        listen = self.listen_endpoint
+        if self.advertise and listen is None:
+            raise InvalidArgumentError("advertise", self.advertise, "none without listen=HOST:PORT")
+        if listen is not None and self.advertised(listen).host in ANY_HOSTS:
+            wanted = "an address that others reach, here or as advertise=HOST:PORT"
+            raise InvalidArgumentError(
+                "advertise" if self.advertise else "listen", str(listen), wanted
+            )
 
 
 def client_context(config: NixlConfig) -> ssl.SSLContext | None:

@@ -44,7 +44,8 @@ class Exchange:
     checks how large blocks are.
 
     Args:
-        config: See `NixlConfig`; its `address`, `replicas` and `capacity` mean nothing here.
+        config: See `NixlConfig`; its `address`, `discover`, `replicas` and `capacity` mean nothing
+            here.
         namespace: Namespace of the blocks; peers with another one are refused.
         own: Backend whose blocks are served with `listen`; closed by its maker. None without.
         largest_block_bytes: Bytes of the largest block that has to fit into staging memory.
@@ -206,11 +207,11 @@ class Exchange:
         return client
 
     def leave(self, endpoint: Endpoint) -> None:
-        """Begin to close the client of a peer; unknown ones are ignored."""
+        """Close the client of a peer when its calls have ended; unknown ones are ignored."""
         self._former_clients = [c for c in self._former_clients if not c.reconnect.is_closed]
         former = self.clients.pop(endpoint, None)
         if former is not None:
-            former.reconnect.close()
+            former.retire()
             self._former_clients.append(former)
 
     async def connect(self, endpoints: Sequence[Endpoint]) -> None:

@@ -1,7 +1,9 @@
 """Standalone peer: a process that only holds blocks for others, as `kvxfer serve` does."""
 
+import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from kvxfer.backends.host.available_memory import require_memory
@@ -13,6 +15,7 @@ from kvxfer.backends.nixl.agents import (
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import NixlConfig
+from kvxfer.backends.nixl.discovery import Announcement
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.reads import BlockHasher
 from kvxfer.backends.nixl.server import Server
@@ -80,6 +83,8 @@ class StandalonePeer:
         self._open_backend = open_backend
         self._prepare = prepare
         self._needed_bytes = config.capacity + LENDING_BYTES + DEFAULT_STAGING_BYTES
+        self._capacity = int(config.capacity)
+        self._discovery = config.open_discovery()
         self._node = LocalNode(config, namespace, make_agent=make_agent)
         self._server = Server(self._node, self._open_store, config.listen_endpoint)
         self._opening = Threads("kvxfer-open", 1)
@@ -101,6 +106,8 @@ class StandalonePeer:
     def observe(self, reports: Reports) -> None:
         """See `Observable.observe`; the blocks are observed by whoever opens their backend."""
         reports.watch(self._server.gauges)
+        if self._discovery is not None:
+            reports.watch(self._discovery.gauges)
 
     async def start(self) -> None:
         """Reserve the memory of a namespace that is known, and begin to listen.
@@ -128,13 +135,21 @@ class StandalonePeer:
             "off" if self._node.secret is None else "on",
             "on" if self._node.config.uses_tls else "off",
         )
+        if self._discovery is not None:
+            started = time.time()
+            await self._discovery.announce(
+                self._node.config.advertised(self.endpoint), lambda: self._announcement(started)
+            )
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no new peers, and wait until the connected ones pin and move no block."""
         self.is_ready = False
         logger.info("draining: no new peers, %d are connected", len(self._server.sessions))
-        if not await self._server.drain(timeout_s):
-            logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
+        async with asyncio.TaskGroup() as tasks:
+            if self._discovery is not None:
+                tasks.create_task(self._discovery.withdraw())
+            if not await self._server.drain(timeout_s):
+                logger.warning("blocks are still in use after %g s; ending all the same", timeout_s)
 
     async def aclose(self) -> None:
         """End every connection and close the backend; may be called again.
@@ -142,6 +157,8 @@ class StandalonePeer:
         Memory that is still being reserved is left to the end of the process.
         """
         self.is_ready = False
+        if self._discovery is not None:
+            await self._discovery.aclose()
         self._server.close()
         await self._node.aclose()  # ends reads, also those that stall
         await self._server.wait_closed()
@@ -154,6 +171,11 @@ class StandalonePeer:
         await self._hashing.aclose()
         await self._hasher.aclose()
         self._copy_engine.close()
+
+    def _announcement(self, started: float) -> Announcement:
+        settled = self._node.namespace
+        fingerprint = "" if settled is None else settled.fingerprint
+        return Announcement(capacity=self._capacity, namespace=fingerprint, started=started)
 
     async def _open_store(self, namespace: Namespace) -> BlockStore:
         if self._opened is None:

@@ -36,6 +36,7 @@ HASH_FORMS: "tuple[HashForm, ...]" = ("int64", "bytes")
 _OF_PEERS = (
     *("data_port", "transport", "secret_file", "tls_cert", "tls_key", "tls_ca"),
     *("lease", "timeout"),
+    *("discover", "advertise", "etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key"),
 )
 """Options without a meaning for a host pool."""
 
@@ -126,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         help="transport of blocks; auto, the default, chooses one for each peer",
     )
     _add_authentication(parser)
+    _add_discovery(parser)
     _add_times(parser)
     parser.add_argument(
         "--ready",
@@ -177,6 +179,32 @@ def _add_authentication(parser: argparse.ArgumentParser) -> None:
         ("ca", "certificate of the authority that signs those of all peers"),
     ):
         parser.add_argument(f"--tls-{name}", default="", metavar="FILE", help=f"{content}, PEM")
+
+
+def _add_discovery(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--discover",
+        default="",
+        metavar="URL",
+        help="etcd://HOST:PORT/PREFIX at which this process announces itself, for engines that "
+        "find their peers there; several members of a cluster with commas between",
+    )
+    parser.add_argument(
+        "--advertise",
+        default="",
+        metavar="HOST:PORT",
+        help="address by which engines reach this process; default: that of --listen, and its port "
+        "in place of port 0",
+    )
+    for name, content in (
+        ("user-file", "NAME:PASSWORD for etcd; default: the variables ETCDCTL_USER and _PASSWORD"),
+        ("ca", "certificate of the authority of etcd, PEM; default: ETCDCTL_CACERT"),
+        ("cert", "certificate by which etcd knows this process, PEM; default: ETCDCTL_CERT"),
+        ("key", "private key of that certificate, PEM; default: ETCDCTL_KEY"),
+    ):
+        parser.add_argument(
+            f"--etcd-{name}", default="", metavar="FILE", help=f"file with {content}"
+        )
 
 
 def _add_times(parser: argparse.ArgumentParser) -> None:
@@ -265,6 +293,12 @@ def _make_peer(
         tls_key=arguments.tls_key,
         tls_ca=arguments.tls_ca,
         transport=arguments.transport,
+        discover=arguments.discover,
+        advertise=arguments.advertise,
+        etcd_user_file=arguments.etcd_user_file,
+        etcd_ca=arguments.etcd_ca,
+        etcd_cert=arguments.etcd_cert,
+        etcd_key=arguments.etcd_key,
         timeout_s=Duration.parse(arguments.timeout),
         lease_s=lease_s,
         heartbeat_s=lease_s / 4,  # which only processes that ask send

@@ -14,6 +14,7 @@ from kvxfer.backends.nixl import NixlConfig
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor import memory, packages, peers, process, stores
+from kvxfer.doctor.discovery import check_discovery
 from kvxfer.doctor.finding import Check, Examined, Finding, Severity
 from kvxfer.doctor.pools import check_pool
 from kvxfer.storage.threads import DaemonThreads
@@ -21,6 +22,10 @@ from kvxfer.text import printable
 
 STEPS_OF_A_PEER = 6
 """Steps to reach a peer, each with the time of a check: two connections of three steps."""
+
+STEPS_OF_DISCOVERY = 5
+"""Steps to list the holders: credentials, a token, the list, the end of the connection, and one to
+spare."""
 
 MAX_CHARACTERS = 500
 """Most characters of an error that a check did not expect."""
@@ -125,6 +130,9 @@ def _plan_backend(config: msgspec.Struct, timeout_s: float) -> list[PlannedCheck
         ]
         url = f"file://{config.path}"
         return [PlannedCheck(name, url, partial(run, url, config)) for name, run in checks]
+    if isinstance(config, NixlConfig) and config.discover:
+        run_check = partial(check_discovery, config, timeout_s=timeout_s / STEPS_OF_DISCOVERY)
+        return [PlannedCheck(Check.DISCOVERY, config.discover, run_check)]
     if isinstance(config, NixlConfig):
         return [
             PlannedCheck(

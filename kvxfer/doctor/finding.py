@@ -41,6 +41,7 @@ class Check(enum.Enum):
     IO_URING = "io-uring"
     PEER = "peer"
     PEER_CARRIER = "peer-carrier"
+    DISCOVERY = "discovery"
     POOL = "pool"
     SHARING = "sharing"
 

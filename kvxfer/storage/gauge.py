@@ -6,10 +6,10 @@ import enum
 class Gauge(enum.StrEnum):
     """State of a tier, or of the engine, that is asked for when somebody wants to know it.
 
-    `BREAKER_OPEN` and `SUSPENDED` are 1 or 0. `QUARANTINED_BYTES` is memory that late reads may
-    still change; `QUARANTINED_BLOCKS` are corrupt files that were kept. `REQUESTS`, `SENT_BYTES`
-    and `RECEIVED_BYTES`, of object storage and Mooncake Store, are counted since the tier was
-    opened.
+    `BREAKER_OPEN`, `SUSPENDED` and `DISCOVERY_WORKING` are 1 or 0. `QUARANTINED_BYTES` is memory
+    that late reads may still change; `QUARANTINED_BLOCKS` are corrupt files that were kept.
+    `REQUESTS`, `SENT_BYTES` and `RECEIVED_BYTES`, of object storage and Mooncake Store, are counted
+    since the tier was opened.
     """
 
     CAPACITY_BYTES = "capacity_bytes"
@@ -23,6 +23,8 @@ class Gauge(enum.StrEnum):
     QUEUED_BATCHES = "queued_batches"
     BYTES_IN_FLIGHT = "in_flight_bytes"
     PEERS = "peers_connected"
+    PEERS_KNOWN = "peers_known"
+    DISCOVERY_WORKING = "discovery_working"
     PINS = "pinned_batches"
     LEASES = "leases"
     REQUESTS = "requests"

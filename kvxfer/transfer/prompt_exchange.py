@@ -73,9 +73,9 @@ class PromptExchange:
         require_instance("namespace", namespace, Namespace)
         shard = _only_worker(caches) if shard is None else shard
         require_instance("shard", shard, WorkerShard)
-        if config.address:
-            rule = "none: tickets name other engines"
-            raise InvalidArgumentError("address", config.address, rule)
+        for name, value in (("address", config.address), ("discover", config.discover)):
+            if value:
+                raise InvalidArgumentError(name, value, "none: tickets name other engines")
         if namespace.groups:
             raise InvalidArgumentError("namespace.groups", namespace.groups, "none")
         description = describe_caches(caches, shard)

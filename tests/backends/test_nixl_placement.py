@@ -71,6 +71,17 @@ def test_when_a_peer_leaves_only_its_keys_move_and_each_to_one_new_peer(
         assert after[: len(stayed)] == stayed
 
 
+@pytest.mark.parametrize("num_peers", [2, 3, 7, 16, 64, 256])
+def test_a_peer_that_joins_takes_its_share_of_the_keys_and_moves_no_other(num_peers: int) -> None:
+    num_keys = 20_000
+    keys, endpoints = some_keys(num_keys), some_endpoints(num_peers)
+    [before], [after] = rank(keys, endpoints[:-1], 1), rank(keys, endpoints, 1)
+    moved = after != before
+    assert (after[moved] == num_peers - 1).all()
+    share = 1 / num_peers
+    assert moved.sum() <= num_keys * share + 6 * np.sqrt(num_keys * share * (1 - share))
+
+
 @pytest.mark.parametrize("num_peers", [2, 3, 7, 16])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_load_is_within_six_standard_deviations_of_even(num_peers: int, replicas: int) -> None:

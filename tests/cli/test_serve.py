@@ -219,6 +219,18 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--namespace", __file__], "expected a namespace.json of a file store: Expected `object`"),
         (["--data-port", "65536"], "data_port is 65536; expected a whole number from 0 to 65535"),
         (["--timeout", "0s"], "timeout_s is 0.0"),
+        (["--discover", "consul://a:1/b"], "discover is 'consul://a:1/b'; expected a URL such as"),
+        (["--discover", "etcd://u:pw@a:1/b"], "discover is 'etcd://...@a:1/b'; expected a URL"),
+        (["--advertise", "a:1"], "advertise is 'a:1'; expected none without discover=etcd://..."),
+        (["--etcd-ca", "ca.pem"], "etcd_ca is 'ca.pem'; expected none without discover"),
+        (
+            ["--discover", "etcd://a:1/b", "--etcd-ca", "/nonexistent/ca"],
+            "etcd_ca is '/nonexistent/ca'; expected a readable file",
+        ),
+        (
+            ["--discover", "etcd://a:1/b", "--listen", "0.0.0.0:7000"],
+            "expected an address that others reach, here or as advertise=HOST:PORT",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line_before_it_listens(

@@ -1,0 +1,155 @@
+"""A real etcd for tests, and waiting for what it brings about."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from aetcd import rpc
+
+from tests.backends.object_servers import free_ports
+
+PROGRAM = shutil.which("etcd")
+needs_etcd = pytest.mark.skipif(PROGRAM is None, reason="needs etcd: apt-get install etcd-server")
+HOST = "127.0.0.1"
+PREFIX = "/kvxfer/test"
+LIMIT_S = 30.0
+PAUSE_S = 0.05
+
+
+class EtcdServer:
+    """One etcd in a process of its own, with a folder for its data; started at once.
+
+    Args:
+        folder: Folder for data and log.
+        scheme: `http`, or `https` with `options` for its certificates.
+        options: More options of the command.
+        credentials: How this class itself connects.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        scheme: str = "http",
+        options: Sequence[str] = (),
+        credentials: Any = None,
+    ) -> None:
+        self.port, peer_port = free_ports(2)
+        self.url = f"etcd://{HOST}:{self.port}{PREFIX}"
+        self._folder = folder
+        self._credentials = credentials
+        at, peer_at = f"{scheme}://{HOST}:{self.port}", f"http://{HOST}:{peer_port}"
+        self._command = [
+            *(str(PROGRAM), "--name", "test", "--data-dir", str(folder / "data")),
+            *("--listen-client-urls", at, "--advertise-client-urls", at),
+            *("--listen-peer-urls", peer_at, "--initial-advertise-peer-urls", peer_at),
+            *("--initial-cluster", f"test={peer_at}", "--logger", "zap", "--log-level", "error"),
+            # Elects itself at once, and grants leases of a second.
+            *("--heartbeat-interval", "20", "--election-timeout", "200"),
+            *options,
+        ]
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        with (self._folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        stop = time.monotonic() + LIMIT_S
+        while True:
+            assert self.process.poll() is None, (self._folder / "log").read_text()[-2000:]
+            try:
+                self.call(rpc.KVStub, "Range", rpc.RangeRequest(key=b"ready"))
+            except grpc.RpcError as exc:
+                if exc.code() != grpc.StatusCode.UNAVAILABLE:  # it answers, and refuses
+                    return
+                assert time.monotonic() < stop, (self._folder / "log").read_text()[-2000:]
+                time.sleep(PAUSE_S)
+            else:
+                return
+
+    def freeze(self) -> None:
+        """Stop it as it is: connections stay open, and nobody answers."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it in the middle of whatever it does."""
+        self.process.kill()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """Remove its data; it must not run."""
+        shutil.rmtree(self._folder / "data")
+
+    def call(self, stub: Any, method: str, request: Any, token: str = "") -> Any:
+        """Make a call, such as that of a user who has a shell."""
+        at = f"{HOST}:{self.port}"
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with (
+            grpc.secure_channel(at, self._credentials, options)
+            if self._credentials
+            else grpc.insecure_channel(at, options)
+        ) as channel:
+            metadata = (("token", token),) if token else ()
+            return getattr(stub(channel), method)(request, timeout=5, metadata=metadata)
+
+    def put(self, name: str, value: bytes) -> int:
+        """Put an entry under the prefix; return the revision."""
+        request = rpc.PutRequest(key=f"{PREFIX}/{name}".encode(), value=value)
+        revision: int = self.call(rpc.KVStub, "Put", request).header.revision
+        return revision
+
+    def delete(self, name: str = "") -> None:
+        """Delete an entry, or all of them."""
+        first = f"{PREFIX}/{name}".encode()
+        end = b"" if name else f"{PREFIX}0".encode()
+        self.call(rpc.KVStub, "DeleteRange", rpc.DeleteRangeRequest(key=first, range_end=end))
+
+    def entries(self) -> dict[str, bytes]:
+        """List the entries under the prefix."""
+        first, end = f"{PREFIX}/".encode(), f"{PREFIX}0".encode()
+        found = self.call(rpc.KVStub, "Range", rpc.RangeRequest(key=first, range_end=end)).kvs
+        return {entry.key[len(first) :].decode(): entry.value for entry in found}
+
+    def leases(self) -> list[int]:
+        """List the leases."""
+        answer = self.call(rpc.LeaseStub, "LeaseLeases", rpc.LeaseLeasesRequest())
+        return [lease.ID for lease in answer.leases]
+
+    def revoke_leases(self) -> None:
+        """End all leases, as if their holders had been silent."""
+        for lease in self.leases():
+            self.call(rpc.LeaseStub, "LeaseRevoke", rpc.LeaseRevokeRequest(ID=lease))
+
+
+@contextlib.contextmanager
+def etcd(folder: Path, **options: Any) -> Iterator[EtcdServer]:
+    """Run etcd, and kill it at the end."""
+    server = EtcdServer(folder, **options)
+    try:
+        yield server
+    finally:
+        server.thaw()
+        server.kill()
+
+
+async def until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
+    """Wait until something holds; return how long that took."""
+    began = time.monotonic()
+    async with asyncio.timeout(limit_s):
+        while not holds():  # noqa: ASYNC110 - other processes set no event
+            await asyncio.sleep(PAUSE_S)
+    return time.monotonic() - began
