@@ -6,7 +6,7 @@ import enum
 class Gauge(enum.StrEnum):
     """State of a tier, or of the engine, that is asked for when somebody wants to know it.
 
-    `BREAKER_OPEN`, `SUSPENDED` and `DISCOVERY_WORKING` are 1 or 0. `QUARANTINED_BYTES` is memory
+    `BREAKER_OPEN`, `SUSPENDED` and `DISCOVERY_FAILING` are 1 or 0. `QUARANTINED_BYTES` is memory
     that late reads may still change; `QUARANTINED_BLOCKS` are corrupt files that were kept.
     `REQUESTS`, `SENT_BYTES` and `RECEIVED_BYTES`, of object storage and Mooncake Store, are counted
     since the tier was opened.
@@ -24,7 +24,7 @@ class Gauge(enum.StrEnum):
     BYTES_IN_FLIGHT = "in_flight_bytes"
     PEERS = "peers_connected"
     PEERS_KNOWN = "peers_known"
-    DISCOVERY_WORKING = "discovery_working"
+    DISCOVERY_FAILING = "discovery_failing"
     PINS = "pinned_batches"
     LEASES = "leases"
     REQUESTS = "requests"

@@ -82,7 +82,7 @@ GAUGES: Mapping[Gauge, str] = {
     Gauge.BYTES_IN_FLIGHT: "Bytes handed to the backend at this moment.",
     Gauge.PEERS: "Peers that are connected, either way.",
     Gauge.PEERS_KNOWN: "Peers that discovery has found.",
-    Gauge.DISCOVERY_WORKING: "Whether discovery gets answers.",
+    Gauge.DISCOVERY_FAILING: "Whether discovery gets no answers.",
     Gauge.PINS: "Batches that peers hold in place.",
     Gauge.LEASES: "Tickets whose blocks are lent.",
     Gauge.REQUESTS: "Requests to object storage, or calls of Mooncake, since the tier was opened.",

@@ -186,8 +186,13 @@ def _peers(scrape: Scrape) -> Iterator[Table]:
     if connected is None and scrape.find("leases") is None:
         return
     pinned, leases = scrape.total("pinned_batches"), scrape.total("leases")
-    parts = f"connected: {_number(connected)}", f"batches pinned: {pinned:.0f}"
-    yield _line("peers", ", ".join((*parts, f"leases: {leases:.0f}")))
+    parts = [f"connected: {_number(connected)}"]
+    if (known := scrape.find("peers_known")) is not None:
+        parts.append(f"known: {_number(known)}")
+    parts += [f"batches pinned: {pinned:.0f}", f"leases: {leases:.0f}"]
+    yield _line("peers", ", ".join(parts))
+    if scrape.find("discovery_failing"):
+        yield _line("", "discovery gets no answers; the peers known last are used", BAD)
 
 
 def _losses(scrape: Scrape, tiers: Sequence[str]) -> Iterator[Table]:

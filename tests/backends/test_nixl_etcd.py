@@ -71,11 +71,12 @@ async def announcing(
 ) -> AsyncIterator[list[EtcdDiscovery]]:
     """Announce holders."""
     holders = []
+    announcement = Announcement(namespace=namespace)
     async with contextlib.AsyncExitStack() as stack:
         for endpoint in at:
             holder = EtcdDiscovery(configure(server, **fields), lease_s=LEASE_S)
             await stack.enter_async_context(contextlib.aclosing(holder))
-            await holder.announce(endpoint, lambda: Announcement(namespace=namespace))
+            await holder.announce(endpoint, lambda: announcement)
             holders.append(holder)
         yield holders
 
@@ -85,27 +86,29 @@ def knows(discovery: EtcdDiscovery, *peers: Endpoint) -> bool:
 
 
 def works(discovery: EtcdDiscovery) -> bool:
-    return discovery.gauges()[Gauge.DISCOVERY_WORKING] == 1.0
+    return discovery.gauges()[Gauge.DISCOVERY_FAILING] == 0.0
 
 
 async def test_holders_are_found_when_they_come_and_gone_when_they_close(
-    server: EtcdServer,
+    server: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kvxfer.backends.nixl.discovery.etcd.FIRST_LIST_S", LIMIT_S)
     async with following(server) as engine:
-        assert works(engine)
+        await until(lambda: works(engine))
         assert await engine.peers() == ()
         async with announcing(server, A, B):
             await until(lambda: knows(engine, A, B))
             async with announcing(server, C), following(server) as late:
-                await until(lambda: knows(engine, A, B, C))
-                assert knows(late, A, B, C)  # opening has waited for the first list
-                assert late.gauges() == {Gauge.DISCOVERY_WORKING: 1.0, Gauge.PEERS_KNOWN: 3}
+                assert {A, B} <= {*await late.peers()}  # opening has waited for the first list
+                await until(lambda: knows(engine, A, B, C) and knows(late, A, B, C))
+                assert late.gauges() == {Gauge.DISCOVERY_FAILING: 0.0, Gauge.PEERS_KNOWN: 3}
             took_s = await until(lambda: knows(engine, A, B))
             assert took_s < LEASE_S / 2  # by the end of the lease, not by its time
         await until(lambda: knows(engine))
     assert server.leases() == []
 
 
+@pytest.mark.exhaustive
 async def test_a_holder_that_ends_without_a_word_is_gone_after_its_lease(
     server: EtcdServer,
 ) -> None:
@@ -197,7 +200,7 @@ async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_i
         await until(lambda: knows(engine, A, B))
         own_server.kill()
         await until(lambda: not works(engine))
-        await asyncio.sleep(2.5 * LEASE_S)  # longer than any lease, and than holders are in doubt
+        await asyncio.sleep(1.2 * LEASE_S)  # longer than any lease
         assert knows(engine, A, B)
         assert "2 holders are known" in caplog.text
         own_server.start()
@@ -207,6 +210,7 @@ async def test_while_etcd_is_dead_those_known_are_the_peers_and_come_back_with_i
             await until(lambda: knows(engine, A, B, C))
 
 
+@pytest.mark.exhaustive
 async def test_an_etcd_that_lost_its_data_takes_no_holder_away(own_server: EtcdServer) -> None:
     seen = set()
     async with following(own_server) as engine, announcing(own_server, A, B) as (_, gone):
@@ -269,7 +273,7 @@ async def test_opened_while_etcd_is_down_peers_are_found_later(
     async with following(own_server) as engine, announcing(own_server, A):
         assert time.monotonic() - began < LIMIT_S / 2
         assert knows(engine)
-        assert engine.gauges() == {Gauge.DISCOVERY_WORKING: 0.0, Gauge.PEERS_KNOWN: 0}
+        assert engine.gauges() == {Gauge.DISCOVERY_FAILING: 1.0, Gauge.PEERS_KNOWN: 0}
         await until(lambda: "no holder is known yet" in caplog.text)
         await until(lambda: f"{A} is not announced" in caplog.text)
         own_server.start()

@@ -73,12 +73,12 @@ async def test_with_name_and_password_holders_are_found_also_after_a_restart(
         await holder.announce(A, Announcement)
         await until(lambda: engine._follower.roster.endpoints == (A,))
         guarded.kill()  # it forgets the tokens
-        await until(lambda: engine.gauges()[Gauge.DISCOVERY_WORKING] == 0.0)
+        await until(lambda: engine.gauges()[Gauge.DISCOVERY_FAILING] == 1.0)
         guarded.start()
-        await until(lambda: engine.gauges()[Gauge.DISCOVERY_WORKING] == 1.0)
-        await until(lambda: holder.gauges()[Gauge.DISCOVERY_WORKING] == 1.0)
+        await until(lambda: engine.gauges()[Gauge.DISCOVERY_FAILING] == 0.0)
+        await until(lambda: holder.gauges()[Gauge.DISCOVERY_FAILING] == 0.0)
         assert await engine.peers() == (A,)
-    assert engine.gauges()[Gauge.DISCOVERY_WORKING] == 0.0
+    assert engine.gauges()[Gauge.DISCOVERY_FAILING] == 0.0  # nothing is asked any more
 
 
 async def test_the_environment_may_have_name_and_password(
@@ -91,7 +91,7 @@ async def test_the_environment_may_have_name_and_password(
     engine = EtcdDiscovery(config, lease_s=LEASE_S)
     async with contextlib.aclosing(engine):
         await engine.follow()
-        await until(lambda: engine.gauges()[Gauge.DISCOVERY_WORKING] == 1.0)
+        await until(lambda: engine.gauges()[Gauge.DISCOVERY_FAILING] == 0.0)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ async def test_credentials_that_vanish_while_it_runs_are_said_so(
             (mine.folder / f"{name}.pem").write_bytes(
                 (authority.folder / f"{name}.pem").read_bytes()
             )
-        await until(lambda: engine.gauges()[Gauge.DISCOVERY_WORKING] == 1.0)
+        await until(lambda: engine.gauges()[Gauge.DISCOVERY_FAILING] == 0.0)
 
 
 @pytest.mark.parametrize("name", ["etcd_ca", "etcd_cert", "etcd_key"])

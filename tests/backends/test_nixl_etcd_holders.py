@@ -2,22 +2,30 @@
 
 import asyncio
 import contextlib
+import itertools
 import math
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
+import msgspec
 import pytest
 
-from kvxfer.backends.nixl import NixlBackend, NixlConfig
+from kvxfer.backends.nixl import NixlBackend, NixlConfig, StandalonePeer
+from kvxfer.backends.nixl.discovery import LEASE_S
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Status
+from kvxfer.storage.observer import Reports
+from kvxfer.telemetry.metrics import Metrics
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, make_memory, statuses, store_generated
 from kvxfer.testing.payloads import read_payloads
 from kvxfer.units import ByteSize
+from tests.backends import test_nixl_standalone
 from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, needs_etcd, until
 from tests.backends.nixl_holders import HolderProcess, OpenHolder
 from tests.cli.peers import KEYS, PAYLOADS, ServeProcess, load, namespace, serving, store
@@ -86,6 +94,7 @@ async def test_a_holder_that_comes_moves_its_share_of_the_keys_and_no_other(
         assert all(await backend.lookup(keys))  # and they are back where they were
 
 
+@pytest.mark.exhaustive
 async def test_a_holder_that_is_killed_costs_its_share_and_its_connection_is_closed(
     server: EtcdServer, processes: list[HolderProcess]
 ) -> None:
@@ -112,7 +121,7 @@ async def test_blocks_move_as_fast_while_etcd_is_frozen_and_dead(
     async with discovering(server, *holders) as backend:
         for disturb in (server.freeze, server.kill):
             disturb()
-            await until(lambda: not backend._discovery._follower.is_working)  # type: ignore[union-attr]
+            await until(lambda: backend._discovery._follower.is_failing)  # type: ignore[union-attr]
             began = time.monotonic()
             for _ in range(5):
                 await store_generated(backend, keys, some_blocks(8))
@@ -151,6 +160,10 @@ async def test_engines_that_share_what_they_hold_find_each_other(server: EtcdSer
         for each in (ours, theirs):
             await each.start()
         await until(lambda: len(known(ours)) == len(known(theirs)) == 2)
+        metrics = Metrics()
+        ours.observe(Reports([metrics], "nixl"))
+        assert b'kvxfer_peers_known{tier="nixl"} 2.0' in metrics.text()
+        assert b'kvxfer_discovery_failing{tier="nixl"} 0.0' in metrics.text()
         await store_generated(ours, keys, some_blocks(16))
         assert all(await theirs.lookup(keys))
         carriers = [carrier for carrier, _ in ours.statistics.values()]
@@ -199,6 +212,7 @@ async def test_a_served_peer_is_found_settles_and_leaves_when_it_is_asked_to_end
     assert f"announced {served.endpoint} at {server.url}" in "".join(served.said)
 
 
+@pytest.mark.exhaustive
 async def test_a_served_peer_serves_and_ends_while_etcd_is_frozen(
     server: EtcdServer, served: ServeProcess
 ) -> None:
@@ -211,3 +225,74 @@ async def test_a_served_peer_serves_and_ends_while_etcd_is_frozen(
     began = time.monotonic()
     assert await asyncio.to_thread(served.end) == 0
     assert time.monotonic() - began < LIMIT_S
+
+
+async def test_a_peer_that_drains_is_not_announced_while_its_blocks_are_still_in_use(
+    server: EtcdServer,
+) -> None:
+    config = msgspec.structs.replace(test_nixl_standalone.CONFIG, discover=server.url)
+    open_host, pinned = test_nixl_standalone.open_host, test_nixl_standalone.pinned
+    async with contextlib.aclosing(StandalonePeer(config, open_host)) as peer:
+        await peer.start()
+        await until(lambda: list(server.entries()) == [str(peer.endpoint)])
+        await test_nixl_standalone.store_at(str(peer.endpoint))
+        async with pinned(peer):
+            draining = asyncio.create_task(peer.drain(LIMIT_S))
+            await until(lambda: not server.entries())
+            assert not draining.done()
+        await draining
+
+
+def write_noise(server: EtcdServer, stop: threading.Event) -> None:
+    """Write and delete what is no announcement, as fast as one client can."""
+    for number in itertools.count():
+        if stop.is_set():
+            return
+        with contextlib.suppress(grpc.RpcError):
+            server.put(f"noise-{number % 50}", b"x" * 200)
+            server.delete(f"noise-{(number + 25) % 50}")
+
+
+@pytest.mark.exhaustive
+async def test_no_block_is_missed_while_etcd_is_killed_frozen_and_restarted_under_load(
+    server: EtcdServer, processes: list[HolderProcess]
+) -> None:
+    keys, memory = make_keys(8), make_memory()
+    target = memory.describe(0, range(8, 16))
+    holders = [each for process in processes for each in await open_holders(server, process, 2)]
+    stop = threading.Event()
+    noise = threading.Thread(target=write_noise, args=(server, stop))
+    async with discovering(server, *holders) as backend:
+        payloads = await store_generated(backend, keys, memory.describe(0, range(8)))
+        noise.start()
+
+        async def move() -> int:
+            for number in itertools.count(1):
+                assert all(await backend.lookup(keys))
+                assert statuses(await backend.load(keys, target)) == [Status.DONE] * 8
+                assert read_payloads(target) == payloads
+                if stop.is_set():
+                    return number
+            raise AssertionError
+
+        def is_working() -> bool:
+            return not backend._discovery._follower.is_failing  # type: ignore[union-attr]
+
+        moving = asyncio.create_task(move())
+        try:
+            for disturb, mend in [
+                (server.kill, server.start),
+                (server.freeze, server.thaw),
+                (server.kill, server.start),
+            ]:
+                await asyncio.to_thread(disturb)
+                await until(lambda: not is_working() or moving.done())
+                await asyncio.sleep(LEASE_S)  # until all leases are over
+                await asyncio.to_thread(mend)
+                await until(lambda: is_working() or moving.done())
+            await asyncio.sleep(2 * LEASE_S)  # until doubts are over
+        finally:
+            stop.set()
+            await asyncio.to_thread(noise.join)
+        assert await moving > 10
+        assert known(backend) == {each.endpoint for each in holders}

@@ -16,7 +16,7 @@ from prometheus_client import start_http_server
 
 import kvxfer
 from kvxfer.backends.file import FileBackend
-from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.nixl import NixlBackend, NixlConfig
 from kvxfer.backends.object import S3Backend, S3Config
 from kvxfer.storage.observer import Reports
 from kvxfer.telemetry.metrics import Metrics
@@ -56,7 +56,9 @@ def test_panels_name_no_metric_that_is_not_there() -> None:
 
 
 class Run:
-    """Engine over four tiers: the first is small, the third full, the last one late; and a bucket.
+    """Engine over four tiers: the first is small, the third full, the last one late; and more.
+
+    That is a bucket, and a backend that cannot discover its peers.
 
     Args:
         metrics: Observer of all of it.
@@ -85,6 +87,10 @@ class Run:
         nowhere = S3Config(address="bucket", endpoint="http://127.0.0.1:1", region="us-east-1")
         self._bucket = S3Backend(nowhere, namespace)
         self._bucket.observe(Reports([metrics], "s3"))
+        self._discovering = NixlBackend(
+            NixlConfig(discover="etcd://127.0.0.1:1/nowhere", transport="socket"), namespace
+        )
+        self._discovering.observe(Reports([metrics], "nixl"))
         self._loads = LoadOrCompute(1.0, prefill_tokens_per_s=1e9, observers=[metrics], tier="file")
 
     async def go_on(self, number: int) -> None:
@@ -100,11 +106,13 @@ class Run:
         earlier = [KEYS[(number * 4 - index) % len(KEYS)] for index in range(1, 24)]
         await self.engine.lookup(earlier)
         await self.engine.load(keys[:1], [[0]], timeout_s=0.0)
+        await self._discovering.lookup(keys)
 
     async def aclose(self) -> None:
         """End what hangs, and close the engine."""
         self._late.release()
         await self._bucket.aclose()
+        await self._discovering.aclose()
         await self.engine.aclose()
 
 

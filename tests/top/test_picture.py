@@ -79,6 +79,16 @@ def test_it_says_in_words_what_is_wrong() -> None:
     assert "trouble" not in said
 
 
+@pytest.mark.parametrize("failing", [0.0, 1.0])
+def test_peers_that_are_known_are_counted_and_discovery_that_fails_is_said(failing: float) -> None:
+    metrics = recorded.watched()
+    states = {Gauge.PEERS_KNOWN: 3, Gauge.DISCOVERY_FAILING: failing}
+    metrics.watch("nixl", lambda: states)
+    text = "\n".join(drawn(process(1, metrics=metrics)))
+    assert "connected: 2, known: 3, batches pinned: 1" in text
+    assert ("discovery gets no answers" in text) == bool(failing)
+
+
 def test_without_trouble_it_says_so() -> None:
     metrics = Metrics()
     metrics.watch("host", lambda: {Gauge.CAPACITY_BYTES: 1 << 30})

@@ -143,9 +143,9 @@ class EtcdDiscovery(Discovery):
 
     def gauges(self) -> Mapping[Gauge, float]:
         """See `Discovery.gauges`."""
-        tasks: list[_EtcdTask] = [self._follower] if self._follower.is_begun else []
+        tasks: list[_EtcdTask] = [self._follower]
         tasks += [self._announcer] if self._announcer is not None else []
-        gauges = {Gauge.DISCOVERY_WORKING: float(all(each.is_working for each in tasks))}
+        gauges = {Gauge.DISCOVERY_FAILING: float(any(each.is_failing for each in tasks))}
         if self._follower.is_begun:
             gauges[Gauge.PEERS_KNOWN] = len(self._follower.roster.endpoints)
         return gauges
@@ -155,13 +155,10 @@ class _EtcdTask(ABC):
     """Task with a session of etcd, which is opened again, at the next member, when it fails.
 
     Its coroutines run on the loop of discovery, see `own_loop`.
-
-    Attributes:
-        is_working: Whether the last call was answered.
     """
 
     def __init__(self, config: EtcdConfig, lease_s: int) -> None:
-        self.is_working = False
+        self._is_working = self._is_ended = False
         self._config = config
         self._lease_s = lease_s
         self._timeout_s = lease_s / 3
@@ -173,6 +170,11 @@ class _EtcdTask(ABC):
     @property
     def is_begun(self) -> bool:
         return self._task is not None
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether the last call was not answered, or there was none yet."""
+        return self.is_begun and not (self._is_working or self._is_ended)
 
     @property
     def is_tried(self) -> bool:
@@ -188,7 +190,7 @@ class _EtcdTask(ABC):
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task], timeout=2 * CLOSE_TIMEOUT_S)
-        self.is_working = False
+        self._is_ended = True
 
     @abstractmethod
     async def _work(self, session: EtcdSession) -> None:
@@ -207,7 +209,7 @@ class _EtcdTask(ABC):
         if self._failures:
             logger.info("%s answers again", self._config)
             self._failures.clear()
-        self.is_working, self._pause_s = True, FIRST_RETRY_S
+        self._is_working, self._pause_s = True, FIRST_RETRY_S
         self._tried.set()
 
     async def _run(self) -> None:
@@ -228,8 +230,10 @@ class _EtcdTask(ABC):
     def _fail(self, endpoint: Endpoint, reason: str) -> None:
         if reason not in self._failures and len(self._failures) < MAX_FAILURES:
             self._failures.add(reason)
-            logger.warning("discovery by etcd at %s failed: %s; %s", endpoint, reason, self._meanwhile())
-        self.is_working = False
+            logger.warning(
+                "discovery by etcd at %s failed: %s; %s", endpoint, reason, self._meanwhile()
+            )
+        self._is_working = False
         self._tried.set()
 
 
