@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from aetcd import rpc
 
 from kvxfer.backends.nixl import Announcement, Endpoint, NixlConfig
 from kvxfer.backends.nixl.discovery import EtcdConfig, EtcdDiscovery, EtcdSession
-from kvxfer.backends.nixl.discovery.own_loop import run_there
+from kvxfer.backends.nixl.discovery.own_loop import own_loop, run_there
 from kvxfer.storage.gauge import Gauge
 from tests.backends.etcd_server import LIMIT_S, EtcdServer, etcd, needs_etcd, until
 
@@ -288,6 +289,29 @@ async def test_opened_while_etcd_is_frozen_takes_a_moment(own_server: EtcdServer
         assert time.monotonic() - began < 8.0
         assert await engine.peers() == ()
     own_server.thaw()
+
+
+async def test_whatever_hangs_only_the_first_call_waits_for_the_first_list(
+    own_server: EtcdServer,
+) -> None:
+    hung, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hung.set()
+        go_on.wait(LIMIT_S)
+
+    own_loop().call_soon_threadsafe(hang)
+    await asyncio.to_thread(hung.wait)
+    try:
+        async with following(own_server) as engine:
+            began = time.monotonic()
+            for _ in range(100):
+                await engine.follow()
+            assert time.monotonic() - began < 0.9
+            go_on.set()
+            await until(lambda: works(engine))
+    finally:
+        go_on.set()
 
 
 async def test_changes_that_etcd_has_forgotten_are_listed_again(

@@ -207,7 +207,7 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1"], "listen is '127.0.0.1'; expected a host and a port"),
         (["--listen", "10.0.0.1:7000"], "expected a loopback address; any other needs"),
         (["--capacity", "lots"], "size is 'lots'"),
-        (["--tier", "tape://"], "backend is 'tape'; expected one of: file, host, nixl, pool"),
+        (["--tier", "tape://"], "backend is 'tape'; expected one of: az, file, gs, host, nixl"),
         (["--tls-ca", "ca.pem"], "expected all three, or none"),
         (["--ready", "here"], "ready is 'here'"),
         (["--metrics", "here"], "metrics is 'here'"),

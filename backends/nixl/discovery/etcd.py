@@ -20,7 +20,7 @@ from kvxfer.backends.nixl.discovery.etcd_session import (
     import_aetcd,
     open_session,
 )
-from kvxfer.backends.nixl.discovery.own_loop import run_there
+from kvxfer.backends.nixl.discovery.own_loop import own_loop, run_there
 from kvxfer.backends.nixl.discovery.roster import Roster
 from kvxfer.endpoint import Endpoint
 from kvxfer.storage.gauge import Gauge
@@ -112,6 +112,7 @@ class EtcdDiscovery(Discovery):
         self._lease_s = lease_s
         self._follower = _Follower(config, namespace, require, lease_s)
         self._announcer: _Announcer | None = None
+        self._waits_until: float | None = None
         self._is_closed = False
 
     async def peers(self) -> Sequence[Endpoint]:
@@ -120,14 +121,20 @@ class EtcdDiscovery(Discovery):
 
     async def follow(self) -> None:
         """See `Discovery.follow`."""
-        if not (self._is_closed or self._follower.is_tried):
-            await run_there(self._follower.follow(), 2 * FIRST_LIST_S)
+        if self._is_closed or self._follower.is_tried:
+            return
+        now = time.monotonic()
+        if self._waits_until is None:
+            self._waits_until = now + FIRST_LIST_S
+            self._follower.start()
+        if now < self._waits_until:  # later calls wait no longer, whatever hangs
+            await run_there(self._follower.wait_until_tried(), self._waits_until - now)
 
     async def announce(self, at: Endpoint, describe: Callable[[], Announcement]) -> None:
         """See `Discovery.announce`."""
         if self._announcer is None and not self._is_closed:
             self._announcer = _Announcer(self._config, at, describe, self._lease_s)
-            await run_there(self._announcer.start(), END_TIMEOUT_S)
+            self._announcer.start()
 
     async def withdraw(self) -> None:
         """See `Discovery.withdraw`."""
@@ -155,10 +162,13 @@ class _EtcdTask(ABC):
     """Task with a session of etcd, which is opened again, at the next member, when it fails.
 
     Its coroutines run on the loop of discovery, see `own_loop`.
+
+    Attributes:
+        is_begun: Whether it was started.
     """
 
     def __init__(self, config: EtcdConfig, lease_s: int) -> None:
-        self._is_working = self._is_ended = False
+        self.is_begun = self._is_working = self._is_ended = False
         self._config = config
         self._lease_s = lease_s
         self._timeout_s = lease_s / 3
@@ -166,10 +176,6 @@ class _EtcdTask(ABC):
         self._tried = asyncio.Event()
         self._failures: set[str] = set()
         self._pause_s = FIRST_RETRY_S
-
-    @property
-    def is_begun(self) -> bool:
-        return self._task is not None
 
     @property
     def is_failing(self) -> bool:
@@ -181,9 +187,16 @@ class _EtcdTask(ABC):
         """Whether etcd has answered, or failed to."""
         return self._tried.is_set()
 
-    async def start(self) -> None:
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
+    def start(self) -> None:
+        """Start, once, from any thread."""
+        self.is_begun = True
+        own_loop().call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def wait_until_tried(self) -> None:
+        await self._tried.wait()
 
     async def end(self) -> None:
         """End the task; whatever hangs in gRPC is left behind."""
@@ -250,13 +263,6 @@ class _Follower(_EtcdTask):
         super().__init__(config, lease_s)
         # A holder tries again after a lease at the latest, and its calls take two thirds of one.
         self.roster = Roster(namespace, require, grace_s=2 * lease_s)
-
-    async def follow(self) -> None:
-        """Start, and wait a moment for the first list."""
-        await self.start()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_LIST_S):
-                await self._tried.wait()
 
     async def _work(self, session: EtcdSession) -> None:
         prefix = self._config.prefix.encode()
