@@ -18,6 +18,7 @@ from kvxfer.backends.nixl.exchange import Exchange
 from kvxfer.backends.nixl.local_node import LocalNode
 from kvxfer.backends.nixl.peers import PeerDirectory, StaticPeers, rank
 from kvxfer.backends.nixl.probe import PeerProbe, probe_peer
+from kvxfer.backends.nixl.reconnect import RetryPause
 from kvxfer.backends.nixl.standalone import StandalonePeer
 from kvxfer.endpoint import Endpoint
 
@@ -36,6 +37,7 @@ __all__ = [
     "NixlConfig",
     "PeerDirectory",
     "PeerProbe",
+    "RetryPause",
     "StandalonePeer",
     "StaticPeers",
     "Transport",

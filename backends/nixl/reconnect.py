@@ -5,6 +5,7 @@ import logging
 import random
 import ssl
 import time
+from collections.abc import Callable
 
 from kvxfer.backends.nixl.connection import Connection, OwnEndpointError
 from kvxfer.backends.nixl.local_node import LocalNode
@@ -19,6 +20,34 @@ LAST_RETRY_S = 5.0
 """Longest pause: a holder that starts again is found within it."""
 
 logger = logging.getLogger(__name__)
+
+
+class RetryPause:
+    """Pause between attempts to connect, which grows with every one that fails.
+
+    Args:
+        uniform: Draws a number between two others: peers that lost a holder together must not come
+            back together.
+    """
+
+    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        self._uniform = uniform
+        self._pause_s = FIRST_RETRY_S
+        self._until = 0.0
+
+    def is_on(self, now: float) -> bool:
+        """Whether it is too early for another attempt."""
+        return now < self._until
+
+    def begin(self, now: float) -> None:
+        """Begin a pause, since an attempt has failed."""
+        self._until = now + self._pause_s * self._uniform(0.5, 1.0)
+        self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
+
+    def reset(self) -> None:
+        """End the pause, and make the next one as short as the first: an attempt has succeeded."""
+        self._pause_s = FIRST_RETRY_S
+        self._until = 0.0
 
 
 class Reconnect:
@@ -46,8 +75,7 @@ class Reconnect:
         self._opening: asyncio.Task[Connection] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._pause_s = FIRST_RETRY_S
-        self._retry_at = 0.0
+        self._pause = RetryPause()
         self._failure: KVXferError | None = None
 
     @property
@@ -86,7 +114,7 @@ class Reconnect:
         if self._closed:
             raise ClosedError(f"connection to {self.endpoint}")
         if self._opening is None:
-            if time.monotonic() < self._retry_at and self._failure is not None:
+            if self._pause.is_on(time.monotonic()) and self._failure is not None:
                 await asyncio.sleep(0)  # or who tries again at once would starve the event loop
                 raise PeerClosedError(str(self.endpoint), f"not retried yet after: {self._failure}")
             self._opening = asyncio.create_task(self._open())
@@ -129,12 +157,12 @@ class Reconnect:
             if self._failure is None and not self.is_own:
                 logger.warning("cannot connect: %s", exc)
             self._failure = exc
-            self._retry_at = time.monotonic() + self._pause_s * random.uniform(0.5, 1.0)
-            self._pause_s = min(2 * self._pause_s, LAST_RETRY_S)
+            self._pause.begin(time.monotonic())
             raise
         finally:  # not in a callback: who came before it would get this error without waiting
             self._opening = None
-        self._failure, self._pause_s = None, FIRST_RETRY_S
+        self._failure = None
+        self._pause.reset()
         logger.info("connected to %s by %s", self.endpoint, connection.memory.carrier)
         self._connection = connection
         return connection

@@ -431,7 +431,7 @@ async def test_mutated_frames_of_a_holder_cost_no_more_than_its_blocks(
         )
         for number in range(num_frames):
             async with asyncio.timeout(LIMIT_S):
-                reconnect._retry_at = 0.0
+                reconnect._pause.reset()
                 with contextlib.suppress(KVXferError, TimeoutError):
                     await liar.lookup(KEYS[:1])
                     if kind is Described:
