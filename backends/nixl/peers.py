@@ -79,7 +79,11 @@ def rank(
     weights = _mix(
         _hashes([str(endpoint).encode() for endpoint in endpoints])[:, None] ^ _hashes(keys)
     )
-    ranked: NDArray[np.intp] = weights.argsort(axis=0)[::-1][:replicas]
+    ranked: NDArray[np.intp]
+    if replicas == 1:
+        ranked = weights.argmax(axis=0)[None]
+    else:
+        ranked = weights.argsort(axis=0)[::-1][:replicas]
     return ranked
 
 
