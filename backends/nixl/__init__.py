@@ -1,7 +1,7 @@
 """NIXL backend: blocks at peers, in other processes and on other machines."""
 
 from kvxfer.backends.nixl.agents.carrier import choose_carrier, has_active_port, identify_host
-from kvxfer.backends.nixl.backend import NixlBackend
+from kvxfer.backends.nixl.backend import SUSPENDED_S, NixlBackend
 from kvxfer.backends.nixl.client import Client
 from kvxfer.backends.nixl.client_session import BlockStore
 from kvxfer.backends.nixl.config import (
@@ -24,6 +24,7 @@ from kvxfer.endpoint import Endpoint
 
 __all__ = [
     "SECRET_VARIABLE",
+    "SUSPENDED_S",
     "Announcement",
     "BlockStore",
     "Client",

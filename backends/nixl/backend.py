@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,11 +36,15 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.observer import Reports
+from kvxfer.tiering import Suspension
 
 T = TypeVar("T")
 
 Home: TypeAlias = Client | LendingBackend
 """Place of blocks: a peer, or this process."""
+
+SUSPENDED_S = 5.0
+"""Time for which a peer that did not answer a lookup is not used."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +111,7 @@ class NixlBackend(Backend):
             make_agent=make_agent,
         )
         self.memory_kinds = self._exchange.memory_kinds
+        self._suspensions: dict[Endpoint, Suspension] = {}
 
     def __repr__(self) -> str:
         peers = ", ".join(f"{peer} by {each[0]}" for peer, each in self.statistics.items())
@@ -161,11 +167,16 @@ class NixlBackend(Backend):
             await self._discovery.follow()
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """See `Backend.lookup`; asks all peers that may hold a key."""
+        """See `Backend.lookup`; asks all peers that may hold a key.
+
+        One of several that does not answer in time has no blocks, and is not asked for a while.
+        """
         await self._check(keys)
         homes, ranked = await self._find_homes(keys)
+        timeout_s = self._config.lookup_timeout_s if len(homes) > 1 else None
         answers = await _ask_each(
-            _by_home(homes, ranked), lambda home, at: self._lookup_at(home, _chosen(keys, at))
+            _by_home(homes, ranked),
+            lambda home, at: self._lookup_at(home, _chosen(keys, at), timeout_s),
         )
         found = {key for _, there in answers for key in there}
         return [key in found for key in keys]
@@ -177,7 +188,7 @@ class NixlBackend(Backend):
         outcomes = [MISSING] * len(keys)
         stores = await _ask_each(
             _by_home(homes, ranked),
-            lambda home, at: home.store(_chosen(keys, at), blocks.take(at)),
+            lambda home, at: self._store_at(home, _chosen(keys, at), blocks.take(at)),
         )
         for indices, stored in stores:
             _merge(outcomes, indices, stored)
@@ -253,6 +264,7 @@ class NixlBackend(Backend):
             return list(self._exchange.clients)
         for endpoint in self._exchange.clients.keys() - endpoints:
             self._exchange.leave(endpoint)
+            self._suspensions.pop(endpoint, None)
         return endpoints
 
     def _home(self, client: Client) -> Home:
@@ -260,13 +272,39 @@ class NixlBackend(Backend):
         is_own = at.is_own or at.endpoint == self._announced_at
         return self._own if self._own is not None and is_own else client
 
-    async def _lookup_at(self, home: Home, keys: Sequence[BlockKey]) -> set[BlockKey]:
+    async def _lookup_at(
+        self, home: Home, keys: Sequence[BlockKey], timeout_s: float | None
+    ) -> set[BlockKey]:
+        suspension = self._suspension(home)
+        if suspension and suspension.is_on(time.monotonic()):
+            return set()
         try:
-            there = await home.lookup(keys)
+            async with asyncio.timeout(timeout_s):
+                there = await home.lookup(keys)
         except (KVXferError, TimeoutError) as exc:
+            if suspension and timeout_s is not None and isinstance(exc, TimeoutError):
+                suspension.begin(time.monotonic(), f"lookup of {len(keys)} blocks", timeout_s)
             logger.debug("lookup of %d keys failed: %s", len(keys), exc)
             return set()
         return {key for key, found in zip(keys, there, strict=True) if found}
+
+    async def _store_at(
+        self, home: Home, keys: Sequence[BlockKey], blocks: Descriptors
+    ) -> list[Outcome]:
+        suspension = self._suspension(home)
+        if suspension and suspension.is_on(time.monotonic()):
+            return [Outcome(Status.FAILED, reason="the peer does not answer lookups")] * len(keys)
+        return await home.store(keys, blocks)
+
+    def _suspension(self, home: Home) -> Suspension | None:
+        """Get the suspension of a peer; None of this process."""
+        if not isinstance(home, Client):
+            return None
+        endpoint = home.reconnect.endpoint
+        if endpoint not in self._suspensions:
+            name = f"peer {endpoint}"
+            self._suspensions[endpoint] = Suspension(name, SUSPENDED_S, what="the peer")
+        return self._suspensions[endpoint]
 
     async def _delete_at(self, home: Home, keys: Sequence[BlockKey]) -> set[BlockKey]:
         try:

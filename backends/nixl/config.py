@@ -20,7 +20,14 @@ SECRET_VARIABLE = "KVXFER_SECRET"  # noqa: S105 - the name of it
 MIN_SECRET_BYTES = 16
 """Shortest secret: strangers can try secrets against a recorded handshake at leisure."""
 
-SECONDS = ("timeout_s", "lease_s", "heartbeat_s", "release_within_s", "handshake_timeout_s")
+SECONDS = (
+    "timeout_s",
+    "lookup_timeout_s",
+    "lease_s",
+    "heartbeat_s",
+    "release_within_s",
+    "handshake_timeout_s",
+)
 
 ETCD_FILES = ("etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key")
 
@@ -70,6 +77,8 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             block; nobody reads the bytes for it. See docs/peers.md for what each of them catches.
         replicas: Number of peers that each block is stored at.
         timeout_s: Time that a request to a peer may take.
+        lookup_timeout_s: Time that a lookup may take at one of several peers; what that one does
+            not answer by then are misses, and it is left alone for a while.
         quarantine: Bytes that transfers past their deadline may keep out of use, before NIXL is
             restarted.
         lease_s: Time for which blocks stay pinned for a peer that is silent.
@@ -107,6 +116,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     integrity: IntegrityGrade = "full"
     replicas: int = 1
     timeout_s: float = 10.0
+    lookup_timeout_s: float = 1.0
     quarantine: ByteSize = ByteSize(256 << 20)
     lease_s: float = 8.0
     heartbeat_s: float = 2.0

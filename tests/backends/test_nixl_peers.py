@@ -103,6 +103,30 @@ async def test_the_death_of_a_peer_costs_the_hits_that_only_it_had(
         mortal.end()
 
 
+async def test_a_peer_that_does_not_answer_costs_its_own_hits_only_until_it_answers_again(
+    processes: list[HolderProcess],
+    holders: list[OpenHolder],
+    memory: BlockMemory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = {"lookup_timeout_s": 2, "lease_s": 300, "timeout_s": 300}
+    async with open_client(memory.namespace(), *holders, **SOCKET, **limits) as client:
+        await store_generated(client, KEYS, memory.describe(0, range(24)))
+        kept = set((await look(holders[0]))["stored"])
+        others = [key.hex() in kept for key in KEYS]
+        processes[1].signal(signal.SIGSTOP)
+        try:
+            assert await client.lookup(KEYS) == others
+            assert await client.lookup(KEYS) == others  # asks only the one that answers
+            outcomes = await client.store(KEYS, memory.describe(0, range(24)))
+            assert [outcome.done for outcome in outcomes] == others
+            assert caplog.text.count("took longer than 2 s; the peer is not used") == 1
+        finally:
+            processes[1].signal(signal.SIGCONT)
+        while not all(await client.lookup(KEYS)):
+            client._suspensions.clear()
+
+
 async def test_a_corrupt_copy_is_made_up_for_by_another(
     holders: list[OpenHolder], memory: BlockMemory
 ) -> None:
