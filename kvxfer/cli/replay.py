@@ -44,6 +44,9 @@ def main(argv: Sequence[str]) -> int:
 
     trace = _trace(arguments)
     machine = _machine(arguments)
+    if arguments.fleet is not None:
+        _study_fleet(arguments, trace, machine)
+        return 0
     budget = parse_budget(arguments.budget) if arguments.budget else None
     curve = lru_curve(trace, order=arguments.order)
     report = Report(
@@ -96,6 +99,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="of object storage; names: put, get (1,000 "
         "requests), gib-egress, gib-month; none by default",
     )
+    add("--fleet", metavar="NAME=VALUE,...", help="engines and holders instead, as holders=1000")
     add("--real", type=Path, metavar="DIR", help="replay on real backends, too, with files in DIR")
     add("--json", action="store_true", help="print an object")
     add("--chart", type=Path, metavar="FILE", help="draw hits against capacity, e.g. as .svg")
@@ -177,6 +181,13 @@ def _capacities(
         )
         sizes = [number * block if block else None for number in slots]
     return plan_capacities(trace, curve, machine, policies=policies, slots=slots, capacities=sizes)
+
+
+def _study_fleet(arguments: argparse.Namespace, trace: "Trace", machine: "Machine") -> None:
+    from kvxfer.replay.fleet import format_fleet, parse_fleet, study_fleet
+
+    report = study_fleet(trace, machine, parse_fleet(arguments.fleet), seed=arguments.seed)
+    print(msgspec.json.encode(report).decode() if arguments.json else format_fleet(report))
 
 
 def _positive(name: str, text: str) -> int:

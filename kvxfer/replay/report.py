@@ -153,7 +153,7 @@ def _capacities(rows: Sequence[CapacityRow]) -> str:
         table.append(cells)
     title = "Host memory alone: hits, % of blocks"
     title += "; how much sooner a first token comes" if timed else ""
-    return "\n".join([title, *_align(table)])
+    return "\n".join([title, *align(table)])
 
 
 def _tiers(row: TiersRow) -> str:
@@ -181,7 +181,7 @@ def _tiers(row: TiersRow) -> str:
         for tier in row.tiers
     ]
     objects = (line for tier in row.tiers if tier.objects for line in _objects(tier.objects))
-    return "\n".join([*lines, *_align([header, *rows]), *objects])
+    return "\n".join([*lines, *align([header, *rows]), *objects])
 
 
 def _objects(use: ObjectUse) -> Iterator[str]:
@@ -221,10 +221,10 @@ def _real(rows: Sequence[RealRow]) -> str:
         ]
         for row in rows
     ]
-    return "\n".join(_align(table))
+    return "\n".join(align(table))
 
 
-def _align(table: Sequence[Sequence[str]]) -> Iterator[str]:
+def align(table: Sequence[Sequence[str]]) -> Iterator[str]:
     """Align a table: text to the left, numbers to the right."""
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     numeric = [

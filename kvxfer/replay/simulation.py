@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +81,8 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> Simulation:
     stores the others. The next request comes when all of that has ended, copies to lower tiers
     included.
     """
-    tiers = SimulatedTiers(plans)
+    stores = [_open(plan) for plan in plans]
+    tiers = SimulatedTiers(stores)
     times_s = (trace.timestamps_ms / 1000).tolist()
     requests = zip(trace.requests(), times_s, strict=True)
     hits = np.array([tiers.replay(blocks, now_s) for blocks, now_s in requests], np.int64)
@@ -97,25 +98,52 @@ def simulate(trace: Trace, plans: Sequence[TierPlan]) -> Simulation:
             bucket=store if isinstance(store, SimulatedBucket) else None,
         )
         for plan, num_hits, store, promoted in zip(
-            plans, totals, tiers.stores, tiers.num_promoted, strict=True
+            plans, totals, stores, tiers.num_promoted, strict=True
         )
     ]
     return Simulation(tuple(uses), hits)
 
 
+class SimulatedTier(Protocol):
+    """Tier without bytes: `SimulatedMedium`, or the holders of a fleet as one engine sees them."""
+
+    def __contains__(self, block: object) -> bool:
+        """Whether a block is there."""
+
+    def find(self, blocks: Sequence[int]) -> list[int]:
+        """See `SimulatedMedium.find`."""
+
+    def lookup(self, blocks: Sequence[int]) -> list[int]:
+        """See `SimulatedMedium.lookup`."""
+
+    def try_load(self, blocks: Sequence[int]) -> list[int]:
+        """See `SimulatedMedium.try_load`."""
+
+    def load(self, blocks: Sequence[int]) -> None:
+        """See `SimulatedMedium.load`."""
+
+    def load_for_copy(self, blocks: Sequence[int]) -> None:
+        """See `SimulatedMedium.load_for_copy`."""
+
+    def store(self, blocks: Sequence[int]) -> object:
+        """See `SimulatedMedium.store`."""
+
+
 class SimulatedTiers:
     """Tiers without bytes, which do what `TieredBackend` does, one request after the other.
 
-    Attributes:
+    Args:
         stores: The tiers, fastest first.
+
+    Attributes:
         num_promoted: Blocks promoted from each of them.
     """
 
-    def __init__(self, plans: Sequence[TierPlan]) -> None:
-        self.stores = [_open(plan) for plan in plans]
-        self._buckets = [store for store in self.stores if isinstance(store, SimulatedBucket)]
-        self.num_promoted = [0] * len(plans)
-        self._first, self._lower = self.stores[0], self.stores[1:]
+    def __init__(self, stores: Sequence[SimulatedTier]) -> None:
+        self.num_promoted = [0] * len(stores)
+        self._stores = stores
+        self._first, self._lower = stores[0], stores[1:]
+        self._buckets = [store for store in stores if isinstance(store, SimulatedBucket)]
 
     def replay(self, blocks: Sequence[int], now_s: float = 0.0) -> list[int]:
         """Look up, load and store the blocks of one request; return its hits by tier."""
@@ -160,13 +188,13 @@ class SimulatedTiers:
         """
         given_by: dict[int, int] = {}
         left = blocks
-        for index, tier in enumerate(self.stores):
+        for index, tier in enumerate(self._stores):
             there = tier.try_load(left)
             given_by |= {block: max(index, found_in[block]) for block in there}
             if len(there) == len(left):
                 break
             left = [block for block in left if block not in tier]
-        hits = [0] * len(self.stores)
+        hits = [0] * len(self._stores)
         for block in takewhile(given_by.__contains__, blocks):
             hits[given_by[block]] += 1
         return hits
@@ -180,18 +208,18 @@ class SimulatedTiers:
             if held:
                 tier.store(held)
                 left = [block for block in left if block not in tier or block in there]
-        for index, tier in enumerate(self.stores):
+        for index, tier in enumerate(self._stores):
             if not left:
                 return
             tier.store(left)
             stored = tier.find(left)
-            for target in self.stores[index + 1 :]:
+            for target in self._stores[index + 1 :]:
                 target.lookup([block for block in stored if block in there])
                 self._copy([block for block in stored if block not in target], tier, target)
             left = [block for block in left if block not in tier]
 
     @staticmethod
-    def _copy(blocks: Sequence[int], source: SimulatedMedium, target: SimulatedMedium) -> None:
+    def _copy(blocks: Sequence[int], source: SimulatedTier, target: SimulatedTier) -> None:
         """Write blocks back to a lower tier, which reads them from the one that has them."""
         if blocks:
             source.load_for_copy(blocks)

@@ -106,6 +106,37 @@ def test_the_picture_is_the_same_each_time(tmp_path: Path) -> None:
         assert text in first.read_text()
 
 
+def test_a_fleet_fits_a_terminal_and_is_the_same_as_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = "holders=9,engines=20,rack=2,capacity=4MiB,engine_capacity=2MiB,max_connections=5"
+    arguments = [*SIZED, "--fleet", f"{sizes},replicas=2"]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["fleet"]["engines"] == 20
+    for share in (report["hits_own"], report["hits_holders"], report["refused"]):
+        assert f"{100 * share:.1f} % " in printed
+    for row in report["holders"] + report["movement"] + report["outages"]:
+        assert row.get("name", row.get("event")) in printed
+
+
+def test_a_fleet_that_cannot_be_is_one_line_and_exit_status_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments, named in (
+        ([*SIZED, "--fleet", "holders=0"], "holders is 0"),
+        ([*CHATS, "--fleet", "holders=2,rack=1"], "bytes_per_token"),
+    ):
+        assert main(arguments) == 2
+        printed = capsys.readouterr()
+        assert named in printed.err
+        assert printed.err.count("\n") == 1
+        assert not printed.out
+
+
 def test_a_picture_needs_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
