@@ -14,6 +14,7 @@ from kvxfer.storage.backend import DONE, MISSING, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.testing import BackendStateMachine, BackendTests, DictBackend, DictConfig
+from kvxfer.testing.conformance.suite import make_keys
 from kvxfer.testing.payloads import copy_blocks, flip_bit, read_payloads, write_payloads
 
 
@@ -81,6 +82,16 @@ class Groupless(DictBackend):
         for key in keys:
             self._blocks.pop(BlockKey(key[:-1] + bytes([key[-1] ^ 1])), None)
         return deleted
+
+
+class Saltless(DictBackend):
+    """Faulty backend that knows blocks by their place in a prompt, whoever's prompt it is."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[bool]:
+        return await super().lookup(make_keys(len(keys)))
+
+    async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
+        return await super().store(make_keys(len(keys)), blocks)
 
 
 class Headless(DictBackend):
@@ -298,6 +309,7 @@ CAUGHT_BY = [
     (Rigid, "test_a_block_may_be_stored_from_one_shape_and_loaded_into_another"),
     (Trusting, "test_an_invalid_batch_is_refused_and_nothing_moves"),
     (Trusting, "test_a_closed_backend_raises_and_may_be_closed_again"),
+    (Saltless, "test_a_tenant_hits_its_own_blocks_and_never_those_of_another_salt"),
     (Shared, "test_namespaces_never_see_each_other"),
     (Hoarding, "test_descriptors_are_forgotten_when_the_call_is_over"),
     (Racing, "test_many_tasks_at_once_never_get_wrong_bytes"),

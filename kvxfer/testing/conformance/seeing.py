@@ -21,6 +21,7 @@ from kvxfer.errors import (
 )
 from kvxfer.storage.backend import Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.testing.conformance.suite import (
     BackendSuite,
     assert_done_are,
@@ -130,6 +131,26 @@ class VisibilityTests(BackendSuite):
             assert statuses(outcomes) == [Status.MISSING] * 2
             assert await theirs.delete(keys) == [False, False]
             assert await ours.lookup(keys) == [True, True]
+
+    async def test_a_tenant_hits_its_own_blocks_and_never_those_of_another_salt(self) -> None:
+        memory, prompt = make_memory(), range(64)
+        salts = [b"", b"tenant-1", b"tenant-2", b"tenant-1\0"]
+        async with await self.make_backend(memory.namespace()) as backend:
+            stored: dict[bytes, list[bytes]] = {}
+            for index, salt in enumerate(salts):
+                keys = PromptKeys(prompt, scope=salt).block_keys(0, 16, len(prompt))
+                own, target = memory.describe(0, range(4)), memory.describe(0, range(8, 12))
+                before = memory.snapshot()
+                assert await backend.lookup(keys) == [False] * 4, f"{salt!r} sees another tenant"
+                assert statuses(await backend.load(keys, target)) == [Status.MISSING] * 4
+                assert memory.snapshot() == before
+                assert await backend.delete(keys) == [False] * 4
+                stored[salt] = await store_generated(backend, keys, own, version=index)
+            for salt, payloads in stored.items():
+                keys = PromptKeys(prompt, scope=salt).block_keys(0, 16, len(prompt))
+                assert await backend.lookup(keys) == [True] * 4
+                assert statuses(await backend.load(keys, target)) == [Status.DONE] * 4
+                assert read_payloads(target) == payloads, f"{salt!r} got another tenant's bytes"
 
     async def test_stored_blocks_outlive_a_persistent_backend(self) -> None:
         if not self.persistent:
