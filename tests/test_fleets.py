@@ -1,0 +1,213 @@
+"""The page about fleets: its manifests are Kubernetes', and what they start is kvxfer's."""
+
+import copy
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from kvxfer.cli import proxy, replay, serve
+from kvxfer.connect import parse_backend
+from kvxfer.endpoint import Endpoint
+from kvxfer.errors import InvalidArgumentError
+from kvxfer.replay.fleet import parse_fleet
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/fleets.md").read_text()
+FILES = sorted((ROOT / "docs/fleets").glob("*.yaml"))
+KUBERNETES = ("1.30", "1.37")
+"""The oldest release whose objects the manifests must be, and the newest one that is known here."""
+
+POD_IP = "10.0.0.7"
+SECRET_MODE = 0o440
+WORKLOADS = ("Deployment", "StatefulSet")
+pytestmark = pytest.mark.timeout(120)  # importing vLLM takes a busy machine its time
+CITED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+OBJECTS = [
+    pytest.param(each, id=f"{path.stem}-{each['kind']}-{each['metadata']['name']}")
+    for path in FILES
+    for each in documents(path)
+]
+PODS = [param for param in OBJECTS if dict(param.values[0])["kind"] in WORKLOADS]  # type: ignore[call-overload]
+
+
+def validate(manifest: dict[str, Any]) -> None:
+    for release in KUBERNETES:
+        kubernetes_validate.validate(manifest, release, strict=True)
+
+
+def words_of(container: dict[str, Any]) -> list[str]:
+    """Words of the command of a container, with the address of its pod."""
+    words = [*container["command"], *container["args"]]
+    return [word.replace("$(POD_IP)", POD_IP) for word in words]
+
+
+def check_command(words: list[str]) -> None:
+    """Check a command as the program itself does when it starts."""
+    match words[:2]:
+        case ["kvxfer", "serve"]:
+            arguments = serve._parser().parse_args(words[2:])
+            Endpoint.parse("listen", arguments.listen)
+            for tier in arguments.tier:
+                parse_backend(tier)
+        case ["kvxfer", "proxy"]:
+            proxy._parser().parse_args(words[2:])
+        case ["kvxfer", "replay"]:
+            arguments = replay._parse(words[2:])
+            if arguments.fleet:
+                parse_fleet(arguments.fleet)
+        case ["vllm", "serve"]:
+            check_connector(json.loads(words[words.index("--kv-transfer-config") + 1]))
+        case ["kubectl", "apply"]:
+            assert (ROOT / words[words.index("-f") + 1]).exists()
+        case ["kubectl", "create"] | ["openssl", _]:
+            pass
+        case _:
+            raise AssertionError(words)
+
+
+def check_connector(config: dict[str, Any]) -> None:
+    extra = config["kv_connector_extra_config"]
+    if config["kv_connector"] == "KVXferConnector":
+        pytest.importorskip("vllm")
+        from kvxfer.integrations.vllm.prefill_decode.settings import Settings
+
+        Settings.parse(extra)
+        return
+    assert extra["spec_name"] == "KVXferOffloadingSpec"
+    for tier in extra["backend"]:
+        parse_backend(tier)
+
+
+@pytest.mark.parametrize("manifest", OBJECTS)
+def test_a_manifest_is_valid(manifest: dict[str, Any]) -> None:
+    validate(manifest)
+
+
+def plant_text_for_number(manifest: dict[str, Any]) -> None:
+    manifest["spec"]["replicas"] = "four"
+
+
+def plant_unknown_field(manifest: dict[str, Any]) -> None:
+    manifest["spec"]["template"]["spec"]["containers"][0]["argss"] = []
+
+
+def plant_missing_selector(manifest: dict[str, Any]) -> None:
+    del manifest["spec"]["selector"]
+
+
+@pytest.mark.parametrize(
+    "plant", [plant_text_for_number, plant_unknown_field, plant_missing_selector]
+)
+@pytest.mark.parametrize("manifest", PODS)
+def test_a_planted_mistake_is_found(
+    manifest: dict[str, Any], plant: Callable[[dict[str, Any]], None]
+) -> None:
+    wrong = copy.deepcopy(manifest)
+    plant(wrong)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate(wrong)
+
+
+@pytest.mark.parametrize("manifest", PODS)
+def test_what_a_pod_starts_is_a_command_of_this_release(manifest: dict[str, Any]) -> None:
+    spec = manifest["spec"]["template"]["spec"]
+    assert manifest["spec"]["selector"]["matchLabels"].items() <= labels(manifest).items()
+    for container in spec["containers"]:
+        check_command(words_of(container))
+        mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
+        volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
+        assert mounted == volumes.keys()
+        for volume in volumes.values():
+            assert volume.get("secret", {"defaultMode": SECRET_MODE})["defaultMode"] == SECRET_MODE
+
+
+def labels(manifest: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = manifest["spec"]["template"]["metadata"]["labels"]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_what_is_listened_at_is_reachable_and_what_is_connected_to_is_there(path: Path) -> None:
+    objects = documents(path)
+    pods = [each for each in objects if each["kind"] in WORKLOADS]
+    names = {
+        f"{pod['metadata']['name']}-{number}.{pod['spec']['serviceName']}"
+        for pod in pods
+        if pod["kind"] == "StatefulSet"
+        for number in range(pod["spec"]["replicas"])
+    }
+    services = {each["metadata"]["name"]: each for each in objects if each["kind"] == "Service"}
+    for pod in pods:
+        [container] = pod["spec"]["template"]["spec"]["containers"]
+        ports = {port["containerPort"] for port in container["ports"]}
+        text = " ".join(words_of(container))
+        own = {
+            int(port)
+            for port in re.findall(r"(?:10\.0\.0\.7:|0\.0\.0\.0:|port[=\" :]+)(\d+)", text)
+        }
+        assert own == ports
+        assert set(re.findall(r"[\w-]+-\d\.[\w-]+(?=:\d)", text)) <= names
+    assert names
+    for name in names:
+        service = services[name.partition(".")[2]]
+        selected = service["spec"]["selector"].items()
+        assert any(selected <= labels(pod).items() for pod in pods)
+
+
+def test_a_tier_that_is_misspelt_is_found() -> None:
+    [engine] = [each.values[0] for each in PODS if each.id == "rack-Deployment-engine"]
+    wrong = copy.deepcopy(engine)
+    [container] = wrong["spec"]["template"]["spec"]["containers"]  # type: ignore[index]
+    container["args"][-1] = container["args"][-1].replace("capacity", "capacities")
+    with pytest.raises(InvalidArgumentError, match="capacities"):
+        check_command(words_of(container))
+
+
+def commands() -> Iterator[list[str]]:
+    """Commands in the blocks of the page, each ended by a line end outside of quotes."""
+    for block in re.findall(r"^```bash\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
+        lexer = shlex.shlex(block.replace("\\\n", " "), posix=True, punctuation_chars="\n")
+        lexer.whitespace, lexer.whitespace_split = " \t", True
+        for is_end, words in itertools.groupby(lexer, key=lambda word: not word.strip("\n")):
+            if not is_end:
+                yield list(words)
+
+
+def test_the_commands_of_the_page_are_those_of_this_release() -> None:
+    found = list(commands())
+    assert {tuple(words[:2]) for words in found} >= {
+        ("kvxfer", "serve"),
+        ("kvxfer", "proxy"),
+        ("kvxfer", "replay"),
+        ("vllm", "serve"),
+        ("kubectl", "apply"),
+    }
+    for words in found:
+        check_command(words)
+
+
+def test_every_manifest_is_on_the_page() -> None:
+    assert len(FILES) >= 3
+    assert [path.name for path in FILES if f"(fleets/{path.name})" not in PAGE] == []
+
+
+def test_the_tests_that_the_page_cites_exist() -> None:
+    cited = CITED.findall(PAGE)
+    assert len(cited) > 10
+    assert [
+        (path, name) for path, name in cited if f"def {name}(" not in (ROOT / path).read_text()
+    ] == []
