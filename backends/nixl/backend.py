@@ -352,12 +352,12 @@ def _by_home(
         wanted = range(ranked.shape[1])
     if len(homes) == 1:
         return [(homes[0], wanted)]
-    belongs = [(ranked == at).any(axis=0).tolist() for at in range(len(homes))]
-    placed = [
-        (home, [index for index in wanted if there[index]])
-        for home, there in zip(homes, belongs, strict=True)
-    ]
-    return [(home, indices) for home, indices in placed if indices]
+    choices = ranked.T.tolist()
+    placed: dict[int, list[int]] = {}
+    for index in wanted:
+        for at in choices[index]:
+            placed.setdefault(at, []).append(index)
+    return [(homes[at], placed[at]) for at in sorted(placed)]
 
 
 def _merge(outcomes: list[Outcome], indices: Sequence[int], given: Sequence[Outcome]) -> None:
