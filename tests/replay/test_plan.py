@@ -97,7 +97,7 @@ def test_as_many_blocks_are_planned_as_fit_in_the_real_tiers() -> None:
         ("nixl://127.0.0.1:7000", "a host://, file://, s3://"),
         ("host://?capacity=4KiB", "capacity"),
         ("file:///tmp/kv?capacity=4KiB", "capacity"),
-        ("tape://", "one of: az, file, gs, host, nixl, pool, s3"),
+        ("tape://", "one of: az, .*file, gs, .*host, .*pool, s3"),
     ],
 )
 def test_a_tier_that_cannot_be_planned_is_named(url: str, problem: str) -> None:
