@@ -27,6 +27,9 @@ KUBERNETES = ("1.30", "1.37")
 
 POD_IP = "10.0.0.7"
 SECRET_MODE = 0o440
+ETCD = {f"etcd-{number}.etcd" for number in range(3)}
+"""Names of etcd.yaml, which other manifests connect to."""
+
 WORKLOADS = ("Deployment", "StatefulSet")
 pytestmark = pytest.mark.timeout(120)  # importing vLLM takes a busy machine its time
 CITED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
@@ -73,6 +76,8 @@ def check_command(words: list[str]) -> None:
             check_connector(json.loads(words[words.index("--kv-transfer-config") + 1]))
         case ["kubectl", "apply"]:
             assert (ROOT / words[words.index("-f") + 1]).exists()
+        case ["etcd", *_]:
+            assert all(word.startswith("--") and "=" in word for word in words[1:])
         case ["kubectl", "create"] | ["openssl", _]:
             pass
         case _:
@@ -130,7 +135,8 @@ def test_what_a_pod_starts_is_a_command_of_this_release(manifest: dict[str, Any]
         check_command(words_of(container))
         mounted = {mount["name"] for mount in container.get("volumeMounts", ())}
         volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
-        assert mounted == volumes.keys()
+        claims = manifest["spec"].get("volumeClaimTemplates", ())
+        assert mounted == volumes.keys() | {claim["metadata"]["name"] for claim in claims}
         for volume in volumes.values():
             assert volume.get("secret", {"defaultMode": SECRET_MODE})["defaultMode"] == SECRET_MODE
 
@@ -160,7 +166,8 @@ def test_what_is_listened_at_is_reachable_and_what_is_connected_to_is_there(path
             for port in re.findall(r"(?:10\.0\.0\.7:|0\.0\.0\.0:|port[=\" :]+)(\d+)", text)
         }
         assert own == ports
-        assert set(re.findall(r"[\w-]+-\d\.[\w-]+(?=:\d)", text)) <= names
+        connected = set(re.findall(r"[\w-]+-\d\.[\w-]+(?=:\d)", text))
+        assert connected <= names | ETCD
     assert names
     for name in names:
         service = services[name.partition(".")[2]]

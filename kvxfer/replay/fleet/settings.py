@@ -5,6 +5,7 @@ from typing import Literal
 import msgspec
 
 from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.nixl.discovery import LEASE_S
 from kvxfer.checks import require_number, require_positive
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.units import ByteSize, decode_size
@@ -45,7 +46,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rack: int = 40
     connections: int = 1
     max_connections: int = NixlConfig(address="localhost:1").max_connections
-    lease_s: float = 5.0
+    lease_s: float = LEASE_S
     routing: Routing = "spread"
 
     def __post_init__(self) -> None:
