@@ -1,6 +1,9 @@
 """Endpoints: host and port of a process that listens, read from text and written as text."""
 
+import contextlib
 import ipaddress
+import random
+import socket
 from dataclasses import dataclass
 from typing import Self
 
@@ -53,6 +56,19 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def free_ports(number: int = 1) -> int:
+    """Find the first of so many free ports in a row, below those that outgoing connections get.
+
+    For the servers of benchmarks and tests: so no connection takes a port before its server does.
+    """
+    while True:
+        first = random.SystemRandom().randrange(10_000, 32_000)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + number):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def _is_port(text: str) -> bool:

@@ -36,7 +36,7 @@ from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
 from kvxfer.storage.lending import LendingBackend
 from kvxfer.storage.observer import Reports
-from kvxfer.tiering import Suspension
+from kvxfer.storage.suspension import Suspension
 
 T = TypeVar("T")
 

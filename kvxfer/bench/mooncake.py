@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
 from kvxfer.bench.report import BenchRow, compare, time_in_turn
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Backend
@@ -138,12 +138,12 @@ class _OwnClient:
 @contextlib.contextmanager
 def _cluster(num_bytes: int) -> Iterator[str]:
     """Run a master, and a process that has the memory; the context has the master's address."""
-    port, metrics_port, holder_port = _free_ports(3)
+    port = free_ports(3)
     address = f"127.0.0.1:{port}"
     master = [f"-rpc_port={port}", "-rpc_address=127.0.0.1", "-metrics_host=127.0.0.1"]
-    holder = [f"-master_server_address={address}", f"-port={holder_port}", "-host=127.0.0.1"]
+    holder = [f"-master_server_address={address}", f"-port={port + 2}", "-host=127.0.0.1"]
     with (
-        _running("mooncake_master", *master, f"-metrics_port={metrics_port}"),
+        _running("mooncake_master", *master, f"-metrics_port={port + 1}"),
         _running(
             "mooncake_client",
             *holder,
@@ -190,14 +190,6 @@ def _own_client(address: str) -> Iterator[Any]:
         yield store
     finally:
         store.close()
-
-
-def _free_ports(number: int) -> Sequence[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _describe(memory: torch.Tensor, block_bytes: int) -> Descriptors:

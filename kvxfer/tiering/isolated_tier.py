@@ -15,7 +15,7 @@ from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Asked, Cause, Observable, Operation, Reports
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
-from kvxfer.tiering.suspension import Suspension
+from kvxfer.storage.suspension import Suspension
 from kvxfer.tiering.timeouts import TierTimeouts
 
 logger = logging.getLogger(__name__)

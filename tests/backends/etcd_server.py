@@ -15,7 +15,7 @@ import grpc
 import pytest
 from aetcd import rpc
 
-from tests.backends.object_servers import free_ports
+from kvxfer.endpoint import free_ports
 
 PROGRAM = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(PROGRAM is None, reason="needs etcd: apt-get install etcd-server")
@@ -43,11 +43,11 @@ class EtcdServer:
         options: Sequence[str] = (),
         credentials: Any = None,
     ) -> None:
-        self.port, peer_port = free_ports(2)
+        self.port = free_ports(2)
         self.url = f"etcd://{HOST}:{self.port}{PREFIX}"
         self._folder = folder
         self._credentials = credentials
-        at, peer_at = f"{scheme}://{HOST}:{self.port}", f"http://{HOST}:{peer_port}"
+        at, peer_at = f"{scheme}://{HOST}:{self.port}", f"http://{HOST}:{self.port + 1}"
         self._command = [
             *(str(PROGRAM), "--name", "test", "--data-dir", str(folder / "data")),
             *("--listen-client-urls", at, "--advertise-client-urls", at),

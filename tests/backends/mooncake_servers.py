@@ -17,8 +17,8 @@ import msgspec
 from mooncake.store import MooncakeDistributedStore
 
 from kvxfer.backends.mooncake import MooncakeBackend, MooncakeConfig
+from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import Namespace
-from tests.backends.object_servers import free_ports
 
 START_LIMIT_S = 60.0
 PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
@@ -65,7 +65,8 @@ class Cluster:
     """Cluster of one master and one process that has the memory."""
 
     def __init__(self, folder: Path, segment_bytes: int) -> None:
-        self.port, self._metrics_port, holder_port = free_ports(3)
+        self.port = free_ports(3)
+        self._metrics_port = self.port + 1
         self.address = f"127.0.0.1:{self.port}"
         self.master = Process(
             "mooncake_master",
@@ -86,7 +87,7 @@ class Cluster:
                 "master_server_address": self.address,
                 "metadata_server": "P2PHANDSHAKE",
                 "host": "127.0.0.1",
-                "port": holder_port,
+                "port": self.port + 2,
                 "global_segment_size": f"{segment_bytes >> 20} MB",
             },
             folder / "holder",

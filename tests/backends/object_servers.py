@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from kvxfer.backends.object import S3Backend, S3Config
-from kvxfer.bench.object_servers import BUCKET, REGION, ObjectServer, free_ports, running
+from kvxfer.bench.object_servers import BUCKET, REGION, ObjectServer, running
+from kvxfer.endpoint import free_ports
 from kvxfer.storage.keys import Namespace
 
 PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
@@ -20,7 +21,7 @@ PATIENT = {"timeout_s": 60.0, "lookup_timeout_s": 60.0}
 @contextlib.contextmanager
 def moto() -> Iterator[ObjectServer]:
     """Run moto's server, which keeps objects in memory and takes any credentials."""
-    (port,) = free_ports(1)
+    port = free_ports()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with (
         tempfile.TemporaryDirectory(prefix="kvxfer-moto-") as folder,

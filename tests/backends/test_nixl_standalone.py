@@ -18,6 +18,7 @@ from kvxfer.backends.nixl.wire import (
     Pin,
     Pinned,
 )
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import BackendUnavailableError, InvalidArgumentError, NamespaceMismatchError
 from kvxfer.storage.keys import Namespace, make_block_key
 from kvxfer.testing import BlockMemory
@@ -192,8 +193,7 @@ async def test_by_a_name_with_two_addresses_blocks_arrive_through_either(
         found = addresses if host == "localhost" else [host]
         return [(*kind, (address, port)) for address in found]
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_ports()
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     config = NixlConfig(listen=f"localhost:{port}", capacity=CAPACITY, transport="socket")
     async with contextlib.aclosing(StandalonePeer(config, open_host)) as peer:

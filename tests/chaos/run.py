@@ -16,7 +16,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from kvxfer.endpoint import free_ports
 from tests.chaos import worker
 from tests.chaos.checked_memory import PARTS
 from tests.chaos.contents import SHAPES
@@ -77,7 +77,7 @@ class Conductor:
             f"file://{roots[0]}?capacity=12MiB&min_free=1MiB",
             *([f"file://{roots[1]}?capacity=64MiB&min_free=1MiB"] if disk else []),
         )
-        self._ports = [_free_port() for _ in HOLDERS]
+        self._ports = [free_ports() for _ in HOLDERS]
         self._holder_files = [folder / f"held-{number}" for number in range(len(HOLDERS))]
         roots += [
             path for path, (_, keeps) in zip(self._holder_files, HOLDERS, strict=True) if keeps
@@ -298,13 +298,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     names = ", ".join([*WEIGHTS, *IN_WORKERS])
     parser.add_argument("--without", default="", help=f"left out, with commas between: {names}")
     return parser.parse_args(argv)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

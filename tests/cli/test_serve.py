@@ -21,6 +21,7 @@ from kvxfer.backends.nixl.wire import (
 )
 from kvxfer.cli import main
 from kvxfer.connect import open_backend
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import PeerClosedError
 from kvxfer.testing import BlockMemory
 from tests.cli import peers
@@ -98,8 +99,7 @@ async def test_a_peer_of_another_model_is_refused_with_both_names(
 
 
 def test_it_says_where_it_listens_and_what_protects_it(secret_file: Path) -> None:
-    with socket.create_server((peers.HOST, 0)) as free:
-        port = free.getsockname()[1]
+    port = free_ports()
     times = ["--lease", "3s", "--timeout", "1min", "--log-level", "debug"]
     for options, protected in (
         ([], "secret off, TLS off"),
@@ -207,7 +207,7 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1"], "listen is '127.0.0.1'; expected a host and a port"),
         (["--listen", "10.0.0.1:7000"], "expected a loopback address; any other needs"),
         (["--capacity", "lots"], "size is 'lots'"),
-        (["--tier", "tape://"], "backend is 'tape'; expected one of: az, file, gs, host, nixl"),
+        (["--tier", "tape://"], "backend is 'tape'; expected one of: az, file, gs, host"),
         (["--tls-ca", "ca.pem"], "expected all three, or none"),
         (["--ready", "here"], "ready is 'here'"),
         (["--metrics", "here"], "metrics is 'here'"),

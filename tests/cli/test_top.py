@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -16,6 +15,7 @@ import pytest
 from kvxfer.backends.nixl import NixlConfig
 from kvxfer.cli import INTERRUPTED, main
 from kvxfer.cli.top import TERMINATED
+from kvxfer.endpoint import free_ports
 from tests.cli import peers
 from tests.cli.peers import HOST, LIMIT_S, ServeProcess, serving
 
@@ -103,8 +103,7 @@ def terminals() -> Iterator[Callable[..., Terminal]]:
 
 
 def free_address() -> str:
-    with socket.create_server((HOST, 0)) as free:
-        return f"{HOST}:{free.getsockname()[1]}"
+    return f"{HOST}:{free_ports()}"
 
 
 def options(metrics: str) -> Sequence[str]:

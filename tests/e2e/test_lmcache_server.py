@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvxfer.endpoint import free_ports
 
 pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
 
@@ -41,17 +42,12 @@ def spec_of(folder: Path) -> str:
     )
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 class Server:
     """LMCache's server, in a process of its own."""
 
     def __init__(self, folder: Path, log: Path) -> None:
-        self.log, self.port, self.http_port = log, free_port(), free_port()
+        self.log, self.port = log, free_ports(2)
+        self.http_port = self.port + 1
         arguments = [
             *("server", "--port", str(self.port), "--http-port", str(self.http_port)),
             *("--l1-size-gb", "0.25", "--no-l1-use-lazy", "--eviction-policy", "LRU"),

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvxfer.bench.object_servers import BUCKET, CREDENTIALS, REGION, free_ports, seaweedfs
+from kvxfer.bench.object_servers import BUCKET, CREDENTIALS, REGION, seaweedfs
+from kvxfer.endpoint import free_ports
 from tests.e2e import models, oracle, text
 from tests.e2e.harness import REPOSITORY, AuditedEngine, require_same, require_same_bits
 
@@ -34,7 +35,7 @@ def test_a_restart_on_an_empty_disk_hits_from_the_bucket(tmp_path: Path) -> None
     prompts = text.prompts(folder / "tokenizer.json", 2, shared_tokens=SHARED_TOKENS)
     audited = tmp_path / "audit"
     audited.mkdir()
-    (metrics_port,) = free_ports(1)
+    metrics_port = free_ports()
     with seaweedfs(metrics_port=metrics_port) as server:
         place = f"s3://{BUCKET}/e2e?endpoint={server.endpoint}&region={REGION}"
         settings: dict[str, Any] = {

@@ -10,8 +10,8 @@ from kvxfer.backends.file import FileBackend, FileConfig
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import Outcome, Status
 from kvxfer.storage.keys import BlockKey
+from kvxfer.storage.suspension import Suspension
 from kvxfer.testing import FaultRates, Operation
-from kvxfer.tiering.suspension import Suspension
 from kvxfer.tiering.write_back_queue import MAX_ATTEMPTS
 from kvxfer.units import ByteSize
 

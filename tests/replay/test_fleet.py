@@ -13,7 +13,7 @@ from kvxfer.replay.fleet import Fleet, FleetReport, parse_fleet, study_fleet
 from kvxfer.replay.fleet.holders import HoldersTier, Outage, SimulatedHolders
 from kvxfer.replay.fleet.placement import count_moved, make_keys, place
 from kvxfer.replay.fleet.simulation import connect_all, route, run_fleet
-from kvxfer.tiering import Suspension
+from kvxfer.storage.suspension import Suspension
 from tests.replay.traces import trace_of
 
 PEERS = NixlConfig(address="localhost:1")
@@ -99,10 +99,10 @@ def test_a_full_holder_refuses_engines() -> None:
     there = [home for home in range(3) if connected[stranger, home]]
     assert {home for home in range(3) if holders.stores[home].num_written} == set(there)
     assert holders.num_refused == 3 - len(there)
-    tier.find(range(50))
+    tier.lookup(range(50))
     assert holders.num_refused == 3 - len(there), "tried again without a pause"
     holders.now = 1.0
-    tier.find(range(50))
+    tier.lookup(range(50))
     assert holders.num_refused == 2 * (3 - len(there))
 
 
@@ -118,15 +118,15 @@ def test_a_holder_that_fails_costs_its_own_blocks_until_the_list_is_known(
     tier.store(range(80))
     lost = {block for block in range(80) if holders.homes(1, [block]) == [[0]]}
     assert 5 < len(lost) < 40
-    assert tier.find(range(80)) == list(range(80))
+    assert tier.lookup(range(80)) == list(range(80))
     for now in (10.0, 10.5, 30.0):
         holders.now = now
-        assert set(tier.find(range(80))) == set(range(80)) - lost
+        assert set(tier.lookup(range(80))) == set(range(80)) - lost
         tier.store(sorted(lost))
-        assert not lost & set(tier.find(range(80)))
+        assert not lost & set(tier.lookup(range(80)))
     holders.now = 40.0
     tier.store(sorted(lost))
-    assert tier.find(range(80)) == list(range(80))
+    assert tier.lookup(range(80)) == list(range(80))
     assert [[0]] not in [holders.homes(1, [block]) for block in lost]
 
 
@@ -139,7 +139,7 @@ def test_a_silent_holder_is_waited_for_once_in_a_while() -> None:
     waited = []
     for tenth in range(600):
         holders.now, before = tenth / 10, holders.num_late
-        tier.find(range(20))
+        tier.lookup(range(20))
         if holders.num_late > before:
             waited.append(holders.now)
     pauses = np.diff(waited)
@@ -149,7 +149,7 @@ def test_a_silent_holder_is_waited_for_once_in_a_while() -> None:
     holders.outage = alive
     holders.now = 100.0
     tier.store(range(20))
-    assert tier.find(range(20)) == list(range(20)), "not connected again"
+    assert tier.lookup(range(20)) == list(range(20)), "not connected again"
 
 
 def test_what_engines_would_log_is_kept_back(

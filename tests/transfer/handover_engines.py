@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.endpoint import free_ports
 from kvxfer.kvcache import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -55,21 +55,6 @@ def values(tokens: Sequence[int], group: int, layer: int) -> NDArray[np.int32]:
     return (found % (1 << 31)).astype(np.int32)
 
 
-def free_port(num_ports: int) -> int:
-    """Find a port that is free, as those after it are."""
-    while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                for rank in range(1, num_ports):
-                    with socket.socket() as other:
-                        other.bind(("127.0.0.1", port + rank))
-            except (OSError, OverflowError):
-                continue
-        return port
-
-
 class Engine:
     """Engine of some workers, each with a hand-over; blocks are filled with -1 at first.
 
@@ -99,7 +84,7 @@ class Engine:
         self.tokens_per_block, self.tp_size, self.windows = tokens_per_block, tp_size, windows
         self.workers: list[Handover] = []
         self.views: list[list[list[torch.Tensor]]] = []
-        port = port or free_port(tp_size)
+        port = port or free_ports(tp_size)
         self.endpoint = Endpoint("127.0.0.1", port)
         fields: dict[str, Any] = {"transport": "socket", "timeout_s": 5.0} | config
         for rank in range(tp_size):

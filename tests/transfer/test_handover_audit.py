@@ -1,7 +1,6 @@
 """Audit of the end-to-end tests: it passes what is right, and finds each planted fault."""
 
 import json
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
 from kvxfer.backends.nixl.block_reader import BlockReader
+from kvxfer.endpoint import free_ports
 from kvxfer.kvcache.portable import describe_caches
 from kvxfer.kvcache.portable.cache_description import STATE_TOKENS
 from kvxfer.storage.prompt_keys import PromptKeys
@@ -36,7 +36,7 @@ class Engine:
     ) -> None:
         self.tokens_per_block = tokens_per_block
         self.workers = make_engine(layout, tp_size=tp_size, tokens_per_block=tokens_per_block)
-        self.endpoint = Endpoint("127.0.0.1", _free_port(tp_size))
+        self.endpoint = Endpoint("127.0.0.1", free_ports(tp_size))
         self.handovers: list[Any] = []
         for rank, worker in enumerate(self.workers):
             listen = str(Endpoint(self.endpoint.host, self.endpoint.port + rank))
@@ -61,19 +61,6 @@ class Engine:
         wanted = found.wanted(prompt, 0, len(TOKENS), [BLOCKS[self.tokens_per_block]])
         loads = [each.submit(each.fetch(endpoint, wanted)) for each in self.handovers]
         return [load.result(LIMIT_S) for load in loads]
-
-
-def _free_port(number: int) -> int:
-    while True:
-        with ExitStack() as stack:
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            port: int = first.getsockname()[1]
-            try:
-                for other in range(port + 1, port + number):
-                    stack.enter_context(socket.create_server(("127.0.0.1", other)))
-            except OSError:
-                continue
-            return port
 
 
 @pytest.fixture(autouse=True)

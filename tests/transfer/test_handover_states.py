@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvxfer.backends.nixl import Endpoint, NixlConfig
+from kvxfer.endpoint import free_ports
 from kvxfer.errors import CacheMismatchError
 from kvxfer.kvcache import (
     FullAttentionSpec,
@@ -23,7 +24,7 @@ from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.asking import Found
 from kvxfer.transfer.handover import Handover
 from kvxfer.transfer.prompt_pages import Fetched
-from tests.transfer.handover_engines import free_port, get
+from tests.transfer.handover_engines import get
 
 TICKET = "0123456789abcdef"
 TOKENS = list(range(10))
@@ -59,7 +60,7 @@ class Engine:
             KVCacheConfig(8, groups, null_block_id=0),
             layouts={"layers.0": "block kv token head dim"},
         )
-        self.endpoint = Endpoint("127.0.0.1", free_port(1))
+        self.endpoint = Endpoint("127.0.0.1", free_ports())
         config = NixlConfig(listen=str(self.endpoint), transport="socket", timeout_s=5.0)
         description = describe_caches(caches, WorkerShard(num_kv_heads=2, tp_size=tp_size))
         self.size = tokens_per_block

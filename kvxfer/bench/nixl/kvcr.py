@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-import socket
 import time
 import uuid
 from typing import Any
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
 from kvxfer.bench.nixl.raw import TOTAL_BYTES, allocate
+from kvxfer.endpoint import free_ports
 
 TIMEOUT_MS = 10_000
 
@@ -42,7 +42,7 @@ class KVCRPool:
                 pool_layouts=[("blocks", block_bytes)],
                 operation_timeout_ms=TIMEOUT_MS,
                 abandon_timeout_ms=2 * TIMEOUT_MS,
-                nixl_listen_port=_free_port(),
+                nixl_listen_port=free_ports(),
             ),
             KVCRBindings(
                 request_pin=lambda _: types.PinRequestId(0),
@@ -102,9 +102,3 @@ class KVCRPool:
                         raise RuntimeError(f"kvcr failed: {results}")
                     return
             time.sleep(0)  # lets kvcr's thread run, as the other contenders do
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port

@@ -2,8 +2,6 @@
 
 import contextlib
 import os
-import random
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +12,7 @@ from typing import Any, Self
 from kvxfer.bench.pd.prefill import HOST
 from kvxfer.bench.vllm.engine_process import EngineConfig, EngineProcess, Generation
 from kvxfer.bench.vllm.model import EngineModel
+from kvxfer.endpoint import free_ports
 
 MAX_MODEL_LEN = 8192
 CACHE_BYTES = 1 << 30
@@ -168,7 +167,7 @@ def idle_cores(engines: Sequence[EngineProcess]) -> list[float]:
 
 
 def _start(model: EngineModel, connector: str | None) -> EngineProcess:
-    port = _free_port()
+    port = free_ports(PORTS_PER_ENGINE)
     environment = dict(ENVIRONMENT)
     transfer: dict[str, Any] | None = None
     if connector is not None:
@@ -216,13 +215,3 @@ def _cpu_seconds(group: int) -> float:
 def _fields(stat: Path) -> list[str]:
     """Read the fields of a process after its name: its state first."""
     return stat.read_text().rpartition(")")[2].split()
-
-
-def _free_port() -> int:
-    """Find the first of some free ports in a row, below those that outgoing connections get."""
-    while True:
-        first = random.SystemRandom().randrange(10_000, 32_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + PORTS_PER_ENGINE):
-                stack.enter_context(socket.create_server((HOST, port)))
-            return first

@@ -28,8 +28,8 @@ from kvxfer.storage.backend import Backend, Status
 from kvxfer.storage.calls import Calls
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.staging_memory import StagedBlocks, StagingMemory
+from kvxfer.storage.suspension import Suspension
 from kvxfer.storage.threads import Threads
-from kvxfer.tiering.suspension import Suspension
 from kvxfer.transfer.event_loop import EngineLoop
 from kvxfer.transfer.job import Direction
 

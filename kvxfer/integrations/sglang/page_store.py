@@ -27,7 +27,7 @@ from kvxfer.storage.observed_backend import unwrapped
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import aligned, allocate_aligned
-from kvxfer.tiering.suspension import Suspension
+from kvxfer.storage.suspension import Suspension
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.job import Direction
 

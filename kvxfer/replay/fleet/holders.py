@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from kvxfer.backends.nixl import SUSPENDED_S, NixlConfig, RetryPause
 from kvxfer.replay.fleet.settings import Fleet
 from kvxfer.replay.simulated_store import SimulatedStore
-from kvxfer.tiering import Suspension
+from kvxfer.storage.suspension import Suspension
 
 PEERS = NixlConfig(address="localhost:1")
 """Times of an engine's connections where nothing else is configured."""

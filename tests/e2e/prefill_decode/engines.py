@@ -4,10 +4,8 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from kvxfer.bench.vllm.engine_process import ENVIRONMENT, Generation
+from kvxfer.endpoint import free_ports
 from tests.e2e import audit, models
 
 HOST = "127.0.0.1"
@@ -363,13 +362,3 @@ def _answer(text: str, seconds: float) -> Answer:
         aborted=False,
     )
     return Answer(generation, response["kv_transfer_params"] or {}, seconds)
-
-
-def free_ports(number: int) -> int:
-    """Find the first of so many free ports in a row, below those that outgoing connections get."""
-    while True:
-        first = random.SystemRandom().randrange(10_000, 32_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + number):
-                stack.enter_context(socket.create_server((HOST, port)))
-            return first

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvxfer.endpoint import free_ports
 from tests.e2e import audit
 from tests.e2e.prefill_decode.deployment import ASK, MAX_TOKENS, Deployment
-from tests.e2e.prefill_decode.engines import HOST, Answer, Engine, Failure, free_ports
+from tests.e2e.prefill_decode.engines import HOST, Answer, Engine, Failure
 from tests.e2e.prefill_decode.scenarios import (
     LENGTHS,
     NUM_MANY,
@@ -58,7 +59,7 @@ def _vllm_router(deployment: Deployment, port: int) -> list[str]:
         *(word for each in deployment.prefills for word in ("--prefill", each.url)),
         *(word for each in deployment.decodes for word in ("--decode", each.url)),
     ]
-    metrics = ["--prometheus-port", str(free_ports(1))]
+    metrics = ["--prometheus-port", str(free_ports())]
     name = Path(sys.executable).with_name("vllm-router")
     own = [str(name), "--vllm-pd-disaggregation", "--host", HOST, "--port", str(port)]
     return [*own, "--policy", "round_robin", *metrics, *legs]
@@ -155,7 +156,7 @@ async def _reached(deployment: Deployment, url: str) -> None:
 @contextlib.contextmanager
 def _running(deployment: Deployment, command: Command, name: str) -> Iterator[str]:
     """Run a router; its log is beside those of the engines."""
-    port = free_ports(1)
+    port = free_ports()
     log_path: Path = deployment.directory / f"{name}.log"
     path = [str(audit.REPOSITORY), os.environ.get("PYTHONPATH", "")]
     with log_path.open("wb") as log:

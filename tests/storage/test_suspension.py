@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvxfer.storage.suspension import Suspension
 from kvxfer.tiering import TierTimeouts
-from kvxfer.tiering.suspension import Suspension
 
 
 def test_a_tier_is_not_used_for_5_s_after_the_last_deadline_that_it_missed(
