@@ -346,10 +346,10 @@ def _context(config: NixlConfig, protocol: int) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")  # asks nobody
     except OSError as exc:  # ssl.SSLError is one
         files = f"{config.tls_cert}, {config.tls_key}"
-        wanted = f"a certificate and its private key in PEM: {exc}"
+        wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
         raise InvalidArgumentError("tls_cert, tls_key", files, wanted) from exc
     try:
         context.load_verify_locations(config.tls_ca)

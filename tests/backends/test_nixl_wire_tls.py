@@ -2,9 +2,13 @@
 
 import asyncio
 import ssl
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from kvxfer.backends.nixl import NixlConfig, client_context, server_context
 from kvxfer.backends.nixl.wire import (
@@ -78,6 +82,33 @@ async def test_a_plain_client_gets_no_further_than_a_tls_server(authority: Autho
         with pytest.raises(PeerError):
             await greet_as_client(client, hello(b"client"), secret=None, reach=Offer(b""))
         assert not listener.writers
+
+
+def test_a_private_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(
+    authority: Authority, tmp_path: Path
+) -> None:
+    config = authority.config()
+    key = serialization.load_pem_private_key(Path(config.tls_key).read_bytes(), None)
+    encryption = serialization.BestAvailableEncryption(b"passphrase")
+    formats = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    locked = tmp_path / "locked.pem"
+    locked.write_bytes(key.private_bytes(*formats, encryption))
+    program = (
+        "from kvxfer.backends.nixl import NixlConfig, client_context\n"
+        f"client_context(NixlConfig(address='127.0.0.1:1', tls_cert={config.tls_cert!r},"
+        f" tls_key={str(locked)!r}, tls_ca={config.tls_ca!r}))"
+    )
+    command = [sys.executable, "-c", program]
+    # Whoever asks waits for a line of the standard input, which never comes.
+    with subprocess.Popen(
+        command, stdin=PIPE, stderr=PIPE, text=True, start_new_session=True
+    ) as it:
+        assert it.stderr
+        try:
+            assert it.wait(timeout=15) == 1
+        finally:
+            it.kill()
+        assert "expected a certificate and its private key, not encrypted" in it.stderr.read()
 
 
 async def test_an_older_tls_is_refused(authority: Authority) -> None:

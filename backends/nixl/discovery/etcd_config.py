@@ -126,7 +126,7 @@ class EtcdConfig:
                 context.load_cert_chain(self.cert, self.key, password="")  # asks nobody
         except OSError as exc:
             files = f"{self.cert}, {self.key}"
-            wanted = f"a certificate and its private key in PEM: {exc}"
+            wanted = f"a certificate and its private key, not encrypted, in PEM: {exc}"
             raise InvalidArgumentError("etcd_cert, etcd_key", files, wanted) from exc
 
     def _read_user(self) -> tuple[str, str] | None:
