@@ -263,7 +263,7 @@ class MooncakeBackend(Backend):
         try:
             return self._pages.decode(run.keys[index], page, code, run.block(index))
         except OtherIntegrityError as exc:
-            return Outcome(Status.FAILED, reason=str(exc))
+            return exc.outcome
         except BlockFileError as exc:
             return Outcome(Status.CORRUPT, reason=str(exc))
 
