@@ -35,7 +35,7 @@ TRANSPORTS: "tuple[Transport, ...]" = ("auto", "nixl", "socket")
 HASH_FORMS: "tuple[HashForm, ...]" = ("int64", "bytes")
 _OF_PEERS = (
     *("data_port", "transport", "secret_file", "tls_cert", "tls_key", "tls_ca"),
-    *("lease", "timeout"),
+    *("lease", "timeout", "max_connections"),
     *("discover", "advertise", "etcd_user_file", "etcd_ca", "etcd_cert", "etcd_key"),
 )
 """Options without a meaning for a host pool."""
@@ -93,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="second port that peers connect to, for blocks that NIXL does not move; 0, the "
         "default, chooses a free port",
+    )
+    parser.add_argument(
+        "--max-connections",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="most connections of peers: one of each where NIXL moves the blocks, up to five "
+        "through sockets; default 1024",
     )
     parser.add_argument(
         "--capacity", required=True, metavar="SIZE", help="host memory for blocks, such as 8GiB"
@@ -287,6 +295,7 @@ def _make_peer(
     config = NixlConfig(
         listen=arguments.listen,
         data_port=arguments.data_port,
+        max_connections=arguments.max_connections,
         capacity=capacity,
         secret_file=arguments.secret_file,
         tls_cert=arguments.tls_cert,

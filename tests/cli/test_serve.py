@@ -149,6 +149,13 @@ async def test_a_peer_without_the_secret_is_refused(peer: ServeProcess) -> None:
     assert "secret differs: ours is 'a secret', theirs is 'another one, or none'" in said.string
 
 
+async def test_a_peer_takes_no_more_connections_than_it_is_told() -> None:
+    with serving("--capacity", "1MiB", "--max-connections", "1") as peer:
+        with pytest.raises(PeerClosedError):  # through sockets it takes more than one
+            await connect(peer)
+        assert "1 are open" in peer.wait_for("refused a connection").string
+
+
 def test_a_peer_that_listens_is_ready(peer: ServeProcess) -> None:
     assert peer.readiness() == 200
 
@@ -218,6 +225,7 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--namespace", "/nonexistent/file"], "'/nonexistent/file'; expected a namespace.json"),
         (["--namespace", __file__], "expected a namespace.json of a file store: Expected `object`"),
         (["--data-port", "65536"], "data_port is 65536; expected a whole number from 0 to 65535"),
+        (["--max-connections", "0"], "max_connections is 0; expected a positive integer"),
         (["--timeout", "0s"], "timeout_s is 0.0"),
         (["--discover", "consul://a:1/b"], "discover is 'consul://a:1/b'; expected a URL such as"),
         (["--discover", "etcd://u:pw@a:1/b"], "discover is 'etcd://...@a:1/b'; expected a URL"),
