@@ -264,12 +264,12 @@ def _make_pages(
 
 def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]") -> "Holder":
     from kvxfer.backends.file import load_namespace
-    from kvxfer.connect import open_backend, parse_backend
+    from kvxfer.connect import open_backend
     from kvxfer.storage.observer import Reports
     from kvxfer.telemetry.journal import journal_observers
 
-    for tier in arguments.tier:
-        parse_backend(tier)  # reports a bad URL now, not when the first peer connects
+    for tier in arguments.tier:  # now, not when the first peer connects
+        _require_tier(tier, arguments)
     capacity = ByteSize.parse(arguments.capacity)
     namespace = load_namespace(arguments.namespace) if arguments.namespace else None
     host = {"type": "host", "capacity": capacity, "shared": bool(arguments.pool)}
@@ -280,6 +280,29 @@ def _make_holder(arguments: argparse.Namespace, observers: "Sequence[Observer]")
     observers = [*observers, *journal_observers()]
     holder.observe(Reports(observers, "pool" if arguments.pool else "nixl"))
     return holder
+
+
+def _require_tier(tier: str, arguments: argparse.Namespace) -> None:
+    """Check the URL of a tier, which must not name this process itself: it would wait for itself.
+
+    Raises:
+        InvalidArgumentError: It is no URL of a backend, or that of this process.
+    """
+    from kvxfer.backends.nixl.config import NixlConfig
+    from kvxfer.backends.pool import PoolConfig
+    from kvxfer.connect import parse_backend
+
+    _, config = parse_backend(tier)
+    own: set[object] = {arguments.discover}
+    own |= {Path(arguments.pool).resolve()} if arguments.pool else set()
+    own |= {Endpoint.parse("address", at) for at in (arguments.listen, arguments.advertise) if at}
+    named: set[object] = set()
+    if isinstance(config, PoolConfig):
+        named = {Path(config.path).resolve()}
+    elif isinstance(config, NixlConfig):
+        named = {config.discover, *config.peers}
+    if own & named - {""}:
+        raise InvalidArgumentError("tier", tier, "another process than this one")
 
 
 def _make_peer(

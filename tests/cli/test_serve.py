@@ -215,6 +215,14 @@ def test_with_a_tier_blocks_outlive_the_peer(tmp_path: Path) -> None:
         (["--listen", "10.0.0.1:7000"], "expected a loopback address; any other needs"),
         (["--capacity", "lots"], "size is 'lots'"),
         (["--tier", "tape://"], "backend is 'tape'; expected one of: az, file, gs, host"),
+        (
+            ["--listen", "127.0.0.1:7000", "--tier", "nixl://127.0.0.1:7000"],
+            "tier is 'nixl://127.0.0.1:7000'; expected another process than this one",
+        ),
+        (
+            ["--discover", "etcd://a:1/b", "--tier", "nixl://?discover=etcd://a:1/b"],
+            "tier is 'nixl://?discover=etcd://a:1/b'; expected another process than this one",
+        ),
         (["--tls-ca", "ca.pem"], "expected all three, or none"),
         (["--ready", "here"], "ready is 'here'"),
         (["--metrics", "here"], "metrics is 'here'"),

@@ -126,6 +126,10 @@ def test_a_peer_has_the_blocks_in_memory_when_it_is_ready(
         (["--timeout", "1s"], "timeout is '1s'; expected none with --pool"),
         (["--warm-timeout", "soon"], "duration is 'soon'"),
         (["--tier", "tape://"], "backend is 'tape'"),
+        (
+            ["--tier", "pool:///nonexistent/../nonexistent/pool.sock"],
+            "pool.sock'; expected another process than this one",
+        ),
         (["--tier", "file:///kv?capacity=1MiB&priority_share=2"], "priority_share is 2.0"),
         (["--tier", "file:///kv?capacity=1MiB&read_threads=0"], "read_threads is 0"),
         ([], "cannot listen at /nonexistent/pool.sock: "),
