@@ -51,6 +51,16 @@ def test_blocks_that_were_not_used_for_too_long_go(
     assert main(["fsck", str(store.root)]) == 0
 
 
+def test_of_blocks_that_were_used_at_one_time_the_first_by_name_go(store: Store) -> None:
+    namespace = store.fill()
+    now = time.time()
+    for key in store.keys:
+        os.utime(store.path(namespace, key), (now, now))
+    assert main(["gc", str(store.root), "--capacity", str(3 * FILE_BYTES)]) == 0
+    by_name = sorted(range(NUM_BLOCKS), key=lambda i: store.relative(namespace, store.keys[i]))
+    assert left(store, namespace) == sorted(by_name[-3:])
+
+
 def test_beyond_the_capacity_the_least_recently_used_go(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:

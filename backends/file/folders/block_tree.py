@@ -99,13 +99,13 @@ class BlockTree:
         return NamespaceFolder(self.root, fingerprint)
 
     def blocks(self, fingerprint: str = "") -> Iterator[FoundBlock]:
-        """Walk through every block file, those in quarantine included, in no order.
+        """Walk through every block file, those in quarantine included, in the order of their paths.
 
         Args:
             fingerprint: The one namespace to walk through; all by default.
         """
         for namespace, folder, fd in self._folders(fingerprint):
-            for name in os.listdir(fd):
+            for name in sorted(os.listdir(fd)):
                 key = key_in_name(name)
                 found = _stat_file(name, fd) if key else None
                 if found:
@@ -170,7 +170,7 @@ class BlockTree:
         self, parent_fd: int, is_wanted: Callable[[str], bool]
     ) -> Iterator[tuple[str, int]]:
         """Walk through the names and descriptors of the folders in a folder."""
-        for name in filter(is_wanted, os.listdir(parent_fd)):
+        for name in sorted(filter(is_wanted, os.listdir(parent_fd))):
             try:
                 fd = open_folder(name, parent_fd)
             except OSError as exc:
