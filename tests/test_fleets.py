@@ -13,7 +13,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from kvxfer.cli import proxy, replay, serve
+from kvxfer.cli import proxy, replay, serve_options
 from kvxfer.connect import parse_backend
 from kvxfer.endpoint import Endpoint
 from kvxfer.errors import InvalidArgumentError
@@ -62,7 +62,7 @@ def check_command(words: list[str]) -> None:
     """Check a command as the program itself does when it starts."""
     match words[:2]:
         case ["kvxfer", "serve"]:
-            arguments = serve._parser().parse_args(words[2:])
+            arguments = serve_options.make_parser().parse_args(words[2:])
             Endpoint.parse("listen", arguments.listen)
             for tier in arguments.tier:
                 parse_backend(tier)

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from kvxfer.backends.nixl import Transport
-from kvxfer.cli.serve import TRANSPORTS
+from kvxfer.cli.serve_options import TRANSPORTS
 from kvxfer.connect import connect
 
 pytestmark = pytest.mark.processes
