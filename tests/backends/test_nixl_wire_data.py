@@ -52,9 +52,9 @@ def test_more_than_the_buffers_of_the_kernel_arrives(ends: Ends) -> None:
     source = np.random.default_rng(1).integers(0, 256, 48 << 20, np.uint8)
     target = np.zeros_like(source)
     regions = Regions([(address(source), len(source))])
-    ends.executor.submit(ends.server.serve, lambda: regions)
     ends.client.begin(20)
     ends.server.begin(20)
+    ends.executor.submit(ends.server.serve, lambda: regions)
     ends.client.read(words([address(target)]), words([address(source)]), words([len(source)]))
     assert np.array_equal(source, target)
 
