@@ -19,7 +19,6 @@ class BlockingBucket:
 
     Args:
         config: The bucket. Credentials come from the environment.
-        place: URL of the prefix in errors, without parameters.
 
     Raises:
         MissingExtraError: obstore is not installed.
@@ -29,10 +28,10 @@ class BlockingBucket:
         bucket: Makes the requests, to be passed to `ask`.
     """
 
-    def __init__(self, config: ObjectConfig, place: str) -> None:
+    def __init__(self, config: ObjectConfig) -> None:
         self.bucket = Bucket.open(config)
-        self._place = place
-        self._root = place.removesuffix(config.prefix.rstrip("/"))
+        self._place = config.url.rstrip("/")
+        self._root = self._place.removesuffix(config.prefix.rstrip("/"))
         self._close_timeout_s = config.close_timeout_s
         self._thread = LoopThread("kvxfer-bucket")
 

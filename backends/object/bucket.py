@@ -119,7 +119,7 @@ class Bucket:
         """
         return cls(
             open_client(config.open_store),
-            f"{config.address}/{config.prefix}",
+            config.url,
             timeout_s=config.timeout_s,
             retry_after_s=config.retry_after_s,
             max_requests=config.max_requests,

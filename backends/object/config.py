@@ -3,7 +3,7 @@
 import os
 from abc import abstractmethod
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -50,6 +50,8 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             credentials in it.
     """
 
+    scheme: ClassVar[str]
+
     address: str = ""
     path: str = ""
     endpoint: str = ""
@@ -95,6 +97,11 @@ class ObjectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         prefix = self.path.strip("/")
         return f"{prefix}/" if prefix else ""
 
+    @property
+    def url(self) -> str:
+        """The prefix in the bucket as a URL, without parameters."""
+        return f"{self.scheme}://{self.address}/{self.prefix}"
+
     @abstractmethod
     def open_store(self) -> "ObjectStore":
         """Open the client of the cloud, which makes no request yet.
@@ -125,12 +132,14 @@ class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             default where no endpoint is given.
     """
 
+    scheme: ClassVar[str] = "s3"
+
     region: str = ""
     virtual_hosted: bool | None = None
 
     def open_store(self) -> "ObjectStore":
         """See `ObjectConfig.open_store`."""
-        with needing(EXTRA, "obstore", what="s3://"):
+        with needing(EXTRA, "obstore", what=f"{self.scheme}://"):
             from obstore.store import S3Store
         virtual_hosted = self.virtual_hosted
         options: dict[str, Any] = {
@@ -151,9 +160,11 @@ class S3Config(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class GSConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `gs://bucket/prefix`: Google Cloud Storage."""
 
+    scheme: ClassVar[str] = "gs"
+
     def open_store(self) -> "ObjectStore":
         """See `ObjectConfig.open_store`."""
-        with needing(EXTRA, "obstore", what="gs://"):
+        with needing(EXTRA, "obstore", what=f"{self.scheme}://"):
             from obstore.store import GCSStore
         options: dict[str, Any] = {"base_url": self.endpoint} if self.endpoint else {}
         return GCSStore(
@@ -171,6 +182,8 @@ class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         account: Storage account; by default that of the environment.
     """
 
+    scheme: ClassVar[str] = "az"
+
     account: str = ""
 
     def open_store(self) -> "ObjectStore":
@@ -179,7 +192,7 @@ class AZConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises:
             InvalidArgumentError: There is no storage account.
         """
-        with needing(EXTRA, "obstore", what="az://"):
+        with needing(EXTRA, "obstore", what=f"{self.scheme}://"):
             from obstore.store import AzureStore
         if not self.account and not any(os.environ.get(name) for name in ACCOUNT_VARIABLES):
             wanted = f"a storage account, here or in {ACCOUNT_VARIABLES[0]}"

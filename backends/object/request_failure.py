@@ -83,7 +83,9 @@ def request_failure(what: str, exc: BaseException) -> RequestFailedError:
     text = str(exc)
     status = re.search(r"status code: (\d{3})", text)
     code = re.search(r"code: AccessDenied\)", text)
-    denied = type(exc).__name__ in DENIED or code is not None
+    # A list that is refused is a `GenericError`, and a removal has its code alone.
+    refused = status is not None and status[1] in ("401", "403")
+    denied = refused or code is not None or type(exc).__name__ in DENIED
     passes = status is None or status[1][0] == "5" or status[1] in ("408", "429")
     transient = not denied and passes and type(exc).__name__ == "GenericError"
     timed_out = "kind: Timeout" in text

@@ -11,7 +11,7 @@ from kvxfer.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvxfer.backends.file.maintenance import BlockStore
-    from kvxfer.backends.object import ObjectConfig
+    from kvxfer.backends.object import BucketStore, ObjectConfig
 
 STORE = "root of the store: a folder, or a bucket such as s3://bucket/prefix?endpoint=URL"
 
@@ -29,7 +29,7 @@ def open_store(argument: str) -> "Iterator[BlockStore]":
     if "://" not in argument:
         yield FolderStore(Path(argument))
     else:
-        with _open_bucket(_bucket(argument), argument) as store:
+        with _opened(_bucket(argument)) as store:
             yield store
 
 
@@ -44,7 +44,7 @@ def open_file(argument: str) -> "Iterator[tuple[BlockStore, str]]":
     else:
         config = _bucket(argument)
         root, path = split_path(config.path)
-        with _open_bucket(msgspec.structs.replace(config, path=root), argument) as store:
+        with _opened(msgspec.structs.replace(config, path=root)) as store:
             yield store, path
 
 
@@ -59,11 +59,7 @@ def _bucket(url: str) -> "ObjectConfig":
     return config
 
 
-@contextlib.contextmanager
-def _open_bucket(config: "ObjectConfig", url: str) -> "Iterator[BlockStore]":
+def _opened(config: "ObjectConfig") -> "contextlib.closing[BucketStore]":
     from kvxfer.backends.object import BucketStore
 
-    scheme = url.partition("://")[0]
-    place = f"{scheme}://{config.address}/{config.prefix}"
-    with contextlib.closing(BucketStore(config, place)) as store:
-        yield store
+    return contextlib.closing(BucketStore(config))

@@ -62,7 +62,7 @@ def measure_walks(monkeypatch: pytest.MonkeyPatch, num_objects: int) -> tuple[in
         store.put(f"prefix/{'a' * 32}/{name[:2]}/{name}", b"no block")
     monkeypatch.setattr(S3Config, "open_store", lambda _: store)
     config = S3Config(address="bucket", path="/prefix", max_requests=4)
-    with contextlib.closing(BucketStore(config, "s3://bucket/prefix")) as opened:
+    with contextlib.closing(BucketStore(config)) as opened:
         tracemalloc.start()
         (usage,) = measure_usage(opened)
         num_bad = sum(found.bad for found in StoreCheck(opened, BlockCheck()).verify())
