@@ -85,8 +85,9 @@ class ObjectServer:
         os.killpg(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it in the middle of whatever it does."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        """Kill it in the middle of whatever it does; may be called again."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def open_client(self) -> S3Store:

@@ -10,12 +10,16 @@ import msgspec
 
 from kvxfer.backends.file import FileConfig
 from kvxfer.backends.host import HostConfig
+from kvxfer.backends.mooncake import MooncakeConfig
 from kvxfer.backends.nixl import NixlConfig
+from kvxfer.backends.object import ObjectConfig
 from kvxfer.backends.pool import PoolConfig
 from kvxfer.connect import BackendChoice, parse_backend
 from kvxfer.doctor import memory, packages, peers, process, stores
+from kvxfer.doctor.buckets import check_bucket
 from kvxfer.doctor.discovery import check_discovery
 from kvxfer.doctor.finding import Check, Examined, Finding, Severity
+from kvxfer.doctor.mooncake import check_mooncake
 from kvxfer.doctor.pools import check_pool
 from kvxfer.storage.threads import DaemonThreads
 from kvxfer.text import printable
@@ -26,6 +30,9 @@ STEPS_OF_A_PEER = 6
 STEPS_OF_DISCOVERY = 5
 """Steps to list the holders: credentials, a token, the list, the end of the connection, and one to
 spare."""
+
+STEPS_OF_A_BUCKET = 5
+"""Steps to examine a bucket: a list, two stores, a removal, and one to spare."""
 
 MAX_CHARACTERS = 500
 """Most characters of an error that a check did not expect."""
@@ -145,6 +152,13 @@ def _plan_backend(config: msgspec.Struct, timeout_s: float) -> list[PlannedCheck
         ]
     if isinstance(config, PoolConfig):
         return [PlannedCheck(Check.POOL, f"pool://{config.path}", partial(check_pool, config))]
+    if isinstance(config, ObjectConfig):
+        check = partial(check_bucket, config, timeout_s=timeout_s)
+        return [PlannedCheck(Check.BUCKET, config.url, check, STEPS_OF_A_BUCKET)]
+    if isinstance(config, MooncakeConfig):
+        url = f"mooncake://{config.address}"
+        check = partial(check_mooncake, config, timeout_s=timeout_s)
+        return [PlannedCheck(Check.MOONCAKE, url, check)]
     return []  # host:// is part of the machine; what others offer, only they can examine
 
 

@@ -43,6 +43,8 @@ class Check(enum.Enum):
     PEER_CARRIER = "peer-carrier"
     DISCOVERY = "discovery"
     POOL = "pool"
+    BUCKET = "bucket"
+    MOONCAKE = "mooncake"
     SHARING = "sharing"
 
 

@@ -83,7 +83,7 @@ def test_a_good_machine_is_good_also_in_a_fresh_environment_and_in_a_container(
     store = f"file://{tmp_path}/store?capacity=1MiB&min_free=1MiB"
     status, findings = run("host://?capacity=1MiB", store, command=[*around, *COMMAND])
     assert (status, bad(findings)) == (0, {})
-    own = {"discovery", "peer", "peer-carrier", "pool", "sharing"}
+    own = {"bucket", "discovery", "mooncake", "peer", "peer-carrier", "pool", "sharing"}
     assert {each["check"] for each in findings} == {check.value for check in Check} - own
 
 
