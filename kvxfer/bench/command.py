@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,7 +56,12 @@ def main(argv: Sequence[str]) -> int:
         os.environ["OMP_WAIT_POLICY"] = "passive"
     with needing("bench", "obstore", what=f"kvxfer bench {arguments.name}"):
         bench = importlib.import_module(f"kvxfer.bench.{arguments.name.replace('-', '_')}")
-    rows: list[BenchRow] = bench.run(quick=arguments.quick)
+    # Ends as by Ctrl-C, and so do the servers and engines of the benchmark.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        rows: list[BenchRow] = bench.run(quick=arguments.quick)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.stdout.write(msgspec.json.encode(rows).decode() if arguments.json else format_table(rows))
     sys.stdout.write("\n")
     if arguments.chart:

@@ -70,11 +70,11 @@ class ObjectServer:
                 cwd=self._folder,
                 start_new_session=True,
             )
-        stop = time.monotonic() + START_LIMIT_S
-        while not self._make_bucket():
-            if self.process.poll() is not None or time.monotonic() > stop:
-                raise RuntimeError(f"no server of S3: {log.read_text()[-2000:]}")
-            time.sleep(0.1)
+        try:
+            self._await(log)
+        except BaseException:
+            self.kill()
+            raise
 
     def freeze(self) -> None:
         """Stop it as it is: connections stay open, and nobody answers."""
@@ -102,6 +102,13 @@ class ObjectServer:
             client_options={"allow_http": True},
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=10)},
         )
+
+    def _await(self, log: Path) -> None:
+        stop = time.monotonic() + START_LIMIT_S
+        while not self._make_bucket():
+            if self.process.poll() is not None or time.monotonic() > stop:
+                raise RuntimeError(f"no server of S3: {log.read_text()[-2000:]}")
+            time.sleep(0.1)
 
     def _make_bucket(self) -> bool:
         import obstore

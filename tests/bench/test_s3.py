@@ -1,9 +1,12 @@
 """`kvxfer bench s3`: its rows, with small batches on its own server."""
 
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +15,7 @@ from kvxfer.bench import s3
 from kvxfer.bench.object_servers import ObjectServer, seaweedfs
 from kvxfer.bench.report import time_in_turn
 from kvxfer.bench.s3 import BLOCK_BYTES
-from kvxfer.cli import main
+from kvxfer.cli import INTERRUPTED, main
 from kvxfer.storage.backend import DONE, PAUSED, Outcome
 from kvxfer.storage.keys import BlockKey
 
@@ -44,6 +47,29 @@ def test_rows_are_stores_and_loads_against_the_plain_client_and_larger_blocks(
     assert {row.goal for row in rows} == {">= 0.9", ""}
     assert len(rows) == 3 + 2 * 4 + 1
     assert all(row.value > 0 < row.baseline for row in rows)
+
+
+def commands_naming(text: str) -> list[bytes]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found.append(path.read_bytes())
+    return [each for each in found if text.encode() in each]
+
+
+def test_a_benchmark_that_is_terminated_leaves_no_server(tmp_path: Path) -> None:
+    program = "import sys; from kvxfer.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "bench", "s3"]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as bench:
+        try:
+            while not commands_naming(f"{tmp_path}/kvxfer-weed"):
+                assert bench.poll() is None
+                time.sleep(0.05)
+        finally:
+            bench.terminate()
+        assert bench.wait(timeout=15) == INTERRUPTED
+    assert not commands_naming(f"{tmp_path}/kvxfer-weed")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
