@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from obstore.store import MemoryStore, ObjectStore
 
@@ -12,6 +12,8 @@ from kvxfer.storage.keys import Namespace
 
 class MemoryConfig(ObjectConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of a bucket in the memory of the process."""
+
+    scheme: ClassVar[str] = "memory"
 
     def open_store(self) -> ObjectStore:
         return MemoryStore()
