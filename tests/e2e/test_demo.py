@@ -1,5 +1,6 @@
 """The demo passes, and fails where a single byte was altered."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,8 @@ def test_it_fails_where_a_byte_of_a_page_was_altered(
 ) -> None:
     assert demo.main(["--dtype", dtype, "--plant", "page"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
-    assert "kvxfer's memory: the log-probability of output token 0" in shown or (
-        "kvxfer's memory: output token 0 is not that of the engine's own hit" in shown
-    )
+    # At which token it shows depends on the prompt, which is the text of this repository.
+    assert re.search(r"kvxfer's memory: (the log-probability of )?output token \d", shown)
     assert "kvxfer's files: " in shown
     assert "What to try next" not in shown
 
