@@ -283,10 +283,14 @@ class Bucket:
     ) -> T:
         """Make a request, again where it was refused for a reason that passes.
 
+        Its time begins with its turn: who waits for one is not late, and has learned nothing about
+        the server.
+
         Raises:
             FileNotFoundError: There is no such object, or no such bucket.
             RequestFailedError: It failed.
         """
+        await self._pace()
         ends_at = time.monotonic() + (timeout_s or self._timeout_s)
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -300,14 +304,17 @@ class Bucket:
                 is_paused = not self._breaker.closed or (what == "PUT" and not self.stores.closed)
                 if not exc.transient or is_late or is_paused:
                     raise
+                failed = exc
             await asyncio.sleep(backoff_s)
+            await self._pace()
+            if time.monotonic() >= ends_at:
+                raise failed
             backoff_s *= 2
 
     async def _request_once(self, what: str, ask: Callable[[], Awaitable[T]], ends_at: float) -> T:
         """Make a request, and note what it says about the server."""
         try:
             async with asyncio.timeout(ends_at - time.monotonic()):
-                await self._pace()
                 self.counts.requests += 1
                 answer = await ask()
         except (*self._is_there, FileNotFoundError):
@@ -336,8 +343,8 @@ class Bucket:
         raise failed
 
     async def _pace(self) -> None:
-        """Wait until another request may begin."""
-        if self._pause_s:
+        """Wait until another request may begin, if the server seems to be there."""
+        if self._pause_s and self._breaker.closed:
             now = time.monotonic()
             self._next_at = max(now, self._next_at + self._pause_s)
             await asyncio.sleep(self._next_at - now)

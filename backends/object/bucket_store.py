@@ -55,9 +55,6 @@ class BucketStore(BlockStore):
     def __init__(self, config: ObjectConfig) -> None:
         self.place = config.url.rstrip("/")
         self.num_at_once = config.max_requests
-        if config.max_requests_per_s:  # all must have had their turn before their deadlines
-            in_time = int(config.timeout_s * config.max_requests_per_s / 2)
-            self.num_at_once = max(1, min(config.max_requests, in_time))
         self._requests = BlockingBucket(config)
         self._prefix = config.prefix
         self._fingerprints: list[str] | None = None

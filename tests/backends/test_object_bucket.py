@@ -1,4 +1,4 @@
-"""Lists of a bucket, with the store in memory of obstore: one that fails, and many names."""
+"""Lists and turns of requests, with the store in memory of obstore."""
 
 import contextlib
 import tracemalloc
@@ -12,7 +12,18 @@ from obstore.exceptions import GenericError
 from obstore.store import MemoryStore
 
 from kvxfer.backends.file.maintenance import BlockCheck, StoreCheck, fsck, measure_usage
-from kvxfer.backends.object import Bucket, BucketStore, S3Config, bucket
+from kvxfer.backends.object import (
+    Bucket,
+    BucketStore,
+    ObjectBackend,
+    Presence,
+    S3Config,
+    bucket,
+)
+from kvxfer.storage.backend import Status
+from kvxfer.testing import BlockMemory
+from kvxfer.testing.conformance.suite import make_keys, statuses, store_generated
+from tests.backends.object_memory import MemoryConfig
 
 NAMES = [f"prefix/{number}" for number in range(7)]
 
@@ -52,6 +63,25 @@ async def test_a_list_that_fails_in_the_middle_has_every_name_once(
     await opened.aclose(1.0)
     assert [each.name for each in found] == NAMES
     assert {each.size_bytes for each in found} == {4}
+
+
+async def test_who_waits_for_a_turn_is_not_late_and_says_nothing_about_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, keys = BlockMemory([[4096]], num_blocks=12), make_keys(12)
+    config = MemoryConfig(
+        address="memory", timeout_s=0.2, lookup_timeout_s=0.2, max_requests_per_s=20.0
+    )
+    async with ObjectBackend(config, memory.namespace()) as backend:
+        await store_generated(backend, keys, memory.describe(0, range(12)))  # takes 0.7 s
+        backend._presence = Presence(found_ttl_s=60.0, missing_ttl_s=60.0)
+        monkeypatch.setattr(backend, "_begin_list", lambda: None)
+        found = await backend.lookup(keys)
+        assert True in found
+        assert False in found, "so many have no turn in the time of a lookup"
+        assert backend._bucket.is_available
+        outcomes = await backend.load(keys, memory.describe(0, range(12)))
+        assert statuses(outcomes) == [Status.DONE] * 12
 
 
 def measure_walks(monkeypatch: pytest.MonkeyPatch, num_objects: int) -> tuple[int, int]:
