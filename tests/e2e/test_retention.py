@@ -54,7 +54,8 @@ def test_a_load_that_takes_longer_than_computing_is_not_begun(start: Start, tmp_
     first, second, *flood = random_prompts(8, shared_tokens=0, own_tokens=500, seed=4)
     for prompt in (first, second, *flood):
         run_alone(engine, prompt)
-    assert run_alone(engine, first) == 500 // TOKENS_PER_BLOCK  # nothing was measured before
+    # Nothing was measured before its first chunk; those that waited for room may be declined.
+    assert run_alone(engine, first) >= 1
     assert run_alone(engine, second) == 0
     metrics = engine.metrics()
     assert metrics['vllm:kvxfer_not_loaded_blocks{tier="file"}'] >= 500 // TOKENS_PER_BLOCK
