@@ -24,7 +24,7 @@ from kvxfer.storage.observer import Observer, Reports
 from kvxfer.storage.portable_backend import PortableBackend
 from kvxfer.storage.portable_namespace import portable_namespace
 from kvxfer.storage.staging_memory import DEFAULT_STAGING_BYTES
-from kvxfer.telemetry.journal import journal_observers
+from kvxfer.telemetry.environment import environment_observers
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.transfer.engine import TransferEngine
 from kvxfer.transfer.polled_engine import DEFAULT_MAX_BYTES_IN_FLIGHT, DEFAULT_TIMEOUT_S
@@ -102,7 +102,7 @@ def connect(
     if len(mappings):
         complete = portable_namespace(complete, mappings)
     with ExitStack() as undo:
-        observers = [*observers, *journal_observers(complete)]
+        observers = [*observers, *environment_observers(complete)]
         opened = _open_backend(backend, complete, observers)
         undo.callback(_close, [opened])
         if len(mappings):
@@ -162,7 +162,7 @@ def exchange(
         namespace,
         shard=shard,
         advertise=advertise,
-        observers=[*observers, *journal_observers(namespace)],
+        observers=[*observers, *environment_observers(namespace)],
     )
 
 
@@ -189,7 +189,7 @@ def open_backend(
         CapacityError: There is not as much memory or disk as was configured; nothing is left open.
     """
     require_instances("observers", observers, Observer)
-    return _open_backend(backend, namespace, [*observers, *journal_observers(namespace)])
+    return _open_backend(backend, namespace, [*observers, *environment_observers(namespace)])
 
 
 def parse_backend(backend: BackendChoice) -> tuple[BackendType, msgspec.Struct]:

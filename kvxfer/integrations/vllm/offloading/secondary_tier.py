@@ -30,7 +30,7 @@ from kvxfer.integrations.vllm.offloading.request_answers import RequestAnswers
 from kvxfer.storage.backend import Backend
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.observer import Reports
-from kvxfer.telemetry.journal import journal_observers
+from kvxfer.telemetry.environment import environment_observers
 from kvxfer.transfer.job import JobId
 
 Submit = Callable[[Sequence[BlockKey], Sequence[int]], JobId]
@@ -96,15 +96,15 @@ class KVXferTier(SecondaryTierManager):
             backend_type, backend_config = parse_backend(backend)
             backend = backend_type(backend_config, namespace)
         emit_events = offloading_spec.kv_events_config.enable_kv_cache_events
-        journals = journal_observers(namespace)
+        observers = environment_observers(namespace)
         self._tier = LowerTier(
             rows,
             len(namespace.groups),
             backend,
             emit_events=emit_events,
-            observers=journals,
+            observers=observers,
         )
-        self._answers = RequestAnswers(Reports(journals, self._tier.name))
+        self._answers = RequestAnswers(Reports(observers, self._tier.name))
         self._jobs: dict[JobId, _Job] = {}
         self._empty: list[_Job] = []
 

@@ -1,0 +1,75 @@
+"""Observers that environment variables turn on, for engines that have no setting for them."""
+
+import errno
+import logging
+import os
+import threading
+from typing import TYPE_CHECKING
+
+from kvxfer.endpoint import MAX_PORT, Endpoint
+from kvxfer.errors import BackendUnavailableError
+from kvxfer.extras import needing
+from kvxfer.storage.keys import Namespace
+from kvxfer.storage.observer import Observer
+from kvxfer.telemetry.journal import journal_observers
+
+if TYPE_CHECKING:
+    from kvxfer.telemetry.metrics import Metrics
+
+VARIABLE = "KVXFER_METRICS"
+
+MAX_PROCESSES = 64
+"""Ports that processes with the same endpoint share out among them."""
+
+logger = logging.getLogger(__name__)
+
+_opened: dict[tuple[str, int], "Metrics"] = {}
+_opening = threading.Lock()
+
+
+def environment_observers(namespace: Namespace) -> list[Observer]:
+    """Make the observers that the environment asks for: by `KVXFER_JOURNAL` and `KVXFER_METRICS`.
+
+    `KVXFER_METRICS=host:port` shows the metrics of this process there. Of several processes, as of
+    an engine's workers, each takes the next port that is free.
+
+    Args:
+        namespace: Namespace of the blocks that are observed.
+
+    Raises:
+        InvalidArgumentError: `KVXFER_METRICS` is no endpoint.
+        MissingExtraError: prometheus_client is not installed.
+        BackendUnavailableError: No port is free, or the address is not one of this machine.
+    """
+    return [*journal_observers(namespace), *_metrics_of_process()]
+
+
+def _metrics_of_process() -> list["Metrics"]:
+    text = os.environ.get(VARIABLE, "")
+    if not text:
+        return []
+    opened = text, os.getpid()  # a fork has no thread of its parent
+    with _opening:
+        if opened not in _opened:
+            _opened[opened] = _show_metrics(Endpoint.parse(VARIABLE, text))
+        return [_opened[opened]]
+
+
+def _show_metrics(first: Endpoint) -> "Metrics":
+    with needing("metrics", "prometheus_client", what=VARIABLE):
+        from prometheus_client import start_http_server
+
+        from kvxfer.telemetry.metrics import Metrics
+    metrics = Metrics()
+    last = min(first.port + MAX_PROCESSES - 1, MAX_PORT) if first.port else 0
+    for port in range(first.port, last + 1):
+        try:
+            server, _ = start_http_server(port, first.host, metrics.registry)
+        except OSError as exc:
+            if exc.errno != errno.EADDRINUSE:
+                text = f"{VARIABLE}: cannot listen at {first}: {exc}"
+                raise BackendUnavailableError(text) from exc
+        else:
+            logger.info("metrics at %s", Endpoint(first.host, server.server_port))
+            return metrics
+    raise BackendUnavailableError(f"{VARIABLE}: no port from {first} to {last} is free")
