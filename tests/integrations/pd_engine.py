@@ -1,6 +1,7 @@
 """Engine without a model: vLLM's own scheduler, and the connector on both of its sides."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode import connector as connector_module
+from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
 from kvxfer.kvcache.portable import CacheDescription, GroupDescription, WorkerShard
 from tests.integrations.pd_fakes import BLOCK, FakeHandover
 
@@ -54,6 +56,25 @@ FULL: dict[str, Any] = {
     "head_size": 16,
     "dtype": torch.float32,
 }
+
+
+def ended_transfers(worker: KVXferConnector, over: Iterable[str] = ()) -> KVConnectorOutput:
+    """Ask a worker what has ended, and what failed, as this release of vLLM does.
+
+    Args:
+        worker: The connector on its worker's side.
+        over: Requests that are over.
+    """
+    output = KVConnectorOutput()
+    if HAS_TRANSFER_RESULTS:
+        results = worker.get_transfer_results(set(over))
+        output.finished_sending = results.finished_sending
+        output.finished_recving = results.finished_recving
+        output.failed_recving = results.failed_recving
+    else:
+        output.finished_sending, output.finished_recving = worker.get_finished(set(over))
+    output.invalid_block_ids = worker.get_block_ids_with_load_errors()
+    return output
 
 
 def full() -> Any:
@@ -178,7 +199,7 @@ class Engine:
                 logprobs=None,
                 prompt_logprobs_dict={},
                 pooler_output=[],
-                kv_connector_output=self._transfers(),
+                kv_connector_output=ended_transfers(self.worker),
             ),
         )
         self.worker.clear_connector_metadata()
@@ -208,15 +229,3 @@ class Engine:
         if self.connector._prefill is not None:
             assert self.connector._prefill.num_leases == 0
             assert not self.connector._prefill._early
-
-    def _transfers(self) -> KVConnectorOutput:
-        output = KVConnectorOutput()
-        if hasattr(self.worker, "get_transfer_results") and hasattr(output, "failed_recving"):
-            results = self.worker.get_transfer_results(set())
-            output.finished_sending = results.finished_sending
-            output.finished_recving = results.finished_recving
-            output.failed_recving = results.failed_recving
-        else:
-            output.finished_sending, output.finished_recving = self.worker.get_finished(set())
-        output.invalid_block_ids = self.worker.get_block_ids_with_load_errors()
-        return output

@@ -28,6 +28,7 @@ from tests.integrations.pd_engine import (
     FULL,
     Engine,
     cache_config,
+    ended_transfers,
     engine_config,
     full,
     recurrent,
@@ -67,17 +68,9 @@ def begin(engine: Engine, step: StepData) -> None:
 
 def finished(engine: Engine) -> tuple[set[str], set[str], set[str], set[int]]:
     """What ended: sent, received, failed requests, and blocks that were not loaded."""
-    failed: set[str] = set()
-    if HAS_TRANSFER_RESULTS:
-        results = engine.worker.get_transfer_results(set())
-        sent, received, failed = (
-            results.finished_sending,
-            results.finished_recving,
-            results.failed_recving,
-        )
-    else:
-        sent, received = engine.worker.get_finished(set())
-    return sent, received, failed, engine.worker.get_block_ids_with_load_errors()
+    ended = ended_transfers(engine.worker)
+    failed = ended.failed_recving if HAS_TRANSFER_RESULTS else set()
+    return ended.finished_sending, ended.finished_recving, failed, ended.invalid_block_ids
 
 
 def test_a_request_is_reported_once_when_its_lease_has_ended(

@@ -19,13 +19,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode.metrics import OFFLOADING
 from kvxfer.integrations.vllm.prefill_decode.tiers import TieredConnector, TieredStep
+from tests.integrations.pd_engine import ended_transfers
 from tests.integrations.vllm_tensors import FULL, LAYOUTS_ARE_NAMED, TOKENS, allocate, backend
 
 pytestmark = [
@@ -144,19 +145,13 @@ class Engine:
         sampled = [self._compute(*each) for each in output.num_scheduled_tokens.items()]
         worker.start_load_kv(None)
         worker.wait_for_save()
-        results = worker.get_transfer_results(output.finished_req_ids)
-        self.received += results.finished_recving
-        self.sent += results.finished_sending
+        done = ended_transfers(worker, output.finished_req_ids)
+        done.kv_connector_stats = worker.get_kv_connector_stats()
+        done.kv_connector_worker_meta = worker.build_connector_worker_meta()
+        self.received += done.finished_recving
+        self.sent += done.finished_sending
         if isinstance(told, TieredStep) and told.step.fetches:
             self.num_flushed += len(told.tiers.jobs_to_flush)
-        done = KVConnectorOutput(
-            finished_sending=results.finished_sending,
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_stats=worker.get_kv_connector_stats(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
         worker.clear_connector_metadata()
         ids = list(output.num_scheduled_tokens)
         ran = ModelRunnerOutput(
