@@ -38,7 +38,7 @@ class VLLMKeys:
     Attributes:
         hash: vLLM's `--prefix-caching-hash-algo`.
         seed: `PYTHONHASHSEED` of vLLM's processes; by default that of this process, or the seed
-            that vLLM uses without one.
+            that vLLM uses without one from 0.29 on; before, its hashes are random then.
         tokens_per_block: vLLM's `--block-size`, if chunks have several blocks; by default that of
             a chunk.
 

@@ -159,6 +159,8 @@ def test_keys_are_those_of_vllm(
         with pytest.raises(InvalidArgumentError, match="whose hashes are random without"):
             VLLMKeys(hash=hash_name)
         return
+    if seed is None and not hasattr(kv_cache_utils, "resolve_none_hash_seed"):
+        pytest.skip("hashes of this vLLM are random without a seed")
     kv_cache_utils.init_none_hash(function)
     tokens = [*range(1000, 1050), 2**31, 0, 255, 256, 65536, -1]
     parent, expected = None, []
