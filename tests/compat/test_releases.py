@@ -51,11 +51,12 @@ def test_the_contract_holds_with_the_interface_of_a_release(release: Release) ->
     assert run_tests(release, *engines, "tests/integrations") > 50
 
 
-def test_a_release_with_another_interface_is_refused_by_name(release: Release) -> None:
+@pytest.mark.parametrize("name", ["KVXferOffloadingSpec", "KVXferTier"])
+def test_a_release_with_another_interface_is_refused_by_name(release: Release, name: str) -> None:
     if release.has_spec:
         pytest.skip(f"vLLM {release.number} has the interface that the spec speaks")
     with pytest.raises(AssertionError) as failed:
-        run(release, "-c", "import kvxfer.integrations.vllm")
+        run(release, "-c", f"from kvxfer.integrations.vllm import {name}")
     assert f"UnsupportedEngineError: vllm {release.number} is not supported" in str(failed.value)
     assert "supported: 0.26 to 0.33" in str(failed.value)
 
