@@ -6,6 +6,7 @@ Reads one JSON object per line: `{"prompts": [[1, 2, ...], ...], "flush": true}`
 
 import json
 import sys
+import time
 from typing import Any
 
 import tests.sglang.cpu_shim  # noqa: F401 - before SGLang
@@ -38,6 +39,18 @@ HIERARCHICAL: dict[str, Any] = {
 }
 
 
+FLUSH_S = 30.0
+
+
+def flush_cache(engine: Engine) -> None:
+    """Empty the caches in memory, which SGLang refuses as long as pages are being stored."""
+    deadline = time.monotonic() + FLUSH_S
+    while not engine.flush_cache().success:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"SGLang has refused to flush its cache for {FLUSH_S:g} s")
+        time.sleep(0.1)
+
+
 def main() -> None:
     """Answer until the input ends."""
     asked = json.loads(sys.argv[1])
@@ -48,7 +61,7 @@ def main() -> None:
         for line in sys.stdin:
             request = json.loads(line)
             if request.get("flush"):
-                engine.flush_cache()
+                flush_cache(engine)
             outputs = engine.generate(
                 input_ids=request["prompts"],
                 sampling_params={"temperature": 0, "max_new_tokens": request["new_tokens"]},
