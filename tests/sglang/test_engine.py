@@ -2,11 +2,13 @@
 
 import random
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvxfer.endpoint import free_ports
 from tests.sglang.engines import MOST_RANKS, EngineProcess, damage, stored_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -31,16 +33,27 @@ def wait_for_pages(store: Path, num_shares: int = MOST_RANKS) -> None:
         time.sleep(0.1)
 
 
+def num_loaded(endpoint: str) -> float:
+    """Read from the metrics of an engine how many shares of pages it has loaded from files."""
+    with urllib.request.urlopen(f"http://{endpoint}/metrics", timeout=ENDS_S) as answer:
+        lines = answer.read().decode().splitlines()
+    name = 'kvxfer_load_blocks_total{cause="request",outcome="done",tier="file"} '
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
 def test_a_second_process_answers_from_the_store_and_a_damaged_store_changes_nothing(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = make_prompts()
     with EngineProcess("llama", tmp_path) as engine:
         computed = engine.ask(prompts)
         assert computed.storage == [0, 0]
         wait_for_pages(tmp_path)
+    endpoint = f"127.0.0.1:{free_ports()}"
+    monkeypatch.setenv("KVXFER_METRICS", endpoint)
     with EngineProcess("llama", tmp_path) as engine:
         loaded = engine.ask(prompts)
+        assert num_loaded(endpoint) >= NUM_PAGES
         assert loaded.tokens == computed.tokens
         assert loaded.storage == [length // PAGE * PAGE for length in LENGTHS]
         assert damage(tmp_path) >= NUM_PAGES
