@@ -215,8 +215,10 @@ async def test_back_pressure_of_a_tier_that_is_too_slow(
     async with watch(inner, memory) as backend:
         inner._writers[0].queue.max_blocks = max_blocks
         lower.rates = FaultRates(hang=1.0, operations=frozenset({Operation.STORE}))
-        for start in range(0, 12, 4):
-            await store(backend, memory, KEYS[start : start + 4])
+        await store(backend, memory, KEYS[:4])
+        await lower.until_waiting()  # while they are read to be copied, they cannot be evicted
+        await store(backend, memory, KEYS[4:8])
+        await store(backend, memory, KEYS[8:12])
         key = KEYS[index : index + 1]
         assert await backend.lookup(key) == [False]
         lower.rates = FaultRates()
