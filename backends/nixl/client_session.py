@@ -139,7 +139,6 @@ class ClientSession:
         self._num_attached = 0
         self._draining = False
         self._ended = False
-        self._heard = time.monotonic()
 
     @property
     def num_pins(self) -> int:
@@ -165,6 +164,7 @@ class ClientSession:
         try:
             self._theirs = await self._node.link(self._greeting)
             await self._channel.send(Ready(needs_data=self._theirs.carrier == "socket"))
+            self._heard = time.monotonic()  # until then it has to be silent
             logger.info("serving %s by %s", self._channel.peer, self._theirs.carrier)
             self._require_signs_of_life()
             try:

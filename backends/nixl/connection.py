@@ -107,7 +107,6 @@ class Connection:
         self._spent: list[int] = []  # pins to release that the holder was not told of yet
         self._telling: asyncio.TimerHandle | None = None
         self._error: KVXferError | None = None
-        self._heard = time.monotonic()
         self._opening = asyncio.Lock()
         self._needs_data = False
         self._letting = asyncio.Lock()
@@ -161,6 +160,7 @@ class Connection:
         except TimeoutError as exc:
             raise PeerTimeoutError(str(self.endpoint), "linking", self._timeout_s) from exc
         self._needs_data = ready.needs_data
+        self._heard = time.monotonic()
         self._tasks = [
             asyncio.create_task(self._receive_answers()),
             asyncio.create_task(self._send_heartbeats()),

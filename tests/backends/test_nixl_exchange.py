@@ -15,12 +15,14 @@ import pytest
 from kvxfer.backends.host import HostBackend, HostConfig
 from kvxfer.backends.nixl import Endpoint, Exchange, LocalNode, NixlBackend, NixlConfig
 from kvxfer.backends.nixl.agents.nixl_module import import_nixl
+from kvxfer.backends.nixl.reads import RemoteMemory
 from kvxfer.backends.nixl.wire import (
     MAX_DESCRIPTION_BYTES,
     MAX_TICKETS,
     Describe,
     Failed,
     Found,
+    Greeting,
     Hello,
     Hold,
     Lookup,
@@ -123,6 +125,27 @@ async def test_blocks_are_loaded_without_a_lookup_and_without_groups(
             carrier, statistics = exchange.statistics[str(holder.endpoint)]
             assert carrier == ("socket" if transport == "socket" else "cma")
             assert statistics.num_loaded_bytes == sum(map(len, holder.payloads))
+
+
+async def test_a_peer_has_its_lease_from_the_moment_at_which_it_may_speak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when the way to its memory took a machine that stands still longer than a lease."""
+    honest = LocalNode.link
+
+    async def stand_still(node: LocalNode, greeting: Greeting) -> RemoteMemory:
+        if node.config.listen:
+            await asyncio.sleep(1.5 * node.config.lease_s)
+        return await honest(node, greeting)
+
+    monkeypatch.setattr(LocalNode, "link", stand_still)
+    async with (
+        lent(transport="socket", **LEASES) as holder,
+        reader(transport="socket", **LEASES) as exchange,
+    ):
+        target = holder.memory.describe(0, range(8, 12))
+        outcomes = await exchange.peer(holder.endpoint).load(KEYS, target)
+        assert statuses(outcomes) == [Status.DONE] * 4
 
 
 async def test_fenced_blocks_are_loaded_without_a_lookup() -> None:
