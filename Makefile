@@ -51,10 +51,12 @@ e2e: $(MODELS) $(SGLANG)/.installed
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m "e2e and not exhaustive" tests/sglang
 
 # Every engine, hand-over of pages and fault of which the other runs take samples, and ten times as
-# many examples of every property.
+# many examples of every property. Engines come last and one test at a time: each needs all cores,
+# and what has deadlines of seconds fails beside them.
 exhaustive: export KVXFER_EXAMPLES := 10
 exhaustive: $(MODELS) $(SGLANG)/.installed
-	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "exhaustive or property" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
+	$(BIN)/pytest -n logical --maxprocesses=2 --dist=worksteal -m "(exhaustive or property) and not e2e" --ignore=tests/typing --ignore=tests/site --ignore=tests/test_dist.py --ignore=tests/cuda --ignore=tests/sglang
+	$(BIN)/pytest -m "exhaustive and e2e" --ignore=tests/sglang
 	PYTHONPATH=$(SGLANG) $(BIN)/pytest -m exhaustive tests/sglang
 
 # Fifty rounds of everything that can happen to a peer, some ten minutes.
