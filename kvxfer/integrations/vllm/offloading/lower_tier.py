@@ -26,9 +26,9 @@ from kvxfer.storage.eviction.retention import Retention, retain_in
 from kvxfer.storage.keys import BlockKey, group_of
 from kvxfer.storage.observed_backend import medium_of, unwrapped
 from kvxfer.storage.observer import Observable, Observer, Operation, Reports
-from kvxfer.storage.renamed_keys import RenamedKeys
 from kvxfer.storage.suspension import Suspension
 from kvxfer.telemetry.journal import flush_journal
+from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.tiering.lookup_results import LookupResults
 from kvxfer.tiering.tiered_backend import TieredBackend, observe
 from kvxfer.transfer.engine import TransferEngine

@@ -53,8 +53,8 @@ from kvxfer.storage.index import BlockIndex
 from kvxfer.storage.keys import GroupIdentity, Namespace
 from kvxfer.storage.observer import Observer
 from kvxfer.storage.portable_namespace import portable_namespace
-from kvxfer.storage.renamed_keys import RenamedKeys
 from kvxfer.telemetry.journal import journal_observers
+from kvxfer.telemetry.renamed_keys import RenamedKeys
 from kvxfer.telemetry.trace_recorder import TraceRecorder
 from kvxfer.tiering.tiered_backend import TieredBackend
 from kvxfer.transfer import PolledEngine
