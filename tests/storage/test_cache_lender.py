@@ -178,6 +178,21 @@ async def test_a_block_that_comes_back_with_other_bytes_is_hashed_again(
     assert await engine.read(KEYS[:1]) == ([DONE], [engine.payload(KEYS[0], version=2)])
 
 
+async def test_a_block_that_comes_back_under_another_key_is_missing(engine: LendingEngine) -> None:
+    """Also when its new bytes are hashed sooner than those of before, and have a checksum."""
+    engine.offer(KEYS[:1], [0])
+    slow = engine.threads.gate = asyncio.Event()
+    first = asyncio.create_task(engine.read(KEYS[:1]))
+    await engine.threads.hashed.wait()
+    engine.lender.revoke("t")  # preempted: another prompt is computed there
+    engine.offer(KEYS[1:2], [0], ticket="u")
+    engine.threads.gate = asyncio.Event()
+    engine.threads.gate.set()
+    assert await engine.read(KEYS[1:2]) == ([DONE], [engine.payload(KEYS[1])])
+    slow.set()
+    assert await first == ([MISSING], [])
+
+
 async def test_fenced_readers_get_generations_and_nothing_is_hashed(engine: LendingEngine) -> None:
     engine.offer([*KEYS, *OTHER_KEYS], [0, 1, 2, 1, 2])
     wanted = [OTHER_KEYS[0], KEYS[1]]

@@ -163,11 +163,16 @@ class LeaseBookMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_offered_is_found_and_nothing_else(self) -> None:
         offered = self.offered()
+        seen: set[int] = set()
         for number in range(NUM_KEYS):
-            blocks = self.places(key_of(2 * number))
-            [found] = self.book.find([key_of(2 * number)])
+            key = key_of(2 * number)
+            blocks = self.places(key)
+            [found] = self.book.find([key])
             assert (found in blocks) if blocks else (found is None)
-        assert {block for block in range(2 * NUM_KEYS) if self.book.is_offered(block)} == offered
+            there = {block for block in range(2 * NUM_KEYS) if self.book.is_offered(key, block)}
+            assert there == blocks
+            seen |= there
+        assert seen == offered
         assert self.book.num_offered == len(offered)
 
     @invariant()

@@ -155,9 +155,9 @@ class LeaseBook:
         """Find for each key a block that is offered; None without one."""
         return [next(iter(self._places.get(key, ())), None) for key in keys]
 
-    def is_offered(self, block: int) -> bool:
-        """Whether a block is offered under any ticket."""
-        return block in self._offers
+    def is_offered(self, key: BlockKey, block: int) -> bool:
+        """Whether a block is offered, under any ticket, as the block of this key."""
+        return block in self._places.get(key, ())
 
     def is_complete(self, ticket: str) -> bool:
         """Whether all blocks of a ticket were offered; False for one that is not known."""

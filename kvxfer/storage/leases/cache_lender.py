@@ -222,7 +222,7 @@ class CacheLender(LendingBackend, LeaseDesk):
         try:
             if not fenced:
                 await self._hash(found)
-            yield self._locate(slots, fenced=fenced)
+            yield self._locate(wanted.keys, slots, fenced=fenced)
         finally:
             self.book.unpin(found)
 
@@ -235,7 +235,7 @@ class CacheLender(LendingBackend, LeaseDesk):
         found = [slot for slot in slots if slot is not None]
         if not fenced and not all(slot in self._checksums for slot in found):
             return None
-        return self._locate(slots, fenced=fenced)
+        return self._locate(keys, slots, fenced=fenced)
 
     @asynccontextmanager
     async def make_room(self, offered: BlockParts) -> AsyncIterator[ReservedBlocks]:
@@ -283,9 +283,12 @@ class CacheLender(LendingBackend, LeaseDesk):
             self._checksums.pop(slot, None)
             self._hashings.pop(slot, None)  # its checksum may be that of other bytes
 
-    def _locate(self, slots: Sequence[int | None], *, fenced: bool) -> LentBlocks:
-        """Describe the blocks that are still offered, with what proves their bytes."""
-        outcomes = [self._outcome(slot, fenced=fenced) for slot in slots]
+    def _locate(
+        self, keys: Sequence[BlockKey], slots: Sequence[int | None], *, fenced: bool
+    ) -> LentBlocks:
+        """Describe the blocks that are still those of their keys, with what proves their bytes."""
+        pairs = zip(keys, slots, strict=True)
+        outcomes = [self._outcome(key, slot, fenced=fenced) for key, slot in pairs]
         there = [s for s, o in zip(slots, outcomes, strict=True) if o.done and s is not None]
         if not there:
             return LentBlocks(outcomes, None, [])
@@ -294,8 +297,8 @@ class CacheLender(LendingBackend, LeaseDesk):
             return LentBlocks(outcomes, blocks, [], self._generations.fences(there))
         return LentBlocks(outcomes, blocks, [self._checksums[slot] for slot in there])
 
-    def _outcome(self, slot: int | None, *, fenced: bool) -> Outcome:
-        if slot is None or not self.book.is_offered(slot):
+    def _outcome(self, key: BlockKey, slot: int | None, *, fenced: bool) -> Outcome:
+        if slot is None or not self.book.is_offered(key, slot):
             return MISSING
         return DONE if fenced or slot in self._checksums else _NOT_HASHED
 
