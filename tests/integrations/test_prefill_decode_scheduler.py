@@ -180,6 +180,25 @@ def test_two_requests_with_one_lease_have_two(engine: Engine) -> None:
     engine.require_over()
 
 
+def test_a_name_that_a_router_gives_again_is_that_of_its_first_request(engine: Engine) -> None:
+    """Workers report leases by name: the end of the first would free the blocks of the second."""
+    engine.add("a", OVERLAP, tokens=40)
+    engine.step()
+    engine.abort("a")  # before a block was offered: vLLM has its blocks already
+    engine.add("b", OVERLAP, tokens=6)
+    engine.step()
+    lease = engine.ended["b"]["remote_request_id"]
+    assert engine.moving.given_up == [LEASE] != [lease]
+    free = engine.num_free
+    engine.moving.ended.append(LEASE)
+    engine.step()
+    assert engine.moving.offers[-1][0] == lease
+    assert engine.num_free == free < 31
+    engine.moving.ended.append(lease)
+    engine.step()
+    engine.require_over()
+
+
 @pytest.mark.parametrize("settings", [{}, {"listen": LISTEN}])
 def test_an_engine_that_lends_nothing_says_so_once(
     folder: Path,

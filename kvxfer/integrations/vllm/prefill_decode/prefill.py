@@ -19,6 +19,10 @@ from kvxfer.integrations.vllm.prefill_decode.ticket import (
 from kvxfer.storage.keys import BlockKey
 from kvxfer.storage.prompt_keys import PromptKeys
 
+MAX_NAMES = 1 << 16
+"""Names of leases that routers gave and that are remembered: a name that comes again much later
+names nothing that a worker still knows."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -72,6 +76,7 @@ class PrefillScheduler:
         self._tp_size = tp_size
         self._early: dict[str, _Early] = {}
         self._leases: dict[str, str] = {}  # of requests whose blocks vLLM keeps for us
+        self._names: dict[str, None] = {}  # that routers gave, the oldest first
         self._offers: list[Offer] = []
         self._revoked: list[str] = []
         self._given_up: list[str] = []
@@ -91,10 +96,8 @@ class PrefillScheduler:
         params = request.kv_transfer_params
         if request.request_id in self._early or not wants_prefill(params):
             return
-        lease = lease_of_router(params) or make_lease()
-        if self._is_used(lease):
-            return
         if (keys := prompt_keys(request)) is not None:
+            lease = self._name(lease_of_router(params))
             blocks: list[list[int]] = [[] for _ in self._groups.windows]
             early = _Early(request, request.num_preemptions, lease, keys, blocks)
             self._early[request.request_id] = early
@@ -228,6 +231,16 @@ class PrefillScheduler:
         kept = [pair for pair in pairs if pair[1]]
         return [key for key, _ in kept], [block_id for _, block_id in kept]
 
-    def _is_used(self, lease: str) -> bool:
-        early = (each.lease for each in self._early.values())
-        return lease in self._leases.values() or lease in early
+    def _name(self, given: str | None) -> str:
+        """Name a lease as its router did, or anew where the name was given before.
+
+        Workers report the end of a lease by its name alone, some time after it was revoked or
+        given up. One of the same name would be taken for it, and its blocks be freed while they
+        are lent.
+        """
+        if given is None or given in self._names:
+            return make_lease()
+        self._names[given] = None
+        if len(self._names) > MAX_NAMES:
+            del self._names[next(iter(self._names))]
+        return given
