@@ -168,7 +168,7 @@ class DecodeScheduler:
         elif not is_asked and not is_settled and wants_decode(request.kv_transfer_params):
             ticket = self._read_ticket(request)  # it never was queued: P need not wait
             if isinstance(ticket, Ticket):
-                self._submit(self._handover.release(ticket.endpoint, ticket.lease))
+                self._release_ticket(ticket)
 
     def _take_answer(
         self, request: Any, asked: _Asked, num_local_tokens: int
@@ -265,7 +265,12 @@ class DecodeScheduler:
         asked = self._asked.pop(request_id, None)
         if asked is not None:
             asked.answer.cancel()
-            self._submit(self._handover.release(asked.ticket.endpoint, asked.ticket.lease))
+            self._release_ticket(asked.ticket)
+
+    def _release_ticket(self, ticket: Ticket) -> None:
+        """Release a lease, unless others read under it, such as further answers to the prompt."""
+        if all(other.ticket != ticket for other in self._asked.values()):
+            self._submit(self._handover.release(ticket.endpoint, ticket.lease))
 
     def _submit(self, call: Coroutine[Any, Any, T]) -> "Future[T] | None":
         """Begin a call; None where the hand-over is closed."""
