@@ -199,3 +199,37 @@ def test_a_missing_package_is_named_with_its_extra() -> None:
     named = "kvxfer.integrations.transformers needs the package transformers"
     assert answer.stdout.strip() == f"{named}: pip install 'kvxfer[transformers]'"
     assert importlib.import_module("kvxfer.integrations.transformers").PrefixCache
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_cache", False),
+        ("prompt_lookup_num_tokens", 3),
+        ("prefill_chunk_size", 16),
+        ("assistant_early_exit", 1),
+    ],
+)
+def test_settings_that_compute_the_whole_prompt_behind_a_prefix(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by their wrong tokens: the prefix would be there twice."""
+    model, prompt = shared_model(), prompt_of(40)
+    refused = pytest.raises(InvalidArgumentError, match=rf"^{name} is {value}; ")
+    with open_cache(model, tmp_path) as cache:
+        with refused:
+            cache.generate(prompt, **{name: value})
+        with refused:
+            cache.generate(prompt, generation_config=transformers.GenerationConfig(**{name: value}))
+        monkeypatch.setattr(model.generation_config, name, value)
+        with refused:
+            cache.generate(prompt)
+        with refused:
+            cache.load(prompt)
+
+
+def test_an_assistant_model(tmp_path: Path) -> None:
+    model = shared_model()
+    refused = pytest.raises(InvalidArgumentError, match=r"^assistant_model is ")
+    with open_cache(model, tmp_path) as cache, refused:
+        cache.generate(prompt_of(40), assistant_model=model)

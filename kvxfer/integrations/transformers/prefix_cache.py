@@ -138,9 +138,14 @@ class PrefixCache:
             A `DynamicCache` of the caller's own, for `past_key_values`; empty without a hit.
 
         Raises:
-            InvalidArgumentError: There are several sequences, padding, or inputs that are no text.
+            InvalidArgumentError: There are several sequences, padding, or inputs that are no text;
+                or the model's `generation_config` computes whole prompts, as `use_cache=False`.
             ClosedError: The cache was closed.
         """
+        prompts.require_prefix_used({}, self._model)
+        return self._load(input_ids, attention_mask, timeout_s)
+
+    def _load(self, input_ids: Any, attention_mask: Any, timeout_s: float | None) -> Past:
         self._guard.check()
         tokens = prompts.read_tokens("input_ids", input_ids)
         prompts.require_text(tokens, attention_mask, self._model)
@@ -202,12 +207,12 @@ class PrefixCache:
             What the model's `generate` returned.
 
         Raises:
-            InvalidArgumentError: As `load`; or there are beams, several sequences, or inputs
-                besides tokens.
+            InvalidArgumentError: As `load`; or there are beams, several sequences, inputs besides
+                tokens, or settings that compute the whole prompt behind a prefix.
             ClosedError: The cache was closed.
         """
         prompts.require_one_sequence(settings, self._model)
-        past = self.load(input_ids, attention_mask=settings.get("attention_mask"))
+        past = self._load(input_ids, settings.get("attention_mask"), None)
         output = self._model.generate(input_ids, past_key_values=past, **settings)
         self.store(output, past)
         return output

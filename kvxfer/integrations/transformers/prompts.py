@@ -11,6 +11,16 @@ INPUT_TOKENS = tuple(
 )
 """Fields of a configuration with the token that stands for an input that is no text."""
 BEAMS = ("num_beams", "num_return_sequences")
+WHOLE_PROMPT: dict[str, object] = {
+    "use_cache": True,
+    "assistant_model": None,
+    "assistant_early_exit": None,
+    "prompt_lookup_num_tokens": None,
+    "prefill_chunk_size": None,
+}
+"""Settings of `generate()`, and the value of each with which it computes only what a cache lacks.
+With another value it computes the whole prompt behind the cache, and goes on with other tokens.
+Source: transformers/generation/utils.py, `_prefill`, `_assisted_decoding`."""
 
 
 def read_tokens(name: str, ids: Any) -> list[int]:
@@ -51,19 +61,34 @@ def require_text(tokens: list[int], mask: Any, model: Any) -> None:
             raise InvalidArgumentError("input_ids", found, "text: its tokens do not say what it is")
 
 
+def require_prefix_used(settings: dict[str, Any], model: Any) -> None:
+    """Check that `generate()` computes only what its cache lacks, by its arguments and the model's.
+
+    Raises:
+        InvalidArgumentError: A setting has it compute the whole prompt behind the cache.
+    """
+    config = settings.get("generation_config") or model.generation_config
+    for name, harmless in WHOLE_PROMPT.items():
+        value = settings.get(name, getattr(config, name, None))
+        if value is not None and value != harmless:
+            found = value if isinstance(value, (bool, int)) else type(value).__name__
+            wanted = f"{harmless}: it computes the whole prompt behind the prefix"
+            raise InvalidArgumentError(name, found, wanted)
+
+
 def require_one_sequence(settings: dict[str, Any], model: Any) -> None:
     """Check arguments of `generate()`: one sequence of tokens, without beams, of text alone.
 
     Raises:
-        InvalidArgumentError: There are beams, several sequences, or inputs besides tokens.
+        InvalidArgumentError: There are beams, several sequences, or inputs besides tokens, or as
+            `require_prefix_used`.
     """
+    require_prefix_used(settings, model)
     config = settings.get("generation_config") or model.generation_config
     for name in BEAMS:
         number = settings.get(name, getattr(config, name, None)) or 1
         if number != 1:
             raise InvalidArgumentError(name, number, "1: beams and several sequences are not kept")
-    if not settings.get("use_cache", True):
-        raise InvalidArgumentError("use_cache", False, "True")
     for name, value in settings.items():
         is_input = isinstance(value, torch.Tensor) and name != "attention_mask"
         if is_input or name == "past_key_values":
