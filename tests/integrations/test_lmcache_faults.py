@@ -3,13 +3,16 @@
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("lmcache.v1.distributed.l2_adapters", reason="needs LMCache")
+
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.internal_api import L2AdapterListener
 
 from kvxfer.integrations.lmcache import KVXferL2Adapter
 from kvxfer.integrations.lmcache.settings import AdapterSettings
@@ -63,6 +66,64 @@ def test_a_backend_that_tells_nothing_is_counted_all_the_same(
     adapter.delete(KEYS[:1])
     assert adapter.get_usage().total_bytes_used == SIZE
     assert driver.lookup(KEYS) == [False, True]
+
+
+class Listener(L2AdapterListener):  # type: ignore[misc] # LMCache is not typed
+    """Listener of LMCache, all of whose methods do the same."""
+
+    def __init__(self, do: Callable[[], object]) -> None:
+        self._do = do
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        self._do()
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        self._do()
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        self._do()
+
+
+def test_a_listener_that_raises_costs_no_answer(
+    adapter: FaultyAdapter, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise KeyError("a listener's own")
+
+    adapter.register_listener(Listener(fail))
+    driver = Driver(adapter)
+    objects = [memory.fill(SIZE, 1), memory.fill(SIZE, 2)]
+    assert driver.store(KEYS, objects).is_successful()
+    assert driver.lookup(KEYS) == [True, True]
+    room = [memory.allocate(SIZE), memory.allocate(SIZE)]
+    assert driver.load(KEYS, room) == [True, True]
+    assert bytes_of(room) == bytes_of(objects)
+    adapter.submit_unlock(KEYS)
+    adapter.delete(KEYS)
+    assert adapter.get_usage().total_bytes_used == 0
+    assert caplog.text.count("a listener of LMCache failed") == 3
+
+
+def test_a_listener_that_blocks_keeps_nobody_waiting_beyond_the_deadline(
+    adapter: FaultyAdapter, memory: Memory
+) -> None:
+    blocked, is_free = threading.Event(), threading.Event()
+
+    def block() -> None:
+        blocked.set()
+        is_free.wait(30)
+
+    driver = Driver(adapter)
+    assert driver.store(KEYS[:1], [memory.fill(SIZE, 1)]).is_successful()
+    adapter.register_listener(Listener(block))
+    try:
+        began = time.monotonic()
+        assert driver.load(KEYS[:1], [memory.allocate(SIZE)]) in ([True], [False])
+        assert blocked.is_set()
+        assert driver.lookup(KEYS) == [False, False], "nobody works on it"
+        assert time.monotonic() - began < 10 * TIMEOUT_S
+    finally:
+        is_free.set()
 
 
 @pytest.mark.parametrize(

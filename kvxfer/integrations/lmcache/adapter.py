@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvxfer.connect import open_backend
@@ -150,13 +151,12 @@ class KVXferL2Adapter(L2AdapterInterface):
         """Begin to load objects into their memory, which is not touched after the answer."""
 
         def answer(task_id: int, task: Task) -> None:
-            loaded = [key for key, done in zip(keys, task.done, strict=True) if done]
-            if loaded:
-                self._notify_keys_accessed(loaded)
             self._loaded.give(task_id, _bitmap(task))
 
-        def work(task: Task) -> Coroutine[Any, Any, None]:
-            return self._objects.load(task, self._locate(keys, objects))
+        async def work(task: Task) -> None:
+            await self._objects.load(task, self._locate(keys, objects))
+            if loaded := [key for key, done in zip(keys, task.done, strict=True) if done]:
+                _tell(self._notify_keys_accessed, loaded)
 
         return self._submit(len(keys), answer, work)
 
@@ -229,20 +229,27 @@ class KVXferL2Adapter(L2AdapterInterface):
         answer: Callable[[int, Task], None],
         work: Callable[[Task], Coroutine[Any, Any, None]],
     ) -> int:
-        """Begin a task; whatever goes wrong is an answer of which no key is done."""
+        """Begin a task; whatever goes wrong is an answer of which no key is done.
+
+        LMCache's listeners are told on the event loop, before the answer. At the deadline the
+        answer comes without them: one that blocks keeps nobody waiting for longer.
+        """
         task_id = next(self._task_ids)
 
-        def end(task: Task) -> None:
-            self._deliver()
-            answer(task_id, task)
+        async def work_and_tell(task: Task) -> None:
+            try:
+                await work(task)
+            finally:
+                self._deliver()
 
         with self._submission:
-            task = Task(num_keys, time.monotonic() + self._settings.timeout_s, end)
+            deadline = time.monotonic() + self._settings.timeout_s
+            task = Task(num_keys, deadline, lambda ended: answer(task_id, ended))
             if not self._closed:
                 self._deadlines.watch(task)
         try:
             if num_keys and not self._closed:
-                self._objects.begin(task, work(task))
+                self._objects.begin(task, work_and_tell(task))
             else:
                 task.end()
         except Exception as exc:
@@ -294,7 +301,17 @@ class KVXferL2Adapter(L2AdapterInterface):
             self._objects.ask(self._objects.delete_pieces(broken))
 
     def _deliver(self) -> None:
-        self._residents.deliver(self._notify_keys_stored, self._notify_keys_deleted)
+        self._residents.deliver(
+            partial(_tell, self._notify_keys_stored), partial(_tell, self._notify_keys_deleted)
+        )
+
+
+def _tell(notify: Callable[..., object], *args: object) -> None:
+    """Tell LMCache's listeners; what one of them raises is its own failure."""
+    try:
+        notify(*args)
+    except Exception:
+        logger.exception("a listener of LMCache failed")
 
 
 def _bitmap(task: Task) -> Bitmap:

@@ -285,7 +285,7 @@ class ObjectStore:
     def _empty(
         self, task: Task, statuses: dict[Piece, Status], staged: StagedBlocks
     ) -> dict[Piece, Status]:
-        """Copy pieces that have landed out of a buffer; return those that are of another object."""
+        """Copy pieces that have landed out of a buffer; return those that were not, and why."""
         pieces, addresses = list(statuses), staged.blocks.addresses.tolist()
         other = {
             piece: Status.MISSING
@@ -300,7 +300,8 @@ class ObjectStore:
         ]
         if landed:
             memory, buffer = _sides(pieces, staged)
-            task.touch(lambda: self._copies.copy(buffer.take(landed), memory.take(landed)))
+            if not task.touch(lambda: self._copies.copy(buffer.take(landed), memory.take(landed))):
+                other |= {pieces[index]: Status.TIMED_OUT for index in landed}
         return other
 
     async def _aclose(self) -> None:

@@ -14,6 +14,9 @@ from kvxfer.storage.observer import Added, AskGauges, Event, Observer, Removed
 NOT_TOLD = ""
 """Name for tiers that do not tell what comes and goes."""
 
+DELIVERY_S = 1.0
+"""Time for which a thread waits for its turn to tell LMCache."""
+
 Tell = Callable[[list[ObjectKey], list[int]], object]
 """Tells LMCache of objects and their bytes."""
 
@@ -141,12 +144,20 @@ class Residents(Observer):
         return [piece_key(each, index) for each in left for index in list(left[each].tiers)]
 
     def deliver(self, stored: Tell, deleted: Tell) -> None:
-        """Tell LMCache which objects came and which are gone since the last call."""
-        with self._delivery:
+        """Tell LMCache which objects came and which are gone since the last call.
+
+        While a listener holds up another thread's call for longer than `DELIVERY_S`, the changes
+        wait for the next call.
+        """
+        if not self._delivery.acquire(timeout=DELIVERY_S):
+            return
+        try:
             came, gone = self._take_changes()
             for tell, changes in ((deleted, gone), (stored, came)):
                 if changes:
                     tell([key for key, _ in changes], [num_bytes for _, num_bytes in changes])
+        finally:
+            self._delivery.release()
 
     def list_objects(self) -> list[tuple[bytes, ObjectKey, int]]:
         """List the objects that LMCache was told of: id, key and bytes, ordered by id."""
