@@ -238,10 +238,12 @@ class ClientSession:
                 job.cancel()
         elif number in self._jobs or number in self._pins:
             await self._refuse(number, f"request {number} has not ended")
-        elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
-            await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
         elif self._draining and isinstance(request, Lookup | Pin | Pull | Hold):
             await self._refuse(number, "this peer is about to end")
+        elif isinstance(request, TicketRequest):
+            await self._do(request)  # waits for nothing: a burst of them is no load
+        elif len(self._jobs) + len(self._pins) >= MAX_REQUESTS:
+            await self._refuse(number, f"more than {MAX_REQUESTS} requests at one time")
         else:
             job = self._jobs[number] = asyncio.create_task(self._do(request))
             job.add_done_callback(lambda _: self._jobs.pop(number))

@@ -97,6 +97,11 @@ class Reconnect:
         connection = self._connection
         return connection is not None and connection.is_open and bool(connection.tickets)
 
+    def leave(self, ticket: str) -> None:
+        """Forget that the present connection holds a ticket, which others release."""
+        if self._connection is not None:
+            self._connection.tickets.discard(ticket)
+
     @property
     def is_closed(self) -> bool:
         """Whether it was closed, and nothing is read from the peer any more."""

@@ -108,7 +108,7 @@ class Asker:
         self._exchange = exchange
         self._description = description
         self._timeout_s = timeout_s
-        self._workers: dict[Endpoint, list[Endpoint]] = {}
+        self._workers: dict[Endpoint, list[Endpoint]] = {}  # asked last comes last
         self._fitting = functools.lru_cache(MAX_MATCHES)(self._fit)
 
     async def ask(
@@ -136,8 +136,9 @@ class Asker:
         engine = self._fitting(await self._exchange.peer(endpoint).describe())
         theirs = engine.description
         workers = engine.workers(endpoint)
+        self._workers.pop(endpoint, None)
         if len(self._workers) >= MAX_ENGINES:
-            self._workers.clear()
+            del self._workers[next(iter(self._workers))]
         self._workers[endpoint] = workers
         windows = [*windows, *[None] * len(theirs.groups)][: len(theirs.groups)]
         num_tokens = prompt.num_tokens

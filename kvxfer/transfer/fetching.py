@@ -143,6 +143,7 @@ class Fetcher:
         stop = asyncio.get_running_loop().time() + self._timeout_s
         parts: list[_Part] = []
         match: _Match | None = None
+        workers: list[Endpoint] = []
         began = time.perf_counter()
         try:
             async with asyncio.timeout_at(stop):
@@ -160,6 +161,9 @@ class Fetcher:
             logger.debug("a fetch from %s took longer than %g s", endpoint, self._timeout_s)
         finally:
             await self._exchange.settle()  # before our blocks are used again
+            if waits_for is not None:  # who asked for the prompt releases its ticket
+                for worker in workers:
+                    self._exchange.peer(worker).reconnect.leave(waits_for)
         return self._summarise(match, wanted, parts, began)
 
     def _match(self, description: bytes) -> _Match:

@@ -13,6 +13,7 @@ from kvxfer.backends.nixl import Endpoint, Exchange, NixlConfig
 from kvxfer.copy_engine.cpu import CPUCopyEngine
 from kvxfer.errors import InvalidArgumentError
 from kvxfer.kvcache.canonical import CanonicalKVCaches, memory_regions
+from kvxfer.kvcache.memory_region import HOST
 from kvxfer.kvcache.portable import CacheDescription
 from kvxfer.storage.call_guard import CallGuard
 from kvxfer.storage.keys import BlockKey, Namespace
@@ -56,6 +57,9 @@ class Handover:
         description: Description of our caches.
         caches: Our caches; None for a process that only asks, such as a scheduler.
 
+    Attributes:
+        is_on_device: Whether our caches are in the memory of a GPU.
+
     Raises:
         InvalidArgumentError: A parameter is of no use, or memory is where nobody can read it.
     """
@@ -92,8 +96,11 @@ class Handover:
         )
         self._asker = Asker(self._exchange, description, timeout_s=config.timeout_s)
         self._fetcher: Fetcher | None = None
+        self.is_on_device = False
         if caches is not None:
-            self._exchange.attach(memory_regions(caches))
+            regions = memory_regions(caches)
+            self.is_on_device = any(region.device != HOST for region in regions)
+            self._exchange.attach(regions)
             self._fetcher = Fetcher(
                 self._exchange,
                 caches,

@@ -127,6 +127,18 @@ async def test_blocks_are_loaded_without_a_lookup_and_without_groups(
             assert statistics.num_loaded_bytes == sum(map(len, holder.payloads))
 
 
+async def test_no_burst_of_questions_about_tickets_is_refused() -> None:
+    """Many clients that leave at once would else have their pages kept for ten minutes."""
+    tickets = [f"{index:032d}" for index in range(256)]
+    async with lent(transport="socket") as holder, reader(transport="socket") as exchange:
+        client = exchange.peer(holder.endpoint)
+        holder.desk.tickets |= dict.fromkeys(tickets, KEYS)
+        held = await asyncio.gather(*(client.hold(ticket, KEYS) for ticket in tickets))
+        assert all(each.is_known for each in held)
+        await asyncio.gather(*(client.release([ticket]) for ticket in tickets))
+        assert list(holder.desk.tickets) == ["ours"]
+
+
 async def test_a_peer_has_its_lease_from_the_moment_at_which_it_may_speak(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

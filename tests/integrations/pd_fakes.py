@@ -84,6 +84,7 @@ class FakeHandover:
     """
 
     num_expired = 0
+    is_on_device = False
     port = 7100
 
     def __init__(self) -> None:

@@ -21,7 +21,9 @@ from kvxfer.integrations.vllm import KVXferConnector
 from kvxfer.integrations.vllm.prefill_decode import groups as groups_module
 from kvxfer.integrations.vllm.prefill_decode.groups import Groups, why_not
 from kvxfer.integrations.vllm.prefill_decode.interface import HAS_TRANSFER_RESULTS
+from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
 from kvxfer.integrations.vllm.prefill_decode.step_data import Fetch, Offer, StepData
+from kvxfer.integrations.vllm.prefill_decode.worker import PrefillDecodeWorker
 from kvxfer.storage.prompt_keys import PromptKeys
 from kvxfer.transfer.prompt_pages import Fetched
 from tests.integrations.pd_engine import (
@@ -34,7 +36,7 @@ from tests.integrations.pd_engine import (
     recurrent,
     sliding,
 )
-from tests.integrations.pd_fakes import LEASE, make_found, ticket_params
+from tests.integrations.pd_fakes import LEASE, FakeHandover, make_found, ticket_params
 
 LISTEN = "127.0.0.1:7100"
 ENDPOINT = Endpoint("127.0.0.1", 7100)
@@ -96,6 +98,17 @@ def test_a_lease_that_ends_before_it_is_complete_reports_nobody(
     assert engine.moving.revoked == ["early"]
     engine.moving.ended.append("early")
     assert finished(engine)[0] == set()
+
+
+def test_blocks_on_a_device_are_lent_when_their_request_is_finished() -> None:
+    """Kernels of an earlier step may run still when the next one is prepared."""
+    handover = FakeHandover()
+    handover.is_on_device = True
+    worker = PrefillDecodeWorker(handover, Counters())  # type: ignore[arg-type]
+    keys = PromptKeys(range(8)).block_keys(0, 4, 8)
+    worker.prepare(StepData(offers=[Offer("p", LEASE, keys[:1], [5], is_complete=False)]))
+    worker.prepare(StepData(offers=[Offer("p", LEASE, keys, [5, 6], is_complete=True)]))
+    assert handover.offers == [(LEASE, [], [], False), (LEASE, keys, [5, 6], True)]
 
 
 def test_leases_are_revoked_before_a_step_and_given_up_after_its_offers(

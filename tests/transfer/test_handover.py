@@ -231,6 +231,19 @@ def test_pages_are_read_while_others_are_computed(stack: ExitStack) -> None:
     assert ours.all_good(TOKENS, [OURS])
 
 
+def test_a_worker_keeps_no_ticket_of_a_load_that_has_ended(stack: ExitStack) -> None:
+    """Another connection, that of who asked, releases it."""
+    theirs, asking = open_engine(stack), open_engine(stack, lends=False)
+    reading = open_engine(stack, lends=False)
+    theirs.lend(TICKET, TOKENS, [THEIRS])
+    found = asking.ask(theirs.endpoint, TICKET, TOKENS)
+    [load] = reading.begin_fetch(theirs.endpoint, found, TOKENS, [OURS], waits_for=TICKET)
+    assert not any(get(load).bad_blocks)
+    asking.release(theirs.endpoint, TICKET)
+    [client] = reading.workers[0]._exchange.clients.values()
+    assert client.is_idle
+
+
 def test_pages_of_a_ticket_that_was_announced_count_before_they_are_offered(
     stack: ExitStack,
 ) -> None:

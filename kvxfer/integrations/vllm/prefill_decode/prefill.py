@@ -238,7 +238,8 @@ class PrefillScheduler:
         given up. One of the same name would be taken for it, and its blocks be freed while they
         are lent.
         """
-        if given is None or given in self._names:
+        early = (each.lease for each in self._early.values())
+        if given is None or given in {*self._names, *self._leases.values(), *early}:
             return make_lease()
         self._names[given] = None
         if len(self._names) > MAX_NAMES:

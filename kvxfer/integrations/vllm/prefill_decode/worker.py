@@ -4,7 +4,7 @@ import logging
 import time
 from collections import defaultdict
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvxfer.errors import KVXferError
 from kvxfer.integrations.vllm.prefill_decode.metrics import Counters
@@ -101,6 +101,9 @@ class PrefillDecodeWorker:
         self._handover.close()
 
     def _offer(self, offer: Offer) -> None:
+        if self._handover.is_on_device and not offer.is_complete:
+            # The step's kernels may run still. All blocks come with the last offer.
+            offer = replace(offer, keys=[], block_ids=[])
         if offer.is_complete:
             self._lent[offer.lease] = offer.request_id
         if self._reports:
