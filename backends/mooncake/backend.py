@@ -189,7 +189,7 @@ class MooncakeBackend(Backend):
         parts = [
             i for i, code in enumerate(there) if code == 1 and self._pages.has_parts(run.keys[i])
         ]
-        smaller = await self._find_smaller(run, parts) if parts else []
+        smaller = await self._find_smaller(run, parts, outcomes) if parts else []
         for chosen, replaces in ((missing, False), (smaller, True)):
             for i, code in (await self._put(run, chosen, replaces=replaces)).items():
                 if code != Code.OK:
@@ -204,14 +204,26 @@ class MooncakeBackend(Backend):
         codes = await self._get(run, range(len(run.keys)))
         return await self._threads.run(self._read, run, codes)
 
-    async def _find_smaller(self, run: _Run, chosen: Sequence[int]) -> list[int]:
-        """Find the blocks of which a part is stored that lacks bytes of theirs."""
+    async def _find_smaller(
+        self, run: _Run, chosen: Sequence[int], outcomes: list[Outcome]
+    ) -> list[int]:
+        """Find the blocks of which a part is stored that lacks bytes of theirs.
+
+        Blocks of which that cannot be found out get their outcomes.
+        """
         smaller = []
         for i, code in (await self._get(run, chosen)).items():
+            if code < 0:
+                outcomes[i] = _failure("store", code)
+                continue
             key, block = run.keys[i], run.block(i)
             head = run.slots[i].data[: self._pages.format(key).header_size_bytes]
             start = int(block.payload_starts[0])
-            covers = self._pages.covers(key, head, code, start, start + block.num_bytes)
+            try:
+                covers = self._pages.covers(key, head, code, start, start + block.num_bytes)
+            except OtherIntegrityError as exc:
+                outcomes[i] = exc.outcome
+                continue
             if not covers and code != self._pages.size(key):
                 smaller.append(i)
         return smaller
@@ -308,7 +320,7 @@ def _corrupt(outcomes: Sequence[Outcome]) -> list[int]:
 
 def _failure(what: str, code: int) -> Outcome:
     """Make the outcome of a block whose code is that of an error."""
-    if code in GONE:
+    if code in GONE and what == "load":
         return MISSING
     if code == Code.CHECKSUM_MISMATCH:
         return Outcome(Status.CORRUPT, reason="Mooncake's own checksum differs")

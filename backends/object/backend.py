@@ -18,6 +18,7 @@ from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.kvcache.descriptors import Descriptors
 from kvxfer.storage.backend import DONE, MISSING, PAUSED, Backend, Outcome, Status
 from kvxfer.storage.call_guard import CallGuard
+from kvxfer.storage.calls import fetch_error
 from kvxfer.storage.gauge import Gauge
 from kvxfer.storage.integrity import read_secret
 from kvxfer.storage.key_locks import KeyLocks
@@ -34,6 +35,7 @@ STORE_ATTEMPTS = 3
 LIST_AGAIN_S = 60.0
 """Pause after a list that failed."""
 
+CLOSED = Outcome(Status.FAILED, reason="the backend was closed")
 OTHERS = Outcome(
     Status.FAILED, reason="what is there is of another integrity, or sealed with another key"
 )
@@ -76,7 +78,7 @@ class ObjectBackend(Backend):
         num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
         self._threads = Threads("kvxfer-object", num_threads)
         self._stores = KeyLocks()
-        self._describing = asyncio.Lock()
+        self._describing: asyncio.Task[None] | None = None
         self._described = self._overwrites = False
         self._listing: asyncio.Task[None] | None = None
         self._list_again_at = 0.0
@@ -113,16 +115,13 @@ class ObjectBackend(Backend):
     async def store(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.store`."""
         self._guard.check_batch(keys, blocks)
-        names = [self._pages.name(key) for key in keys]
         async with self._stores.acquire(keys):
             self._guard.check()  # the backend may have been closed meanwhile
             if not self._bucket.stores.allows():
                 return [DONE if self._presence.has(key) else PAUSED for key in keys]
             try:
                 await self._describe()
-                return await self._each(
-                    lambda i: self._store(keys[i], names[i], blocks.select(i, i + 1)), len(keys)
-                )
+                return await self._move_each(self._store, keys, blocks)
             except RequestFailedError as exc:
                 return [exc.outcome] * len(keys)
             finally:
@@ -131,10 +130,7 @@ class ObjectBackend(Backend):
     async def load(self, keys: Sequence[BlockKey], blocks: Descriptors) -> list[Outcome]:
         """See `Backend.load`. Memory of blocks that are not `DONE` is not written."""
         self._guard.check_batch(keys, blocks)
-        names = [self._pages.name(key) for key in keys]
-        return await self._each(
-            lambda i: self._load(keys[i], names[i], blocks.select(i, i + 1)), len(keys)
-        )
+        return await self._move_each(self._load, keys, blocks)
 
     async def delete(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.delete`. A block that cannot be removed stays."""
@@ -149,9 +145,30 @@ class ObjectBackend(Backend):
         if self._listing is not None:
             self._listing.cancel()
             await asyncio.wait([self._listing])
+        if self._describing is not None:
+            await asyncio.wait([self._describing], timeout=self._config.close_timeout_s)
         await self._bucket.aclose(self._config.close_timeout_s)
         if not await self._threads.aclose(self._config.close_timeout_s):
             self._pages.close()
+
+    async def _move_each(
+        self,
+        move: Callable[[BlockKey, str, Descriptors], Awaitable[Outcome]],
+        keys: Sequence[BlockKey],
+        blocks: Descriptors,
+    ) -> list[Outcome]:
+        """Store or load each block; what closing the backend ends is an outcome, too."""
+
+        async def move_one(index: int) -> Outcome:
+            key = keys[index]
+            try:
+                return await move(key, self._pages.name(key), blocks.select(index, index + 1))
+            except Exception:
+                if not self._guard.closed:
+                    raise
+                return CLOSED
+
+        return await self._each(move_one, len(keys))
 
     async def _each(self, call: Callable[[int], Awaitable[T]], num_blocks: int) -> list[T]:
         """Make a call for each block, in as many tasks as there are slots."""
@@ -290,15 +307,22 @@ class ObjectBackend(Backend):
         return True
 
     async def _describe(self) -> None:
-        """Describe the namespace beside its blocks, and find out whether the server overwrites."""
-        async with self._describing:
-            if not self._described:
-                name, text = self._pages.description_name, memoryview(self._pages.description)
-                # What the first request has made, the second must not make again.
-                if await self._bucket.create(name, text) and await self._bucket.create(name, text):
-                    self._overwrites = True
-                    logger.warning("%s: the server ignores If-None-Match", self._place)
-                self._described = True
+        """Describe the namespace beside its blocks, once; others meanwhile share the attempt."""
+        if self._described:
+            return
+        if self._describing is None or self._describing.done():
+            self._describing = asyncio.create_task(self._describe_now())
+            self._describing.add_done_callback(fetch_error)
+        await asyncio.shield(self._describing)
+
+    async def _describe_now(self) -> None:
+        """Describe the namespace, and find out whether the server overwrites."""
+        name, text = self._pages.description_name, memoryview(self._pages.description)
+        # What the first request has made, the second must not make again.
+        if await self._bucket.create(name, text) and await self._bucket.create(name, text):
+            self._overwrites = True
+            logger.warning("%s: the server ignores If-None-Match", self._place)
+        self._described = True
 
     def _begin_list(self) -> None:
         """Begin the list that fills the cache, once, and again a while after it failed."""

@@ -104,6 +104,7 @@ class Bucket:
         self._slots = asyncio.Semaphore(max_requests)
         self._pause_s = 1 / max_requests_per_s if max_requests_per_s else 0.0
         self._next_at = 0.0
+        self._turns = asyncio.Lock()
         self._breaker = CircuitBreaker(f"requests to {place}", pause_s=retry_after_s)
         self.stores = CircuitBreaker(f"storing to {place}", pause_s=retry_after_s)
         self._lists = Threads("kvxfer-object-list", 1)
@@ -345,9 +346,11 @@ class Bucket:
     async def _pace(self) -> None:
         """Wait until another request may begin, if the server seems to be there."""
         if self._pause_s and self._breaker.closed:
-            now = time.monotonic()
-            self._next_at = max(now, self._next_at + self._pause_s)
-            await asyncio.sleep(self._next_at - now)
+            async with self._turns:  # who is cancelled before its turn has taken none
+                now = time.monotonic()
+                turn = max(now, self._next_at)
+                await asyncio.sleep(turn - now)
+                self._next_at = turn + self._pause_s
 
 
 def _listed(meta: Any) -> ListedObject:

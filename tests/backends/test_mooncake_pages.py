@@ -138,6 +138,18 @@ async def test_a_page_of_another_integrity_is_left_to_those_who_read_it(
 
 
 @pytest.mark.usefixtures("shared_client")
+async def test_a_part_of_another_integrity_fails_its_own_block_only(mooncake: Cluster) -> None:
+    memory = BlockMemory([[4096]], num_blocks=16, blocks_per_chunk=4)
+    namespace = memory.namespace()
+    async with open_mooncake(mooncake, namespace, integrity="off") as theirs:
+        assert statuses(await theirs.store(KEYS[:1], memory.describe(0, [0]))) == [Status.DONE]
+    async with open_mooncake(mooncake, namespace) as ours:
+        outcomes = await ours.store(KEYS[:3], memory.describe(0, range(12)))
+        assert statuses(outcomes) == [Status.FAILED, Status.DONE, Status.DONE]
+        assert "integrity" in outcomes[0].reason
+
+
+@pytest.mark.usefixtures("shared_client")
 async def test_what_is_there_is_not_sent_again_and_all_is_counted(
     mooncake: Cluster, namespace: Namespace
 ) -> None:

@@ -1,5 +1,6 @@
 """Lists and turns of requests, with the store in memory of obstore."""
 
+import asyncio
 import contextlib
 import tracemalloc
 from collections.abc import Iterator
@@ -20,11 +21,13 @@ from kvxfer.backends.object import (
     S3Config,
     bucket,
 )
+from kvxfer.backends.object.request_failure import RequestFailedError
 from kvxfer.storage.backend import Status
 from kvxfer.testing import BlockMemory
 from kvxfer.testing.conformance.suite import make_keys, statuses
 from tests.backends.object_memory import MemoryConfig
 
+DONE = Status.DONE
 NAMES = [f"prefix/{number}" for number in range(7)]
 
 
@@ -79,6 +82,70 @@ async def test_who_waits_for_a_turn_is_not_late_and_says_nothing_about_the_serve
         monkeypatch.setattr(backend, "_begin_list", lambda: None)
         assert False in await backend.lookup(keys), "so many have no turn in the time of a lookup"
         assert backend._bucket.is_available
+
+
+async def test_lookups_that_end_before_their_turn_take_none_from_those_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = MemoryConfig(
+        address="memory", max_requests_per_s=50.0, lookup_timeout_s=0.2, missing_ttl_s=0.0
+    )
+    memory = BlockMemory([[4096]], num_blocks=1)
+    async with ObjectBackend(config, memory.namespace()) as backend:
+        monkeypatch.setattr(backend, "_begin_list", lambda: None)
+        for nth in range(5):
+            before = backend.counts.requests
+            await backend.lookup(make_keys(64, first=64 * nth))
+            assert backend.counts.requests > before, f"lookup {nth} asked for nothing"
+
+
+async def test_first_stores_share_the_failure_of_a_server_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each describes the namespace before its first block; none waits for the others' turns."""
+    config = MemoryConfig(address="memory", timeout_s=0.3)
+    memory, keys, num_asked = BlockMemory([[4096]], num_blocks=8), make_keys(8), 0
+    async with ObjectBackend(config, memory.namespace()) as backend:
+
+        async def hang(name: str, page: memoryview) -> bool:
+            nonlocal num_asked
+            num_asked += 1
+            await asyncio.sleep(config.timeout_s)
+            raise RequestFailedError("no answer", status=Status.TIMED_OUT, transient=True)
+
+        with monkeypatch.context() as silent:
+            silent.setattr(backend._bucket, "create", hang)
+            stores = (backend.store([key], memory.describe(0, [0])) for key in keys)
+            outcomes = await asyncio.gather(*stores)
+        assert {one.status for [one] in outcomes} == {Status.TIMED_OUT}
+        assert num_asked == 1
+        assert statuses(await backend.store(keys, memory.describe(0, range(8)))) == [DONE] * 8
+
+
+async def test_closing_ends_loads_and_stores_with_outcomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, keys = BlockMemory([[4096]], num_blocks=4), make_keys(4)
+    backend = ObjectBackend(MemoryConfig(address="memory"), memory.namespace())
+    await backend.store(keys[:2], memory.describe(0, range(2)))
+    closing, is_closed = asyncio.Event(), asyncio.Event()
+    for name in ("get", "head"):
+        honest = getattr(backend._bucket, name)
+
+        async def wait(*args: Any, honest: Any = honest) -> Any:
+            found = await honest(*args)
+            closing.set()
+            await is_closed.wait()
+            return found
+
+        monkeypatch.setattr(backend._bucket, name, wait)
+    backend._overwrites = True  # stores look first
+    loading = asyncio.create_task(backend.load(keys[:2], memory.describe(0, range(2))))
+    storing = asyncio.create_task(backend.store(keys[2:], memory.describe(0, range(2, 4))))
+    await closing.wait()
+    await backend.aclose()
+    is_closed.set()
+    for outcome in [*await loading, *await storing]:
+        assert outcome.status is Status.FAILED
+        assert "closed" in outcome.reason
 
 
 def measure_walks(monkeypatch: pytest.MonkeyPatch, num_objects: int) -> tuple[int, int]:
